@@ -1,0 +1,84 @@
+"""The contract of a sequence mixer: what a block, a model and a decoder may ask of one."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class AbstractMixer(nn.Module, ABC):
+    """A module that mixes along time, (B, T, C) to (B, T, C), causally.
+
+    One law, tested for every mixer: a full forward equals any segmentation of the sequence equals
+    one token at a time, to rounding. A state is a NamedTuple of tensors whose first axis is the
+    batch; it goes in and comes out, and is never overwritten in place.
+    """
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Mix along time.
+
+        Args:
+            x: (B, T, C), already normalized.
+            state: where these tokens continue from; None for training, when no state is kept.
+            cu_seqlens: (S + 1,) int32 or int64, borders of S sequences packed in one row: starts
+                at 0, ends at T, never decreases; B must be 1 and `state` None.
+            lengths: (B,) int64, how many of the T tokens of each row are real (the rest is padding
+                on the right: its outputs mean nothing and it leaves the state alone); needs a
+                state.
+
+        Returns:
+            y (B, T, C), and the state after the last real token (None if `state` was None).
+        """
+
+    @abstractmethod
+    def init_state(self, batch: int) -> Any:
+        """Return the state before the first token, on the device of the weights."""
+
+    @abstractmethod
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
+
+    @abstractmethod
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token, projections included, averaged over a sequence.
+
+        A multiply and an add count as two. `num_tokens` is the length T of the sequence.
+        """
+
+
+class MixerConfig(Protocol):
+    """A frozen dataclass that describes a mixer and builds it."""
+
+    def build(self, d_model: int) -> AbstractMixer:
+        """Build the mixer, on torch's default device."""
+        ...
+
+
+def check_mixer_input(
+    x: Tensor, d_model: int, state: Any, cu_seqlens: Tensor | None, lengths: Tensor | None
+) -> None:
+    """Raise a ValueError that names the argument which breaks the contract, if one does."""
+    if x.ndim != 3 or x.shape[-1] != d_model:
+        raise ValueError(f"x must be (B, T, {d_model}), got {tuple(x.shape)}")
+    if cu_seqlens is not None and (state is not None or x.shape[0] != 1):
+        raise ValueError(
+            "cu_seqlens packs sequences into one row without a state: "
+            f"got B = {x.shape[0]}, state {'given' if state is not None else 'None'}"
+        )
+    if lengths is not None:
+        if state is None:
+            raise ValueError("lengths needs a state: start one with init_state(batch)")
+        if lengths.shape != x.shape[:1] or lengths.dtype != torch.int64:
+            raise ValueError(
+                f"lengths must be int64 of shape ({x.shape[0]},), got {lengths.dtype} "
+                f"of shape {tuple(lengths.shape)}"
+            )
