@@ -1,0 +1,88 @@
+"""Data sets and tokenizers of the Hugging Face hub."""
+
+import os
+import urllib.request
+from typing import Any
+from urllib.error import HTTPError
+
+from mezzo_core.data.libraries import import_library
+from mezzo_core.errors import UserError
+
+HUB_PREFIX = "hub:"
+_TIMEOUT_SECONDS = 10
+
+
+def reach_hub(wanted: str) -> None:
+    """Check that the hub answers: its own libraries try for half a minute before they give up.
+
+    Nothing is checked with HF_HUB_OFFLINE=1, which lets those libraries use earlier downloads.
+
+    Raises:
+        UserError: if it does not answer.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
+            pass
+    except HTTPError:
+        pass  # an answer of any kind
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"cannot get {wanted!r}: {endpoint} does not answer ({reason}); "
+            "with HF_HUB_OFFLINE=1 what was downloaded before is used"
+        ) from error
+
+
+def load_hub_dataset(source: str, *, split: str | None, streaming: bool) -> Any:
+    """Load "hub:NAME" or "hub:NAME:CONFIG" with `datasets`.
+
+    Args:
+        source: the name.
+        split: one split, or None for all.
+        streaming: read on the fly instead of downloading first.
+
+    Returns:
+        A `datasets.Dataset`, or an `IterableDataset` when streaming; without `split` a dict with
+        one for each split.
+
+    Raises:
+        UserError: if it cannot be had: no network, no such name, configuration or split.
+    """
+    datasets = import_library("datasets", "train")
+    reach_hub(source)
+    name, _, config = source.removeprefix(HUB_PREFIX).partition(":")
+    try:
+        return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+    except Exception as error:  # the library and its loaders raise errors of every kind
+        raise UserError(f"cannot load {source!r} from the hub: {_first_line(error)}") from error
+
+
+def load_hub_tokenizer(source: str) -> tuple[Any, int]:
+    """Load "hub:NAME" with `transformers`.
+
+    Returns:
+        The tokenizer of the `tokenizers` library that it wraps, and the end token.
+
+    Raises:
+        UserError: if it cannot be had, wraps none, or names no end token.
+    """
+    transformers = import_library("transformers", "hub")
+    reach_hub(source)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.removeprefix(HUB_PREFIX))
+    except Exception as error:  # the library and the hub raise errors of every kind
+        raise UserError(f"cannot load {source!r} from the hub: {_first_line(error)}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"{source!r} has no tokenizer.json; give its SentencePiece .model")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{source!r} names no token to end a document")
+    return backend, tokenizer.eos_token_id
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,312 @@
+"""Text that is read on the fly, with `datasets`, and goes on from where it stopped.
+
+Documents are shuffled in blocks rather than in the shuffle buffer of `datasets`, which is lost at
+a restart: a block can be read again, so that a resumed run sees the very same batches.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mezzo_core.data.batches import Batch, TextData, Windows, make_batch
+from mezzo_core.data.corpora import Corpus, Piece, find_files, read_file, text_of
+from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
+from mezzo_core.data.libraries import import_library
+from mezzo_core.data.packed import after_end_token
+from mezzo_core.data.packing import pack_corpus
+from mezzo_core.data.tokenizers import Tokenizer
+from mezzo_core.errors import UserError
+
+# The first documents, held out where there is no split "validation"; else the first of that.
+VALIDATION_DOCUMENTS = 100
+# Documents that are shuffled together; a resumed run reads at most this many again.
+BLOCK_DOCUMENTS = 1024
+# Documents that are tokenized together.
+_TOKENIZED_DOCUMENTS = 32
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """This process's shard of a stream, and the held-out documents, the same in every process."""
+
+    name: str
+    dataset: Any  # datasets.IterableDataset
+    validation: list[str]
+    text_column: str
+    rank: int = 0
+    world_size: int = 1
+
+
+def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int = 1) -> TextStream:
+    """Open files or a hub data set as a stream.
+
+    Args:
+        source: as in `open_corpus`, but not "embedded".
+        text_column: the field that holds the text.
+        rank: this process.
+        world_size: how many processes share the stream.
+
+    Raises:
+        UserError: if the source cannot be streamed, found or reached.
+    """
+    datasets = import_library("datasets", "train")
+    if source == "embedded":
+        raise UserError("the embedded corpus is not streamed: set streaming=False")
+    if not source.startswith(HUB_PREFIX):
+        files = [str(path) for path in find_files(source)]
+        dataset = datasets.IterableDataset.from_generator(
+            _file_rows, gen_kwargs={"files": files, "text_column": text_column}
+        )
+        return share_stream(source, dataset, text_column, rank=rank, world_size=world_size)
+    splits = load_hub_dataset(source, split=None, streaming=True)
+    if "train" not in splits:
+        raise UserError(f'{source!r} has no split "train"; there is {", ".join(splits)}')
+    if "validation" not in splits:
+        return share_stream(source, splits["train"], text_column, rank=rank, world_size=world_size)
+    return TextStream(
+        source,
+        _shard(splits["train"], rank, world_size),
+        _first_texts(splits["validation"], text_column, source),
+        text_column,
+        rank,
+        world_size,
+    )
+
+
+def share_stream(
+    name: str, dataset: Any, text_column: str, *, rank: int = 0, world_size: int = 1
+) -> TextStream:
+    """Hold out a data set's first documents and give this process its shard of the others.
+
+    Args:
+        name: what messages call the stream.
+        dataset: a `datasets.IterableDataset` whose order is fixed.
+        text_column: the field that holds the text.
+        rank: this process.
+        world_size: how many processes share the stream.
+    """
+    validation = _first_texts(dataset, text_column, name)
+    # Sharded first: a document among the first N of all is among the first N of its shard, so
+    # that skipping N in every shard keeps each held-out document out of training.
+    train = _shard(dataset, rank, world_size).skip(VALIDATION_DOCUMENTS)
+    return TextStream(name, train, validation, text_column, rank, world_size)
+
+
+def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
+    for file in files:
+        for piece in read_file(Path(file), text_column):
+            yield {text_column: piece.text}
+
+
+def _shard(dataset: Any, rank: int, world_size: int) -> Any:
+    if world_size == 1:
+        return dataset
+    distributed = import_library("datasets.distributed", "train")
+    return distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)
+
+
+def _first_texts(dataset: Any, text_column: str, name: str) -> list[str]:
+    return [text_of(row, text_column, name) for row in dataset.take(VALIDATION_DOCUMENTS)]
+
+
+@dataclass(frozen=True)
+class _Cursor:
+    """The place of a document in the shuffled stream: enough to read it again."""
+
+    epoch: int = 0
+    block: int = 0
+    index: int = 0  # in the shuffled block
+    block_start: dict[str, Any] | None = None  # of the data set; None at an epoch's start
+
+
+class _Document(NamedTuple):
+    cursor: _Cursor
+    tokens: NDArray[Any]  # its end token the last
+
+
+class StreamedText(TextData):
+    """A stream packed into windows as it comes, read again and again (epochs).
+
+    A document is a row of the data set, or a file (one of more than `PIECE_CHARACTERS` is several
+    documents). The first `VALIDATION_DOCUMENTS` documents are held out, or come from the split
+    "validation" of a hub data set that has one. With masked documents a window has at most
+    T // 16 + 2 documents: where more would fit, its rest is padding.
+
+    Batches come in order: `train_batch` takes the steps one after another, from the step at which
+    `state_dict` was called when resumed. See `TextData` for several processes.
+    """
+
+    reads_shard = True
+    num_train_tokens = None
+
+    def __init__(
+        self,
+        stream: TextStream,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        seed: int,
+        mask_documents: bool,
+    ) -> None:
+        """Pack the held-out documents; nothing else is read yet.
+
+        Args:
+            stream: what to read.
+            tokenizer: makes the tokens.
+            seq_len: T.
+            seed: of the order in the blocks.
+            mask_documents: whether documents are told apart.
+
+        Raises:
+            UserError: if the held-out documents have no text.
+        """
+        self.tokenizer, self.seq_len = tokenizer, seq_len
+        self._stream, self._seed = stream, seed
+        pieces = [Piece(text, True) for text in stream.validation]
+        held_out = Corpus(f"the validation documents of {stream.name}", "", lambda: iter(pieces))
+        packed = pack_corpus(held_out, tokenizer, None)
+        ranges = np.stack([np.concatenate([[0], packed.ends[:-1]]), packed.ends], axis=1)
+        self._validation = Windows(
+            packed.tokens,
+            after_end_token(ranges, packed.ends),
+            seq_len=seq_len,
+            pad=tokenizer.eos_token,
+            mask_documents=mask_documents,
+        )
+        self.num_validation_bytes = int(packed.num_bytes.sum())
+        self._max_documents = seq_len // 16 + 2 if mask_documents else 0
+        self._start(0, _Cursor(), 0)
+
+    def train_batch(self, step: int, batch_size: int) -> Batch:
+        """Return this process's part of the next batch: batch_size / world_size windows.
+
+        Raises:
+            ValueError: if it is not this step's turn, or the processes do not divide the batch.
+            UserError: if a document cannot be read, or the shard has none.
+        """
+        if step != self._step:
+            raise ValueError(f"a stream is read in order: step {self._step} is next, got {step}")
+        num_rows, rest = divmod(batch_size, self._stream.world_size)
+        if rest or num_rows == 0:
+            raise ValueError(
+                f"batch_size must be a multiple of the {self._stream.world_size} processes, "
+                f"got {batch_size}"
+            )
+        windows = [self._window() for _ in range(num_rows)]
+        self._step += 1
+        rows, real, ends = (np.stack(parts) for parts in zip(*windows, strict=True))
+        return make_batch(rows, real, ends if self._max_documents else None, self._max_documents)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the next window: JSON values, small."""
+        cursor = self._waiting[0].cursor if self._waiting else self._next
+        return {
+            "step": self._step,
+            "cursor": asdict(cursor),
+            "used": self._used,
+            "rank": self._stream.rank,
+            "world_size": self._stream.world_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same process among as many.
+
+        Raises:
+            UserError: if the state is of a packed corpus, or of another sharing.
+        """
+        if "cursor" not in state:
+            raise UserError("this checkpoint is of a run on packed data: set streaming=False")
+        mine = (self._stream.rank, self._stream.world_size)
+        if (state["rank"], state["world_size"]) != mine:
+            raise UserError(
+                f"this place in the stream is of process {state['rank']} of "
+                f"{state['world_size']}, and this is process {mine[0]} of {mine[1]}: "
+                "a streamed run goes on with as many processes as it began with"
+            )
+        self._start(state["step"], _Cursor(**state["cursor"]), state["used"])
+
+    def _start(self, step: int, cursor: _Cursor, used: int) -> None:
+        self._step = step
+        self._next = cursor
+        self._documents = self._read(cursor)
+        self._waiting: deque[_Document] = deque()
+        self._used = used  # tokens of the first waiting document that windows have had
+
+    def _window(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Take the next T tokens, and look at one more."""
+        length = self.seq_len
+        have = sum(len(document.tokens) for document in self._waiting) - self._used
+        while have < length + 1:
+            document = next(self._documents)
+            self._waiting.append(document)
+            have += len(document.tokens)
+        row = np.full(length + 1, self.tokenizer.eos_token, dtype=np.int64)
+        ends = np.zeros(length, dtype=bool)
+        filled, begin, count = 0, self._used, 0
+        for document in self._waiting:
+            part = document.tokens[begin : begin + length + 1 - filled]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+            done = begin + len(part) == len(document.tokens)
+            begin = 0
+            if not done or filled > length:
+                continue
+            ends[filled - 1] = True
+            count += 1
+            if count == self._max_documents - 1:  # the padding counts as the last
+                break
+        self._advance(min(filled, length))
+        return row, np.arange(length + 1) < filled, ends
+
+    def _advance(self, count: int) -> None:
+        self._used += count
+        while self._waiting and self._used >= len(self._waiting[0].tokens):
+            self._used -= len(self._waiting.popleft().tokens)
+
+    def _read(self, start: _Cursor) -> Iterator[_Document]:
+        """Yield the documents from a place on, without end."""
+        epoch, empty = start.epoch, False
+        while True:
+            first = start if epoch == start.epoch else _Cursor(epoch)
+            found = False
+            for cursor, texts in self._blocks(first):
+                for at in range(cursor.index, len(texts), _TOKENIZED_DOCUMENTS):
+                    group = texts[at : at + _TOKENIZED_DOCUMENTS]
+                    for i, tokens in enumerate(self.tokenizer.encode_batch(group)):
+                        place = _Cursor(epoch, cursor.block, at + i, cursor.block_start)
+                        if len(tokens):
+                            found = True
+                            ended = np.append(tokens, self.tokenizer.eos_token)
+                            yield _Document(place, ended)
+            if not found and empty:
+                raise UserError(
+                    f"no training text in {self._stream.name} for process {self._stream.rank} of "
+                    f"{self._stream.world_size}: the first {VALIDATION_DOCUMENTS} documents are "
+                    "held out; set streaming=False"
+                )
+            empty = not found
+            epoch += 1
+
+    def _blocks(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[str]]]:
+        """Yield the blocks of an epoch from a place on, each with its documents shuffled."""
+        dataset = self._stream.dataset
+        dataset.set_epoch(start.epoch)
+        dataset.load_state_dict(start.block_start or {})
+        rows = iter(dataset)
+        number, block_start, index = start.block, start.block_start, start.index
+        while True:
+            texts = [
+                text_of(row, self._stream.text_column, self._stream.name)
+                for _, row in zip(range(BLOCK_DOCUMENTS), rows, strict=False)
+            ]
+            if not texts:
+                return
+            after = dataset.state_dict()
+            order = np.random.default_rng((self._seed, start.epoch, number)).permutation(len(texts))
+            yield _Cursor(start.epoch, number, index, block_start), [texts[i] for i in order]
+            number, block_start, index = number + 1, after, 0

@@ -1,0 +1,247 @@
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mezzo_core.data import NO_TARGET, DataConfig
+from mezzo_core.data.packed import PackedText, split_documents
+from mezzo_core.data.packing import PackedCorpus
+from mezzo_core.data.tokenizers import ByteTokenizer
+from mezzo_core.errors import UserError
+
+END = 1000  # of the numbered corpora: every other token is unique
+LENGTHS = st.lists(st.integers(1, 12), min_size=2, max_size=12)
+
+
+class Numbers(ByteTokenizer):
+    """Stands for a tokenizer whose tokens are numbers below END."""
+
+    vocab_size = END + 1
+    eos_token = END
+
+
+def numbered(lengths, seq_len=4, mask_documents=False, seed=0, fraction=0.3):
+    """A corpus whose tokens are 0, 1, 2, ..., in documents of these lengths, each ended."""
+    tokens, ends, first = [], [], 0
+    for length in lengths:
+        tokens += [*range(first, first + length), END]
+        first += length
+        ends.append(len(tokens))
+    packed = PackedCorpus(np.array(tokens, np.uint16), np.array(ends), np.array(lengths))
+    return PackedText(
+        packed,
+        Numbers(),
+        seq_len=seq_len,
+        validation_fraction=fraction,
+        seed=seed,
+        mask_documents=mask_documents,
+    )
+
+
+def targets_of(batches):
+    return Counter(
+        token
+        for batch in batches
+        for token in batch.targets.flatten().tolist()
+        if token != NO_TARGET
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=LENGTHS, seq_len=st.integers(1, 7), batch_size=st.integers(1, 5), seed=st.integers(0, 9)
+)
+def test_every_token_is_in_one_part_and_predicted_once(lengths, seq_len, batch_size, seed):
+    lengths = [*lengths, 30]
+    data = numbered(lengths, seq_len, seed=seed)
+    windows = data.num_train_tokens // seq_len - (data.num_train_tokens % seq_len == 0)
+    epoch = targets_of(data.train_batch(step, 1) for step in range(windows))
+    held_out = targets_of(data.validation_batches(batch_size))
+    del epoch[END]
+    ended = held_out.pop(END)
+    assert set(epoch.values()) <= {1}
+    assert set(held_out.values()) == {1}
+    assert not set(epoch) & set(held_out)
+    everything = set(range(sum(lengths)))
+    left_out = everything - set(epoch) - set(held_out)
+    assert len(left_out) <= seq_len + 1  # the very first token, and the short last window
+    assert sum(held_out.values()) + ended == data.num_validation_tokens
+    assert sum(held_out.values()) == data.num_validation_bytes
+    assert data.num_train_tokens + data.num_validation_tokens == sum(lengths) + len(lengths)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 7), batch_size=st.integers(1, 5))
+def test_epochs_have_each_window_once_and_differ(lengths, seq_len, batch_size):
+    data = numbered([*lengths, 40], seq_len)
+    count = (data.num_train_tokens - 1) // seq_len
+    drawn = []
+    for step in range(-(-3 * count // batch_size)):
+        drawn += [tuple(row) for row in data.train_batch(step, batch_size).tokens.tolist()]
+    epochs = [drawn[i * count : (i + 1) * count] for i in range(3)]
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
+    assert count < 8 or len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    one, other = numbered([9] * 20), numbered([9] * 20)
+    for step in (5, 0, 100, 5):
+        other.train_batch(step + 1, 4)
+        assert torch.equal(one.train_batch(step, 4).tokens, other.train_batch(step, 4).tokens)
+    assert not torch.equal(one.train_batch(0, 4).tokens, one.train_batch(1, 4).tokens)
+    seeded = numbered([9] * 20, seed=1)
+    assert not torch.equal(one.train_batch(0, 4).tokens, seeded.train_batch(0, 4).tokens)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_targets_are_the_next_tokens(mask_documents):
+    data = numbered([9] * 20, seq_len=6, mask_documents=mask_documents)
+    for batch in (data.train_batch(3, 4), *data.validation_batches(4)):
+        assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+        tokens, targets = batch.tokens.view(4, 6), batch.targets.view(4, 6)
+        follows = (targets[:, :-1] == tokens[:, 1:]) | (targets[:, :-1] == NO_TARGET)
+        assert bool(follows.all())
+        number = (tokens != END) & (targets != END) & (targets != NO_TARGET)
+        assert bool((targets[number] == tokens[number] + 1).all())
+        assert bool(number.any())
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 9), batch_size=st.integers(1, 4))
+def test_masked_documents_end_where_the_end_token_is(lengths, seq_len, batch_size):
+    data = numbered([*lengths, 40], seq_len, mask_documents=True)
+    sizes = set()
+    for batch in [data.train_batch(step, batch_size) for step in range(4)]:
+        sizes.add(len(batch.cu_seqlens))
+        total = batch_size * seq_len
+        assert batch.tokens.shape == batch.targets.shape == (1, total)
+        ends = (batch.tokens[0] == END).nonzero().flatten() + 1
+        rows = torch.arange(0, total + 1, seq_len)
+        expected = sorted({*ends.tolist(), *rows.tolist()})
+        assert batch.cu_seqlens.dtype == torch.int32
+        assert torch.unique(batch.cu_seqlens).tolist() == expected
+        assert batch.cu_seqlens.tolist() == sorted(batch.cu_seqlens.tolist())
+        assert batch.cu_seqlens[0] == 0
+        assert batch.cu_seqlens[-1] == total
+        assert torch.equal(batch.targets == NO_TARGET, batch.tokens == END)
+    assert len(sizes) == 1
+
+
+def test_the_borders_have_no_more_slots_than_the_fullest_windows_need():
+    data = numbered([1, 1, 1, 9] * 20, seq_len=8, mask_documents=True)
+    windows = (data.num_train_tokens - 1) // 8
+    batches = [data.train_batch(step, 1) for step in range(windows)]
+    assert max(len(torch.unique(batch.cu_seqlens)) for batch in batches) == len(
+        batches[0].cu_seqlens
+    )
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_masking_drops_the_first_token_of_each_document_only(mask_documents):
+    data = numbered([7] * 30, mask_documents=mask_documents)
+    held_out = targets_of(data.validation_batches(3))
+    assert sum(held_out.values()) == data.num_validation_tokens
+    documents = held_out.pop(END)
+    assert sum(held_out.values()) == documents * (6 if mask_documents else 7)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_validation_batches_are_of_one_shape_and_the_same_again(mask_documents):
+    data = numbered([7] * 30, seq_len=5, mask_documents=mask_documents)
+    once, again = (list(data.validation_batches(4)) for _ in range(2))
+    for a, b in zip(once, again, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.targets, b.targets)
+        assert a.tokens.shape == once[0].tokens.shape
+        assert not mask_documents or a.cu_seqlens.shape == once[0].cu_seqlens.shape
+    assert bool((once[-1].targets == NO_TARGET).any())
+    assert once[0].tokens[0, 0] == END
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_parts_join_to_the_batch(mask_documents, count):
+    data = numbered([3, 9, 2] * 20, seq_len=8, mask_documents=mask_documents)
+    batch = data.train_batch(0, 6)
+    parts = [batch.part(i, count) for i in range(count)]
+    axis = 1 if mask_documents else 0
+    assert torch.equal(torch.cat([part.tokens for part in parts], axis), batch.tokens)
+    assert torch.equal(torch.cat([part.targets for part in parts], axis), batch.targets)
+    if mask_documents:
+        size = 48 // count
+        borders = torch.cat([part.cu_seqlens + i * size for i, part in enumerate(parts)])
+        assert torch.equal(torch.unique(borders), torch.unique(batch.cu_seqlens))
+        assert len({len(part.cu_seqlens) for part in parts}) == 1
+        assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == size for part in parts)
+    for wrong in (5, 7, 24):
+        with pytest.raises(ValueError, match="count must divide"):
+            [batch.part(i, wrong) for i in range(wrong)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, fraction=st.floats(0.01, 0.99), seed=st.integers(0, 5))
+def test_the_split_keeps_documents_whole_and_has_both_sides(lengths, fraction, seed):
+    ends = np.cumsum(lengths)
+    train, held_out = split_documents(ends, fraction, seed)
+    assert len(train)
+    assert len(held_out)
+    both = sorted([*train.tolist(), *held_out.tolist()])
+    assert both == np.stack([ends - lengths, ends], axis=1).tolist()
+    size = int((held_out[:, 1] - held_out[:, 0]).sum())
+    assert size <= max(fraction * ends[-1], min(lengths))
+
+
+def test_the_split_follows_the_seed():
+    ends = np.arange(1, 101) * 10
+    draws = {split_documents(ends, 0.1, seed)[1].tobytes() for seed in (0, 0, 1, 2)}
+    assert len(draws) == 3
+
+
+def test_a_single_document_is_split_by_position(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    config = DataConfig(source=str(tmp_path / "a.txt"), validation_fraction=0.2)
+    data = config.build(5, None)
+    assert (data.num_train_tokens, data.num_validation_tokens) == (81, 20)
+    assert data.num_validation_bytes == 20
+
+
+def test_the_default_data_trains_and_is_the_same_from_the_cache(tmp_path):
+    memory, cached = (DataConfig().build(64, cache_dir) for cache_dir in (None, tmp_path))
+    assert torch.equal(memory.train_batch(7, 4).tokens, cached.train_batch(7, 4).tokens)
+    share = memory.num_validation_tokens / (memory.num_train_tokens + memory.num_validation_tokens)
+    assert 0.045 < share <= 0.05
+    first = next(memory.validation_batches(1)).targets[0].tolist()
+    assert "chapter" in memory.tokenizer.decode(first).lower()
+
+
+def test_documents_shorter_than_the_context_are_packed_together(tmp_path):
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = DataConfig(source=str(tmp_path / "a.jsonl")).build(100, None)
+    text = data.tokenizer.decode(data.train_batch(0, 1).tokens[0].tolist())
+    assert text.count("document") > 5
+
+
+def test_too_little_text_and_bad_settings_are_said(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(UserError, match="fewer than one window of 65"):
+        DataConfig(source=str(tmp_path / "a.txt")).build(64, None)
+    for fraction in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(UserError, match="validation_fraction must be between 0 and 1"):
+            DataConfig(validation_fraction=fraction)
+    with pytest.raises(UserError, match="seed must not be negative"):
+        DataConfig(seed=-1)
+    with pytest.raises(UserError, match="seq_len must be at least 1"):
+        DataConfig().build(0, None)
+
+
+def test_a_packed_corpus_has_no_state():
+    data = numbered([9] * 20)
+    assert data.state_dict() == {}
+    assert not data.reads_shard
+    data.load_state_dict({})
+    with pytest.raises(UserError, match="streaming=True"):
+        data.load_state_dict({"cursor": {}})

@@ -1,0 +1,161 @@
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+
+import pytest
+from mezzo_core.data import corpora
+from mezzo_core.data.corpora import open_corpus
+from mezzo_core.data.embedded import embedded_bytes, embedded_documents
+from mezzo_core.errors import UserError
+
+
+def texts(source, text_column="text"):
+    return [piece.text for piece in open_corpus(str(source), text_column).read()]
+
+
+def test_chapters_join_to_the_whole_text():
+    chapters = list(embedded_documents())
+    assert "".join(chapters).encode() == lzma.decompress(embedded_bytes())
+    assert len(chapters) == 31 + 24 + 61
+
+
+def test_a_novels_front_matter_is_in_its_first_chapter():
+    chapters = list(embedded_documents())
+    for first, title in ((0, "NORTHANGER ABBEY"), (31, "Persuasion"), (55, "PRIDE AND PREJUDICE")):
+        assert chapters[first].startswith(title)
+        assert "chapter 1\n" in chapters[first].lower()
+    others = [chapter for i, chapter in enumerate(chapters) if i not in (0, 31, 55)]
+    assert all(chapter.lower().startswith("chapter ") for chapter in others)
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    documents = ["first\ndocument, ünïcode", "second", 'third "quoted"']
+    lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in documents)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    with lzma.open(tmp_path / "b.jsonl.xz", "wt", encoding="utf-8") as file:
+        file.write(lines)
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(lines)
+    for name in ("a.jsonl", "b.jsonl.xz", "c.jsonl.gz"):
+        assert texts(tmp_path / name) == documents
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for i, text in enumerate(documents):
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    with lzma.open(folder / "9.txt.xz", "wt") as file:
+        file.write("fourth")
+    (folder / "empty.txt").touch()
+    (folder / ".hidden.txt").write_text("no")
+    (folder / "notes.md").write_text("no")
+    assert texts(folder) == [*documents, "fourth"]
+    assert texts(folder / "[01].txt") == documents[:2]
+
+
+def test_parquet_gives_its_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"body": ["one", "two"], "n": [1, 2]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet", "body") == ["one", "two"]
+    with pytest.raises(UserError, match="no field 'text'; there is 'body', 'n'"):
+        texts(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(UserError, match=r"cannot read .*b\.parquet"):
+        texts(tmp_path / "b.parquet")
+
+
+def test_a_long_text_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "PIECE_CHARACTERS", 10)
+    for text in ("a\nbc\ndefghijklmnopqrstuvwxyz\n\nshort\n" * 3, "x" * 35, "123456789\n" * 2, "1"):
+        (tmp_path / "a.txt").write_text(text)
+        pieces = list(open_corpus(str(tmp_path / "a.txt"), "text").read())
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert max(len(piece.text) for piece in pieces) <= 30
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "broken', "line 2: not JSON"),
+        ('{"body": "no text"}', "line 2: no field 'text'; there is 'body'"),
+        ('{"text": null}', "line 2: 'text' must be text, got NoneType"),
+        (r'{"text": "\ud800"}', "line 2: 'text' is not Unicode"),
+        ("[1]", "line 2: a JSON object is needed, got list"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError, match="a.jsonl, " + message):
+        texts(tmp_path / "a.jsonl")
+
+
+def test_unreadable_files_are_named(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 noir")
+    (tmp_path / "torn.txt.xz").write_bytes(embedded_bytes()[:1000])
+    (tmp_path / "fake.txt.gz").write_bytes(b"plain text")
+    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("latin.txt", "is not UTF-8 text"),
+        ("torn.txt.xz", "cannot read"),
+        ("fake.txt.gz", "cannot read"),
+        ("table.csv", "a corpus file ends in .txt, .jsonl, .parquet"),
+        ("empty.txt", "is empty"),
+        ("folder", "no .txt, .jsonl, .parquet file with text"),
+        ("*.parquet", "no .txt, .jsonl, .parquet file with text"),
+        ("missing.txt", "no file or folder"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            texts(tmp_path / name)
+        assert name in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_identity_follows_content_and_column(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    identity = open_corpus(str(path), "text").identity
+    assert open_corpus(str(path), "text").identity == identity
+    assert open_corpus(str(path), "body").identity != identity
+    path.write_text("three")
+    assert open_corpus(str(path), "text").identity != identity
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(UserError, match="does not answer") as error:
+        open_corpus("hub:nobody/nothing", "text")
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_data_set_is_read_by_its_column(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_dict({"body": ["one", "two"]})
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert texts("hub:some/name:config", "body") == ["one", "two"]
+    assert asked == [(("some/name", "config"), {"split": "train", "streaming": False})]
+    with pytest.raises(UserError, match="no field 'text'; there is 'body'"):
+        texts("hub:some/name")
+
+
+def test_text_files_need_no_datasets_library(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": "other words"}\n')
+    code = (
+        "import sys; sys.modules['datasets'] = None\n"
+        "from mezzo_core.data import DataConfig\n"
+        f"DataConfig(source={str(tmp_path / 'a.jsonl')!r}).build(4, None).train_batch(0, 1)\n"
+        "assert not {'pyarrow', 'transformers', 'tokenizers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,188 @@
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mezzo_core.data import StreamDecoder, load_tokenizer
+from mezzo_core.errors import UserError
+
+SENTENCES = [
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune",
+    "must be in want of a wife. However little known the feelings or views of such a man may be",
+]
+KINDS = ("byte", "json", "gpt2", "later", "sentencepiece")
+
+
+@pytest.fixture(scope="session")
+def names(tmp_path_factory):
+    """One small tokenizer of each kind, by the name that loads it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(SENTENCES, trainer)
+    names = {"byte": "byte"}
+    for kind, vocab, merges in (
+        ("gpt2", "encoder.json", "vocab.bpe"),
+        ("later", "vocab.json", "merges.txt"),
+    ):
+        (folder / kind).mkdir()
+        bpe.model.save(str(folder / kind))
+        (folder / kind / "vocab.json").rename(folder / kind / vocab)
+        (folder / kind / "merges.txt").rename(folder / kind / merges)
+        names[kind] = str(folder / kind)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    bpe.enable_truncation(4)
+    bpe.save(str(folder / "tokenizer.json"))
+    names["json"] = str(folder / "tokenizer.json")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_prefix=str(folder / "small"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    names["sentencepiece"] = str(folder / "small.model")
+    return names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
+def test_text_survives_the_round_trip(names, kind, text):
+    if kind == "sentencepiece":
+        text = text.replace("\0", "")  # ends a string for SentencePiece
+    tokenizer = load_tokenizer(names[kind])
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+    assert tokenizer.eos_token not in tokens
+    (batch,) = tokenizer.encode_batch([text])
+    assert batch.tolist() == tokens
+    assert np.issubdtype(batch.dtype, np.integer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(text=st.text(st.characters(exclude_characters="▁\0\ufffd", exclude_categories=["Cs"])))
+def test_streamed_text_is_the_text_with_no_half_character(names, kind, text):
+    tokenizer = load_tokenizer(names[kind])
+    text = text + "wörds 日本 🙂 of a man " * 4
+    decoder = StreamDecoder(tokenizer)
+    parts = [decoder.push(token) for token in tokenizer.encode(text)]
+    assert not any("\ufffd" in part for part in parts)
+    assert "".join(parts) == text  # it ends with a complete character
+    assert decoder.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_character_comes_with_the_flush(names, kind):
+    tokenizer = load_tokenizer(names[kind])
+    decoder = StreamDecoder(tokenizer)
+    tokens = tokenizer.encode("man 🙂")[:-1]
+    assert "".join(decoder.push(token) for token in tokens) == "man "
+    assert set(decoder.flush()) == {"\ufffd"}
+    assert decoder.push(tokenizer.encode("man")[0])[:1] in ("m", "")
+
+
+def test_a_long_broken_run_is_printed_and_the_text_goes_on():
+    decoder = StreamDecoder(load_tokenizer("byte"))
+    printed = "".join(decoder.push(token) for token in [0x80] * 500 + list(b" and on"))
+    assert printed.endswith("\ufffd and on")
+    assert printed.count("\ufffd") == 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_no_text(names, kind):
+    tokenizer = load_tokenizer(names[kind])
+    text = "a <|endoftext|> b </s> c"
+    assert tokenizer.eos_token not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([tokenizer.eos_token]) == ""
+    assert 0 <= tokenizer.eos_token < tokenizer.vocab_size
+
+
+def test_the_forms_of_one_bpe_agree_and_ignore_template_and_truncation(names):
+    text = SENTENCES[0]
+    tokens = load_tokenizer(names["gpt2"]).encode(text)
+    assert len(tokens) > 4
+    assert load_tokenizer(names["later"]).encode(text) == tokens
+    assert load_tokenizer(names["json"]).encode(text) == tokens
+
+
+def test_identities_differ_between_tokenizers_and_not_between_loads(names):
+    once = {kind: load_tokenizer(name).identity for kind, name in names.items()}
+    again = {kind: load_tokenizer(name).identity for kind, name in names.items()}
+    assert once == again
+    assert len({once[kind] for kind in KINDS if kind != "later"}) == 4
+
+
+def test_the_end_token_is_the_one_that_the_configuration_names(names, tmp_path):
+    content = Path(names["json"]).read_text("utf-8")
+    (tmp_path / "tokenizer.json").write_text(content, "utf-8")
+    token, number = max(json.loads(content)["model"]["vocab"].items())
+    assert number != 0
+    for named in (token, {"content": token}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert load_tokenizer(str(tmp_path)).eos_token == number
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
+    with pytest.raises(UserError, match="has no token <nowhere>"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "empty.model").touch()
+    (tmp_path / "broken.model").write_bytes(b"not a model")
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("bytes", "no tokenizer at 'bytes'"),
+        (str(tmp_path / "folder"), "no tokenizer at"),
+        (str(tmp_path / "tokenizer.json"), "is no tokenizer of the tokenizers library"),
+        (str(tmp_path / "broken.model"), "is no SentencePiece model"),
+        (str(tmp_path / "empty.model"), "no SentencePiece model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(name)
+
+
+def test_a_hub_tokenizer_is_its_backend(names, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    loaded = types.SimpleNamespace(
+        eos_token_id=0,
+        backend_tokenizer=tokenizers.Tokenizer.from_file(names["json"]),
+    )
+    stand_in = types.ModuleType("transformers")
+    stand_in.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: loaded)
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer = load_tokenizer("hub:some/name")
+    assert tokenizer.encode(SENTENCES[0]) == load_tokenizer(names["gpt2"]).encode(SENTENCES[0])
+    loaded.backend_tokenizer = None
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        load_tokenizer("hub:some/name")
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'mezzo-core\[hub\]'"):
+        load_tokenizer("hub:some/name")
