@@ -1,0 +1,1 @@
+"""mezzo-core: ops."""

@@ -1,0 +1,220 @@
+"""The public op `attention`: checks its arguments and picks who computes it."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mezzo_core.ops.attention import flash, flex, sdpa
+from mezzo_core.ops.attention.reference import attention_reference
+from mezzo_core.ops.attention.request import AttentionOutput, Request, is_plain
+
+AttentionImpl = Literal["auto", "reference", "sdpa", "flex", "flash"]
+
+
+class _Backend(NamedTuple):
+    run: Callable[[Request], AttentionOutput]
+    unsupported: Callable[[Request], str | None]
+
+
+_BACKENDS = {
+    "reference": _Backend(attention_reference, lambda r: None),
+    "sdpa": _Backend(sdpa.attention_sdpa, sdpa.unsupported),
+    "flex": _Backend(flex.attention_flex, flex.unsupported),
+    "flash": _Backend(flash.attention_flash, flash.unsupported),
+}
+
+
+def attention(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B S H K"],
+    v: Float[Tensor, "B S H V"],
+    *,
+    causal: bool = True,
+    window_size: int | None = None,
+    alibi_slopes: Float[Tensor, " HQ"] | None = None,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, " N"] | None = None,
+    q_positions: Int[Tensor, "#B T"] | None = None,
+    k_positions: Int[Tensor, "#B S"] | None = None,
+    return_lse: bool = False,
+    impl: AttentionImpl = "auto",
+) -> AttentionOutput:
+    """Attend: softmax(scale q·k - slope · distance) v over the keys that each query sees.
+
+    Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. Gradients
+    flow to q, k and v, from the lse too; none to the slopes.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values; their width may differ from the keys'.
+        causal: a query sees no key after its own position.
+        window_size: W; a query sees keys less than W positions back, itself counted: W = 1 is
+            itself alone.
+        alibi_slopes: slope of each query head (`mezzo_core.positions.alibi_slopes`).
+        scale: of the products; K^-0.5 when None.
+        cu_seqlens: borders of sequences packed in one row (B = 1): from 0 to T, never decreasing;
+            a sequence sees itself alone. Their values are checked on the CPU only, where that
+            costs no wait.
+        q_positions: positions that stand for 0..T-1; given together with `k_positions`, of any
+            values and order.
+        k_positions: like `q_positions`, for the keys; a negative one hides its key.
+        return_lse: also return the log-sum-exp of the scores, with which two partial results are
+            merged (`mezzo_core.ops.online_softmax`).
+        impl: who computes it. "auto" takes the fastest that supports the request, "flash" aside;
+            any other is taken or refused, never replaced.
+
+    Returns:
+        AttentionOutput(out, lse). A query that sees no key gets out 0 and lse -inf.
+
+    Raises:
+        TypeError: if q, k, v are not of one floating dtype, or positions and borders not integer.
+        ValueError: if shapes or devices disagree, arguments exclude each other, or `impl` cannot
+            do the request.
+    """
+    if impl not in get_args(AttentionImpl):
+        raise ValueError(f"attention: impl must be one of {get_args(AttentionImpl)}, got {impl!r}")
+    _check_tensors(q, k, v)
+    if window_size is not None and window_size < 1:
+        raise ValueError(
+            f"attention: window_size counts the current token, so it is at least 1; "
+            f"got {window_size}"
+        )
+    if alibi_slopes is not None:
+        if alibi_slopes.shape != (q.shape[2],):
+            raise ValueError(
+                f"attention: alibi_slopes must be ({q.shape[2]},), one for each query head; "
+                f"got {tuple(alibi_slopes.shape)}"
+            )
+        _check_device("alibi_slopes", alibi_slopes, q)
+        alibi_slopes = alibi_slopes.detach()
+    _check_places(q, k, causal, cu_seqlens, q_positions, k_positions)
+    request = Request(
+        q,
+        k,
+        v,
+        causal,
+        window_size,
+        alibi_slopes,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        cu_seqlens,
+        q_positions,
+        k_positions,
+        return_lse,
+    )
+    return _BACKENDS[_resolve(request, impl)].run(request)
+
+
+def _resolve(r: Request, impl: AttentionImpl) -> str:
+    """Return the backend that runs; an explicit wish is granted or refused."""
+    if impl == "auto":
+        return _fastest(r)
+    reason = _BACKENDS[impl].unsupported(r)
+    if reason is not None:
+        able = [name for name, backend in _BACKENDS.items() if backend.unsupported(r) is None]
+        raise ValueError(
+            f"attention: impl={impl!r} does not support {reason}; this request can be done by "
+            + ", ".join(f"{name!r}" for name in able)
+        )
+    return impl
+
+
+def _fastest(r: Request) -> str:
+    """Pick for "auto": on a CPU, sdpa needs a sixth of the reference's time at (8, 512, 4, 32)."""
+    if r.q.numel() == 0 or r.k.numel() == 0:
+        return "reference"
+    if not is_plain(r) and flex.unsupported(r) is None:
+        return "flex"
+    return "sdpa" if sdpa.unsupported(r) is None else "reference"
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"attention: {name} must be (batch, tokens, heads, width), got {tuple(x.shape)}"
+            )
+        if not x.is_floating_point() or x.dtype != q.dtype:
+            raise TypeError(
+                f"attention: q, k and v must have one floating dtype, got q {q.dtype}, "
+                f"{name} {x.dtype}"
+            )
+        _check_device(name, x, q)
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            "attention: k must have q's batch and width, v must have k's batch, tokens and heads; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"attention: the heads of q must be a multiple of those of k and v, got {q.shape[2]} "
+            f"and {k.shape[2]}"
+        )
+
+
+def _check_places(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> None:
+    """Check what says where queries and keys are."""
+    (B, T), S = q.shape[:2], k.shape[1]
+    if (q_positions is None) != (k_positions is None):
+        raise ValueError("attention: q_positions and k_positions are given together or not at all")
+    if cu_seqlens is not None:
+        if q_positions is not None:
+            raise ValueError("attention: cu_seqlens and positions exclude each other")
+        _check_borders(cu_seqlens, q, S)
+    if q_positions is None or k_positions is None:
+        if causal and T != S:
+            raise ValueError(
+                f"attention: causal needs as many keys as queries, or q_positions and "
+                f"k_positions; got T = {T}, S = {S}"
+            )
+        return
+    for name, positions, length in (
+        ("q_positions", q_positions, T),
+        ("k_positions", k_positions, S),
+    ):
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"attention: {name} must be int32 or int64, got {positions.dtype}")
+        if positions.shape not in ((B, length), (1, length)):
+            raise ValueError(
+                f"attention: {name} must be ({B}, {length}) or (1, {length}), "
+                f"got {tuple(positions.shape)}"
+            )
+        _check_device(name, positions, q)
+
+
+def _check_borders(cu_seqlens: Tensor, q: Tensor, num_keys: int) -> None:
+    B, T = q.shape[:2]
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"attention: cu_seqlens must be (S + 1,) borders, got {tuple(cu_seqlens.shape)}"
+        )
+    _check_device("cu_seqlens", cu_seqlens, q)
+    if B != 1 or num_keys != T:
+        raise ValueError(
+            f"attention: cu_seqlens packs sequences into one row of T queries and T keys; got "
+            f"B = {B}, T = {T}, S = {num_keys}"
+        )
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
+            raise ValueError(
+                f"attention: cu_seqlens must start at 0, never decrease and end at T = {T}; "
+                f"got {borders if len(borders) <= 8 else [*borders[:7], '...', borders[-1]]}"
+            )
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device}, q on {q.device}")

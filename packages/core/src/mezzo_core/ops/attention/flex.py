@@ -1,0 +1,220 @@
+"""Attention by flex_attention, on a GPU: windows, ALiBi and packed sequences skip what they mask.
+
+Without positions, what a query sees is an interval of keys, and its borders never decrease along
+the queries. The block mask follows from the borders directly: no (T, S) mask is built.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from mezzo_core.ops.attention.request import AttentionOutput, Request
+from mezzo_core.positions import sequence_ids
+
+# Since torch 2.9; until then the lse was asked for by `return_lse=True`.
+_AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", None)
+
+BLOCK = 128  # tokens of a block of the mask, queries and keys alike: flex_attention's own default
+
+
+def unsupported(r: Request) -> str | None:
+    """Say why this backend cannot do the request, or None if it can."""
+    if r.q.device.type != "cuda":
+        return f"tensors on {r.q.device} (it needs CUDA)"
+    if r.q_positions is not None:
+        return "q_positions and k_positions"
+    if r.q.dtype == torch.float64:
+        return "float64"
+    if min(r.q.shape[-1], r.v.shape[-1]) < 16 or max(r.q.shape[-1], r.v.shape[-1]) > 256:
+        return f"heads of width {r.q.shape[-1]} and {r.v.shape[-1]} (it needs 16 to 256)"
+    # Fewer queries than a block take flex_attention's decoding kernel, which groups few heads.
+    if min(r.q.shape[1], r.k.shape[1]) < BLOCK:
+        return f"fewer than {BLOCK} queries or keys"
+    return None
+
+
+def attention_flex(r: Request) -> AttentionOutput:
+    """Compute attention with one fused kernel, forward and backward, lse and its gradient too."""
+    inputs = [x.transpose(1, 2) for x in (r.q, r.k, r.v)]
+    options: dict[str, Any] = {}
+    if r.return_lse and _AUX_REQUEST is None:
+        options = {"return_lse": True}
+    elif r.return_lse:
+        options = {"return_aux": _AUX_REQUEST(lse=True)}
+    compiling = torch.compiler.is_compiling()
+    flex: Any = flex_attention if compiling else _compiled_flex()
+    result = flex(
+        *inputs,
+        score_mod=None if r.slopes is None else _alibi(r.slopes),
+        block_mask=_block_mask(r, cached=not compiling),
+        scale=r.scale,
+        enable_gqa=r.q.shape[2] != r.k.shape[2],
+        **options,
+    )
+    if not r.return_lse:
+        return AttentionOutput(result.transpose(1, 2), None)
+    out, aux = result
+    lse = aux if _AUX_REQUEST is None else aux.lse
+    return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2))
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    """Compile once for all callers; only compiled is flex_attention a kernel of its own."""
+    return torch.compile(flex_attention)
+
+
+def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (i - j).abs()
+
+    return score_mod
+
+
+def _block_mask(r: Request, cached: bool) -> BlockMask:
+    """Return the block mask of the request: made once where only shapes matter.
+
+    A graph that the caller compiles makes it once for all its layers: that takes a few operations
+    on (T/128)^2 numbers, and tensors from a cache would have to be guarded.
+    """
+    where = (r.q.shape[1], r.k.shape[1], r.q.device, r.causal, r.window_size)
+    if r.cu_seqlens is None and cached:
+        return _cached_block_mask(*where)
+    return make_block_mask(*where, r.cu_seqlens)
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_block_mask(
+    T: int, S: int, device: torch.device, causal: bool, window_size: int | None
+) -> BlockMask:
+    # A tensor made in inference mode could not serve a training step later.
+    with torch.inference_mode(False):
+        return make_block_mask(T, S, device, causal, window_size, None)
+
+
+def make_block_mask(
+    T: int,
+    S: int,
+    device: torch.device,
+    causal: bool,
+    window_size: int | None,
+    cu_seqlens: Tensor | None,
+) -> BlockMask:
+    """Return the block mask of T queries and S keys; arguments as of `attention`."""
+    tokens = torch.arange(T, device=device)
+    ids = None if cu_seqlens is None else owners(cu_seqlens, T)
+    # The interval of keys of each query, both ends included; empty where first > last.
+    first, last = torch.zeros_like(tokens), torch.full_like(tokens, S - 1)
+    if cu_seqlens is not None and ids is not None:
+        borders = cu_seqlens.to(torch.int64)
+        first = borders[ids]
+        last = borders[(ids + 1).clamp(max=borders.shape[0] - 1)] - 1
+    if causal:
+        last = tokens
+    if window_size is not None:
+        first = torch.maximum(first, tokens - window_size + 1)
+    num_partial, partial, num_full, full = interval_blocks(first, last, S)
+    return BlockMask.from_kv_blocks(
+        num_partial,
+        partial,
+        num_full,
+        full,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(causal, window_size, ids),
+        seq_lengths=(T, S),
+    )
+
+
+def _mask_mod(
+    causal: bool, window_size: int | None, ids: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the mask inside a block; plain arithmetic on indices unless sequences are packed."""
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        visible = j >= 0
+        if causal:
+            visible = visible & (i >= j)
+        if window_size is not None:
+            visible = visible & (i - j < window_size)
+        if ids is not None:
+            visible = visible & (ids[i] == ids[j])
+        return visible
+
+    return mask_mod
+
+
+# An op of its own, so that inductor does not see this index arithmetic (2.13 fails to simplify it);
+# equal calls in one graph, those of all layers with one window, are still computed once.
+@torch.library.custom_op("mezzo::interval_blocks", mutates_args=())
+def interval_blocks(
+    first: Tensor, last: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the blocks of an interval mask: those that no query sees are skipped.
+
+    Those that each of their queries sees whole are told apart, for they need no mask. As `first`
+    and `last` never decrease, the blocks of a row are intervals too.
+
+    Args:
+        first: (T,) int64, first key that each query sees, never decreasing.
+        last: (T,) int64, last key that it sees, never decreasing.
+        num_keys: S.
+
+    Returns:
+        What BlockMask.from_kv_blocks takes, int32: number (1, 1, rows) and indices
+        (1, 1, rows, columns) of the blocks that are seen in part, then of those seen whole.
+    """
+    T, device = first.shape[0], first.device
+    top = torch.arange(0, T, BLOCK, device=device)
+    bottom = (top + BLOCK - 1).clamp(max=T - 1)
+    columns = _num_blocks(num_keys)
+    # Blocks touched by a query of the row of blocks: from `lo` up to before `hi`.
+    lo = first[top] // BLOCK
+    hi = torch.maximum(last[bottom] // BLOCK + 1, lo)
+    # Blocks that are seen whole; never a short last one, whose missing keys must be masked.
+    full_lo = ((first[bottom] + BLOCK - 1) // BLOCK).clamp(lo, hi)
+    full_hi = torch.minimum((last[top] + 1) // BLOCK, hi)
+    full_hi = torch.maximum(full_hi, full_lo)
+    place = torch.arange(columns, device=device)
+    before = (full_lo - lo)[:, None]
+    partial = torch.where(place < before, lo[:, None] + place, full_hi[:, None] + place - before)
+
+    def ordered(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        # Indices past the count are ignored, but they must be indices.
+        index = index.clamp(max=columns - 1)
+        return count.to(torch.int32)[None, None], index.to(torch.int32)[None, None]
+
+    num_full = full_hi - full_lo
+    return (
+        *ordered(hi - lo - num_full, partial),
+        *ordered(num_full, full_lo[:, None] + place),
+    )
+
+
+@interval_blocks.register_fake
+def _fake_interval_blocks(
+    first: Tensor, last: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = _num_blocks(first.shape[0])
+    counts = first.new_empty(1, 1, rows, dtype=torch.int32)
+    indices = first.new_empty(1, 1, rows, _num_blocks(num_keys), dtype=torch.int32)
+    return counts, indices, torch.empty_like(counts), torch.empty_like(indices)
+
+
+# An op for the same reason: inductor refuses masks that read what the graph computes pointwise.
+@torch.library.custom_op("mezzo::sequence_owners", mutates_args=())
+def owners(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return `sequence_ids`, (T,) int64."""
+    return sequence_ids(num_tokens, cu_seqlens)
+
+
+@owners.register_fake
+def _fake_owners(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    return cu_seqlens.new_empty(num_tokens, dtype=torch.int64)
+
+
+def _num_blocks(num_tokens: int) -> int:
+    return (num_tokens + BLOCK - 1) // BLOCK

@@ -1,0 +1,52 @@
+"""The definition of attention, in eager PyTorch: any device, any float dtype, any request."""
+
+import torch
+from torch import Tensor
+
+from mezzo_core.ops.attention.request import (
+    AttentionOutput,
+    Request,
+    alibi_bias,
+    visible_keys,
+)
+
+
+def attention_reference(r: Request) -> AttentionOutput:
+    """Compute softmax attention as it is written, with the scores in memory.
+
+    For query head h, which reads key and value head h // (HQ/H), and the keys s visible to t:
+
+        score[t,s] = scale q[t]·k[s] - slope |position(t) - position(s)|
+        lse[t]     = log sum_s exp(score[t,s])
+        out[t]     = sum_s exp(score[t,s] - lse[t]) v[s]
+
+    Matrix products run in the dtype of the inputs, the softmax in float32 (float64 for float64).
+    A query that sees no key gets out 0 and lse -inf.
+    """
+    B, T, HQ, _ = r.q.shape
+    H = r.k.shape[2]
+    q = r.q.unflatten(2, (H, HQ // H))
+    scores = torch.einsum("bthgd,bshd->bhgts", q, r.k).flatten(1, 2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * r.scale
+    if r.slopes is not None:
+        scores = scores + alibi_bias(r, r.slopes)
+    scores = scores.masked_fill(~visible_keys(r)[:, None], float("-inf"))
+    lse, probabilities = _softmax(scores)
+    probabilities = probabilities.to(r.v.dtype).unflatten(1, (H, HQ // H))
+    out = torch.einsum("bhgts,bshv->bthgv", probabilities, r.v).reshape(B, T, HQ, r.v.shape[-1])
+    return AttentionOutput(out, lse.transpose(1, 2) if r.return_lse else None)
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exp and probabilities over the keys; 0 where no score is finite."""
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], float("-inf")), scores
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    exponentials = (scores - top).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    # The log of 1 in an empty row, replaced at once, keeps NaN out of its gradient.
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (total.log() + top).masked_fill(empty, float("-inf"))
+    return lse.squeeze(-1), exponentials / total

@@ -1,0 +1,68 @@
+"""Attention by torch's fused kernels: flash or cuDNN on a GPU, a blocked kernel on a CPU."""
+
+import torch
+import torch.nn.functional as F
+
+from mezzo_core.ops.attention.request import (
+    AttentionOutput,
+    Request,
+    alibi_bias,
+    has_empty_rows,
+    is_plain,
+    visible_keys,
+)
+
+
+def unsupported(r: Request) -> str | None:
+    """Say why this backend cannot do the request, or None if it can."""
+    if r.return_lse:
+        # torch's operators that return an lse do not propagate its gradient: merges would be wrong.
+        return "return_lse=True (its gradient would be lost)"
+    if r.slopes is not None and r.q.dtype in (torch.float16, torch.bfloat16):
+        return f"alibi_slopes in {r.q.dtype} (a mask of that dtype rounds the bias)"
+    return None
+
+
+def attention_sdpa(r: Request) -> AttentionOutput:
+    """Compute attention with `scaled_dot_product_attention`; masks are (T, S) tensors.
+
+    Causal attention without other features needs no mask and takes the fastest kernel that torch
+    has for the device; grouped heads are read in place.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
+    if is_plain(r):
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=r.causal, scale=r.scale, enable_gqa=grouped
+        )
+        return AttentionOutput(out.transpose(1, 2), None)
+    return AttentionOutput(_masked(r), None)
+
+
+def _masked(r: Request) -> torch.Tensor:
+    """Attend under a mask; query heads of a group are laid out as more queries of one head.
+
+    The masked kernels of torch do not group heads: this way keys and values are still not copied.
+    """
+    B, T, HQ, _ = r.q.shape
+    H, G = r.k.shape[2], HQ // r.k.shape[2]
+    visible = visible_keys(r)
+    empty = None
+    if has_empty_rows(r):
+        # What the kernels return for a row without keys differs: let it see all, then clear it.
+        empty = ~visible.any(-1)
+        visible = visible | empty[..., None]
+    if r.slopes is None:
+        mask = visible[:, None, None].expand(-1, 1, G, -1, -1)
+    else:
+        bias = alibi_bias(r, r.slopes.to(r.q.dtype))
+        mask = bias.masked_fill(~visible[:, None], float("-inf")).unflatten(1, (H, G))
+    out = F.scaled_dot_product_attention(
+        r.q.unflatten(2, (H, G)).permute(0, 2, 3, 1, 4).flatten(2, 3),
+        r.k.transpose(1, 2),
+        r.v.transpose(1, 2),
+        attn_mask=mask.flatten(2, 3),
+        scale=r.scale,
+    )
+    out = out.unflatten(2, (G, T)).permute(0, 3, 1, 2, 4).reshape(B, T, HQ, -1)
+    return out if empty is None else out.masked_fill(empty[:, :, None, None], 0.0)

@@ -1,0 +1,201 @@
+"""The public linear scan: arguments checked, implementation chosen, gradients registered."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.linear_scan import reference
+
+
+class ScanOutput(NamedTuple):
+    """What `linear_scan` returns."""
+
+    out: Float[Tensor, "B T *D"]
+    final_state: Float[Tensor, "S *D"]
+
+
+def linear_scan(
+    a: Float[Tensor, "B T *D"],
+    x: Float[Tensor, "B T *D"],
+    *,
+    initial_state: Float[Tensor, "S *D"] | None = None,
+    chunk_size: int | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+    impl: Impl = "auto",
+) -> ScanOutput:
+    """Compute h[t] = a[t] ⊙ h[t-1] + x[t], the gated linear recurrence inside RAT and linear RNNs.
+
+    Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
+    in `a`, `x` and `initial_state`, through both results; not twice. RAT, "RAT: Bridging RNN
+    Efficiency and Attention Accuracy via Chunk-based Sequence Modeling", has the chunked form.
+
+    Args:
+        a: (B, T, *) decays, any real number, any floating-point dtype.
+        x: (B, T, *) inputs, shape of `a`, any floating-point dtype.
+        initial_state: (B, *), or (S, *) when packed: the state before the first token; else zeros.
+        chunk_size: L: the state is zero again before every token t with t % L == 0, t > 0. Chunks
+            count from the start of each packed sequence; the last one may be short.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
+            at 0, ends at T, never decreases. Its values are checked on the CPU only: on a GPU that
+            would stop the stream.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        out (B, T, *) in x's dtype: the states h; and final_state (B, *) or (S, *), float32 (float64
+        for float64): the state after each sequence's last token, its initial state if it has none.
+
+    Raises:
+        TypeError: if a tensor's dtype is not one of those above.
+        ValueError: if a shape, a device, `chunk_size`, `cu_seqlens` or `impl` is not as above.
+    """
+    _check(a, x, initial_state, chunk_size, cu_seqlens)
+    B, T, *dims = x.shape
+    num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    D = math.prod(dims)
+    if initial_state is not None:
+        initial_state = initial_state.to(reference.accumulation_dtype(x)).reshape(num_states, D)
+    out, final_state = _linear_scan(
+        a.reshape(B, T, D),
+        x.reshape(B, T, D),
+        initial_state,
+        chunk_size or 0,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        resolve_impl("linear_scan", impl, x.device),
+    )
+    return ScanOutput(out.reshape(x.shape), final_state.reshape(num_states, *dims))
+
+
+def _check(
+    a: Tensor,
+    x: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    for name, value in (("a", a), ("x", x), ("initial_state", initial_state)):
+        if value is not None and not value.is_floating_point():
+            raise TypeError(f"linear_scan: {name} must be floating-point, got {value.dtype}")
+    if x.ndim < 2 or a.shape != x.shape:
+        raise ValueError(
+            "linear_scan: a and x must have one shape (B, T, *), "
+            f"got a {tuple(a.shape)} and x {tuple(x.shape)}"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"linear_scan: chunk_size must be at least 1, got {chunk_size}")
+    num_states = x.shape[0]
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"linear_scan: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}"
+            )
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(
+                f"linear_scan: cu_seqlens must be (S + 1,), S >= 1, got {tuple(cu_seqlens.shape)}"
+            )
+        if x.shape[0] != 1:
+            raise ValueError(f"linear_scan: cu_seqlens packs one row, got B = {x.shape[0]}")
+        num_states = cu_seqlens.shape[0] - 1
+    expected = (num_states, *x.shape[2:])
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(
+            f"linear_scan: initial_state must be {expected}, got {tuple(initial_state.shape)}"
+        )
+    for name, value in (("a", a), ("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
+        if value is not None and value.device != x.device:
+            raise ValueError(f"linear_scan: {name} is on {value.device}, x on {x.device}")
+
+
+def _check_borders(cu_seqlens: Tensor | None, num_tokens: int) -> None:
+    """Check the values, inside the op: there torch.compile does not trace, and a CPU can look."""
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+        return
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens or borders != sorted(borders):
+        raise ValueError(
+            f"linear_scan: cu_seqlens must start at 0, never decrease and end at T = {num_tokens}, "
+            f"got {borders if len(borders) <= 16 else [*borders[:8], '...', *borders[-8:]]}"
+        )
+
+
+@torch.library.custom_op("mezzo::linear_scan", mutates_args=())
+def _linear_scan(
+    a: Tensor,
+    x: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    _check_borders(cu_seqlens, x.shape[1])
+    if impl == "triton":
+        from mezzo_core.ops.linear_scan import triton
+
+        return triton.linear_scan_fwd(a, x, initial_state, chunk_size, cu_seqlens)
+    return reference.linear_scan_fwd(a, x, initial_state, chunk_size, cu_seqlens)
+
+
+@_linear_scan.register_fake
+def _(
+    a: Tensor,
+    x: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    num_states = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    final = x.new_empty(num_states, x.shape[2], dtype=reference.accumulation_dtype(x))
+    return x.new_empty(x.shape), final
+
+
+@torch.library.custom_op("mezzo::linear_scan_bwd", mutates_args=())
+def _linear_scan_bwd(
+    dout: Tensor,
+    dfinal: Tensor,
+    a: Tensor,
+    out: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if impl == "triton":
+        from mezzo_core.ops.linear_scan import triton
+
+        return triton.linear_scan_bwd(dout, dfinal, a, out, initial_state, chunk_size, cu_seqlens)
+    return reference.linear_scan_bwd(dout, dfinal, a, out, initial_state, chunk_size, cu_seqlens)
+
+
+@_linear_scan_bwd.register_fake
+def _(
+    dout: Tensor,
+    dfinal: Tensor,
+    a: Tensor,
+    out: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return a.new_empty(a.shape), out.new_empty(out.shape), dfinal.new_empty(dfinal.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, _, initial_state, ctx.chunk_size, cu_seqlens, ctx.impl = inputs
+    out, _ = output
+    ctx.save_for_backward(a, out, initial_state, cu_seqlens)
+
+
+def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+    a, out, initial_state, cu_seqlens = ctx.saved_tensors
+    da, dx, dh0 = _linear_scan_bwd(
+        dout, dfinal, a, out, initial_state, ctx.chunk_size, cu_seqlens, ctx.impl
+    )
+    return da, dx, (None if initial_state is None else dh0), None, None, None
+
+
+_linear_scan.register_autograd(_backward, setup_context=_save)

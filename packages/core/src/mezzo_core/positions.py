@@ -1,0 +1,151 @@
+"""Where tokens are, and how attention is told: positions, RoPE and ALiBi, by one convention.
+
+Everything is computed on the device from integers, with no tables and no buffers: there is nothing
+to extend, to save, or to round when a model is cast to bfloat16.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+AlibiFormula = Literal["press", "olmo"]
+
+
+def rope_angles(positions: Tensor, dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines that rotate a head of width `dim` at each position.
+
+    Pair i turns by position * base^(-2i/dim) (RoFormer, arXiv:2104.09864, section 3.2.2).
+
+    Args:
+        positions: (..., T) integers; tokens, chunks, or anything else that is counted.
+        dim: head width D, even.
+        base: of the wave lengths; larger for longer contexts.
+
+    Returns:
+        cos and sin, (..., T, D/2) float32.
+
+    Raises:
+        ValueError: if `dim` is odd or not positive, or `base` is not positive.
+    """
+    if dim < 2 or dim % 2:
+        raise ValueError(f"dim must be even and positive to rotate pairs, got {dim}")
+    if base <= 0:
+        raise ValueError(f"base must be positive, got {base}")
+    pair = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.to(torch.float32)[..., None] * base ** (-pair / dim)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head against each other; float32 inside, x's dtype outside.
+
+    Half-split pairing, as in GPT-NeoX and LLaMA's checkpoints on the hub: dimension i is paired
+    with i + D/2.
+
+    Args:
+        x: (B, T, H, D) queries or keys.
+        cos: (T, D/2) or (B or 1, T, D/2), from `rope_angles`.
+        sin: like `cos`.
+
+    Raises:
+        ValueError: if the angles are not half as wide as the heads.
+    """
+    if 2 * cos.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"cos and sin must be {x.shape[-1] // 2} wide for heads of width {x.shape[-1]}, "
+            f"got {cos.shape[-1]}"
+        )
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    # float64 stays float64, so that gradients can be checked.
+    left, right = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def alibi_slopes(
+    num_heads: int,
+    formula: AlibiFormula = "press",
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return the slope of each head: ALiBi adds -slope * distance to the attention scores.
+
+    Two formulas are in use. They agree when the number of heads is a power of two:
+
+    - "olmo": 2^(-8h/n) for h = 1..n, whatever n is (OLMo, and models derived from it);
+    - "press": that for the largest power of two c <= n, then every other slope of 2c heads
+      (arXiv:2108.12409 and its released code).
+
+    Args:
+        num_heads: number of query heads HQ.
+        formula: which of the two.
+        device: where to compute them.
+
+    Returns:
+        (HQ,) float32.
+
+    Raises:
+        ValueError: if there is no head, or the formula is neither of the two.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    if formula not in get_args(AlibiFormula):
+        raise ValueError(f"formula must be one of {get_args(AlibiFormula)}, got {formula!r}")
+    if formula == "olmo":
+        return _geometric_slopes(num_heads, device)
+    power = 1 << (num_heads.bit_length() - 1)
+    between = _geometric_slopes(2 * power, device)[0::2][: num_heads - power]
+    return torch.cat([_geometric_slopes(power, device), between])
+
+
+def _geometric_slopes(num_heads: int, device: torch.device | str | None) -> Tensor:
+    heads = torch.arange(1, num_heads + 1, device=device, dtype=torch.float32)
+    return torch.exp2(-8 * heads / num_heads)
+
+
+def sequence_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """Return which of the packed sequences owns each token.
+
+    Args:
+        num_tokens: T, all tokens of the packed row.
+        cu_seqlens: (S + 1,) borders: from 0 to T, never decreasing. Sequences of no tokens own
+            none, so trailing borders that repeat T are padding that changes nothing.
+
+    Returns:
+        (T,) int64, never decreasing.
+    """
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.to(torch.int64), tokens, right=True) - 1
+
+
+def sequence_positions(
+    num_tokens: int,
+    cu_seqlens: Tensor | None = None,
+    start: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return each token's place in its own sequence.
+
+    Shapes depend on shapes alone: nothing waits for the GPU, and one compiled graph serves all.
+
+    Args:
+        num_tokens: T, tokens of a row.
+        cu_seqlens: (S + 1,) borders of packed sequences; places count from each border.
+        start: (B,) place of each row's first token, for rows that continue.
+        device: where to put them; that of `cu_seqlens` or `start` when one is given.
+
+    Returns:
+        (1, T) int64, or (B, T) with `start`.
+
+    Raises:
+        ValueError: if both `cu_seqlens` and `start` are given.
+    """
+    if cu_seqlens is not None and start is not None:
+        raise ValueError("cu_seqlens and start exclude each other: packed rows do not continue")
+    if cu_seqlens is not None:
+        first = cu_seqlens.to(torch.int64)[sequence_ids(num_tokens, cu_seqlens)]
+        return (torch.arange(num_tokens, device=cu_seqlens.device) - first)[None]
+    if start is not None:
+        return start.to(torch.int64)[:, None] + torch.arange(num_tokens, device=start.device)
+    return torch.arange(num_tokens, device=device)[None]

@@ -1,0 +1,188 @@
+"""Properties that every mixer must have, as checks that any package's tests can call.
+
+Inputs are float32, random normal from a fixed seed, on the device of the mixer's weights.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.testing.numerics import assert_close
+
+
+def check_segments(
+    mixer: AbstractMixer,
+    *,
+    d_model: int,
+    num_tokens: int,
+    splits: Sequence[int],
+    batch: int = 2,
+    rtol: float = 1e-5,
+    seed: int = 0,
+) -> None:
+    """Assert that full forward == the given segments == one token at a time; states stay intact.
+
+    Args:
+        mixer: the mixer under test.
+        d_model: its width C.
+        num_tokens: length T of the sequences.
+        splits: lengths of the segments, which add up to `num_tokens` (zeros are legal).
+        batch: number of sequences.
+        rtol: allowed relative error in norm.
+        seed: of the inputs.
+    """
+    if sum(splits) != num_tokens:
+        raise ValueError(f"splits must add up to {num_tokens} tokens, got {list(splits)}")
+    x = _normal(mixer, (batch, num_tokens, d_model), seed)
+    with torch.no_grad():
+        full, no_state = mixer(x)
+        assert no_state is None, "without a state, forward must return None as the state"
+        whole, state = mixer(x, mixer.init_state(batch))
+        assert state is not None, "with a state, forward must return the state"
+        assert_close("whole with a state", whole, full, rtol=rtol)
+        assert_close(f"segments {list(splits)}", _run(mixer, x, splits), full, rtol=rtol)
+        assert_close("step by step", _run(mixer, x, [1] * num_tokens), full, rtol=rtol)
+
+
+def check_causal(
+    mixer: AbstractMixer,
+    *,
+    d_model: int,
+    num_tokens: int,
+    batch: int = 2,
+    seed: int = 0,
+) -> None:
+    """Assert that a change at token t leaves every output before t bit-equal, and not all after."""
+    x = _normal(mixer, (batch, num_tokens, d_model), seed)
+    with torch.no_grad():
+        y, _ = mixer(x)
+        for t in sorted({0, 1, num_tokens // 2, num_tokens - 1} & set(range(num_tokens))):
+            other = x.clone()
+            other[:, t:] = _normal(mixer, (batch, num_tokens - t, d_model), seed + 1 + t)
+            changed, _ = mixer(other)
+            assert torch.equal(changed[:, :t], y[:, :t]), f"a change at {t} reached the past"
+            assert not torch.equal(changed[:, t:], y[:, t:]), f"a change at {t} reached nothing"
+
+
+def check_packed(
+    mixer: AbstractMixer,
+    d_model: int,
+    lengths: Sequence[int],
+    *,
+    rtol: float = 1e-5,
+    seed: int = 0,
+) -> None:
+    """Assert that sequences packed in one row give what each gives alone, gradients included.
+
+    Args:
+        mixer: the mixer under test.
+        d_model: its width C.
+        lengths: of the sequences; zeros are legal and own no token.
+        rtol: allowed relative error in norm, of the outputs and of the gradients of the inputs.
+        seed: of the inputs.
+    """
+    borders = [0, *accumulate(lengths)]
+    x = _normal(mixer, (1, borders[-1], d_model), seed).requires_grad_()
+    dy = _normal(mixer, (1, borders[-1], d_model), seed + 1)
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+    packed, _ = mixer(x, cu_seqlens=cu_seqlens)
+    alone = torch.cat(
+        [mixer(part)[0] for part in x.split(list(lengths), dim=1) if part.shape[1]], 1
+    )
+    assert_close(f"packed {list(lengths)}", packed, alone, rtol=rtol)
+    (dx,) = torch.autograd.grad(packed, x, dy)
+    (dx_alone,) = torch.autograd.grad(alone, x, dy)
+    assert_close(f"dx, packed {list(lengths)}", dx, dx_alone, rtol=rtol)
+
+
+def check_ragged(
+    mixer: AbstractMixer,
+    d_model: int,
+    prompt_lengths: Sequence[int],
+    steps: int,
+    *,
+    rtol: float = 1e-5,
+    seed: int = 0,
+) -> None:
+    """Assert that a batch of prompts of different lengths decodes as each row would alone.
+
+    The prompts are padded on the right with loud garbage and given with `lengths=`; then come
+    `steps` single tokens for all rows. Every row must match a full forward of its own tokens.
+
+    Args:
+        mixer: the mixer under test.
+        d_model: its width C.
+        prompt_lengths: tokens of each row's prompt; a zero is legal.
+        steps: single tokens after the prompts.
+        rtol: allowed relative error in norm.
+        seed: of the inputs.
+    """
+    batch, longest = len(prompt_lengths), max(prompt_lengths)
+    prompts = 10 * _normal(mixer, (batch, longest, d_model), seed)
+    rows = [
+        _normal(mixer, (1, length + steps, d_model), seed + 1 + i)
+        for i, length in enumerate(prompt_lengths)
+    ]
+    for prompt, row, length in zip(prompts, rows, prompt_lengths, strict=True):
+        prompt[:length] = row[0, :length]
+    lengths = torch.tensor(prompt_lengths, device=prompts.device)
+    with torch.no_grad():
+        y, state = mixer(prompts, mixer.init_state(batch), lengths=lengths)
+        outputs = [[y[i : i + 1, :length]] for i, length in enumerate(prompt_lengths)]
+        for step in range(steps):
+            token = torch.cat(
+                [row[:, n + step, None] for row, n in zip(rows, prompt_lengths, strict=True)]
+            )
+            y, state = mixer(token, state)
+            for i in range(batch):
+                outputs[i].append(y[i : i + 1])
+        for i, (row, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
+            if row.shape[1]:
+                name = f"row {i} (prompt of {length})"
+                assert_close(name, torch.cat(outputs[i], dim=1), mixer(row)[0], rtol=rtol)
+
+
+def check_state_bytes(
+    mixer: AbstractMixer, num_tokens: int, *, d_model: int | None = None, seed: int = 0
+) -> None:
+    """Assert that state_bytes(T) is the size of the state that one sequence holds after T tokens.
+
+    Counters (integer tensors) may be counted or left out. `d_model` is taken from the mixer's
+    first Linear when not given.
+    """
+    if d_model is None:
+        d_model = next(part.in_features for part in mixer.modules() if isinstance(part, nn.Linear))
+    with torch.no_grad():
+        x = _normal(mixer, (1, num_tokens, d_model), seed)
+        _, state = mixer(x, mixer.init_state(1))
+    values = sum(t.nbytes for t in state if t.is_floating_point())
+    total = sum(t.nbytes for t in state)
+    told = mixer.state_bytes(num_tokens)
+    assert values <= told <= total, (
+        f"state_bytes({num_tokens}) = {told}, but the state holds {values} bytes of values "
+        f"({total} with counters)"
+    )
+
+
+def _normal(mixer: AbstractMixer, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Draw on the CPU, so that a seed means the same numbers on every device."""
+    device = next((weight.device for weight in mixer.parameters()), torch.device("cpu"))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _run(mixer: AbstractMixer, x: Tensor, splits: Sequence[int]) -> Tensor:
+    """Run segment after segment, and assert that no call overwrites the state that it was given."""
+    state: Any = mixer.init_state(x.shape[0])
+    outputs = []
+    for segment in x.split(list(splits), dim=1):
+        before = [t.clone() for t in state]
+        given = state
+        y, state = mixer(segment, given)
+        for field, (old, now) in enumerate(zip(before, given, strict=True)):
+            assert torch.equal(old, now), f"forward overwrote field {field} of the state it got"
+        outputs.append(y)
+    return torch.cat(outputs, dim=1)

@@ -1,0 +1,105 @@
+"""How close is close enough: one rule for every kernel, and the gradients that it is applied to."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def assert_close(
+    name: str,
+    out: Tensor,
+    ref: Tensor,
+    *,
+    rtol: float,
+    low: Tensor | None = None,
+    factor: float = 2.0,
+    atol: float = 0.0,
+) -> None:
+    """Assert that `out` equals `ref` to rounding, by two bounds that must both hold.
+
+    In norm: ||out - ref|| <= rtol ||ref||. And, when `low` is given, in the worst element, by
+    FlashAttention's rule: max|out - ref| <= factor max|low - ref| + 2 max|(ref + 0.3) - 0.3 - ref|,
+    the last term rounded as `out` is. Infinities must sit in the same places with the same signs;
+    a NaN on either side fails.
+
+    Args:
+        name: what is compared, for the message.
+        out: the tensor under test.
+        ref: the truth, of the same shape: the reference computed in float32 or better.
+        rtol: 5e-3 for bfloat16 and float16 (8e-3 for gradients of gates), 1e-5 for float32.
+        low: the reference computed in the dtype of `out`, whose error is the yardstick.
+        factor: how many times the error of `low` is allowed; 3 for the backward of a recurrence.
+        atol: root mean square that is allowed besides, for what is exactly zero on paper and
+            rounding error in practice (dq of a lone token).
+
+    Raises:
+        AssertionError: if a bound is broken; the message holds the numbers.
+    """
+    assert out.shape == ref.shape, f"{name}: shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
+    assert not out.isnan().any(), f"{name}: {int(out.isnan().sum())} of {out.numel()} are NaN"
+    assert not ref.isnan().any(), f"{name}: the reference holds NaN"
+    infinite = ref.isinf()
+    same = torch.equal(out.isinf(), infinite) and torch.equal(
+        out[infinite].double(), ref[infinite].double()
+    )
+    assert same, f"{name}: infinities differ from the reference's"
+    finite = ~infinite
+    ref64, error = ref[finite].double(), (out[finite].double() - ref[finite].double())
+    if error.numel() == 0:
+        return
+    norm, allowed = error.norm().item(), rtol * ref64.norm().item() + atol * error.numel() ** 0.5
+    assert norm <= allowed, (
+        f"{name}: ||out - ref|| = {norm:.3e} > {allowed:.3e}, which is {rtol:g} ||ref||"
+        + (f" + {atol:g} sqrt(numel)" if atol else "")
+    )
+    if low is None:
+        return
+    rounded = ref[finite].to(out.dtype)
+    rounding = (rounded + 0.3 - 0.3 - rounded).double().abs().max().item()
+    spread = (low[finite].double() - ref64).abs().max().item()
+    worst, limit = error.abs().max().item(), factor * spread + 2 * rounding
+    assert worst <= limit, (
+        f"{name}: max|out - ref| = {worst:.3e} > {limit:.3e}, which is {factor:g} max|low - ref| "
+        f"({spread:.3e}) + 2 max rounding ({rounding:.3e})"
+    )
+
+
+def grads(
+    fn: Callable[..., Any], inputs: Mapping[str, Tensor | None], dout: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Call `fn(**inputs)` and pull `dout` back through it.
+
+    Args:
+        fn: returns a tensor, or a tuple of tensors and Nones.
+        inputs: arguments by name; the floating-point tensors among them get gradients. They keep
+            their strides, and the caller's tensors are left as they are.
+        dout: gradient of the output; for a tuple of outputs a tuple as long, None where an output
+            gets no gradient.
+
+    Returns:
+        What `fn` returned, and the gradients by name: zeros for an input that was not used.
+    """
+    leaves = {
+        name: value.detach().requires_grad_(value.is_floating_point())
+        if isinstance(value, Tensor)
+        else value
+        for name, value in inputs.items()
+    }
+    outputs = fn(**leaves)
+    single = isinstance(outputs, Tensor)
+    pairs = [(outputs, dout)] if single else list(zip(outputs, dout, strict=True))
+    pairs = [(out, d) for out, d in pairs if out is not None and d is not None]
+    wanted = {
+        name: value
+        for name, value in leaves.items()
+        if isinstance(value, Tensor) and value.requires_grad
+    }
+    found = torch.autograd.grad(
+        [out for out, _ in pairs],
+        list(wanted.values()),
+        [d.to(out.dtype) for out, d in pairs],
+        materialize_grads=True,
+    )
+    return outputs, dict(zip(wanted, found, strict=True))

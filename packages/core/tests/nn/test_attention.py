@@ -1,0 +1,222 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+)
+
+C = 32
+CONFIGS = {
+    "rope": AttentionConfig(head_dim=8),
+    "grouped": AttentionConfig(head_dim=8, num_kv_heads=2),
+    "window": AttentionConfig(head_dim=8, window_size=5),
+    "window of one": AttentionConfig(head_dim=8, window_size=1),
+    "window past the end": AttentionConfig(head_dim=8, window_size=1000),
+    "nope": AttentionConfig(head_dim=8, rope_base=None),
+    "alibi": AttentionConfig(head_dim=8, rope_base=None, alibi="press"),
+    "alibi window": AttentionConfig(
+        head_dim=8, num_kv_heads=1, rope_base=None, alibi="olmo", window_size=4
+    ),
+}
+configs = pytest.mark.parametrize("name", CONFIGS)
+some = settings(max_examples=15, deadline=None)
+
+
+def build(config):
+    if isinstance(config, str):
+        config = CONFIGS[config]
+    torch.manual_seed(0)
+    return config.build(C)
+
+
+@configs
+@pytest.mark.parametrize("splits", [[21], [3, 0, 11, 7], [1, 1, 19]])
+def test_segments_and_single_steps_equal_the_whole(name, splits):
+    check_segments(build(name), d_model=C, num_tokens=21, splits=splits)
+
+
+@configs
+def test_no_output_depends_on_a_later_token(name):
+    check_causal(build(name), d_model=C, num_tokens=13)
+
+
+@configs
+@pytest.mark.parametrize("lengths", [[4], [0, 1, 7, 0, 3], [1, 1, 1]])
+def test_packed_sequences_are_computed_as_if_alone(name, lengths):
+    check_packed(build(name), C, lengths)
+
+
+@configs
+@pytest.mark.parametrize("prompts", [[6, 6], [1, 9, 0], [3, 4, 12]])
+def test_ragged_prompts_decode_as_each_would_alone(name, prompts):
+    check_ragged(build(name), C, prompts, steps=7)
+
+
+@configs
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 30])
+def test_state_bytes_are_those_of_the_state(name, num_tokens):
+    check_state_bytes(build(name), num_tokens)
+
+
+@some
+@given(st.data())
+def test_rows_may_take_different_numbers_of_tokens_at_every_call(data):
+    config = CONFIGS[data.draw(st.sampled_from(["grouped", "window", "alibi window"]))]
+    mixer, rows = build(config), 3
+    counts = st.lists(st.integers(0, 6), min_size=rows, max_size=rows)
+    calls = data.draw(st.lists(counts, min_size=1, max_size=4))
+    totals = [sum(call[b] for call in calls) for b in range(rows)]
+    tokens = [torch.randn(1, total, C) for total in totals]
+    state, used, outputs = mixer.init_state(rows), [0] * rows, [[] for _ in range(rows)]
+    with torch.no_grad():
+        for call in calls:
+            x = 100 * torch.randn(rows, max(call) + 1, C)
+            for b, count in enumerate(call):
+                x[b, :count] = tokens[b][0, used[b] : used[b] + count]
+            y, state = mixer(x, state, lengths=torch.tensor(call))
+            for b, count in enumerate(call):
+                outputs[b].append(y[b, :count])
+                used[b] += count
+        assert state.lengths.tolist() == totals
+        for b in range(rows):
+            whole = mixer(tokens[b])[0]
+            assert_close(f"row {b}", torch.cat(outputs[b])[None], whole, rtol=1e-5)
+
+
+def test_a_window_keeps_no_more_than_it_needs():
+    mixer = build("window")
+    _, state = mixer(torch.randn(2, 50, C), mixer.init_state(2))
+    assert state.k.shape == state.v.shape == (2, 4, 4, 8)
+    # Nothing longer is kept alive behind a view.
+    assert state.k.untyped_storage().nbytes() == state.k.nbytes
+
+
+@configs
+def test_gradients_reach_every_weight_and_continue_through_the_state(name):
+    mixer = build(name)
+    x = torch.randn(2, 9, C, requires_grad=True)
+    first, state = mixer(x[:, :4], mixer.init_state(2))
+    second, _ = mixer(x[:, 4:], state)
+    segmented = torch.autograd.grad(
+        torch.cat([first, second], 1).square().sum(), [x, *mixer.parameters()]
+    )
+    whole = torch.autograd.grad(mixer(x)[0].square().sum(), [x, *mixer.parameters()])
+    for got, expected in zip(segmented, whole, strict=True):
+        assert_close("gradient", got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nope_forgets_order_but_rope_does_not():
+    x = torch.randn(1, 6, C)
+    swapped = x[:, [1, 0, 2, 3, 4, 5]]
+    for name, forgets in (("nope", True), ("rope", False)):
+        mixer = build(name)
+        with torch.no_grad():
+            last, other = mixer(x)[0][:, -1], mixer(swapped)[0][:, -1]
+        assert torch.allclose(last, other, atol=1e-5) == forgets
+
+
+def test_casting_to_bfloat16_keeps_angles_and_slopes_exact():
+    for name in ("rope", "alibi"):
+        mixer, low = build(name), build(name).bfloat16()
+        rounded = build(name)
+        rounded.load_state_dict({k: v.float() for k, v in low.state_dict().items()})
+        x = torch.randn(1, 400, C).bfloat16()
+        with torch.no_grad():
+            y, expected = low(x)[0], rounded(x.float())[0]
+        assert y.dtype == torch.bfloat16
+        assert_close(name, y.float(), expected, rtol=2e-2)
+        assert not list(mixer.buffers())
+
+
+def test_autocast_decodes_with_a_cache_of_the_activations():
+    mixer = build("grouped")
+    x = torch.randn(2, 6, C)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        full, _ = mixer(x)
+        y, state = mixer(x[:, :3], mixer.init_state(2))
+        z, state = mixer(x[:, 3:], state)
+    assert state.k.dtype == torch.bfloat16
+    assert_close("segments", torch.cat([y, z], 1), full, rtol=2e-2)
+
+
+def test_flops_count_weights_and_visible_keys():
+    T = 50
+    for name, config in CONFIGS.items():
+        mixer = build(name)
+        W = config.window_size or T
+        keys = sum(min(t + 1, W) for t in range(T)) / T
+        weights = sum(p.numel() for p in mixer.parameters())
+        assert mixer.flops_per_token(T) == pytest.approx(2 * weights + 4 * C * keys), name
+
+
+@pytest.mark.parametrize("name", ["rope", "window", "alibi"])
+def test_training_compiles_into_one_graph(name):
+    mixer, x = build(name), torch.randn(2, 12, C)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    y, _ = compiled(x)
+    assert_close("y", y, mixer(x)[0], rtol=1e-5)
+    y.sum().backward()
+    assert mixer.wq.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 5}, "head_dim must divide d_model, got 5 and 32"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide the 4 query heads, got 3"),
+        ({"window_size": 0}, "window_size must be at least 1"),
+        ({"alibi": "press"}, "set rope_base=None"),
+        ({"head_dim": 1}, "head_dim must be even for RoPE"),
+        ({"alibi": "bloom", "rope_base": None}, "'press', 'olmo'"),
+    ],
+)
+def test_bad_configurations_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(dataclasses.replace(CONFIGS["rope"], **changes))
+
+
+def test_bad_calls_are_named():
+    mixer = build("rope")
+    x = torch.randn(2, 3, C)
+    with pytest.raises(ValueError, match=r"x must be \(B, T, 32\)"):
+        mixer(x[..., :8])
+    with pytest.raises(ValueError, match="state holds 3 rows, x has 2"):
+        mixer(x, mixer.init_state(3))
+    with pytest.raises(ValueError, match="lengths needs a state"):
+        mixer(x, lengths=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="cu_seqlens packs"):
+        mixer(x, cu_seqlens=torch.tensor([0, 3]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rope", "window", "alibi"])
+def test_cuda_mixer_keeps_every_law(name):
+    mixer = build(dataclasses.replace(CONFIGS[name], head_dim=16, num_kv_heads=1)).cuda()
+    check_segments(mixer, d_model=C, num_tokens=200, splits=[130, 69, 1], rtol=2e-5)
+    check_packed(mixer, C, [0, 150, 1, 49], rtol=2e-5)
+    check_ragged(mixer, C, [150, 3, 0], steps=3, rtol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rope", "window", "alibi"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_cuda_mixer_compiles_into_one_graph(name, packed):
+    torch._dynamo.reset()
+    mixer = build(dataclasses.replace(CONFIGS[name], head_dim=16)).cuda()
+    x = torch.randn(1, 300, C, device="cuda")
+    options = {"cu_seqlens": torch.tensor([0, 140, 300, 300]).cuda()} if packed else {}
+    with torch.autocast("cuda", torch.bfloat16):
+        y, _ = torch.compile(mixer, fullgraph=True)(x, **options)
+        expected, _ = mixer(x, **options)
+    assert_close("y", y, expected, rtol=1e-2)
+    y.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in mixer.parameters())

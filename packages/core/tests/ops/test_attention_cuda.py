@@ -1,0 +1,252 @@
+"""Attention on a GPU, and what of it any machine can check: the block masks of flex_attention."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from mezzo_core.ops.attention import attention
+from mezzo_core.ops.attention.flex import attention_flex, interval_blocks, make_block_mask, owners
+from mezzo_core.ops.attention.request import Request, visible_keys
+from mezzo_core.positions import alibi_slopes
+from mezzo_core.testing import assert_close, grads
+
+
+def problem(B=2, T=7, S=None, HQ=4, H=None, D=8, V=None, dtype=torch.float32, device="cpu", seed=0):
+    """Random q, k, v and the gradient of the output."""
+    S, H, V = S or T, H or HQ, V or D
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(B, T, HQ, D), (B, S, H, D), (B, S, H, V), (B, T, HQ, V)]
+    q, k, v, dout = (torch.randn(s, generator=draw).to(device, dtype) for s in shapes)
+    return {"q": q, "k": k, "v": v}, dout
+
+
+def borders(lengths, device="cpu"):
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "causal", "window_size", "lengths"),
+    [
+        (128, 128, True, None, None),
+        (300, 300, True, None, None),
+        (300, 300, True, 1, None),
+        (513, 513, True, 200, None),
+        (640, 640, True, 300, [5, 625, 10]),
+        (300, 300, True, None, [0, 130, 1, 0, 169, 0]),
+        (300, 300, False, None, [100, 200]),
+        (300, 500, False, None, None),
+        (500, 300, False, 50, None),
+    ],
+)
+def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, lengths):
+    cu_seqlens = None if lengths is None else borders(lengths)
+    q, k = torch.zeros(1, T, 1, 1), torch.zeros(1, S, 1, 1)
+    request = Request(
+        q, k, k, causal, window_size, None, 1.0, cu_seqlens, None, None, return_lse=False
+    )
+    visible = visible_keys(request)[0]
+    mask = make_block_mask(T, S, q.device, causal, window_size, cu_seqlens)
+    i, j = torch.arange(T)[:, None], torch.arange(S)
+    assert torch.equal(mask.mask_mod(None, None, i, j).expand(T, S), visible)
+    some_seen = as_dense(mask.kv_num_blocks, mask.kv_indices)
+    all_seen = as_dense(mask.full_kv_num_blocks, mask.full_kv_indices)
+    for row in range(some_seen.shape[0]):
+        for column in range(some_seen.shape[1]):
+            block = visible[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+            assert not (some_seen[row, column] and all_seen[row, column])
+            assert some_seen[row, column] or all_seen[row, column] or not block.any()
+            assert not all_seen[row, column] or block.all()
+    # And it does skip: blocks beyond the diagonal are never listed.
+    if causal:
+        assert not (some_seen | all_seen).triu(1).any()
+
+
+def as_dense(counts, indices):
+    dense = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        columns = indices[0, 0, row, :count]
+        assert columns.unique().numel() == count, "a block listed twice would be counted twice"
+        dense[row, columns.long()] = True
+    return dense
+
+
+def test_registered_ops_pass_opcheck():
+    first = torch.tensor([0] * 130 + [130] * 170)
+    torch.library.opcheck(interval_blocks, (first, torch.arange(300), 300))
+    torch.library.opcheck(owners, (borders([3, 0, 4]), 7))
+
+
+@pytest.mark.parametrize(
+    ("options", "lse"),
+    [
+        ({"window_size": 30}, False),
+        ({"alibi_slopes": alibi_slopes(4)}, True),
+        ({"cu_seqlens": borders([0, 130, 1, 69])}, True),
+    ],
+)
+def test_flex_traces_into_one_graph_and_equals_the_reference(options, lse):
+    # Traced but not compiled, it runs anywhere: densely, and forward only.
+    x, _ = problem(B=1, T=200, H=2, D=16)
+
+    def run(q, k, v):
+        named = {"window_size": None, "alibi_slopes": None, "cu_seqlens": None, **options}
+        return attention_flex(Request(q, k, v, True, *named_in_order(named), None, None, lse))
+
+    with torch.no_grad():
+        got = torch.compile(run, fullgraph=True, backend="eager")(**x)
+        ref = attention(**x, **options, return_lse=lse, impl="reference")
+    assert_close("out", got.out, ref.out, rtol=1e-5)
+    if lse:
+        assert_close("lse", got.lse, ref.lse, rtol=1e-5)
+
+
+def named_in_order(named):
+    """The fields of a Request from its window to its borders."""
+    return named["window_size"], named["alibi_slopes"], 16**-0.5, named["cu_seqlens"]
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+CUDA_OPTIONS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window_size": 100},
+    "alibi": {"alibi_slopes": "press"},
+    "alibi window": {"alibi_slopes": "olmo", "window_size": 300},
+    "packed": {"cu_seqlens": [0, 130, 1, 0, 389]},
+    "packed window": {"cu_seqlens": [500, 20], "window_size": 64},
+}
+
+
+def on_cuda(options):
+    """Fill in the tensors of a row of CUDA_OPTIONS."""
+    options = dict(options)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = alibi_slopes(4, options["alibi_slopes"], device="cuda")
+    if "cu_seqlens" in options:
+        options["cu_seqlens"] = borders(options["cu_seqlens"], device="cuda")
+    return options
+
+
+def check_on_cuda(function, options, dtype, *, H=2, T=520, D=64):
+    """Output, lse and gradients within quality.md's two bounds."""
+    batch = 1 if "cu_seqlens" in options else 2
+    inputs, dout = problem(B=batch, T=T, H=H, D=D, dtype=dtype, device="cuda")
+    dlse = torch.randn(batch, T, 4, device="cuda") if options.get("return_lse") else None
+
+    def run(fn, cast):
+        wide = {name: x.to(cast) for name, x in inputs.items()}
+        return grads(lambda **x: fn(**x, **options), wide, (dout.to(cast), dlse))
+
+    got = run(function, dtype)
+    ref = run(lambda **x: attention(**x, impl="reference"), torch.float32)
+    low = run(lambda **x: attention(**x, impl="reference"), dtype)
+    lows = {} if dtype == torch.float32 else {"low": low[0].out}
+    assert_close("out", got[0].out, ref[0].out, rtol=TOLERANCE[dtype], **lows)
+    if dlse is not None:
+        assert got[0].lse.dtype == torch.float32
+        assert_close("lse", got[0].lse, ref[0].lse, rtol=max(TOLERANCE[dtype] / 5, 1e-5))
+    for name in inputs:
+        lows = {} if dtype == torch.float32 else {"low": low[1][name]}
+        assert_close(
+            f"d{name}", got[1][name], ref[1][name], rtol=TOLERANCE[dtype], atol=1e-6, **lows
+        )
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Every row compiles kernels of its own, and the compiler gives up after eight."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CUDA_OPTIONS)
+@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+def test_cuda_backends_equal_the_reference(impl, name, dtype, fresh_compiler):
+    options = on_cuda(CUDA_OPTIONS[name])
+    if impl == "sdpa" and "alibi" in name and dtype != torch.float32:
+        with pytest.raises(ValueError, match="alibi_slopes in torch"):
+            check_on_cuda(lambda **x: attention(**x, impl=impl), options, dtype)
+    else:
+        check_on_cuda(lambda **x: attention(**x, impl=impl), options, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "alibi window"])
+def test_cuda_float16_equals_the_reference(name, fresh_compiler):
+    check_on_cuda(attention, on_cuda(CUDA_OPTIONS[name]), torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["causal", "alibi window", "packed"])
+def test_cuda_lse_and_its_gradient_equal_the_reference(name, dtype, fresh_compiler):
+    options = on_cuda(CUDA_OPTIONS[name]) | {"return_lse": True}
+    check_on_cuda(lambda **x: attention(**x, impl="flex"), options, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CUDA_OPTIONS)
+def test_flash_attn_equals_the_reference(name, dtype):
+    pytest.importorskip("flash_attn")
+    check_on_cuda(lambda **x: attention(**x, impl="flash"), on_cuda(CUDA_OPTIONS[name]), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "H"), [(16, 2), (32, 2), (128, 4), (128, 1), (256, 2)])
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_cuda_widths_and_groups_equal_the_reference(name, D, H, fresh_compiler):
+    check_on_cuda(attention, on_cuda(CUDA_OPTIONS[name]), torch.bfloat16, H=H, D=D)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [2, 63, 127, 128, 1000])
+def test_cuda_lengths_equal_the_reference(T, fresh_compiler):
+    check_on_cuda(attention, {"window_size": 50}, torch.bfloat16, T=T)
+    check_on_cuda(attention, {}, torch.bfloat16, T=T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "lse"),
+    [("causal", False), ("window", False), ("alibi", False), ("packed", False), ("window", True)],
+)
+def test_cuda_attention_compiles_into_one_graph(name, lse, fresh_compiler):
+    options = on_cuda(CUDA_OPTIONS[name]) | {"return_lse": lse}
+    check_on_cuda(torch.compile(attention, fullgraph=True), options, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_cuda_decoding_under_a_mask_equals_the_reference():
+    for dtype, rtol in TOLERANCE.items():
+        inputs, _ = problem(T=1, S=300, H=2, D=64, dtype=dtype, device="cuda")
+        where = {
+            "q_positions": torch.tensor([[299], [40]], device="cuda"),
+            "k_positions": torch.arange(300, device="cuda") - torch.tensor([[0], [259]]).cuda(),
+        }
+        ref = attention(**{n: x.float() for n, x in inputs.items()}, **where, impl="reference")
+        assert_close("out", attention(**inputs, **where).out, ref.out, rtol=rtol)
+
+
+@pytest.mark.gpu
+def test_cuda_queries_that_see_nothing_get_zero(fresh_compiler):
+    inputs, dout = problem(T=400, S=200, D=64, dtype=torch.bfloat16, device="cuda")
+    for impl in ("auto", "flex", "sdpa", "reference"):
+        out, gradients = grads(
+            lambda i=impl, **x: attention(**x, causal=False, window_size=50, impl=i).out,
+            inputs,
+            dout,
+        )
+        assert torch.equal(out[:, 249:], torch.zeros_like(out[:, 249:])), impl
+        assert all(gradient.isfinite().all() for gradient in gradients.values()), impl
+
+
+@pytest.mark.gpu
+def test_a_mask_made_in_inference_mode_serves_training(fresh_compiler):
+    inputs, dout = problem(T=384, D=64, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        attention(**inputs, window_size=77)
+    grads(lambda **x: attention(**x, window_size=77).out, inputs, dout)

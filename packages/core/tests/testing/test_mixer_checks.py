@@ -1,0 +1,105 @@
+"""The checks pass on a correct mixer, and each of them fails on the mistake that it is for."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+)
+from torch import Tensor, nn
+
+C = 4
+
+
+class SumState(NamedTuple):
+    h: Tensor
+    lengths: Tensor
+
+
+class RunningMean(AbstractMixer):
+    """y[t] = W mean(x[0..t]): the smallest mixer with a state, and with one mistake on demand."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(C, C)
+        self.mistake = mistake
+
+    def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
+        if cu_seqlens is not None and self.mistake != "packing ignored":
+            sizes = cu_seqlens.diff().tolist()
+            return torch.cat([self(part)[0] for part in x.split(sizes, 1)], 1), None
+        B, T, _ = x.shape
+        given = state if state is not None else self.init_state(B)
+        if self.mistake == "state forgotten":
+            given = self.init_state(B)
+        if self.mistake == "state returned in training" and state is None:
+            state = given
+        real = torch.full((B,), T) if lengths is None else lengths
+        if self.mistake == "lengths ignored":
+            real = torch.full((B,), T)
+        x = x * (torch.arange(T) < real[:, None]).unsqueeze(-1)
+        h = given.h[:, None] + x.cumsum(1)
+        if self.mistake == "future leaks":
+            h = h + 1e-6 * x.mean(1, keepdim=True)
+        count = given.lengths[:, None] + torch.arange(1, T + 1)
+        y = self.proj(h / count.unsqueeze(-1))
+        if self.mistake == "x ignored":
+            y = y * 0
+        last = h[:, -1] if T else given.h
+        if self.mistake == "state overwritten" and state is not None:
+            given.h.copy_(last)
+        return y, None if state is None else SumState(last, given.lengths + real)
+
+    def init_state(self, batch):
+        return SumState(torch.zeros(batch, C), torch.zeros(batch, dtype=torch.int64))
+
+    def state_bytes(self, num_tokens):
+        return 4 * C * (2 if self.mistake == "bytes miscounted" else 1)
+
+    def flops_per_token(self, num_tokens):
+        return 2.0 * C * C
+
+
+CHECKS = {
+    "segments": lambda m: check_segments(m, d_model=C, num_tokens=9, splits=[4, 0, 5]),
+    "causal": lambda m: check_causal(m, d_model=C, num_tokens=9),
+    "packed": lambda m: check_packed(m, C, [0, 3, 1, 0, 5]),
+    "ragged": lambda m: check_ragged(m, C, [5, 0, 1, 9], 3),
+    "state bytes": lambda m: check_state_bytes(m, 9),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_correct_mixer_passes(name):
+    CHECKS[name](RunningMean())
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "message"),
+    [
+        ("segments", "state forgotten", "segments"),
+        ("segments", "state overwritten", "overwrote field 0"),
+        ("segments", "state returned in training", "must return None"),
+        ("causal", "future leaks", "reached the past"),
+        ("causal", "x ignored", "reached nothing"),
+        ("packed", "packing ignored", "packed"),
+        ("ragged", "lengths ignored", "row"),
+        ("ragged", "state forgotten", "row"),
+        ("state bytes", "bytes miscounted", "state_bytes"),
+    ],
+)
+def test_a_mistake_is_caught(name, mistake, message):
+    with pytest.raises(AssertionError, match=message):
+        CHECKS[name](RunningMean(mistake))
+
+
+def test_splits_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match="add up to 9"):
+        check_segments(RunningMean(), d_model=C, num_tokens=9, splits=[4, 4])
