@@ -30,8 +30,8 @@ def linear_scan(
     """Compute h[t] = a[t] ⊙ h[t-1] + x[t], the gated linear recurrence inside RAT and linear RNNs.
 
     Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
-    in `a`, `x` and `initial_state`, through both results; not twice. RAT, "RAT: Bridging RNN
-    Efficiency and Attention Accuracy via Chunk-based Sequence Modeling", has the chunked form.
+    in `a`, `x` and `initial_state`, through both results; not twice. The chunked form
+    is the intra-chunk recurrence of RAT (equation 3 of the RAT paper).
 
     Args:
         a: (B, T, *) decays, any real number, any floating-point dtype.

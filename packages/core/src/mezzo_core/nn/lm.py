@@ -1,0 +1,223 @@
+"""The language model: embedding, blocks, final norm, head; one class for every mixer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mezzo_core.nn.block import Block
+from mezzo_core.nn.init import init_weights
+from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.mlp import MLPConfig
+
+IGNORE_INDEX = -100
+"""A target that takes no part in the loss."""
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A language model, described.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        d_model: model width C.
+        mixers: one mixer configuration a layer, so the depth is their number. A hybrid is a tuple
+            of several kinds: `(RATConfig(), AttentionConfig(window_size=1024)) * 6`.
+        mlp: the MLP of every layer.
+        norm_eps: epsilon of every RMSNorm.
+        tie_embeddings: whether the head shares the embedding's weight.
+        init_std: standard deviation of every matrix at the start.
+    """
+
+    vocab_size: int
+    d_model: int
+    mixers: tuple[MixerConfig, ...]
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not isinstance(self.mixers, tuple) or not self.mixers:
+            raise ValueError(f"mixers must be a tuple with one item a layer, got {self.mixers!r}")
+        for name in ("norm_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def build(self) -> "LM":
+        """Build the model, on torch's default device, with its weights drawn by `init_weights`.
+
+        Under `torch.device("meta")` it takes no memory, which is enough for counting.
+        """
+        embed = nn.Embedding(self.vocab_size, self.d_model)
+        blocks = [
+            Block(
+                mixer.build(self.d_model), self.mlp.build(self.d_model), self.d_model, self.norm_eps
+            )
+            for mixer in self.mixers
+        ]
+        norm = nn.RMSNorm(self.d_model, eps=self.norm_eps)
+        head = nn.Linear(self.d_model, self.vocab_size, bias=False)
+        if self.tie_embeddings:
+            head.weight = embed.weight
+        model = LM(embed, blocks, norm, head)
+        init_weights(model, self.init_std)
+        return model
+
+
+class LMOutput(NamedTuple):
+    """What a call of the model gives."""
+
+    logits: Tensor
+    """(B, T, vocab), or (B, 1, vocab) with `last_only`."""
+    state: tuple[Any, ...] | None
+    """One state a block, after the last real token; None if none was given."""
+
+
+class LM(nn.Module):
+    """Embedding, blocks, final norm, head.
+
+    Precision follows the caller: under autocast with float32 weights the embedding and the residual
+    stream are float32 and the matrices multiply in bf16, logits included; weights cast to bf16 make
+    everything bf16. The loss is always computed in float32.
+    """
+
+    def __init__(
+        self, embed: nn.Embedding, blocks: Sequence[Block], norm: nn.Module, head: nn.Linear
+    ) -> None:
+        super().__init__()
+        self.embed = embed
+        # torch's ModuleList does not say what it holds; a type checker should know.
+        self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
+        self.norm = norm
+        self.head = head
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows."""
+        return self.embed.num_embeddings
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+        last_only: bool = False,
+    ) -> LMOutput:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: (B, T) int64, each in [0, vocab).
+            state: where the tokens continue from (`init_state`, or the state of an earlier call);
+                None keeps no state.
+            cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractMixer`.
+            lengths: (B,) int64, real tokens of each row, at least 1; the rest is padding on the
+                right. Needs a state.
+            last_only: give the logits of each row's last real token alone. A prefill needs no
+                others, and all of them can be larger than the model.
+
+        Raises:
+            ValueError: if an argument has another shape or dtype; the message names it.
+        """
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
+                f"of shape {tuple(tokens.shape)}"
+            )
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {len(state)}")
+        x = self.embed(tokens)
+        new_state = []
+        for i, block in enumerate(self.blocks):
+            x, block_state = block(
+                x,
+                None if state is None else state[i],
+                cu_seqlens=cu_seqlens,
+                lengths=lengths,
+            )
+            new_state.append(block_state)
+        if last_only:
+            x = _last_real_token(x, lengths)
+        logits = self.head(self.norm(x))
+        return LMOutput(logits, None if state is None else tuple(new_state))
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """Return the cross-entropy in nats, float32, over the targets that are not -100.
+
+        To compile it, compile the bound method: `torch.compile(model.loss)`.
+
+        Args:
+            tokens: (B, T) int64.
+            targets: (B, T) int64, the token that follows each, or -100.
+            cu_seqlens: as in `forward`.
+            reduction: "mean" over the targets that count (0 if there are none), or "sum".
+        """
+        if targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
+                f"got {tuple(targets.shape)}"
+            )
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        logits = self(tokens, cu_seqlens=cu_seqlens).logits
+        total = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        if reduction == "sum":
+            return total
+        # Not torch's own mean: it is NaN for a batch in which no target counts.
+        return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+    def init_state(self, batch: int) -> tuple[Any, ...]:
+        """Return the state of `batch` sequences before their first token."""
+        return tuple(block.init_state(batch) for block in self.blocks)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
+        return sum(block.state_bytes(num_tokens) for block in self.blocks)
+
+    def num_parameters(self, embeddings: bool = True) -> int:
+        """Count the parameters, shared ones once.
+
+        Args:
+            embeddings: whether the matrices with a row a token (embedding and head) count.
+        """
+        left_out = () if embeddings else (self.embed.weight, self.head.weight)
+        skip = {id(weight) for weight in left_out}
+        return sum(weight.numel() for weight in self.parameters() if id(weight) not in skip)
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token, averaged over a sequence of `num_tokens`.
+
+        A multiply and an add count as two. The head counts; norms and the embedding's look-up do
+        not. Training takes three times as many.
+        """
+        return sum(block.flops_per_token(num_tokens) for block in self.blocks) + (
+            2 * self.head.weight.numel()
+        )
+
+
+def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Take each row's last real token: (B, T, C) to (B, 1, C)."""
+    if lengths is None:
+        return x[:, -1:]
+    index = (lengths - 1)[:, None, None].expand(-1, 1, x.shape[-1])
+    return x.gather(1, index)

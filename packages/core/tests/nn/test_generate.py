@@ -1,0 +1,262 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.generate import Sampler, generate, stream
+
+few = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+prompts_strategy = st.lists(
+    st.lists(st.integers(0, 36), min_size=1, max_size=7), min_size=1, max_size=4
+)
+
+
+@pytest.fixture(params=["running mean", "attention", "window"])
+def any_model(request, config):
+    mixers = {
+        "running mean": config.mixers,
+        "attention": (AttentionConfig(head_dim=8),) * 2,
+        "window": (AttentionConfig(head_dim=8, window_size=3),) * 2,
+    }[request.param]
+    torch.manual_seed(0)
+    return replace(config, mixers=mixers).build()
+
+
+def by_full_forwards(model, prompt, num_tokens):
+    """Greedy decoding without a state: what generate must equal."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+# --- one law ----------------------------------------------------------------------------------
+
+
+@few
+@given(prompts=prompts_strategy)
+def test_ragged_prompts_generate_what_each_does_alone(any_model, prompts):
+    together = generate(any_model, prompts, max_new_tokens=5)
+    assert together == [by_full_forwards(any_model, prompt, 5) for prompt in prompts]
+
+
+@few
+@given(prompts=prompts_strategy, temperature=st.sampled_from([0.0, 1.3]))
+def test_the_stream_is_what_generate_returns(model, prompts, temperature):
+    arguments = {"max_new_tokens": 6, "temperature": temperature, "stop_tokens": [3, 5], "seed": 4}
+    rows = [[] for _ in prompts]
+    for step in stream(model, prompts, **arguments):
+        assert any(token is not None for token in step)
+        for row, token in zip(rows, step, strict=True):
+            row.append(token)
+    # Once a prompt has stopped it stays so.
+    for row in rows:
+        stopped = row.index(None) if None in row else len(row)
+        assert all(token is None for token in row[stopped:])
+    tokens = [[token for token in row if token is not None] for row in rows]
+    assert tokens == generate(model, prompts, **arguments)
+
+
+# --- stopping ---------------------------------------------------------------------------------
+
+
+@few
+@given(prompts=prompts_strategy, stop=st.lists(st.integers(0, 36), max_size=12))
+def test_a_prompt_ends_before_its_first_stop_token(model, prompts, stop):
+    def cut(tokens):
+        ends = [i for i, token in enumerate(tokens) if token in stop]
+        return tokens[: ends[0]] if ends else tokens
+
+    whole = generate(model, prompts, max_new_tokens=8)
+    assert generate(model, prompts, max_new_tokens=8, stop_tokens=stop) == [cut(t) for t in whole]
+
+
+def test_nothing_is_computed_once_every_prompt_has_stopped(model):
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert generate(model, [[1], [2]], max_new_tokens=50, stop_tokens=range(37)) == [[], []]
+    assert len(calls) == 1
+    calls.clear()
+    assert len(generate(model, [[1], [2, 3]], max_new_tokens=4)[0]) == 4
+    assert len(calls) == 4
+
+
+# --- sampling ---------------------------------------------------------------------------------
+
+DRAWS = 40_000
+
+
+def frequencies(sampler, logits, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sampler(logits.expand(DRAWS, -1), generator)
+    return torch.bincount(tokens, minlength=logits.numel()).double() / DRAWS
+
+
+def assert_drawn_from(found, probs):
+    """Five standard errors each; what cannot be drawn was not."""
+    assert (found[probs == 0] == 0).all()
+    allowed = 5 * (probs * (1 - probs) / DRAWS).sqrt()
+    assert ((found - probs).abs() <= allowed + 1e-12).all(), (found, probs)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_come_as_often_as_the_temperature_says(temperature):
+    logits = torch.tensor([1.0, -1.0, 0.3, 2.0, 0.0])
+    expected = (logits.double() / temperature).softmax(-1)
+    assert_drawn_from(frequencies(Sampler(temperature), logits), expected)
+
+
+def test_top_k_draws_from_the_k_likeliest_as_they_are():
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    expected = torch.tensor([0.0, 4 / 7, 0.0, 3 / 7], dtype=torch.float64)
+    assert_drawn_from(frequencies(Sampler(1.0, top_k=2), probs.log()), expected)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.01, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 2, 3]), (1.0, range(4))],
+)
+def test_top_p_draws_from_the_fewest_tokens_that_hold_p(top_p, kept):
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    expected = torch.zeros(4, dtype=torch.float64)
+    expected[list(kept)] = probs[list(kept)].double()
+    found = frequencies(Sampler(1.0, top_p=top_p), probs.log())
+    assert_drawn_from(found, expected / expected.sum())
+
+
+def test_with_top_k_and_top_p_both_hold():
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    # Of the three that top_k leaves, the first two hold 7/9 of the mass.
+    expected = torch.tensor([0.0, 4 / 7, 0.0, 3 / 7], dtype=torch.float64)
+    assert_drawn_from(frequencies(Sampler(1.0, top_k=3, top_p=0.75), probs.log()), expected)
+
+
+@few
+@given(vocab=st.integers(1, 400), seed=st.integers(0, 99), temperature=st.floats(1e-9, 5))
+def test_top_k_of_one_is_greedy_even_among_equals(vocab, seed, temperature):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-1, 2, (1, vocab), generator=generator).float()
+    expected = Sampler()(logits)
+    assert torch.equal(Sampler(temperature, top_k=1)(logits), expected)
+    assert torch.equal(Sampler(temperature, top_k=1, top_p=0.3)(logits), expected)
+
+
+def test_top_k_of_one_generates_what_greedy_does(model):
+    prompts = [[1, 2, 3], [4]]
+    greedy = generate(model, prompts, max_new_tokens=8)
+    assert generate(model, prompts, max_new_tokens=8, temperature=2.0, top_k=1) == greedy
+
+
+def test_a_temperature_near_zero_is_greedy():
+    logits = torch.tensor([[5.0, 80.0, 79.0], [-300.0, -1e4, -299.0]])
+    assert Sampler(1e-40)(logits).tolist() == [1, 2]
+
+
+def test_a_large_top_k_and_a_whole_top_p_change_nothing():
+    logits = torch.tensor([1.0, -9.0, 0.3, 2.0])
+    expected = logits.double().softmax(-1)
+    assert_drawn_from(frequencies(Sampler(1.0, top_k=99, top_p=1.0), logits), expected)
+
+
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_the_seed_repeats_the_sample_and_leaves_the_global_generator_alone(model, top_p):
+    def sample(seed):
+        return generate(
+            model, [[1], [2, 3]], max_new_tokens=12, temperature=1.5, top_p=top_p, seed=seed
+        )
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = sample(7)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sample(7) == first
+    assert sample(8) != first
+    assert sample(None) != sample(None)
+
+
+# --- what is left behind ----------------------------------------------------------------------
+
+
+def test_the_mode_of_every_module_comes_back(model):
+    model.train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    steps = stream(model, [[1, 2]], max_new_tokens=5)
+    assert [module.training for module in model.modules()] == modes  # nothing has run yet
+    next(steps)
+    assert not any(module.training for module in model.modules())
+    steps.close()
+    assert [module.training for module in model.modules()] == modes
+    generate(model, [[1, 2]], max_new_tokens=2)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_the_mode_comes_back_after_an_error(model):
+    def fail(*_):
+        raise RuntimeError("lost")
+
+    model.train()
+    model.norm.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        generate(model, [[1]], max_new_tokens=2)
+    assert all(module.training for module in model.modules())
+
+
+def test_steps_keep_no_graph_and_between_them_gradients_are_on(model):
+    inside = []
+    model.register_forward_hook(lambda *_: inside.append(torch.is_inference_mode_enabled()))
+    for _ in stream(model, [[1, 2]], max_new_tokens=3):
+        assert not torch.is_inference_mode_enabled()
+        assert (2 * model.embed.weight).requires_grad
+    assert inside == [True] * 3
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"stop_tokens": [37]}, "stop_tokens"),
+        ({"prompts": []}, "prompts"),
+        ({"prompts": [[1], []]}, r"prompts\[1\]"),
+        ({"prompts": [[1], [2, 37]]}, r"prompts\[1\].*37"),
+        ({"prompts": [[-1]]}, r"prompts\[0\]"),
+        ({"prompts": [[0.5]]}, r"prompts\[0\]"),
+        ({"prompts": ["text"]}, r"prompts\[0\]"),
+    ],
+)
+@pytest.mark.parametrize("function", [generate, stream])
+def test_a_bad_argument_is_refused_by_name_at_the_call(model, function, change, name):
+    arguments = {"prompts": [[1, 2]], "max_new_tokens": 3, **change}
+    with pytest.raises(ValueError, match=name):
+        function(model, **arguments)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ragged_prompts_generate_what_each_does_alone(any_model):
+    any_model.cuda()
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 8]]
+    together = generate(any_model, prompts, max_new_tokens=12)
+    assert together == [generate(any_model, [p], max_new_tokens=12)[0] for p in prompts]
+    sampled = generate(any_model, prompts, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1)
+    assert sampled == generate(
+        any_model, prompts, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1
+    )

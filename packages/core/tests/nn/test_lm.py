@@ -1,0 +1,384 @@
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+few = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def tokens_of(*shape, seed=1, vocab=37):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_in_segments(model, tokens, splits):
+    state = model.init_state(tokens.shape[0])
+    outputs = []
+    for segment in tokens.split(splits, dim=1):
+        logits, state = model(segment, state)
+        outputs.append(logits)
+    return torch.cat(outputs, dim=1)
+
+
+def weights_expected(config, mixer_weights, mlp_weights):
+    block = mixer_weights + mlp_weights + 2 * config.d_model
+    matrices = 1 if config.tie_embeddings else 2
+    return (
+        len(config.mixers) * block
+        + config.d_model
+        + (matrices * config.vocab_size * config.d_model)
+    )
+
+
+# --- counting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(("kind", "matrices"), [("gelu", 2), ("swiglu", 3)])
+def test_parameters_are_those_of_the_formula(config, tie, kind, matrices):
+    config = replace(config, tie_embeddings=tie, mlp=MLPConfig(kind, hidden=24))
+    model, C = config.build(), config.d_model
+    expected = weights_expected(config, 2 * C * C + 2 * C, matrices * C * 24)
+    assert model.num_parameters() == expected
+    assert model.num_parameters(embeddings=False) == expected - (1 if tie else 2) * 37 * C
+
+
+def test_a_model_of_1300_million_is_counted_without_memory():
+    config = LMConfig(vocab_size=32_000, d_model=2048, mixers=(AttentionConfig(head_dim=128),) * 24)
+    with torch.device("meta"):
+        model = config.build()
+    assert all(weight.is_meta for weight in model.parameters())
+    C = config.d_model
+    assert model.num_parameters() == weights_expected(config, 4 * C * C, 8 * C * C)
+    assert 1.2e9 < model.num_parameters() < 1.4e9
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_flops_are_those_that_torch_counts(config, kind):
+    model = replace(config, mlp=MLPConfig(kind)).build()
+    tokens = tokens_of(3, 7)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens)
+    assert counter.get_total_flops() == 21 * model.flops_per_token(7)
+
+
+def test_state_bytes_are_those_of_the_state(model):
+    _, state = model(tokens_of(1, 9), model.init_state(1))
+    assert model.state_bytes(9) == sum(t.nbytes for block in state for t in block)
+
+
+def test_the_default_width_of_the_mlp_is_that_of_its_kind():
+    assert MLPConfig("gelu").hidden_width(2048) == 8192
+    assert MLPConfig("swiglu").hidden_width(2048) == 5632
+    assert MLPConfig("swiglu").hidden_width(96) == 256  # 8C / 3 is exactly a multiple
+    assert MLPConfig("swiglu", hidden=10).hidden_width(2048) == 10
+
+
+# --- one law ----------------------------------------------------------------------------------
+
+
+def test_whole_with_a_state_equals_whole_without(model):
+    tokens = tokens_of(2, 12)
+    out = model(tokens)
+    assert out.state is None
+    assert_close("logits", model(tokens, model.init_state(2)).logits, out.logits, rtol=1e-5)
+
+
+@few
+@given(splits=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_segments_through_the_state_equal_the_whole(model, splits):
+    tokens = tokens_of(2, sum(splits))
+    with torch.no_grad():
+        whole = model(tokens).logits
+        assert_close("segments", run_in_segments(model, tokens, splits), whole, rtol=1e-5)
+        steps = run_in_segments(model, tokens, [1] * sum(splits))
+        assert_close("steps", steps, whole, rtol=1e-5)
+
+
+@few
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
+def test_packed_sequences_equal_each_alone(model, lengths):
+    tokens = tokens_of(1, sum(lengths))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    with torch.no_grad():
+        packed = model(tokens, cu_seqlens=cu_seqlens).logits
+        alone = [model(part).logits for part in tokens.split(lengths, dim=1) if part.numel()]
+    assert_close("packed", packed, torch.cat(alone, dim=1), rtol=1e-5)
+
+
+def test_a_change_leaves_the_past_bit_equal(model):
+    tokens = tokens_of(2, 10)
+    other = tokens.clone()
+    other[:, 6] = (other[:, 6] + 1) % 37
+    before, after = model(tokens).logits, model(other).logits
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert (before[:, 6:] != after[:, 6:]).any(-1).all()
+
+
+@few
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_last_only_gives_the_last_real_token_of_each_row(model, lengths):
+    tokens = tokens_of(len(lengths), max(lengths))
+    real = torch.tensor(lengths)
+    with torch.no_grad():
+        state = model.init_state(len(lengths))
+        full = model(tokens, state, lengths=real).logits
+        last = model(tokens, state, lengths=real, last_only=True).logits
+    expected = torch.stack([row[n - 1] for row, n in zip(full, lengths, strict=True)])[:, None]
+    assert_close("last", last, expected, rtol=1e-5)
+
+
+def test_last_only_without_lengths_is_the_last_position(model):
+    tokens = tokens_of(2, 5)
+    last = model(tokens, last_only=True).logits
+    assert_close("last", last, model(tokens).logits[:, -1:], rtol=1e-5)
+
+
+def test_a_block_is_two_residual_lines(model):
+    block = model.blocks[0]
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    y, _ = block(x)
+    x = x + block.mixer(F.rms_norm(x, (16,), eps=1e-6))[0]
+    up, down = block.mlp.up.weight, block.mlp.down.weight
+    hidden = F.rms_norm(x, (16,), eps=1e-6) @ up.T
+    gelu = 0.5 * hidden * (1 + torch.erf(hidden / 2**0.5))
+    assert_close("block", y, x + gelu @ down.T, rtol=1e-5)
+
+
+def test_swiglu_is_its_formula():
+    mlp = MLPConfig("swiglu", hidden=24).build(16)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    gate, up = x @ mlp.gate.weight.T, x @ mlp.up.weight.T
+    expected = (gate / (1 + torch.exp(-gate)) * up) @ mlp.down.weight.T
+    assert_close("swiglu", mlp(x), expected, rtol=1e-5)
+
+
+# --- loss and gradients -----------------------------------------------------------------------
+
+
+def test_the_loss_is_the_mean_surprise_at_the_targets_that_count(model):
+    tokens, targets = tokens_of(2, 6), tokens_of(2, 6, seed=2)
+    targets[0, 3:] = -100
+    surprises = [
+        -F.log_softmax(model(tokens).logits[b, t].double(), dim=-1)[targets[b, t]]
+        for b in range(2)
+        for t in range(6)
+        if targets[b, t] != -100
+    ]
+    total = torch.stack(surprises).sum()
+    assert len(surprises) == 9
+    torch.testing.assert_close(model.loss(tokens, targets).double(), total / 9)
+    torch.testing.assert_close(model.loss(tokens, targets, reduction="sum").double(), total)
+
+
+def test_the_loss_of_packed_sequences_is_that_of_each_alone(model):
+    tokens, targets = tokens_of(1, 9), tokens_of(1, 9, seed=2)
+    packed = model.loss(tokens, targets, torch.tensor([0, 4, 9, 9]), reduction="sum")
+    alone = sum(
+        model.loss(tokens[:, part], targets[:, part], reduction="sum")
+        for part in (slice(0, 4), slice(4, 9))
+    )
+    torch.testing.assert_close(packed, alone)
+
+
+def test_a_batch_without_targets_has_loss_zero_and_no_gradient(model):
+    tokens = tokens_of(2, 5)
+    loss = model.loss(tokens, torch.full_like(tokens, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(weight.grad.abs().max() == 0 for weight in model.parameters())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_gradient_reaches_every_parameter(config, tie):
+    torch.manual_seed(0)
+    model = replace(config, tie_embeddings=tie, mlp=MLPConfig("swiglu", hidden=24)).build()
+    model.loss(tokens_of(4, 12), tokens_of(4, 12, seed=2)).backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
+        assert weight.grad.norm() > 0, name
+
+
+def test_a_tied_head_is_the_embedding(config):
+    tied, untied = config.build(), replace(config, tie_embeddings=False).build()
+    assert tied.head.weight is tied.embed.weight
+    assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+def test_under_autocast_the_residual_and_the_loss_stay_float32(model):
+    seen = {}
+
+    def note(name):
+        return lambda _, inputs, output: seen.update({name: (inputs[0].dtype, output)})
+
+    model.norm.register_forward_hook(note("final norm"))
+    model.blocks[0].mlp.register_forward_hook(note("mlp"))
+    tokens, targets = tokens_of(2, 8), tokens_of(2, 8, seed=2)
+    reference = model.loss(tokens, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(tokens).logits.dtype == torch.bfloat16
+        loss = model.loss(tokens, targets)
+    assert seen["final norm"][0] == torch.float32
+    assert seen["mlp"][1].dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, reference, rtol=2e-2, atol=0)
+
+
+def test_a_model_cast_to_bfloat16_runs_in_it(model):
+    model.bfloat16()
+    assert model(tokens_of(2, 8), model.init_state(2)).logits.dtype == torch.bfloat16
+    assert model.loss(tokens_of(2, 8), tokens_of(2, 8)).dtype == torch.float32
+
+
+def test_the_norm_of_bfloat16_is_computed_in_float32(model):
+    norm = model.norm.bfloat16()
+    x = (30 * torch.randn(5, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(norm(x), exact.bfloat16())
+
+
+# --- torch.compile ----------------------------------------------------------------------------
+
+
+def call_plain(model):
+    return model(tokens_of(2, 7))
+
+
+def call_ragged(model):
+    return model(tokens_of(2, 7), model.init_state(2), lengths=torch.tensor([7, 3]), last_only=True)
+
+
+def call_packed(model):
+    return model(tokens_of(1, 9), cu_seqlens=torch.tensor([0, 4, 4, 9]))
+
+
+@pytest.mark.parametrize("call", [call_plain, call_ragged, call_packed])
+def test_the_model_compiles_as_one_graph(model, call):
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, out = call(model), call(compiled)
+    assert_close("logits", out.logits, expected.logits, rtol=1e-5)
+    for block, expected_block in zip(out.state or (), expected.state or (), strict=True):
+        for tensor, expected_tensor in zip(block, expected_block, strict=True):
+            assert_close("state", tensor.float(), expected_tensor.float(), rtol=1e-5)
+
+
+def grads_of(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["running mean", "attention"])
+def test_the_loss_compiles_as_one_graph_with_its_gradients(config, kind, packed):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    if kind == "attention":
+        config = replace(config, mixers=(AttentionConfig(head_dim=8),))
+    model = config.build()
+    tokens, targets = tokens_of(1, 9), tokens_of(1, 9, seed=2)
+    targets[0, 2] = -100
+    cu_seqlens = torch.tensor([0, 4, 9]) if packed else None
+    expected = model.loss(tokens, targets, cu_seqlens)
+    loss = torch.compile(model.loss, fullgraph=True, backend="aot_eager")(
+        tokens, targets, cu_seqlens
+    )
+    torch.testing.assert_close(loss, expected)
+    expected_grads, compiled_grads = grads_of(model, expected), grads_of(model, loss)
+    for name, grad in compiled_grads.items():
+        assert_close(name, grad, expected_grads[name], rtol=1e-5, atol=1e-7)
+
+
+# --- real mixers ------------------------------------------------------------------------------
+
+
+def test_a_hybrid_of_attentions_obeys_the_law_too(config):
+    torch.manual_seed(0)
+    window = AttentionConfig(head_dim=8, num_kv_heads=1, window_size=3)
+    model = replace(config, mixers=(AttentionConfig(head_dim=8), window) * 2).build()
+    tokens = tokens_of(2, 11)
+    with torch.no_grad():
+        whole = model(tokens).logits
+        assert_close("segments", run_in_segments(model, tokens, [4, 1, 6]), whole, rtol=1e-5)
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"d_model": -1}, "d_model"),
+        ({"mixers": ()}, "mixers"),
+        ({"mixers": [1]}, "mixers"),
+        ({"norm_eps": 0.0}, "norm_eps"),
+        ({"init_std": float("nan")}, "init_std"),
+    ],
+)
+def test_a_bad_configuration_is_refused_by_name(config, change, name):
+    with pytest.raises(ValueError, match=name):
+        replace(config, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [({"kind": "relu"}, "kind"), ({"hidden": 0}, "hidden")]
+)
+def test_a_bad_mlp_is_refused_by_name(change, name):
+    with pytest.raises(ValueError, match=name):
+        MLPConfig(**change)
+
+
+def test_bad_tensors_are_refused_by_name(model):
+    tokens = tokens_of(2, 5)
+    with pytest.raises(ValueError, match="tokens"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match="tokens"):
+        model(tokens.int())
+    with pytest.raises(ValueError, match="state"):
+        model(tokens, model.init_state(2)[:1])
+    with pytest.raises(ValueError, match="lengths"):
+        model(tokens, lengths=torch.tensor([5, 5]))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        model(tokens, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="targets"):
+        model.loss(tokens, tokens[:, 1:])
+    with pytest.raises(ValueError, match="reduction"):
+        model.loss(tokens, tokens, reduction="none")
+
+
+# --- on a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_compiled_loss_on_a_gpu_is_the_eager_one(config):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    config = replace(config, mixers=(AttentionConfig(head_dim=16),) * 2, d_model=64, init_std=0.1)
+    model = config.build().cuda()
+    tokens, targets = tokens_of(4, 128).cuda(), tokens_of(4, 128, seed=2).cuda()
+    expected = model.loss(tokens, targets)
+    expected_grads = grads_of(model, expected)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = torch.compile(model.loss, fullgraph=True)(tokens, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    for name, grad in grads_of(model, loss).items():
+        assert grad.dtype == torch.float32
+        assert_close(name, grad, expected_grads[name], rtol=5e-2)

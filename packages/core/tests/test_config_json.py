@@ -1,0 +1,230 @@
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional, Protocol
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.errors import UserError
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.mlp import MLPConfig
+
+HERE = __name__.partition(".")[0]
+
+
+class Buildable(Protocol):
+    def build(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Leaf:
+    kind: Literal["a", "b", 3] = "a"
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size must not be negative, got {self.size}")
+
+
+@dataclass(frozen=True)
+class Other:
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Tree:
+    name: str
+    leaf: Leaf
+    parts: tuple[Buildable, ...] = ()
+    betas: tuple[float, float] = (0.9, 0.95)
+    loose: tuple = ()
+    path: Path | None = None
+    where: str | Path = "here"
+    either: float | int = 1
+    rate: float = 1e-3
+    flag: bool = False
+    count: Optional[int] = None  # noqa: UP045 (both spellings are read)
+    anything: Any = None
+    derived: int = field(default=0, init=False)
+
+
+@dataclass
+class Thawed:
+    size: int = 1
+
+
+def there_and_back(config):
+    return from_json(json.loads(json.dumps(to_json(config))), (HERE, "mezzo_"))
+
+
+def leaf_json(**changes):
+    return {**to_json(Leaf()), **changes}
+
+
+def tree_json(**changes):
+    return {**to_json(Tree("t", Leaf())), **changes}
+
+
+def assert_refused(data, *words, allow=(HERE,)):
+    with pytest.raises(UserError) as caught:
+        from_json(data, allow)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+leaves = st.builds(Leaf, st.sampled_from(["a", "b", 3]), st.integers(0, 10**12))
+trees = st.builds(
+    Tree,
+    name=st.text(),
+    leaf=leaves,
+    parts=st.lists(leaves | st.builds(Other, st.integers()), max_size=3).map(tuple),
+    betas=st.tuples(st.floats(allow_nan=False), st.floats(allow_nan=False)),
+    loose=st.lists(st.integers() | st.text() | st.none() | leaves, max_size=3).map(tuple),
+    path=st.none() | st.sampled_from([Path("a/b"), Path("/"), Path()]),
+    where=st.text(),
+    rate=st.floats(allow_nan=False),
+    flag=st.booleans(),
+    count=st.none() | st.integers(),
+    anything=st.none() | st.booleans() | st.integers() | st.text() | leaves,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(config=trees)
+def test_a_configuration_comes_back_equal(config):
+    back = there_and_back(config)
+    assert back == config
+    assert [type(part) for part in back.parts] == [type(part) for part in config.parts]
+
+
+def test_a_language_model_comes_back_equal():
+    window = AttentionConfig(head_dim=32, window_size=16, rope_base=None, alibi="press")
+    config = LMConfig(100, 64, (AttentionConfig(), window) * 2, MLPConfig("swiglu", hidden=96))
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_the_json_names_each_class_and_field():
+    assert to_json(MLPConfig("swiglu")) == {
+        "type": "mezzo_core.nn.mlp:MLPConfig",
+        "kind": "swiglu",
+        "hidden": None,
+    }
+
+
+def test_a_field_with_a_default_may_be_left_out():
+    assert from_json({"type": leaf_json()["type"]}, (HERE,)) == Leaf()
+
+
+def test_a_whole_number_is_read_as_the_float_that_a_field_asks_for():
+    rate = from_json(tree_json(rate=1), (HERE,)).rate
+    assert (rate, type(rate)) == (1.0, float)
+
+
+def test_a_whole_number_stays_one_where_both_kinds_are_allowed():
+    for value in (1, 1.0):
+        assert type(there_and_back(Tree("t", Leaf(), either=value)).either) is type(value)
+
+
+# --- what may be built ------------------------------------------------------------------------
+
+
+def test_only_classes_of_allowed_packages_are_built():
+    assert_refused(leaf_json(), "Leaf", "not from an allowed package", allow=("mezzo_",))
+    assert_refused(leaf_json(), "Leaf", allow=(HERE[:-1],))  # a prefix is not the package
+    assert_refused(leaf_json(), "Leaf", allow=())
+    assert_refused({"type": "subprocess:Popen", "args": "ls"}, "subprocess:Popen")
+    assert_refused(tree_json(leaf={"type": "pathlib:Path"}), "config.leaf", "pathlib:Path")
+
+
+def test_what_is_no_frozen_dataclass_is_never_called():
+    assert_refused({"type": f"{__name__}:Thawed"}, "no frozen dataclass 'Thawed'")
+    assert_refused({"type": f"{__name__}:there_and_back"}, "no frozen dataclass")
+    assert_refused({"type": f"{__name__}:Path"}, "no frozen dataclass")
+
+
+def test_an_unknown_class_or_module_shows_the_nearest():
+    assert_refused({"type": f"{__name__}:Leave"}, "'Leave'", "did you mean Leaf")
+    assert_refused(
+        {"type": "mezzo_core.nn.mpl:MLPConfig"},
+        "mezzo_core.nn.mpl",
+        "mezzo_core.nn.mlp",
+        allow=("mezzo_",),
+    )
+    assert_refused({"type": "mezzo_core."}, "mezzo_core.", allow=("mezzo_",))
+
+
+# --- what does not fit ------------------------------------------------------------------------
+
+
+def test_a_misspelt_field_shows_the_nearest():
+    assert_refused(leaf_json(sise=1), "Leaf", "'sise'", "did you mean size")
+    assert_refused(tree_json(leaf=leaf_json(knd="a")), "config.leaf", "'knd'", "kind")
+
+
+def test_a_field_that_is_needed_is_named():
+    data = tree_json()
+    del data["name"], data["leaf"]
+    assert_refused(data, "Tree needs name, leaf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": 3}, ("config.name", "str", "3")),
+        ({"leaf": "a"}, ("config.leaf", "Leaf", "'a'")),
+        ({"leaf": to_json(Other())}, ("config.leaf", "Leaf", "Other")),
+        ({"leaf": leaf_json(size=2.5)}, ("config.leaf.size", "int", "2.5")),
+        ({"leaf": leaf_json(size=True)}, ("config.leaf.size", "int", "True")),
+        ({"leaf": leaf_json(kind="c")}, ("config.leaf.kind", "'a', 'b'", "'c'")),
+        ({"leaf": leaf_json(size=-1)}, ("config.leaf", "must not be negative, got -1")),
+        ({"betas": [0.9]}, ("config.betas", "2 items", "1")),
+        ({"betas": [0.9, "x"]}, ("config.betas[1]", "float", "'x'")),
+        ({"betas": 0.9}, ("config.betas", "list")),
+        ({"parts": [leaf_json(), 3]}, ("config.parts[1]", "3")),
+        ({"path": 3}, ("config.path", "Path", "3")),
+        ({"flag": "yes"}, ("config.flag", "bool", "'yes'")),
+        ({"flag": None}, ("config.flag", "bool", "None")),
+        ({"count": "many"}, ("config.count", "int", "'many'")),
+        ({"derived": 3}, ("no field 'derived'",)),
+        ({"where": 3}, ("config.where", "str", "Path")),
+    ],
+)
+def test_a_value_of_another_type_is_named_by_its_place(changes, words):
+    assert_refused(tree_json(**changes), *words)
+
+
+@pytest.mark.parametrize("data", [None, 3, [], {}, {"type": 3}, {"kind": "a"}])
+def test_what_is_no_configuration_is_refused(data):
+    assert_refused(data, 'an object with a "type"')
+
+
+# --- what cannot be stored --------------------------------------------------------------------
+
+
+def test_what_could_not_be_read_back_is_not_written():
+    @dataclass(frozen=True)
+    class Local:
+        size: int = 1
+
+    @dataclass(frozen=True)
+    class Typed:
+        type: str = "x"
+
+    Typed.__qualname__ = "Typed"
+    for config, word in [
+        (Thawed(), "frozen"),
+        ({"size": 1}, "frozen"),
+        (Leaf, "frozen"),
+        (Local(), "top of its module"),
+        (Typed(), '"type"'),
+        (Tree("t", Leaf(), anything=[1]), "Tree.anything"),
+        (Tree("t", Leaf(), loose=(1, {2})), r"Tree.loose\[1\]"),
+        (Tree("t", Thawed()), "Thawed"),
+    ]:
+        with pytest.raises(TypeError, match=word):
+            to_json(config)
