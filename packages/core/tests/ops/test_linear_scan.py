@@ -82,7 +82,7 @@ def scan(impl="auto", **options):
 
 
 def assert_same(got, expected, *, rtol, low=None, rtol_a=None):
-    """Compare (outputs, gradients) pairs; what stays float32 among low inputs keeps float32's rule."""
+    """Compare (outputs, gradients) pairs; float32 results of low inputs keep float32's rule."""
     found, wanted, lows = (flat(pair) for pair in (got, expected, low or expected))
     for name, value in found.items():
         exact = value.dtype == torch.float32 and low is not None

@@ -49,7 +49,7 @@ def attend(logits, values):
 
 
 def assert_same(got, expected, *, rtol, low=None):
-    """Compare (outputs, gradients) pairs; what stays float32 among low inputs keeps float32's rule."""
+    """Compare (outputs, gradients) pairs; float32 results of low inputs keep float32's rule."""
     for name, value in flat(got).items():
         exact = value.dtype == torch.float32
         assert_close(

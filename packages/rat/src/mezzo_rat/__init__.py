@@ -1,1 +1,8 @@
-"""RAT."""
+"""RAT: a gated linear RNN inside chunks, softmax attention across their ends; and its baselines."""
+
+from mezzo_rat.linear_rnn import LinearRNN as LinearRNN
+from mezzo_rat.linear_rnn import LinearRNNConfig as LinearRNNConfig
+from mezzo_rat.mixer import RAT as RAT
+from mezzo_rat.mixer import RATConfig as RATConfig
+from mezzo_rat.reversed import RATReversed as RATReversed
+from mezzo_rat.reversed import RATReversedConfig as RATReversedConfig

@@ -17,7 +17,7 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
     | `nn.Linear`                           | `bias`        | 0                                 |
     | `nn.RMSNorm`, `nn.LayerNorm`          | `weight`      | 1                                 |
     | `nn.LayerNorm`                        | `bias`        | 0                                 |
-    | a mixer that defines `init_gates()`   | what it names | its own table, after all the rest |
+    | a mixer, by its `init_gates()`        | what it names | its own table, after all the rest |
 
     No matrix is scaled with depth. Weights are drawn in the order of `model.modules()`, so one
     `torch.manual_seed` fixes all of them on one kind of device. A parameter that no line names
@@ -36,6 +36,5 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
             if isinstance(module, nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
     for module in model.modules():
-        init_gates = getattr(module, "init_gates", None)
-        if isinstance(module, AbstractMixer) and callable(init_gates):
-            init_gates()
+        if isinstance(module, AbstractMixer):
+            module.init_gates()

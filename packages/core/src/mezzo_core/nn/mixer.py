@@ -10,6 +10,8 @@ from torch import Tensor, nn
 class AbstractMixer(nn.Module, ABC):
     """A module that mixes along time, (B, T, C) to (B, T, C), causally.
 
+    A mixer holds no non-persistent buffers: models are loaded through the meta device.
+
     One law, tested for every mixer: a full forward equals any segmentation of the sequence equals
     one token at a time, to rounding. A state is a NamedTuple of tensors whose first axis is the
     batch; it goes in and comes out, and is never overwritten in place.
@@ -32,12 +34,15 @@ class AbstractMixer(nn.Module, ABC):
             cu_seqlens: (S + 1,) int32 or int64, borders of S sequences packed in one row: starts
                 at 0, ends at T, never decreases; B must be 1 and `state` None.
             lengths: (B,) int64, how many of the T tokens of each row are real (the rest is padding
-                on the right: its outputs mean nothing and it leaves the state alone); needs a
-                state.
+                on the right: its outputs mean nothing and it leaves the state alone); 0 is legal;
+                needs a state.
 
         Returns:
             y (B, T, C), and the state after the last real token (None if `state` was None).
         """
+
+    def init_gates(self) -> None:
+        """Start what is no weight of a Linear or a norm; `init_weights` calls it last."""
 
     @abstractmethod
     def init_state(self, batch: int) -> Any:

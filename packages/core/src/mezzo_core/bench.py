@@ -1,0 +1,129 @@
+"""Measure speed and memory, and write what was measured with all that it depends on.
+
+A benchmark checks its op before it times it; a row is one JSON object a line:
+name, impl, shape, ms, ms_p20, ms_p80, peak_gb, tflops, gpu, torch, triton, commit, date.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A median in milliseconds, its 20th and 80th percentiles, and the peak memory in GB.
+
+    `peak_gb` is None on a CPU, where torch does not count it.
+    """
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    peak_gb: float | None
+
+
+def measure(
+    fn: Callable[[], object], device: torch.device, *, seconds: float = 0.5, warmup: int = 2
+) -> Timing:
+    """Time `fn` for about `seconds` after `warmup` calls; at least five times.
+
+    On a GPU the L2 cache is flushed before each call, by Triton's `do_bench`.
+    """
+    for _ in range(warmup):
+        fn()
+    if device.type == "cuda":
+        return _measure_cuda(fn, seconds)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e3)
+    fifths = statistics.quantiles(times, n=5)
+    return Timing(statistics.median(times), fifths[0], fifths[-1], None)
+
+
+def _measure_cuda(fn: Callable[[], object], seconds: float) -> Timing:
+    from triton.testing import do_bench
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9
+    ms, low, high = do_bench(fn, warmup=25, rep=int(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
+    return Timing(ms, low, high, peak_gb)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. `name` is "<package or op> <op|layer|model> <forward|train|decode>"."""
+
+    name: str
+    impl: str
+    shape: dict[str, int]
+    timing: Timing
+    flops: float | None = None
+
+    def to_json(self, device: torch.device) -> dict[str, object]:
+        """Return the row with the machine and the software that it was measured on."""
+        tflops = self.flops / self.timing.ms / 1e9 if self.flops is not None else None
+        return {
+            "name": self.name,
+            "impl": self.impl,
+            "shape": self.shape,
+            **asdict(self.timing),
+            "tflops": tflops,
+            **environment(device),
+        }
+
+
+def environment(device: torch.device) -> dict[str, str | None]:
+    """Return gpu (or the CPU), torch, triton, commit and date, for a result file."""
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def append(path: Path, rows: list[dict[str, object]]) -> None:
+    """Append rows to a .jsonl file, one object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout that this file is in, or None for an installed wheel."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

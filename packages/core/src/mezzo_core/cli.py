@@ -1,0 +1,296 @@
+"""The command line of a paper's package: train, generate, eval, bench, reproduce.
+
+A package describes itself once (`Paper`) and gets its commands from `make_app`; `run` turns what
+the user can mend into one line and exit code 2, and leaves real defects their traceback.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+from mezzo_core.config_json import from_json
+from mezzo_core.data.tokenizers import StreamDecoder, load_tokenizer
+from mezzo_core.errors import UserError
+from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.generate import stream
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import train
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a package tells the command line about itself.
+
+    Attributes:
+        command: the program's name, such as "mezzo-rat".
+        title: one line for the top of `--help`.
+        recipes: the names of its recipes.
+        find_recipe: gives the recipe of a name, or a UserError with the nearest names.
+        bench: measures speed: (device, quick, out) -> rows, as `mezzo_core.bench` writes them.
+        reproduce: runs tables and claims: (ids, scale, out).
+        scales: the names that `--scale` takes, the default first.
+    """
+
+    command: str
+    title: str
+    recipes: Collection[str]
+    find_recipe: Callable[[str], TrainConfig]
+    bench: Callable[[torch.device, bool, Path | None], Any]
+    reproduce: Callable[[Sequence[str] | None, str, Path], Any]
+    scales: tuple[str, ...]
+
+
+def make_app(paper: Paper) -> typer.Typer:
+    """Build the command line of one package."""
+    app = typer.Typer(
+        name=paper.command,
+        help=paper.title,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+    )
+    _add_train(app, paper)
+    _add_generate(app)
+    _add_eval(app)
+    _add_bench(app, paper)
+    _add_reproduce(app, paper)
+    return app
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; a user's error is one line on stderr and exit code 2."""
+    try:
+        app(args=arguments, standalone_mode=True)
+    except (UserError, OSError) as error:
+        line = " ".join(str(error).split())
+        Console(stderr=True, soft_wrap=True).print(f"error: {line}", markup=False, style="red")
+        sys.exit(2)
+    except torch.OutOfMemoryError:
+        Console(stderr=True).print("error: the GPU's memory is full: a smaller --batch-size fits")
+        sys.exit(2)
+    sys.exit(0)
+
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if any.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Your text: a .txt, .jsonl or .parquet file, a folder or a glob of them, or "
+        "hub:NAME. Default: what the recipe says (the embedded novels for tiny recipes)."
+    ),
+]
+
+
+def _add_train(app: typer.Typer, paper: Paper) -> None:
+    listing = ", ".join(paper.recipes)
+
+    @app.command(name="train", help=f"Train a model by a recipe.\n\nRecipes: {listing}")
+    def train_command(
+        recipe: Annotated[str, typer.Argument(help="The recipe's name.")],
+        data: Data = None,
+        tokenizer: Annotated[
+            str | None, typer.Option(help='"byte", a tokenizer\'s file or folder, or hub:NAME.')
+        ] = None,
+        vocab_size: Annotated[
+            int | None, typer.Option(help="The model's vocabulary, to fit another tokenizer.")
+        ] = None,
+        steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+        batch_size: Annotated[
+            int | None, typer.Option(help="Sequences an optimizer step, over all processes.")
+        ] = None,
+        micro_batch_size: Annotated[
+            int | None, typer.Option(help="Sequences at a time on a device; the rest accumulates.")
+        ] = None,
+        seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Where the run is kept. Default: runs/RECIPE.")
+        ] = None,
+        compile: Annotated[
+            bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")
+        ] = None,
+        track: Annotated[str | None, typer.Option(help="tensorboard or trackio.")] = None,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Start over instead of resuming what --out holds.")
+        ] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    ) -> None:
+        config = paper.find_recipe(recipe)
+        run_options = {
+            "steps": steps,
+            "batch_size": batch_size,
+            "micro_batch_size": micro_batch_size,
+            "seq_len": seq_len,
+            "seed": seed,
+            "compile": compile,
+            "track": track,
+        }
+        with _values_of_the_user():
+            config = _override(
+                config,
+                data=_override(config.data, source=data, tokenizer=tokenizer),
+                model=_override(config.model, vocab_size=vocab_size),
+                **run_options,
+            )
+        result = train(config, out or Path("runs") / recipe, resume=not fresh, quiet=quiet)
+        if result.val_perplexity is not None:
+            Console().print(
+                f"{recipe}: validation perplexity {result.val_perplexity:.3f} after "
+                f"{result.steps} steps; the model is in {result.out / 'model'}",
+                soft_wrap=True,
+            )
+
+
+def _add_generate(app: typer.Typer) -> None:
+    @app.command()
+    def generate(
+        run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
+        prompt: Annotated[
+            list[str] | None, typer.Option(help="Text to continue; repeat for several.")
+        ] = None,
+        max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 200,
+        temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+        top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None,
+        top_p: Annotated[float | None, typer.Option(help="Only the likeliest mass p.")] = None,
+        seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+        device: Device = None,
+    ) -> None:
+        """Continue a text with a trained model, printed as it is written."""
+        model, _, extra = load_model(model_folder(run), device=_device(device))
+        tokenizer = load_tokenizer(extra["tokenizer"])
+        texts = prompt or [sys.stdin.read()]
+        prompts = [tokenizer.encode(text) for text in texts]
+        if not all(prompts):
+            raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
+        with _values_of_the_user():
+            steps = stream(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop_tokens=(tokenizer.eos_token,),
+                seed=seed,
+            )
+        if len(texts) == 1:
+            _write_live(texts[0], StreamDecoder(tokenizer), steps)
+            return
+        rows: list[list[int]] = [[] for _ in texts]
+        for step in steps:
+            for row, token in zip(rows, step, strict=True):
+                if token is not None:
+                    row.append(token)
+        for text, row in zip(texts, rows, strict=True):
+            sys.stdout.write(text + tokenizer.decode(row) + "\n\n")
+
+
+def _write_live(text: str, decoder: StreamDecoder, steps: Any) -> None:
+    out = sys.stdout
+    out.write(text)
+    for (token,) in steps:
+        if token is not None:
+            out.write(decoder.push(token))
+            out.flush()
+    out.write(decoder.flush() + "\n")
+
+
+def _add_eval(app: typer.Typer) -> None:
+    @app.command(name="eval")
+    def eval_command(
+        run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
+        data: Data = None,
+        batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+        device: Device = None,
+    ) -> None:
+        """Measure perplexity on held-out text: the validation part of `--data`."""
+        model, _, extra = load_model(model_folder(run), device=_device(device))
+        config = _override(from_json(extra["data"]), source=data)
+        text = config.build(extra["seq_len"], None)
+        result = perplexity(
+            model, text.validation_batches(batch_size), num_bytes=text.num_validation_bytes
+        )
+        Console().print_json(
+            json.dumps(
+                {
+                    "run": str(run),
+                    "data": config.source,
+                    "tokens": result.tokens,
+                    "loss": result.loss,
+                    "perplexity": result.perplexity,
+                    "bits_per_byte": result.bits_per_byte,
+                }
+            )
+        )
+
+
+def _add_bench(app: typer.Typer, paper: Paper) -> None:
+    @app.command()
+    def bench(
+        device: Device = None,
+        quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, seconds.")] = False,
+        out: Annotated[Path | None, typer.Option(help="Append rows to this .jsonl file.")] = None,
+    ) -> None:
+        """Measure speed and memory on this machine; every op is checked before it is timed."""
+        paper.bench(_device(device), quick, out)
+
+
+def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
+    @app.command()
+    def reproduce(
+        ids: Annotated[
+            list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
+        ] = None,
+        scale: Annotated[
+            str, typer.Option(help=f"How much to run: {', '.join(paper.scales)}.")
+        ] = paper.scales[0],
+        out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("reports"),
+    ) -> None:
+        """Rerun the paper's tables and claims, and write a report beside its numbers."""
+        if scale not in paper.scales:
+            raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
+        paper.reproduce(ids, scale, out)
+
+
+def model_folder(run: Path) -> Path:
+    """Return the folder of a run's model: RUN/model, or RUN itself when it holds one."""
+    for folder in (run / "model", run):
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
+    raise UserError(f"{run} holds no trained model (no model/config.json, model/model.safetensors)")
+
+
+@contextmanager
+def _values_of_the_user() -> Iterator[None]:
+    """Turn a library's ValueError about an option's value into the user's one line."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _override(config: Any, **options: Any) -> Any:
+    given = {name: value for name, value in options.items() if value is not None}
+    return replace(config, **given) if given else config
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device takes cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA GPU on this machine")
+    return device

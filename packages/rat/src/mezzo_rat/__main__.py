@@ -1,0 +1,34 @@
+"""`mezzo-rat`: train, generate, eval, bench, reproduce."""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line with these arguments (default: the process's own)."""
+    try:
+        from mezzo_core.cli import Paper, make_app, run
+
+        from mezzo_rat.bench import bench
+        from mezzo_rat.recipes import RECIPES, find_recipe
+        from mezzo_rat.reproduce import SCALES, reproduce
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: the commands need the package {error.name}: "
+            "pip install 'mezzo-rat[train]' brings it"
+        )
+    paper = Paper(
+        command="mezzo-rat",
+        title="RAT: a gated linear RNN inside chunks, softmax attention across chunk ends.",
+        recipes=tuple(RECIPES),
+        find_recipe=find_recipe,
+        bench=bench,
+        reproduce=reproduce,
+        scales=SCALES,
+    )
+    run(make_app(paper), arguments)
+
+
+if __name__ == "__main__":
+    main()

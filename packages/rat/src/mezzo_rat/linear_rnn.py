@@ -1,0 +1,93 @@
+"""The paper's recurrent baseline: a gated linear RNN over the whole sequence."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.ops.linear_scan import linear_scan
+from torch import Tensor, nn
+
+from mezzo_rat.gate_bias import init_gate_bias
+from mezzo_rat.ops.forget_gate import accumulation_dtype, forget_gate
+
+
+@dataclass(frozen=True)
+class LinearRNNConfig:
+    """Gated linear RNN."""
+
+    span: int = 4096
+    """The training context T, over which the memories start out spread."""
+
+    def build(self, d_model: int) -> "LinearRNN":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if `span` is not positive.
+        """
+        return LinearRNN(self, d_model)
+
+
+class LinearRNNState(NamedTuple):
+    """What decoding carries."""
+
+    h: Tensor
+    """(B, C) float32: v~ of the last token."""
+    lengths: Tensor
+    """(B,) int64: the tokens that each row has seen."""
+
+
+class LinearRNN(AbstractMixer):
+    """h[t] = f h[t-1] + (1 - f) v[t], out = (sigmoid(z) h) Wo, with f = sigmoid(g + b)."""
+
+    def __init__(self, config: LinearRNNConfig, d_model: int) -> None:
+        super().__init__()
+        if config.span < 1:
+            raise ValueError(f"span must be 1 or more, got {config.span}")
+        self.config, self.d_model = config, d_model
+        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)  # z, v, g
+        self.gate_bias = nn.Parameter(torch.empty(d_model))
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_gates()
+
+    def init_gates(self) -> None:
+        """Start the forget gates so that their memories span the context (log u, u ~ U(1, T-1))."""
+        init_gate_bias(self.gate_bias, self.config.span)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LinearRNNState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, LinearRNNState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        T = x.shape[1]
+        z, v, g = self.in_proj(x).chunk(3, dim=-1)
+        keep, write = forget_gate(g, self.gate_bias)
+        write = write * v
+        if lengths is not None:
+            # Padding keeps the state and writes nothing, so the last state is the last real one.
+            padding = (torch.arange(T, device=x.device) >= lengths[:, None])[..., None]
+            keep, write = keep.masked_fill(padding, 1.0), write.masked_fill(padding, 0.0)
+        initial = None if state is None else state.h
+        h, last = linear_scan(keep, write, initial_state=initial, cu_seqlens=cu_seqlens)
+        if state is not None:
+            state = LinearRNNState(last, state.lengths + (T if lengths is None else lengths))
+        return self.out_proj((z.sigmoid() * h).to(v.dtype)), state
+
+    def init_state(self, batch: int) -> LinearRNNState:
+        """Return the state before the first token."""
+        weight = self.out_proj.weight
+        h = weight.new_zeros(batch, self.d_model, dtype=accumulation_dtype(weight.dtype))
+        return LinearRNNState(h, torch.zeros(batch, dtype=torch.int64, device=weight.device))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: C values and a counter, for any length."""
+        return self.d_model * accumulation_dtype(self.out_proj.weight.dtype).itemsize + 8
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token: projections 2·4C², recurrence 3C, output gate C."""
+        return 8 * self.d_model**2 + 4 * self.d_model

@@ -1,0 +1,150 @@
+"""RAT, the mixer: projections around the op (the paper's section 2.3)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from torch import Tensor, nn
+
+from mezzo_rat.gate_bias import init_gate_bias
+from mezzo_rat.ops.forget_gate import accumulation_dtype
+from mezzo_rat.ops.rat_attention import (
+    RATState,
+    chunk_rat_attention,
+    init_state,
+    recurrent_rat_attention,
+)
+
+
+@dataclass(frozen=True)
+class RATConfig:
+    """RAT: a gated linear RNN inside chunks, softmax attention over the chunks' ends.
+
+    The defaults are the paper's model. Its ablation (figure 4a) is `num_groups=None` with a
+    `gate_rank`: full queries and keys, paid for with low-rank gates.
+    """
+
+    chunk_size: int = 16
+    """L: 1 makes the mixer attention, T or more makes it a linear RNN."""
+    head_dim: int = 64
+    num_groups: int | None = 2
+    """Queries and keys, shared by the heads h with the same h % num_groups; None: one a head."""
+    gate_rank: int | None = None
+    """Rank of the two gates' projections; None: full. Equal budgets: num_groups * head_dim / 2."""
+    rope: Literal["chunk", "token"] | None = "chunk"
+    """Rotate by chunk index, by token position, or not at all (NoPE)."""
+    rope_base: float = 10_000.0
+
+    def build(self, d_model: int) -> "RAT":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if the widths do not divide, or a size is not positive.
+        """
+        return RAT(self, d_model)
+
+
+class RAT(AbstractMixer):
+    """The RAT mixer.
+
+    `in_proj` yields z, v, g of C and q, k of G·D channels each; with a `gate_rank` r, z and g are
+    r wide there and `z_proj`, `g_proj` widen them. No projection has a bias.
+    """
+
+    def __init__(self, config: RATConfig, d_model: int) -> None:
+        super().__init__()
+        D = config.head_dim
+        if config.chunk_size < 1:
+            raise ValueError(f"chunk_size must be 1 or more, got {config.chunk_size}")
+        if D < 1 or d_model % D:
+            raise ValueError(f"head_dim must divide d_model = {d_model}, got {D}")
+        H = d_model // D
+        G = H if config.num_groups is None else config.num_groups
+        if G < 1 or H % G:
+            raise ValueError(f"num_groups must divide the {H} heads, got {G}")
+        if config.gate_rank is not None and config.gate_rank < 1:
+            raise ValueError(f"gate_rank must be 1 or more, or None, got {config.gate_rank}")
+        if config.rope is not None and D % 2:
+            raise ValueError(f"rope needs an even head_dim, got {D}")
+        self.config = config
+        self.d_model, self.num_heads, self.num_groups = d_model, H, G
+        gate = d_model if config.gate_rank is None else config.gate_rank
+        self.widths = (gate, d_model, gate, G * D, G * D)
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        if config.gate_rank is not None:
+            self.z_proj = nn.Linear(gate, d_model, bias=False)
+            self.g_proj = nn.Linear(gate, d_model, bias=False)
+        self.gate_bias = nn.Parameter(torch.empty(d_model))
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_gates()
+
+    def init_gates(self) -> None:
+        """Start the forget gates so that their memories span the chunk (log u, u ~ U(1, L-1))."""
+        init_gate_bias(self.gate_bias, self.config.chunk_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RATState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, RATState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        z, v, g, q, k = self.in_proj(x).split(self.widths, dim=-1)
+        if self.config.gate_rank is not None:
+            z, g = self.z_proj(z), self.g_proj(g)
+        z, v, g, q, k = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (z, v, g, q, k))
+        gate_bias = self.gate_bias.view(v.shape[2:])
+        rope, rope_base, L = self.config.rope, self.config.rope_base, self.config.chunk_size
+        if state is not None and x.shape[1] == 1 and lengths is None:
+            y, state = recurrent_rat_attention(
+                q, k, v, g, chunk_size=L, gate_bias=gate_bias, z=z, rope=rope,
+                rope_base=rope_base, state=state,
+            )  # fmt: skip
+        else:
+            y, state = chunk_rat_attention(
+                q, k, v, g, chunk_size=L, gate_bias=gate_bias, z=z, rope=rope,
+                rope_base=rope_base, state=state, lengths=lengths, cu_seqlens=cu_seqlens,
+            )  # fmt: skip
+        return self.out_proj(y.flatten(2)), state
+
+    def init_state(self, batch: int) -> RATState:
+        """Return the state before the first token."""
+        weight = self.out_proj.weight
+        return init_state(
+            batch, self.num_heads, self.config.head_dim, dtype=weight.dtype, device=weight.device
+        )
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: chunk ends, the open chunk, a counter."""
+        slots = -(-num_tokens // self.config.chunk_size)
+        dtype = self.out_proj.weight.dtype
+        values = slots * dtype.itemsize + accumulation_dtype(dtype).itemsize
+        return 2 * self.d_model * values + 8
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token, averaged over a sequence of T tokens.
+
+        Projections 2 C (3 C + 2 G D) + 2 C C; the recurrence of k~ and v~, each f h + (1 - f) x:
+        2 * 3 C; attention 4 C a logit (score and value, H D = C wide), over the mean number of
+        logits; the output gate C. Sigmoids, exponentials and RoPE are not counted.
+        """
+        C = self.d_model
+        weights = sum(
+            part.weight.numel() for part in self.children() if isinstance(part, nn.Linear)
+        )
+        logits = mean_logits(num_tokens, self.config.chunk_size)
+        return 2 * weights + 6 * C + 4 * C * logits + C
+
+
+def mean_logits(num_tokens: int, chunk_size: int) -> float:
+    """Return the mean over the tokens of a sequence of how many logits a query has.
+
+    Token t sees the ends of the t // L earlier chunks and itself: t // L + 1 logits. For T = N L
+    that is (N + 1) / 2 on average, the paper's O(C D) FLOPs with C = N chunks (section 2.4).
+    """
+    full, rest = divmod(num_tokens, chunk_size)
+    return (chunk_size * full * (full + 1) / 2 + rest * (full + 1)) / num_tokens

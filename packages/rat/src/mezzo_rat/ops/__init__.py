@@ -1,0 +1,1 @@
+"""The ops of RAT: functions on tensors, without weights."""

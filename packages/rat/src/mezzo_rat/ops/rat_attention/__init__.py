@@ -1,0 +1,8 @@
+"""RAT attention: a gated recurrence inside chunks, softmax attention over their ends."""
+
+from mezzo_rat.ops.rat_attention.api import RATAttentionOutput as RATAttentionOutput
+from mezzo_rat.ops.rat_attention.api import chunk_rat_attention as chunk_rat_attention
+from mezzo_rat.ops.rat_attention.api import recurrent_rat_attention as recurrent_rat_attention
+from mezzo_rat.ops.rat_attention.state import RATState as RATState
+from mezzo_rat.ops.rat_attention.state import init_state as init_state
+from mezzo_rat.ops.rat_attention.state import reserve as reserve

@@ -1,0 +1,125 @@
+"""RAT attention in chunks, in eager PyTorch: all tokens at once (Listing 1 of the paper).
+
+Head h = r G + j reads the queries and keys of group j = h % G: (B, T, H, D) seen as
+(B, T, R, G, D) broadcasts against q and k seen as (B, T, 1, G, D), without a copy of either.
+"""
+
+from functools import partial
+
+import torch
+from mezzo_core.ops.impl import Impl
+from mezzo_core.ops.linear_scan import linear_scan
+from torch import Tensor
+
+from mezzo_rat.ops.rat_attention.layout import (
+    ChunkLayout,
+    continued_layout,
+    packed_layout,
+    plain_layout,
+)
+from mezzo_rat.ops.rat_attention.reference import RATForm
+from mezzo_rat.ops.rat_attention.state import RATState
+
+
+def chunk_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    write: Tensor,
+    form: RATForm,
+    state: RATState | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scan_impl: Impl,
+) -> tuple[Tensor, RATState | None]:
+    """Scan inside chunks, then attend to the ends of earlier chunks and to the own k~, v~.
+
+    Args:
+        q: (B, T, G, D) queries; head h = r G + j reads group j.
+        k: (B, T, G, D) keys.
+        v: (B, T, H, D) values.
+        keep: (B, T, H, D) forget gates.
+        write: (B, T, H, D), 1 - keep.
+        form: everything else.
+        state: with a slot for every chunk that these tokens reach; or None.
+        lengths: (B,) real tokens of each row, or None if all are.
+        cu_seqlens: (S + 1,) borders of packed sequences, or None.
+        scan_impl: who runs the scan.
+
+    Returns:
+        y (B, T, H, D), not yet gated, and the state after the last real token.
+    """
+    T, L = v.shape[1], form.chunk_size
+    k_in, v_in = _spread(write, k), write * v
+    if state is None:
+        if cu_seqlens is None:
+            layout = plain_layout(T, L, v.device)
+        else:
+            layout = packed_layout(T, L, cu_seqlens)
+        scan = partial(linear_scan, chunk_size=L, cu_seqlens=cu_seqlens, impl=scan_impl)
+        k_run, v_run = scan(keep, k_in).out, scan(keep, v_in).out
+    else:
+        added = torch.full_like(state.lengths, T) if lengths is None else lengths
+        layout = continued_layout(T, L, state.k_ends.shape[1], state.lengths, added)
+        # A chunk opens where its first token keeps nothing, so one unbroken scan serves rows at
+        # different places of their chunks; padding keeps everything and writes nothing.
+        padding = (torch.arange(T, device=v.device) >= added[:, None])[..., None, None]
+        opens = (layout.position % L == 0)[..., None, None]
+        keep = keep.masked_fill(opens, 0.0).masked_fill(padding, 1.0)
+        scan = partial(linear_scan, keep, impl=scan_impl)
+        k_run, k_last = scan(k_in.masked_fill(padding, 0.0), initial_state=state.k)
+        v_run, v_last = scan(v_in.masked_fill(padding, 0.0), initial_state=state.v)
+        state = state._replace(k=k_last, v=v_last, lengths=state.lengths + added)
+
+    ends = [x.gather(1, layout.end) for x in (layout.chunk, layout.position)]
+    k_ends = form.rotate(_at(k_run, layout.end), *ends).to(k.dtype)
+    v_ends = _at(v_run, layout.end).to(v.dtype)
+    q_rotated = form.rotate(q, layout.chunk, layout.position)
+    if state is not None and layout.changed is not None:
+        changed = layout.changed[..., None, None]
+        k_ends, v_ends = k_ends.where(changed, state.k_ends), v_ends.where(changed, state.v_ends)
+        state = state._replace(k_ends=k_ends, v_ends=v_ends)
+    return _attend(q, q_rotated, k_run, v_run, k_ends, v_ends, layout, form.scale), state
+
+
+def _attend(
+    q: Tensor,
+    q_rotated: Tensor,
+    k_run: Tensor,
+    v_run: Tensor,
+    k_ends: Tensor,
+    v_ends: Tensor,
+    layout: ChunkLayout,
+    scale: float,
+) -> Tensor:
+    """Softmax over [ends of earlier chunks ; own k~], to (B, T, H, D) in the dtype of v_run.
+
+    RoPE would turn a query and its own k~ by the same angle, so that logit needs no rotation.
+    """
+    G, N = q.shape[2], k_ends.shape[1]
+    own = (k_run.unflatten(2, (-1, G)) * q.unsqueeze(2)).sum(-1).flatten(2).transpose(1, 2)
+    keys = k_ends.unflatten(2, (-1, G)).permute(0, 2, 3, 4, 1)  # (B, R, G, D, N)
+    queries = q_rotated.transpose(1, 2).unsqueeze(1)  # (B, 1, G, T, D)
+    past = torch.matmul(queries, keys).flatten(1, 2)  # (B, H, T, N)
+    slots = torch.arange(N, device=q.device)
+    hidden = slots >= layout.slot[..., None]
+    if layout.first is not None:
+        hidden = hidden | (slots < layout.first[..., None])
+    past = past.to(own.dtype).masked_fill(hidden[:, None], float("-inf"))
+    weights = (torch.cat([past, own[..., None]], dim=-1) * scale).softmax(-1)
+    w_past, w_own = weights.split([N, 1], dim=-1)
+    values = torch.matmul(w_past.to(v_ends.dtype), v_ends.transpose(1, 2)).transpose(1, 2)
+    return values.to(v_run.dtype) + w_own.transpose(1, 2) * v_run
+
+
+def _spread(write: Tensor, k: Tensor) -> Tensor:
+    """Multiply the gates of all heads into the keys of their groups: (B, T, H, D)."""
+    return (write.unflatten(2, (-1, k.shape[2])) * k.unsqueeze(2)).flatten(2, 3)
+
+
+def _at(x: Tensor, token: Tensor) -> Tensor:
+    """Take (B, N, H, D) out of x (B, T, H, D) at the tokens (1 or B, N)."""
+    if token.shape[0] == 1:
+        return x.index_select(1, token[0])
+    return x.gather(1, token[..., None, None].expand(-1, -1, *x.shape[2:]))

@@ -1,0 +1,76 @@
+"""Where the chunks of a call lie: one description for plain, packed and continued rows."""
+
+from typing import NamedTuple
+
+import torch
+from mezzo_core.positions import sequence_ids
+from torch import Tensor
+
+
+class ChunkLayout(NamedTuple):
+    """The slots of N chunks and the tokens in them. A first axis of 1 stands for every row."""
+
+    slot: Tensor
+    """(1 or B, T) int64: the slot of each token's chunk."""
+    first: Tensor | None
+    """(1, T) int64: the slot of the first chunk of each token's sequence; None means slot 0."""
+    end: Tensor
+    """(1 or B, N) int64: the token of this call at which each chunk ends (so far)."""
+    changed: Tensor | None
+    """(B, N) bool: whether this call changes the end of that chunk; None means of every chunk."""
+    chunk: Tensor
+    """(1 or B, T) int64: the index of each token's chunk in its own sequence."""
+    position: Tensor
+    """(1 or B, T) int64: the position of each token in its own sequence."""
+
+
+def plain_layout(num_tokens: int, chunk_size: int, device: torch.device) -> ChunkLayout:
+    """Lay out rows that start with their first token; the last chunk may be short."""
+    position = torch.arange(num_tokens, device=device)[None]
+    chunk = position // chunk_size
+    ends = torch.arange(-(-num_tokens // chunk_size), device=device)[None] * chunk_size
+    end = (ends + chunk_size - 1).clamp(max=num_tokens - 1)
+    return ChunkLayout(chunk, None, end, None, chunk, position)
+
+
+def packed_layout(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> ChunkLayout:
+    """Lay out one row of packed sequences, each of which begins a new chunk.
+
+    The number of slots is T // L + S, enough for any lengths, so that shapes do not depend on them.
+
+    Raises:
+        ValueError: if the borders do not run from 0 to T, or decrease; on the CPU only, as looking
+            at their values would stop a GPU's stream.
+    """
+    _check_borders(num_tokens, cu_seqlens)
+    borders = cu_seqlens.long()
+    sequence = sequence_ids(num_tokens, borders)
+    position = torch.arange(num_tokens, device=borders.device) - borders[sequence]
+    chunk = position // chunk_size
+    num_chunks = (borders.diff() + chunk_size - 1) // chunk_size
+    first = (num_chunks.cumsum(0) - num_chunks)[sequence]
+    slot = first + chunk
+    slots = torch.arange(num_tokens // chunk_size + num_chunks.shape[0], device=slot.device)
+    end = (torch.searchsorted(slot, slots, right=True) - 1).clamp(min=0)
+    return ChunkLayout(slot[None], first[None], end[None], None, chunk[None], position[None])
+
+
+def continued_layout(
+    num_tokens: int, chunk_size: int, num_slots: int, start: Tensor, lengths: Tensor
+) -> ChunkLayout:
+    """Lay out rows that have seen `start` (B,) tokens and now get `lengths` (B,) more."""
+    position = start[:, None] + torch.arange(num_tokens, device=start.device)
+    chunk = position // chunk_size
+    borders = torch.arange(1, num_slots + 1, device=start.device) * chunk_size
+    end = torch.minimum(borders, (start + lengths)[:, None]) - 1 - start[:, None]
+    return ChunkLayout(chunk, None, end.clamp(min=0), end >= 0, chunk, position)
+
+
+def _check_borders(num_tokens: int, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens or borders != sorted(borders):
+        raise ValueError(
+            f"cu_seqlens must start at 0, never decrease and end at T = {num_tokens}, got {borders}"
+        )

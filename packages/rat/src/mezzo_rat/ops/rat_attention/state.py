@@ -1,0 +1,64 @@
+"""What decoding with RAT carries: the open chunk's running key and value, and earlier ends."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RATState(NamedTuple):
+    """The state of a batch whose rows may have seen different numbers of tokens.
+
+    A row that has seen n tokens owns n // L closed chunks, in slots 0 to n // L - 1 of `k_ends` and
+    `v_ends`; what the slots after them hold is never read. N grows as needed (see `reserve`).
+    """
+
+    k: Tensor
+    """(B, H, D) float32: k~ of the open chunk's last token, before RoPE; unused if n % L == 0."""
+    v: Tensor
+    """(B, H, D) float32: v~ of the open chunk's last token; unused if n % L == 0."""
+    k_ends: Tensor
+    """(B, N, H, D) in the dtype of the inputs: k~ at the end of each chunk, after RoPE."""
+    v_ends: Tensor
+    """(B, N, H, D) in the dtype of the inputs: v~ at the end of each chunk."""
+    lengths: Tensor
+    """(B,) int64: n, the tokens that each row has seen."""
+
+
+def init_state(
+    batch: int, num_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+) -> RATState:
+    """Return the state before the first token; it has no slots yet."""
+    running = torch.float64 if dtype == torch.float64 else torch.float32
+    return RATState(
+        k=torch.zeros(batch, num_heads, head_dim, dtype=running, device=device),
+        v=torch.zeros(batch, num_heads, head_dim, dtype=running, device=device),
+        k_ends=torch.zeros(batch, 0, num_heads, head_dim, dtype=dtype, device=device),
+        v_ends=torch.zeros(batch, 0, num_heads, head_dim, dtype=dtype, device=device),
+        lengths=torch.zeros(batch, dtype=torch.int64, device=device),
+    )
+
+
+def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
+    """Return the state with slots for `num_tokens` more tokens in every row.
+
+    The ops call this themselves. Reading the lengths waits for the GPU, which neither a graph that
+    is being captured nor a compiled decoding step can do: there, reserve for all tokens beforehand,
+    and single steps take the slots as given (an index error tells when they run out).
+    """
+    slots = state.k_ends.shape[1]
+    if num_tokens == 1 and slots > 0 and _must_not_wait(state.lengths):
+        return state
+    longest = int(state.lengths.max()) if slots > 0 else 0  # no slots: no token was seen yet
+    missing = -(-(longest + num_tokens) // chunk_size) - slots
+    if missing <= 0:
+        return state
+    grow = (0, 0, 0, 0, 0, missing)
+    return state._replace(k_ends=F.pad(state.k_ends, grow), v_ends=F.pad(state.v_ends, grow))
+
+
+def _must_not_wait(lengths: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return lengths.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,260 @@
+"""Every training run of the paper, and smaller ones, as functions that return a `TrainConfig`.
+
+A recipe's name is `<setting>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. A variant of
+one is `dataclasses.replace(RECIPES[name](), ...)`.
+
+| Setting         | Model                    | Trains on                  | T         |
+|-----------------|--------------------------|----------------------------|-----------|
+| tiny            | C 128, 4 layers, 0.9M    | embedded novels, bytes     | 512       |
+| small           | C 384, 12 layers, 41M    | WikiText-103, GPT-2 tokens | 1024      |
+| mid             | C 640, 12 layers, 92M    | WikiText-103, GPT-2 tokens | 1024      |
+| 200m, _16k, _32k| C 1024, 12 layers, 203M  | PG19, GPT-2 tokens         | 8K to 32K |
+| 1p3b, 1p3b_16k  | C 2048, 24 layers, 1.28B | FineWeb-Edu, LLaMA-2 tokens| 4K, 16K   |
+
+The last two rows are the paper's (appendix A.2, tables 9 and 11).
+Sliding windows have 1024 tokens in the paper's settings. In the three others the window keeps the
+paper's ratio at 4K instead, T / 4: a window of 1024 would be full attention there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.train.config import OptimConfig, TrainConfig
+
+from mezzo_rat.linear_rnn import LinearRNNConfig
+from mezzo_rat.mixer import RATConfig
+from mezzo_rat.reversed import RATReversedConfig
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the architectures of one comparison share."""
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    head_dim: int
+    seq_len: int
+    window_size: int
+    data: DataConfig
+    optim: OptimConfig
+    batch_size: int
+    steps: int
+    micro_batch_size: int | None = None
+    eval_every: int = 100
+    eval_batches: int | None = None
+    checkpoint_every: int = 100
+    rope_base: float = 10_000.0
+    compile: bool = False
+
+    def attention(self, *, window: bool = False, rope: bool = True) -> AttentionConfig:
+        """Return softmax attention over everything or over a window, with RoPE by token or none."""
+        return AttentionConfig(
+            head_dim=self.head_dim,
+            window_size=self.window_size if window else None,
+            rope_base=self.rope_base if rope else None,
+        )
+
+    def rat(self, chunk_size: int) -> RATConfig:
+        """Return RAT as in the paper's main models."""
+        return RATConfig(chunk_size, head_dim=self.head_dim, rope_base=self.rope_base)
+
+    def reversed(self, num_chunks: int) -> RATReversedConfig:
+        """Return RAT-Reversed with this many chunks, which Table 9 calls C."""
+        return RATReversedConfig(
+            chunk_size=self.seq_len // num_chunks,
+            head_dim=self.head_dim,
+            gate_rank=self.head_dim,
+            rope_base=self.rope_base,
+            span=num_chunks,
+        )
+
+
+# One tuple of mixers, repeated through the depth: two of them alternate (section 3.1). Ablations of
+# Fig. 4a: with G = 2 groups, gates of rank D pay for full queries and keys exactly (2 D C = G D C).
+ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
+    "rnn": lambda s: (LinearRNNConfig(span=s.seq_len),),
+    "rat_l16": lambda s: (s.rat(16),),
+    "rat_l64": lambda s: (s.rat(64),),
+    "rat_l128": lambda s: (s.rat(128),),
+    "rat_l256": lambda s: (s.rat(256),),
+    "attention": lambda s: (s.attention(),),
+    "attention_swa": lambda s: (s.attention(), s.attention(window=True)),
+    "rat_swa": lambda s: (s.rat(16), s.attention(window=True)),
+    "attention_swa_nope": lambda s: (s.attention(rope=False), s.attention(window=True)),
+    "rat_swa_nope": lambda s: (replace(s.rat(16), rope=None), s.attention(window=True)),
+    "rat_l64_full_qk": lambda s: (replace(s.rat(64), num_groups=None, gate_rank=s.head_dim),),
+    "rat_l64_token_rope": lambda s: (replace(s.rat(64), rope="token"),),
+    "reversed_c16": lambda s: (s.reversed(16),),
+    "reversed_c64": lambda s: (s.reversed(64),),
+    "reversed_c128": lambda s: (s.reversed(128),),
+}
+
+SIX = ("rnn", "rat_l64", "rat_l16", "attention", "attention_swa", "rat_swa")
+"""The architectures of the main comparison."""
+
+
+def tiny() -> Setting:
+    """About a million weights: trains in minutes on a laptop, with no network."""
+    return Setting(
+        vocab_size=257,
+        d_model=128,
+        num_layers=4,
+        head_dim=32,
+        seq_len=512,
+        window_size=128,
+        data=DataConfig(),
+        optim=OptimConfig(),
+        batch_size=8,
+        steps=300,
+    )
+
+
+def small() -> Setting:
+    """21M weights in the blocks and 19M in the embedding: an hour or less on one GPU."""
+    return Setting(
+        vocab_size=50_257,
+        d_model=384,
+        num_layers=12,
+        head_dim=64,
+        seq_len=1024,
+        window_size=256,
+        data=DataConfig(
+            source="hub:Salesforce/wikitext:wikitext-103-raw-v1",
+            tokenizer="hub:openai-community/gpt2",
+        ),
+        optim=OptimConfig(lr=1.5e-3),
+        batch_size=64,
+        micro_batch_size=16,
+        steps=2000,
+        eval_every=200,
+        checkpoint_every=500,
+    )
+
+
+def mid() -> Setting:
+    """59M weights in the blocks and 32M in the embedding: hours on one GPU."""
+    return replace(small(), d_model=640, optim=OptimConfig(lr=1e-3))
+
+
+def paper_200m(seq_len: int) -> Setting:
+    """The 200M models (appendix A.2): 15B tokens of PG19, 1M a step, three context lengths."""
+    tokens = 2**20
+    return Setting(
+        vocab_size=50_257,
+        d_model=1024,
+        num_layers=12,
+        head_dim=64,
+        seq_len=seq_len,
+        window_size=1024,
+        data=DataConfig(source="hub:emozilla/pg19", tokenizer="hub:openai-community/gpt2"),
+        optim=OptimConfig(lr=6e-4, warmup_fraction=0.1, betas=(0.9, 0.98)),
+        batch_size=tokens // seq_len,
+        micro_batch_size=max(1, 2**15 // seq_len),
+        steps=15_000_000_000 // tokens,
+        eval_every=1000,
+        eval_batches=20,
+        checkpoint_every=1000,
+        compile=True,
+    )
+
+
+def paper_1p3b(seq_len: int, rope_base: float) -> Setting:
+    """The 1.3B models (appendix A.2): 100B tokens of FineWeb-Edu, 2M a step.
+
+    AdamW's betas, which the text leaves open, are those of the released code.
+    """
+    tokens = 2**21
+    return Setting(
+        vocab_size=32_000,
+        d_model=2048,
+        num_layers=24,
+        head_dim=128,
+        seq_len=seq_len,
+        window_size=1024,
+        data=DataConfig(
+            source="hub:HuggingFaceFW/fineweb-edu:sample-100BT",
+            tokenizer="hub:NousResearch/Llama-2-7b-hf",
+            streaming=True,
+        ),
+        optim=OptimConfig(lr=8e-4, warmup_fraction=0.05, betas=(0.9, 0.95)),
+        batch_size=tokens // seq_len,
+        micro_batch_size=max(1, 2**14 // seq_len),
+        steps=100_000_000_000 // tokens,
+        eval_every=1000,
+        eval_batches=20,
+        checkpoint_every=1000,
+        rope_base=rope_base,
+        compile=True,
+    )
+
+
+_200M = (
+    *("rnn", "rat_l16", "rat_l64", "rat_l128", "rat_l256", "attention"),
+    *("rat_l64_full_qk", "rat_l64_token_rope"),
+    *("reversed_c16", "reversed_c64", "reversed_c128"),
+)
+SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
+    "tiny": (tiny, SIX),
+    "small": (small, SIX),
+    "mid": (mid, SIX),
+    "200m": (partial(paper_200m, 8192), _200M),
+    "200m_16k": (partial(paper_200m, 16_384), _200M),
+    "200m_32k": (partial(paper_200m, 32_768), _200M),
+    "1p3b": (
+        partial(paper_1p3b, 4096, 10_000.0),
+        (*SIX, "rat_l128", "attention_swa_nope", "rat_swa_nope"),
+    ),
+    "1p3b_16k": (partial(paper_1p3b, 16_384, 500_000.0), SIX),
+}
+"""Each setting with the architectures that are trained in it."""
+
+
+def recipe(setting: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture in one setting; any pair of the two tables will do."""
+    make, _ = SETTINGS[setting]
+    s = make()
+    mixers = ARCHITECTURES[architecture](s)
+    return TrainConfig(
+        name=f"{setting}_{architecture}",
+        model=LMConfig(
+            vocab_size=s.vocab_size,
+            d_model=s.d_model,
+            mixers=tuple(mixers[i % len(mixers)] for i in range(s.num_layers)),
+        ),
+        data=s.data,
+        optim=s.optim,
+        seq_len=s.seq_len,
+        batch_size=s.batch_size,
+        micro_batch_size=s.micro_batch_size,
+        steps=s.steps,
+        eval_every=s.eval_every,
+        eval_batches=s.eval_batches,
+        checkpoint_every=s.checkpoint_every,
+        compile=s.compile,
+    )
+
+
+RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
+    f"{setting}_{architecture}": partial(recipe, setting, architecture)
+    for setting, (_, architectures) in SETTINGS.items()
+    for architecture in architectures
+}
+"""All recipes by name."""
+
+
+def find_recipe(name: str) -> TrainConfig:
+    """Return the recipe of this name.
+
+    Raises:
+        UserError: if there is none; the message shows the names that come nearest.
+    """
+    if name not in RECIPES:
+        raise UserError(f"no recipe is named {name!r}{nearest(name, RECIPES)}")
+    return RECIPES[name]()

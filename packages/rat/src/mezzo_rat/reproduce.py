@@ -1,0 +1,129 @@
+"""Rerun the paper's tables and claims at the scale of this machine, and report what came out."""
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.papers import (
+    Finding,
+    PaperReport,
+    Published,
+    Report,
+    Status,
+    environment,
+    load_bench,
+    load_experiments,
+    load_published,
+    prepare_folder,
+    render_report,
+)
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mezzo_rat.reproduction import scale as scales
+from mezzo_rat.reproduction.evidence import Evidence
+from mezzo_rat.reproduction.figures import draw_figures, write_sample
+from mezzo_rat.reproduction.limits import CHECKS
+from mezzo_rat.reproduction.tables import find_all
+
+SCALES = tuple(scales.SCALES)
+"""The names that `--scale` takes, the default first."""
+
+
+def reproduce(only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
+    """Rerun tables, claims and checks, and write report.md, .html and .json into `out`.
+
+    The tiny models stay in `out/runs`, for `mezzo-rat generate`. What an earlier reproduction left
+    in `out` is replaced.
+
+    Args:
+        only: ids of tables, claims or checks; None or empty means all.
+        scale: one of SCALES.
+        out: the report's folder, made if needed.
+
+    Raises:
+        UserError: if an id or the scale is unknown, or `out` cannot be written.
+    """
+    start = time.perf_counter()
+    report = reproduce_paper(only, scale, out)
+    whole = Report(
+        papers=(report,),
+        scale=scale,
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        seconds=time.perf_counter() - start,
+        environment=environment(),
+    )
+    render_report(whole, out)
+    show(report, out)
+    return list(report.findings)
+
+
+def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperReport:
+    """Do what `reproduce` does, all but writing the report."""
+    published = read_published()
+    wanted = _known_ids(published, only)
+    if scale not in scales.SCALES:
+        raise UserError(f"no scale is named {scale!r}{nearest(scale, SCALES)}")
+    experiments = load_experiments(results_folder())
+    prepare_folder(out)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        task = progress.add_task("exact checks")
+
+        def watch(name: str, done: int, of: int) -> None:
+            progress.update(task, description=name, completed=done, total=of)
+
+        evidence = Evidence(scales.SCALES[scale], out, watch)
+        findings = find_all(published, evidence, wanted, experiments)
+        watch("figures", 1, 1)
+        return PaperReport(
+            name="rat",
+            published=published,
+            findings=findings,
+            figures=draw_figures(evidence, out / "figures"),
+            samples=write_sample(evidence),
+            bench=load_bench(results_folder()),
+            settings=(evidence.training_setting,) if evidence.trained else (),
+        )
+
+
+def read_published() -> Published:
+    """Return the paper's tables and claims."""
+    return load_published(Path(__file__).with_name("published.toml"))
+
+
+def results_folder() -> Path:
+    """Return where a checkout keeps results measured on GPUs; a wheel has no such folder."""
+    return Path(__file__).parents[2] / "results"
+
+
+def show(report: PaperReport, out: Path) -> None:
+    """Print what came out, one line a finding that was attempted, and where the report is."""
+    console = Console()
+    table = Table("table, claim or check", "status", "in one sentence")
+    left_out = 0
+    for finding in report.findings:
+        if finding.status is Status.NOT_ATTEMPTED and len(report.findings) > 1:
+            left_out += 1
+        else:
+            table.add_row(finding.id, finding.status.value, finding.summary)
+    console.print(table)
+    if left_out:
+        console.print(f"{left_out} more were not attempted; the report says why.")
+    console.print(f"Report: {out / 'report.html'} (also report.md, report.json)", soft_wrap=True)
+
+
+def _known_ids(published: Published, only: Sequence[str] | None) -> list[str] | None:
+    if not only:
+        return None
+    known = (*published.ids, *CHECKS)
+    for id in only:
+        if id not in known:
+            raise UserError(f"no table or claim is named {id!r}{nearest(id, known)}")
+    return list(only)

@@ -1,0 +1,1 @@
+"""Behind `mezzo-rat reproduce`: exact checks, tiny trainings, timings, and what each answers."""

@@ -1,0 +1,52 @@
+"""Where a layer's state no longer fits: the OOM cells of Table 8, from the bytes of our states."""
+
+import torch
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status, Table
+
+from mezzo_rat.linear_rnn import LinearRNNConfig
+from mezzo_rat.mixer import RATConfig
+
+C, HEAD_DIM = 2048, 128
+GPU_BYTES = 120e9
+LAYERS: dict[str, MixerConfig] = {
+    "RNN": LinearRNNConfig(),
+    "RAT(L=128)": RATConfig(chunk_size=128, head_dim=HEAD_DIM),
+    "RAT(L=64)": RATConfig(chunk_size=64, head_dim=HEAD_DIM),
+    "RAT(L=16)": RATConfig(chunk_size=16, head_dim=HEAD_DIM),
+    "Attention": AttentionConfig(head_dim=HEAD_DIM),
+}
+
+
+def out_of_memory(claim: Claim, table8: Table) -> Finding:
+    """Compare each cell of Table 8 with whether the batch's state fits the paper's GPU.
+
+    Nothing runs out of memory here: the sizes come from `state_bytes`, which other checks hold
+    against real tensors.
+    """
+    rows, agreed = [], 0
+    for row in table8.rows:
+        batch = int(row.group.removeprefix("B="))
+        with torch.device("meta"):
+            mixer = LAYERS[row.model].build(C).bfloat16()
+        sizes = [batch * mixer.state_bytes(int(column)) for column in table8.columns]
+        printed = [value == "OOM" for value in row.values]
+        agreed += sum((size > GPU_BYTES) == oom for size, oom in zip(sizes, printed, strict=True))
+        rows.append(ResultRow(row.model, (tuple(size / 1e9 for size in sizes),), row.group))
+    cells = len(table8.rows) * len(table8.columns)
+    return Finding(
+        claim.id,
+        "claim",
+        Status.SCALED_DOWN,
+        f"computed, not run: in {agreed} of {cells} cells of Table 8 our state's size, above or "
+        "below the GPU's 120 GB, tells whether the paper ran out of memory",
+        (
+            Measurement(
+                table8.columns,
+                tuple(rows),
+                f"state of one layer after T tokens, C = {C}, bfloat16, whole batch",
+                unit="GB",
+            ),
+        ),
+    )

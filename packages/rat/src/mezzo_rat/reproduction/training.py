@@ -1,0 +1,173 @@
+"""The six tiny trainings: same tokens, same seeds, same budget; only the mixers differ."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import train
+
+from mezzo_rat.recipes import RECIPES
+from mezzo_rat.reproduction.scale import RECIPES_OF_MODELS, Scale
+
+MAX_PROCESSES = 6  # each holds a copy of torch, a model and its activations: about a gigabyte
+WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: an architecture and a seed."""
+
+    model: str
+    config: TrainConfig
+    out: Path
+    test_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What one training gave; `loss_at` is the validation loss by test length."""
+
+    model: str
+    seed: int
+    parameters: int
+    seq_len: int
+    perplexity: float
+    tokens_per_second: float
+    curve: tuple[tuple[float, float], ...]
+    loss_at: dict[int, float]
+    out: Path
+
+
+def jobs(scale: Scale, out: Path) -> list[Job]:
+    """List the trainings of a scale, the first seed of every architecture first.
+
+    The first seed's run is kept as `out/RECIPE`, another's as `out/RECIPE-seedN`.
+    """
+    return [
+        Job(
+            model=model,
+            config=configure(RECIPES[recipe](), scale, seed),
+            out=out / (recipe if seed == scale.seeds[0] else f"{recipe}-seed{seed}"),
+            test_lengths=scale.test_lengths,
+        )
+        for seed in scale.seeds
+        for model, recipe in RECIPES_OF_MODELS.items()
+    ]
+
+
+def configure(config: TrainConfig, scale: Scale, seed: int) -> TrainConfig:
+    """Give a recipe the budget and the seed of a reproduction.
+
+    The data keeps its own seed: every run reads the same tokens in the same order, and is
+    evaluated on the same text.
+    """
+    return replace(
+        config,
+        steps=scale.steps,
+        batch_size=scale.batch_size,
+        seq_len=scale.seq_len,
+        micro_batch_size=None,
+        seed=seed,
+        eval_every=scale.steps,
+        eval_batches=scale.eval_batches,
+        checkpoint_every=scale.steps,
+        keep_checkpoints=1,
+    )
+
+
+def train_all(
+    scale: Scale, out: Path, on_progress: Callable[[int, int], None] | None = None
+) -> list[TrainedRun]:
+    """Train every job, and return the runs in the order of `jobs`.
+
+    Runs of an earlier reproduction in `out` are replaced. Small models gain little from a second
+    thread, so with `scale.parallel` each core trains a model of its own, with one thread each.
+    """
+    work = jobs(scale, out)
+    for job in work:
+        shutil.rmtree(job.out, ignore_errors=True)
+    total = len(work) * scale.steps
+    report = on_progress or (lambda done, total: None)
+    # Processes do not share one GPU well; there the trainings take turns.
+    if torch.cuda.is_available() or not scale.parallel:
+        runs = []
+        for job in work:
+            runs.append(run_job(job))
+            report(len(runs) * scale.steps, total)
+        return runs
+    workers = min(available_cores(), MAX_PROCESSES, len(work))
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        futures = [pool.submit(run_job, job) for job in work]
+        while wait(futures, timeout=0.5, return_when=FIRST_EXCEPTION).not_done:
+            if any(future.done() and future.exception() for future in futures):
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+            report(sum(len(read_curve(job.out)) for job in work), total)
+        return [future.result() for future in futures]
+
+
+def run_job(job: Job) -> TrainedRun:
+    """Train, then evaluate at each test length."""
+    result = train(job.config, job.out, resume=False, quiet=True)
+    if result.val_perplexity is None:
+        raise ValueError(f"{job.config.name}: the training was not evaluated")
+    return TrainedRun(
+        model=job.model,
+        seed=job.config.seed,
+        parameters=count_parameters(job.config),
+        seq_len=job.config.seq_len,
+        perplexity=result.val_perplexity,
+        tokens_per_second=result.tokens_per_second,
+        curve=read_curve(job.out),
+        loss_at=losses_by_length(job),
+        out=job.out,
+    )
+
+
+def losses_by_length(job: Job) -> dict[int, float]:
+    """Return the validation loss in nats a token by test length T, in windows of that length.
+
+    Every length reads the same text: the first WINDOWS windows of the longest.
+    """
+    model, _, _ = load_model(job.out / "model", device=torch.device("cpu"))
+    longest = max(job.test_lengths)
+    losses = {}
+    for length in job.test_lengths:
+        text = job.config.data.build(length, None)
+        batches = islice(text.validation_batches(1), WINDOWS * longest // length)
+        losses[length] = perplexity(model, batches).loss
+    return losses
+
+
+def count_parameters(config: TrainConfig) -> int:
+    """Return the weights of a recipe's model, shared ones once."""
+    with torch.device("meta"):
+        return config.model.build().num_parameters()
+
+
+def read_curve(out: Path) -> tuple[tuple[float, float], ...]:
+    """Return (step, training loss) of each logged step of a run; none before the first."""
+    log = out / "log.jsonl"
+    if not log.exists():
+        return ()
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    # A run in progress may be writing the last line.
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return tuple((row["step"], row["loss"]) for row in rows if "loss" in row)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

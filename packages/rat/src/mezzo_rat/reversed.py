@@ -1,0 +1,249 @@
+"""RAT-Reversed (the paper's appendix C.1): attention inside chunks, a recurrence across them.
+
+The paper gives no equation. Ours is the reading that is causal, streams, and meets both limits:
+with token l of chunk n, queries and keys turned by RoPE, and e[n] the chunk's value at its end,
+
+    a[n,l] = softmax(q[n,l]·k[n,0..l] / sqrt(D)) v[n,0..l]
+    h[n,l] = f[n,l] e[n-1] + (1 - f[n,l]) a[n,l]              e[n] = h[n,L-1], e[-1] = 0
+    y[n,l] = sigmoid(z[n,l]) h[n,l]
+
+L >= T is softmax attention (times 1 - f, as RAT at L = 1), L = 1 is the gated linear RNN.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.ops.attention import attention
+from mezzo_core.ops.linear_scan import linear_scan
+from mezzo_core.positions import apply_rope, rope_angles
+from torch import Tensor, nn
+
+from mezzo_rat.gate_bias import init_gate_bias
+from mezzo_rat.ops.forget_gate import accumulation_dtype, forget_gate
+from mezzo_rat.ops.rat_attention.layout import packed_layout
+
+
+@dataclass(frozen=True)
+class RATReversedConfig:
+    """Softmax attention inside chunks, a gated recurrence across them; q shared by all heads."""
+
+    chunk_size: int = 128
+    """L: 1 makes the mixer a linear RNN, T or more makes it attention."""
+    head_dim: int = 64
+    gate_rank: int = 64
+    """Rank of the output gate's projection."""
+    rope_base: float = 10_000.0
+    span: int = 64
+    """The number of chunks over which the recurrence's memories start out spread: T / L."""
+
+    def build(self, d_model: int) -> "RATReversed":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if the widths do not divide, or a size is not positive.
+        """
+        return RATReversed(self, d_model)
+
+
+class RATReversedState(NamedTuple):
+    """What decoding carries: the open chunk's keys and values, the value of the one before."""
+
+    k: Tensor
+    """(B, L, H, D): keys after RoPE; a row that has seen n tokens owns the first n % L."""
+    v: Tensor
+    """(B, L, H, D): their values."""
+    h: Tensor
+    """(B, H, D) float32: e of the last closed chunk, zero before the first."""
+    lengths: Tensor
+    """(B,) int64: the tokens that each row has seen."""
+
+
+class RATReversed(AbstractMixer):
+    """The reversed mixer; `in_proj` yields v, g, k of C, the output gate's rank, and q of D."""
+
+    def __init__(self, config: RATReversedConfig, d_model: int) -> None:
+        super().__init__()
+        D = config.head_dim
+        for name in ("chunk_size", "gate_rank", "span"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(config, name)}")
+        if D < 2 or D % 2 or d_model % D:
+            raise ValueError(f"head_dim must be even and divide d_model = {d_model}, got {D}")
+        self.config, self.d_model = config, d_model
+        self.widths = (d_model, d_model, d_model, config.gate_rank, D)
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.z_proj = nn.Linear(config.gate_rank, d_model, bias=False)
+        self.gate_bias = nn.Parameter(torch.empty(d_model))
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_gates()
+
+    def init_gates(self) -> None:
+        """Start the forget gates so that their memories span the chunks (log u, u ~ U(1, N-1))."""
+        init_gate_bias(self.gate_bias, self.config.span)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RATReversedState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, RATReversedState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        if x.shape[1] == 0:
+            return x, state
+        v, g, k, z, q = self.in_proj(x).split(self.widths, dim=-1)
+        z = self.z_proj(z)
+        v, g, k, q = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (v, g, k, q))
+        keep, write = forget_gate(g, self.gate_bias.view(v.shape[2:]))
+        if cu_seqlens is not None:
+            h = self._packed(q, k, v, keep, write, cu_seqlens)
+        elif state is not None:
+            added = torch.full_like(state.lengths, x.shape[1]) if lengths is None else lengths
+            h, state = self._continued(q, k, v, keep, write, state, added)
+        else:
+            T = x.shape[1]
+            short = (0, 0, 0, 0, 0, -T % self.config.chunk_size)
+            q, k, v, keep, write = (F.pad(y, short) for y in (q, k, v, keep, write))
+            h, _ = self._chunks(q, self._turned(k), v, keep, write)
+            h = h[:, :T]
+        return self.out_proj((z.sigmoid() * h.flatten(2)).to(v.dtype)), state
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Apply RoPE by place in the chunk: inside a chunk that is RoPE by token."""
+        L = self.config.chunk_size
+        place = torch.arange(x.shape[1], device=x.device)[None] % L
+        return apply_rope(x, *rope_angles(place, x.shape[3], self.config.rope_base))
+
+    def _chunks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        write: Tensor,
+        initial: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mix whole chunks, (B, N L, ...), q not yet turned and k turned.
+
+        Args:
+            q: (B, N L, 1, D) queries.
+            k: (B, N L, H, D) keys.
+            v: (B, N L, H, D) values.
+            keep: (B, N L, H, D) forget gates.
+            write: (B, N L, H, D), 1 - keep.
+            initial: (B, H, D), e before the first chunk.
+            first: (N,) bool, which chunks begin a sequence.
+
+        Returns:
+            h (B, N L, H, D), and e before each chunk and after the last, (B, N + 1, H, D).
+        """
+        B, _, H, D = v.shape
+        L = self.config.chunk_size
+        q, k, v = (y.reshape(-1, L, y.shape[2], D) for y in (self._turned(q).expand_as(k), k, v))
+        a = attention(q, k, v).out.reshape(B, -1, L, H, D)
+        keep, write = keep.unflatten(1, (-1, L)), write.unflatten(1, (-1, L))
+        written = write * a
+        decay = keep[:, :, -1]
+        if first is not None:
+            decay = decay.masked_fill(first[:, None, None], 0.0)
+        ends = linear_scan(decay, written[:, :, -1], initial_state=initial).out
+        before = ends.new_zeros(B, H, D) if initial is None else initial
+        ends = torch.cat([before[:, None], ends], dim=1)
+        carried = ends[:, :-1]
+        if first is not None:
+            carried = carried.masked_fill(first[:, None, None], 0.0)
+        h = torch.addcmul(written, keep, carried[:, :, None])
+        return h.flatten(1, 2), ends
+
+    def _packed(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, write: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """Give every sequence chunks of its own, T // L + S of them whatever the lengths."""
+        T, L = v.shape[1], self.config.chunk_size
+        layout = packed_layout(T, L, cu_seqlens)
+        place = layout.slot[0] * L + layout.position[0] % L
+        slots = layout.end.shape[1]
+        token = torch.full((slots * L,), T, device=v.device).scatter(
+            0, place, torch.arange(T, device=v.device)
+        )
+        q, k, v, keep, write = (
+            F.pad(y, (0, 0, 0, 0, 0, 1)).index_select(1, token) for y in (q, k, v, keep, write)
+        )
+        first = layout.chunk[0].index_select(0, layout.end[0]) == 0
+        h, _ = self._chunks(q, self._turned(k), v, keep, write, first=first)
+        return h.index_select(1, place)
+
+    def _continued(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        write: Tensor,
+        state: RATReversedState,
+        added: Tensor,
+    ) -> tuple[Tensor, RATReversedState]:
+        """Put each row's tokens at their places of whole chunks, after those of the state."""
+        T, L = v.shape[1], self.config.chunk_size
+        N = (T + 2 * L - 2) // L
+        offset = state.lengths % L
+        place = torch.arange(N * L, device=v.device)
+        token = (place - offset[:, None]).clamp(0, T - 1)
+        q, k, v, keep, write = (_rows(y, token) for y in (q, k, v, keep, write))
+        old = (place < offset[:, None])[..., None, None]
+        rest = (0, 0, 0, 0, 0, (N - 1) * L)
+        k = F.pad(state.k.to(k.dtype), rest).where(old, self._turned(k))
+        v = F.pad(state.v.to(v.dtype), rest).where(old, v)
+        h, ends = self._chunks(q, k, v, keep, write, initial=state.h)
+        h = _rows(h, offset[:, None] + torch.arange(T, device=v.device))
+        closed = (offset + added) // L
+        # A row whose chunks are all closed owns no key of an open one: any chunk will do.
+        chunk = closed.clamp(max=N - 1)[:, None] * L + torch.arange(L, device=v.device)
+        return h, RATReversedState(
+            _rows(k, chunk),
+            _rows(v, chunk),
+            _rows(ends, closed[:, None])[:, 0],
+            state.lengths + added,
+        )
+
+    def init_state(self, batch: int) -> RATReversedState:
+        """Return the state before the first token."""
+        weight, D = self.out_proj.weight, self.config.head_dim
+        heads = (self.d_model // D, D)
+        return RATReversedState(
+            weight.new_zeros(batch, self.config.chunk_size, *heads),
+            weight.new_zeros(batch, self.config.chunk_size, *heads),
+            weight.new_zeros(batch, *heads, dtype=accumulation_dtype(weight.dtype)),
+            torch.zeros(batch, dtype=torch.int64, device=weight.device),
+        )
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: one chunk of keys and values, one value."""
+        weight = self.out_proj.weight
+        chunk = 2 * self.config.chunk_size * self.d_model * weight.element_size()
+        return chunk + self.d_model * accumulation_dtype(weight.dtype).itemsize + 8
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token, averaged over a sequence of T tokens.
+
+        Projections; attention 4 C a key over the mean number of keys l + 1; h 3 C; output gate C.
+        """
+        C, L = self.d_model, self.config.chunk_size
+        weights = sum(
+            part.weight.numel() for part in self.children() if isinstance(part, nn.Linear)
+        )
+        full, rest = divmod(num_tokens, L)
+        keys = (full * L * (L + 1) / 2 + rest * (rest + 1) / 2) / num_tokens
+        return 2 * weights + 4 * C * keys + 4 * C
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Take (B, P, ...) out of x (B, T, ...) by an index (B, P) into each row."""
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[rows, index]

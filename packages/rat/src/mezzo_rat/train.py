@@ -1,0 +1,8 @@
+"""`python -m mezzo_rat.train RECIPE`: what `torchrun` starts on each process."""
+
+import sys
+
+from mezzo_rat.__main__ import main
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])

@@ -1,0 +1,69 @@
+"""The linear RNN: the contract of a mixer, its definition, its start and its sizes."""
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+)
+from mezzo_rat import LinearRNNConfig, RATConfig
+
+C = 16
+
+
+@pytest.fixture
+def mixer():
+    torch.manual_seed(0)
+    return LinearRNNConfig(span=8).build(C)
+
+
+def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
+    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+
+
+def test_a_change_leaves_the_past_bit_equal(mixer):
+    check_causal(mixer, d_model=C, num_tokens=14)
+
+
+def test_packed_sequences_equal_each_alone(mixer):
+    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+
+
+def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
+    check_ragged(mixer, C, [2, 0, 1, 9], 4)
+
+
+def test_state_bytes_are_those_of_the_state_at_any_length(mixer):
+    check_state_bytes(mixer, 5)
+    assert mixer.state_bytes(1) == mixer.state_bytes(10**6)
+
+
+def test_it_is_rat_with_one_chunk(mixer):
+    rat = RATConfig(1000, head_dim=4).build(C)
+    with torch.no_grad():
+        rat.in_proj.weight[: 3 * C] = mixer.in_proj.weight
+        rat.gate_bias.copy_(mixer.gate_bias)
+        rat.out_proj.weight.copy_(mixer.out_proj.weight)
+    x = torch.randn(2, 30, C)
+    assert_close("y", mixer(x)[0], rat(x)[0].detach(), rtol=1e-5)
+
+
+def test_gates_start_with_memories_that_span_the_context():
+    u = LinearRNNConfig(span=4096).build(1024).gate_bias.detach().exp()
+    assert 1 <= u.min() < 200
+    assert 3900 < u.max() <= 4095.1
+
+
+def test_weights_and_flops_are_those_of_four_squares(mixer):
+    assert sum(p.numel() for p in mixer.parameters()) == 4 * C**2 + C
+    # 8 C^2 of projections; f h + (1 - f) v takes two products and a sum, z h one product.
+    assert mixer.flops_per_token(7) == 8 * C**2 + 4 * C
+
+
+def test_an_empty_span_is_refused():
+    with pytest.raises(ValueError, match="span must be 1 or more, got 0"):
+        LinearRNNConfig(span=0).build(C)

@@ -1,0 +1,183 @@
+"""The RAT mixer: the contract of a mixer, its start, its sizes and its costs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+)
+from mezzo_rat import RATConfig
+from mezzo_rat.mixer import mean_logits
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+C = 16
+CONFIGS = [
+    RATConfig(1, head_dim=4),
+    RATConfig(4, head_dim=4),
+    RATConfig(4, head_dim=8, num_groups=1, rope="token"),
+    RATConfig(3, head_dim=4, num_groups=None, gate_rank=4),
+    RATConfig(5, head_dim=4, rope=None),
+    RATConfig(100, head_dim=4),
+]
+
+
+@pytest.fixture(params=CONFIGS, ids=str)
+def mixer(request):
+    torch.manual_seed(0)
+    mixer = request.param.build(C)
+    for part in mixer.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.5)
+    return mixer
+
+
+def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
+    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+
+
+def test_a_change_leaves_the_past_bit_equal(mixer):
+    check_causal(mixer, d_model=C, num_tokens=14)
+
+
+def test_packed_sequences_equal_each_alone(mixer):
+    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+
+
+def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
+    check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)  # most are shorter than a chunk
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 14])
+def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
+    check_state_bytes(mixer, num_tokens)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    splits=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    chunk_size=st.integers(1, 8),
+)
+def test_segments_equal_the_whole_for_any_chunk_size(splits, chunk_size):
+    torch.manual_seed(0)
+    mixer = RATConfig(chunk_size, head_dim=4).build(8)
+    check_segments(mixer, d_model=8, num_tokens=sum(splits), splits=splits)
+
+
+def test_autocast_changes_the_state_but_not_the_law():
+    torch.manual_seed(0)
+    mixer, x = RATConfig(4, head_dim=8).build(C), torch.randn(2, 11, C)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole, _ = mixer(x)
+        first, state = mixer(x[:, :6], mixer.init_state(2))
+        rest = []
+        for t in range(6, 11):
+            y, state = mixer(x[:, t : t + 1], state)
+            rest.append(y)
+    assert state.k.dtype == torch.float32
+    assert state.k_ends.dtype == torch.bfloat16
+    assert_close("segments", torch.cat([first, *rest], 1), whole, rtol=2e-2)
+    assert_close("autocast", whole, mixer(x)[0].detach(), rtol=2e-2)
+
+
+def test_bfloat16_weights_give_bfloat16_outputs_and_float32_running_states():
+    mixer = RATConfig(4, head_dim=8).build(C).bfloat16()
+    y, state = mixer(torch.randn(2, 6, C, dtype=torch.bfloat16), mixer.init_state(2))
+    assert y.dtype == state.v_ends.dtype == torch.bfloat16
+    assert state.k.dtype == torch.float32
+
+
+def test_gradients_reach_every_weight(mixer):
+    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
+    for name, weight in mixer.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(("chunk_size", "low", "high"), [(16, 1.0, 15.0), (2, 1.0, 1.0)])
+def test_gates_start_with_memories_that_span_the_chunk(chunk_size, low, high):
+    u = RATConfig(chunk_size, head_dim=64).build(1024).gate_bias.detach().exp()
+    assert u.min() >= low - 1e-5
+    assert u.max() <= high + 1e-4
+    assert abs(u.mean() - (low + high) / 2) < 0.05 * (high - low) + 1e-5
+
+
+def test_gates_of_chunks_of_one_token_start_at_one_half():
+    assert (RATConfig(1, head_dim=4).build(C).gate_bias == 0).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_are_four_squares_and_the_shared_queries_and_keys(groups):
+    with torch.device("meta"):
+        mixer = RATConfig(num_groups=groups, head_dim=128).build(2048)
+    weights = sum(p.numel() for p in mixer.parameters() if p.ndim == 2)
+    assert weights == 4 * 2048**2 + 2 * 2048 * groups * 128
+    if groups == 2:
+        assert weights / (4 * 2048**2) == 1.0625  # against attention: the 1.3B model's layer
+
+
+def test_the_ablation_has_the_same_number_of_weights():
+    with torch.device("meta"):
+        shared = RATConfig(64, head_dim=64, num_groups=2).build(1024)
+        full = RATConfig(64, head_dim=64, num_groups=None, gate_rank=64).build(1024)
+    assert full.num_groups == 16
+    sizes = [sum(p.numel() for p in mixer.parameters()) for mixer in (shared, full)]
+    assert sizes[0] == sizes[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(num_tokens=st.integers(1, 200), chunk_size=st.integers(1, 250))
+def test_mean_logits_count_earlier_ends_and_the_token_itself(num_tokens, chunk_size):
+    counted = sum(t // chunk_size + 1 for t in range(num_tokens)) / num_tokens
+    assert mean_logits(num_tokens, chunk_size) == pytest.approx(counted)
+
+
+def test_mean_logits_are_half_the_chunks_as_the_paper_counts():
+    assert mean_logits(4096, 16) == (4096 / 16 + 1) / 2
+    assert mean_logits(4096, 1) == (4096 + 1) / 2  # attention
+    assert mean_logits(4096, 4096) == 1  # RNN
+
+
+@pytest.mark.parametrize(("chunk_size", "num_tokens"), [(64, 64), (8, 64)])
+def test_flops_are_those_that_torch_counts_and_the_elementwise_ones(chunk_size, num_tokens):
+    mixer = RATConfig(chunk_size, head_dim=8).build(C)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        mixer(torch.randn(1, num_tokens, C))
+    chunks = num_tokens // chunk_size
+    # torch counts the matrix products: all N ends for every token, and not the token's own logit.
+    ours = mixer.flops_per_token(num_tokens) - 6 * C - C
+    ours += 4 * C * (chunks - mean_logits(num_tokens, chunk_size))
+    assert counter.get_total_flops() / num_tokens == pytest.approx(ours)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RATConfig(0), "chunk_size must be 1 or more"),
+        (RATConfig(head_dim=3), "head_dim must divide d_model = 16"),
+        (RATConfig(head_dim=4, num_groups=3), "num_groups must divide the 4 heads"),
+        (RATConfig(head_dim=4, num_groups=0), "num_groups must divide"),
+        (RATConfig(head_dim=4, gate_rank=0), "gate_rank must be 1 or more"),
+        (RATConfig(head_dim=1, rope="chunk"), "rope needs an even head_dim"),
+    ],
+)
+def test_impossible_configurations_are_refused_when_they_are_built(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.build(C)
+
+
+def test_the_whole_mixer_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    mixer, x = RATConfig(4, head_dim=4).build(C), torch.randn(1, 10, C)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    borders = torch.tensor([0, 3, 10])
+    assert_close("training", compiled(x)[0], mixer(x)[0], rtol=1e-5)
+    assert_close(
+        "packed", compiled(x, cu_seqlens=borders)[0], mixer(x, cu_seqlens=borders)[0], rtol=1e-5
+    )

@@ -1,0 +1,130 @@
+"""RAT-Reversed: the contract of a mixer, and both of the limits that appendix C.1 names."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+)
+from mezzo_rat import LinearRNNConfig, RATReversedConfig
+from torch import nn
+
+C = 16
+
+
+def build(chunk_size, **changes):
+    torch.manual_seed(0)
+    mixer = RATReversedConfig(chunk_size, head_dim=4, gate_rank=3, span=4, **changes).build(C)
+    for part in mixer.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.5)
+    return mixer
+
+
+@pytest.fixture(params=[1, 3, 4, 20])
+def mixer(request):
+    return build(request.param)
+
+
+def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
+    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+
+
+def test_a_change_leaves_the_past_bit_equal(mixer):
+    check_causal(mixer, d_model=C, num_tokens=14)
+
+
+def test_packed_sequences_equal_each_alone(mixer):
+    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+
+
+def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
+    check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)
+
+
+def test_state_bytes_are_those_of_the_state(mixer):
+    check_state_bytes(mixer, 7)
+
+
+@pytest.mark.parametrize("chunk_size", [11, 12, 64])
+def test_one_chunk_is_softmax_attention(chunk_size):
+    mixer, x = build(chunk_size), torch.randn(2, 11, C)
+    v, g, k, z, q = mixer.in_proj(x).split(mixer.widths, dim=-1)
+    v, k, q = (y.unflatten(-1, (-1, 4)) for y in (v, k, q))
+    angles = rope_angles(torch.arange(11), 4, 10_000.0)
+    q, k = apply_rope(q, *angles).expand_as(k), apply_rope(k, *angles)
+    a = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+    f = torch.sigmoid(g + mixer.gate_bias)
+    y = torch.sigmoid(mixer.z_proj(z)) * (1 - f) * a.transpose(1, 2).flatten(2)
+    assert_close("y", mixer(x)[0], mixer.out_proj(y).detach(), rtol=1e-5)
+
+
+def test_chunks_of_one_token_are_the_linear_rnn():
+    mixer, x = build(1), torch.randn(2, 11, C)
+    rnn = LinearRNNConfig().build(C)
+    v, g, _, z, _ = mixer.in_proj.weight.split(mixer.widths)
+    with torch.no_grad():
+        rnn.in_proj.weight.copy_(torch.cat([mixer.z_proj.weight @ z, v, g]))
+        rnn.gate_bias.copy_(mixer.gate_bias)
+        rnn.out_proj.weight.copy_(mixer.out_proj.weight)
+    assert_close("y", mixer(x)[0], rnn(x)[0].detach(), rtol=1e-5)
+
+
+def test_what_a_chunk_hears_of_the_past_is_the_end_of_the_chunk_before():
+    mixer, x = build(3), torch.randn(1, 6, C)
+    with torch.no_grad():
+        mixer.gate_bias.fill_(1e4)  # keep everything: h is zero, so nothing is heard
+        assert mixer(x)[0].abs().max() == 0
+        mixer.gate_bias.fill_(-1e4)  # keep nothing: chunks do not hear of each other
+        other = x.clone()
+        other[:, :3] = torch.randn(1, 3, C)
+        assert torch.equal(mixer(x)[0][:, 3:], mixer(other)[0][:, 3:])
+
+
+def test_gradients_reach_every_weight(mixer):
+    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
+    for name, weight in mixer.named_parameters():
+        assert weight.grad is not None, name
+        # A chunk of one token has one key: its weight is 1 whatever queries and keys are.
+        assert weight.grad.abs().sum() > 0, name
+
+
+def test_gradients_are_those_of_finite_differences():
+    mixer = build(2).double()
+    x = torch.randn(1, 5, C, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: mixer(x)[0], x)
+
+
+def test_weights_are_those_of_attention_and_a_low_rank_gate():
+    with torch.device("meta"):
+        mixer = RATReversedConfig(64, head_dim=64, gate_rank=64).build(1024)
+    weights = sum(p.numel() for p in mixer.parameters() if p.ndim == 2)
+    assert weights == 4 * 1024**2 + 1024 * 64 + 2 * 64 * 1024
+
+
+def test_flops_grow_with_the_chunk_and_not_with_the_sequence():
+    mixer = build(4)
+    weights = sum(p.numel() for p in mixer.parameters() if p.ndim == 2)
+    assert mixer.flops_per_token(8) == 2 * weights + 4 * C * 2.5 + 4 * C
+    assert mixer.flops_per_token(8) == mixer.flops_per_token(8000)
+    assert mixer.flops_per_token(6) == 2 * weights + 4 * C * (4 * 2.5 + 3) / 6 + 4 * C
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size must be 1 or more"),
+        ({"gate_rank": 0}, "gate_rank must be 1 or more"),
+        ({"span": 0}, "span must be 1 or more"),
+        ({"head_dim": 5}, "head_dim must be even and divide"),
+    ],
+)
+def test_impossible_configurations_are_refused_when_they_are_built(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RATReversedConfig(**changes).build(C)

@@ -1,0 +1,71 @@
+"""Mixers of different packages in one model: trained, decoded, saved."""
+
+import pytest
+import torch
+from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig, generate
+from mezzo_core.nn.checkpoint import load_model, save_model
+from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
+
+SWA = AttentionConfig(head_dim=8, window_size=5)
+MIXERS = {
+    "rat-swa": (RATConfig(chunk_size=4, head_dim=8), SWA),
+    "nope": (RATConfig(chunk_size=4, head_dim=8, rope=None), SWA),
+    "all": (
+        LinearRNNConfig(),
+        RATConfig(chunk_size=3, head_dim=8),
+        RATReversedConfig(chunk_size=4, head_dim=8),
+        AttentionConfig(head_dim=8, num_kv_heads=1),
+        SWA,
+    ),
+}
+
+
+@pytest.fixture(params=MIXERS, ids=str)
+def config(request):
+    return LMConfig(vocab_size=17, d_model=16, mixers=MIXERS[request.param], mlp=MLPConfig())
+
+
+@pytest.fixture
+def model(config):
+    torch.manual_seed(0)
+    return config.build()
+
+
+def test_a_hybrid_decodes_what_it_computes_in_full(model):
+    tokens = torch.randint(17, (2, 23))
+    whole = model(tokens).logits
+    state = model.init_state(2)
+    parts = []
+    for segment in tokens.split([2, 7, 1, 13], dim=1):
+        logits, state = model(segment, state)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_of_different_lengths_continue_as_each_alone(model):
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [5, 5, 5, 5]]
+    together = generate(model, prompts, max_new_tokens=12)
+    alone = [generate(model, [prompt], max_new_tokens=12)[0] for prompt in prompts]
+    assert together == alone
+
+
+def test_a_hybrid_learns_to_repeat(model):
+    tokens = torch.arange(40).remainder(5).expand(4, -1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert generate(model, [[0, 1, 2]], max_new_tokens=4) == [[3, 4, 0, 1]]
+
+
+def test_a_hybrid_is_saved_and_loaded_by_its_config(model, config, tmp_path):
+    save_model(model, config, tmp_path / "model", {})
+    loaded, loaded_config, _ = load_model(tmp_path / "model", device=torch.device("cpu"))
+    assert loaded_config == config
+    tokens = torch.randint(17, (1, 9))
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -1,0 +1,56 @@
+"""What the README tells a reader to type works as written."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+MEZZO_COMMANDS = [line for line in COMMANDS if line.startswith("mezzo-")]
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_examples_run(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_commands_run_in_the_order_given(tmp_path):
+    assert len(MEZZO_COMMANDS) >= 3
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in MEZZO_COMMANDS:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+def test_the_two_commands_are_the_workspaces_own():
+    first, second = (line for line in COMMANDS if "hatch " in line)
+    assert first.endswith("&& hatch run reproduce")
+    assert second.endswith("&& hatch test")
+    assert second.split("&& ")[1] in (ROOT / ".ci/run").read_text()
+    workspace = (ROOT / "pyproject.toml").read_text()
+    assert 'reproduce = "python tools/reproduce.py {args}"' in workspace
+
+
+def test_files_and_folders_that_it_names_exist():
+    for name in re.findall(r"\]\(([^)h][^)]*)\)", README):
+        assert (ROOT / name).exists(), name

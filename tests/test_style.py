@@ -1,0 +1,48 @@
+"""The whole repository passes ruff and mypy, and keeps its house rules."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("tools/*.py")])
+
+
+@pytest.mark.parametrize("arguments", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]])
+def test_the_repository_passes(arguments):
+    command = [sys.executable, "-m", *arguments]
+    if arguments[0] == "ruff":
+        command.append(".")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_source_files_are_short():
+    limits = {path: 600 if "triton" in path.parts[-1] else 400 for path in SOURCES}
+    lengths = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    assert lengths, "no sources found"
+    assert not {p.name: n for p, n in lengths.items() if n > limits[p]}
+
+
+def test_references_fit_on_one_screen_and_import_no_triton():
+    references = [path for path in SOURCES if path.name == "reference.py"]
+    assert len(references) >= 4
+    for path in references:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 100, path
+        assert "import triton" not in text, path
+
+
+def test_papers_depend_on_core_and_not_on_each_other():
+    packages = {path.name for path in (ROOT / "packages").iterdir() if path.is_dir()}
+    for path in SOURCES:
+        if "packages" not in path.parts:
+            continue
+        own = path.parts[path.parts.index("packages") + 1]
+        allowed = {f"mezzo_{own}", "mezzo_core"}
+        for other in packages:
+            if f"mezzo_{other}" not in allowed:
+                assert f"import mezzo_{other}" not in path.read_text(), path
+                assert f"from mezzo_{other}" not in path.read_text(), path
