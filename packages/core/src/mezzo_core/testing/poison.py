@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils._device
 from torch import Tensor
 
 
@@ -36,6 +37,9 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Fill what torch.empty, empty_like, empty_strided and Tensor.new_empty return with NaN."""
+    # torch keeps a set of its constructors from the first time that it needs one. Filled while they
+    # are patched it would hold the patches for good, and torch.device("meta") would miss the rest.
+    torch.utils._device._device_constructors()
     places = [
         (torch, "empty"),
         (torch, "empty_like"),

@@ -1,0 +1,78 @@
+"""What a configuration stands for, built: the data, the model, and what computes its loss."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mezzo_core.data import TextData
+from mezzo_core.errors import UserError
+from mezzo_core.nn.lm import LM
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.distributed import World, shard
+
+LossFunction = Callable[..., Tensor]
+"""`LM.loss`, or its compiled form."""
+
+
+def micro_batches(config: TrainConfig, world: World) -> int:
+    """Return into how many parts a process cuts its share of a batch.
+
+    Raises:
+        UserError: if the batch does not divide into whole micro batches.
+    """
+    share, left = divmod(config.batch_size, world.size)
+    if left:
+        raise UserError(
+            f"batch_size = {config.batch_size} must be a multiple of the {world.size} processes"
+        )
+    parts, left = divmod(share, config.micro_batch_size or share)
+    if left:
+        raise UserError(
+            f"micro_batch_size = {config.micro_batch_size} must divide a process's share of the "
+            f"batch, {config.batch_size} / {world.size} = {share}"
+        )
+    return parts
+
+
+def build_data(config: TrainConfig, out: Path, world: World) -> TextData:
+    """Open the data; the first process packs it, and the others find it packed.
+
+    Raises:
+        UserError: if it cannot be read, or its tokenizer has more tokens than the model.
+    """
+
+    def build() -> TextData:
+        return config.data.build(
+            config.seq_len, out / "packed", rank=world.rank, world_size=world.size
+        )
+
+    built: list[TextData] = []
+    world.first_only(lambda: built.append(build()))
+    data = built[0] if built else build()
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer {config.data.tokenizer!r} has {data.tokenizer.vocab_size} tokens, more "
+            f"than the model's vocab_size = {config.model.vocab_size}"
+        )
+    return data
+
+
+def build_model(config: TrainConfig, world: World) -> tuple[LM, LossFunction]:
+    """Build the model, sharded if there are several processes, and what computes its loss.
+
+    The weights are drawn on the CPU from the configuration's seed: neither the device nor the
+    number of processes changes them.
+    """
+    torch.manual_seed(config.seed)
+    model = config.model.build()
+    if world.size == 1:
+        model.to(world.device)
+        # What is compiled is the bound method: the blocks, the head and the cross entropy in one.
+        return model, torch.compile(model.loss) if config.compile else model.loss
+    if config.compile:
+        for block in model.blocks:
+            block.compile()
+    shard(model, world)
+    return model, model.loss

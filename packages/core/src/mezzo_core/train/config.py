@@ -1,0 +1,127 @@
+"""What a training run is: frozen dataclasses that refuse impossible values when they are made.
+
+A recipe is a function that returns a `TrainConfig`; a variant is `dataclasses.replace`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError
+from mezzo_core.nn.lm import LMConfig
+
+Precision = Literal["auto", "fp32", "bf16"]
+Track = Literal["tensorboard", "trackio"]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, its learning-rate schedule and its clipping (`mezzo_core.train.optim` builds them).
+
+    Attributes:
+        lr: the highest learning rate, reached when the warm-up ends.
+        min_lr: where the cosine ends.
+        warmup_fraction: the part of all steps in which the rate rises linearly.
+        betas: AdamW's decay of its two moments.
+        weight_decay: for matrices only; norms, gates' biases and other vectors are not decayed.
+        clip: the largest global gradient norm; inf clips nothing.
+    """
+
+    lr: float = 3e-3
+    min_lr: float = 1e-6
+    warmup_fraction: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("lr", self.lr, self.lr > 0 and math.isfinite(self.lr), "above 0")
+        _check("min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, f"from 0 to lr = {self.lr}")
+        _check(
+            "warmup_fraction", self.warmup_fraction, 0 <= self.warmup_fraction <= 1, "from 0 to 1"
+        )
+        _check(
+            "betas",
+            self.betas,
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "two numbers from 0 to below 1",
+        )
+        _check("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _check("clip", self.clip, self.clip > 0, "above 0 (inf clips nothing)")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run, whole: the same config and seed give the same model.
+
+    Attributes:
+        name: the recipe's name, kept with the model.
+        model: the language model.
+        data: the corpus and its tokenizer.
+        optim: the optimizer and its schedule.
+        seq_len: T, tokens a sequence.
+        batch_size: sequences an optimizer step, over all processes.
+        micro_batch_size: sequences at a time in one process, accumulated to the batch; None takes
+            the process's whole share at once.
+        steps: optimizer steps.
+        seed: of the initial weights (the data's order has its own, `data.seed`).
+        eval_every: steps between evaluations; the last step is always evaluated.
+        eval_batches: how many batches an evaluation reads; None reads all of the validation part.
+        checkpoint_every: steps between checkpoints; the last step is always saved.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        precision: "bf16" is autocast with float32 weights; "auto" is that on a GPU, else "fp32".
+        compile: run the blocks and the loss through torch.compile.
+        track: also send the log to this tracker.
+    """
+
+    name: str
+    model: LMConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    seq_len: int = 512
+    batch_size: int = 8
+    micro_batch_size: int | None = None
+    steps: int = 300
+    seed: int = 0
+    eval_every: int = 100
+    eval_batches: int | None = None
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    precision: Precision = "auto"
+    compile: bool = False
+    track: Track | None = None
+
+    def __post_init__(self) -> None:
+        _check("name", self.name, bool(self.name.strip()), "a name that is not empty")
+        for name in ("seq_len", "batch_size", "steps", "eval_every", "checkpoint_every"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
+        _check("keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "1 or more")
+        _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2^63 - 1")
+        if self.eval_batches is not None:
+            _check("eval_batches", self.eval_batches, self.eval_batches >= 1, "1 or more, or None")
+        if self.micro_batch_size is not None:
+            micro = self.micro_batch_size
+            _check(
+                "micro_batch_size",
+                micro,
+                micro >= 1 and self.batch_size % micro == 0,
+                f"a divisor of batch_size = {self.batch_size}",
+            )
+        _check(
+            "precision",
+            self.precision,
+            self.precision in get_args(Precision),
+            f"one of {', '.join(get_args(Precision))}",
+        )
+        _check(
+            "track",
+            self.track,
+            self.track is None or self.track in get_args(Track),
+            f"None or one of {', '.join(get_args(Track))}",
+        )
+
+
+def _check(name: str, value: Any, good: bool, allowed: str) -> None:
+    if not good:
+        raise UserError(f"{name} must be {allowed}, got {value!r}")

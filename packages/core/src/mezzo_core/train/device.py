@@ -1,0 +1,61 @@
+"""Where and in what precision a model runs."""
+
+import torch
+from torch import Tensor
+
+from mezzo_core.data import Batch
+from mezzo_core.errors import UserError
+
+
+def choose_device(device: str | torch.device | None, local_rank: int | None) -> torch.device:
+    """Return the device to run on.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N"; None takes a GPU if there is one.
+        local_rank: this process's number on its machine, which is the number of its GPU; None for
+            a process that is alone.
+
+    Raises:
+        UserError: if there is no such device here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device must be cpu, cuda or cuda:N, got {device!r}") from None
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"no {chosen.type} device can be used here: train on cpu")
+    index = local_rank if local_rank is not None else chosen.index or 0
+    if index >= torch.cuda.device_count():
+        raise UserError(
+            f"GPU {index} was asked for, and this machine has {torch.cuda.device_count()}, "
+            "numbered from 0"
+        )
+    return torch.device("cuda", index)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context in which a forward runs.
+
+    Args:
+        device: of the model.
+        precision: "bf16" multiplies matrices in bfloat16 and keeps weights, norms and losses in
+            float32; "fp32" is float32 throughout; "auto" is "bf16" on a GPU, else "fp32".
+    """
+    use_bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16)
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the device; nothing is copied if it is there already."""
+    return Batch(*(None if part is None else _move(part, device) for part in batch))  # type: ignore[arg-type]
+
+
+def _move(values: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or values.device.type == "cuda":
+        return values.to(device)
+    # Only pinned memory is copied while the GPU still computes the step before.
+    return values.contiguous().pin_memory().to(device, non_blocking=True)

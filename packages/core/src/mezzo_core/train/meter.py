@@ -1,0 +1,98 @@
+"""Losses that wait on the device until somebody reads them, and the speed of training."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from mezzo_core.train.distributed import World
+
+
+class StepRow(TypedDict):
+    """One optimizer step, as it stands in log.jsonl."""
+
+    step: int
+    """Steps done, this one counted: 1 is the first."""
+    loss: float
+    """Mean cross entropy over the targets of the whole batch, before the step."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Tokens read since the run began."""
+    tokens_per_second: float
+    """Over the steps since the last reading, evaluations and checkpoints left out."""
+    time: float
+    """Unix time of the reading."""
+
+
+class _Pending(NamedTuple):
+    step: int
+    lr: float
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Meter:
+    """Collects steps without waiting for the device, and turns them into rows.
+
+    Reading a loss makes the host wait until the GPU has computed it. So the loop adds tensors, and
+    reads them every `read_every` steps.
+    """
+
+    def __init__(self, world: World, tokens_per_step: int) -> None:
+        self.world = world
+        self.tokens_per_step = tokens_per_step
+        self.read_every = 10 if world.device.type == "cuda" else 1
+        self._pending: list[_Pending] = []
+        self._started = time.perf_counter()
+        self._seconds: list[tuple[int, float]] = []
+
+    def add(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
+        """Take a step's results; `loss` is this process's part of the sum that is the mean."""
+        self._pending.append(_Pending(step, lr, loss.detach(), grad_norm))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough steps wait."""
+        return len(self._pending) >= self.read_every
+
+    def read(self) -> list[StepRow]:
+        """Wait for the device, and return the steps since the last reading."""
+        if not self._pending:
+            return []
+        steps, self._pending = self._pending, []
+        losses = self.world.sum(torch.stack([step.loss for step in steps])).tolist()
+        grad_norms = torch.stack([step.grad_norm for step in steps]).tolist()
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        self._seconds.append((len(steps), seconds))
+        speed = len(steps) * self.tokens_per_step / seconds
+        return [
+            StepRow(
+                step=step.step,
+                loss=loss,
+                lr=step.lr,
+                grad_norm=grad_norm,
+                tokens=step.step * self.tokens_per_step,
+                tokens_per_second=speed,
+                time=time.time(),
+            )
+            for step, loss, grad_norm in zip(steps, losses, grad_norms, strict=True)
+        ]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens in here out of the speed; read first."""
+        yield
+        self._started = time.perf_counter()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed of all steps but the first reading's, in which memory and kernels warm up."""
+        counted = self._seconds[1:] or self._seconds
+        steps, seconds = sum(n for n, _ in counted), sum(s for _, s in counted)
+        return steps * self.tokens_per_step / seconds if seconds else 0.0

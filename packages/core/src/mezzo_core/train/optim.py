@@ -1,0 +1,51 @@
+"""AdamW on matrices and vectors, and the learning rate of each step."""
+
+import math
+
+import torch
+from torch import nn
+
+from mezzo_core.train.config import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Build a fused AdamW whose moments exist from the start, at zero.
+
+    Weight decay is for what multiplies an activation: parameters of two or more dimensions whose
+    name does not end in "bias" (the embedding among them). Norms' scales, biases and gates' biases
+    keep their size. Moments that exist before the first step give every checkpoint one shape.
+    """
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
+        (decayed if is_matrix else kept).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        fused=True,
+    )
+    for parameter in decayed + kept:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Return the rate of step `step` (0 is the first) of `steps`.
+
+    It rises linearly and is `lr` at the last warm-up step, then falls along half a cosine and is
+    `min_lr` at the last step.
+    """
+    warmup = round(config.warmup_fraction * steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step + 1 - warmup) / (steps - warmup)
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2

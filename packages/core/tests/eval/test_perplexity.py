@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+from mezzo_core.data import Batch
+from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=11, d_model=16, mixers=(AttentionConfig(head_dim=8),))
+    return config.build()
+
+
+def batches(ignored=()):
+    generator = torch.Generator().manual_seed(1)
+    for rows in (2, 3):
+        tokens = torch.randint(11, (rows, 8), generator=generator)
+        targets = torch.randint(11, (rows, 8), generator=generator)
+        targets[:, list(ignored)] = -100
+        yield Batch(tokens, targets)
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity(model):
+    torch.nn.init.zeros_(model.head.weight)
+    found = perplexity(model, batches(), num_bytes=20)
+    assert found.loss == pytest.approx(math.log(11), rel=1e-6)
+    assert found.perplexity == pytest.approx(11, rel=1e-5)
+    assert found.tokens == 40
+    assert found.bits_per_byte == pytest.approx(40 * math.log2(11) / 20, rel=1e-6)
+
+
+def test_every_target_weighs_the_same_however_it_is_batched(model):
+    whole = Batch(
+        torch.cat([batch.tokens for batch in batches()]),
+        torch.cat([batch.targets for batch in batches()]),
+    )
+    assert perplexity(model, batches()).loss == pytest.approx(perplexity(model, [whole]).loss)
+
+
+def test_ignored_targets_do_not_count(model):
+    found = perplexity(model, batches(ignored=[0, 5]))
+    assert found.tokens == 30
+    assert found.loss != pytest.approx(perplexity(model, batches()).loss, rel=1e-6)
+
+
+def test_nothing_to_predict_is_an_error(model):
+    with pytest.raises(ValueError, match="at least one target"):
+        perplexity(model, batches(ignored=range(8)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(model, training):
+    model.train(training)
+    perplexity(model, batches())
+    assert model.training is training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_hopeless_model_has_infinite_perplexity(model):
+    with torch.no_grad():
+        model.head.weight.mul_(1e6)
+    found = perplexity(model, batches())
+    assert math.isfinite(found.loss)
+    assert found.perplexity == math.inf

@@ -1,0 +1,106 @@
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mezzo_core.config_json import to_json
+from mezzo_core.data import DataConfig
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.train.config import TrainConfig
+
+WORDS = ("half", "of", "the", "notes", "stand", "between", "a", "rest", "and", "song")
+CHILDREN = Path(__file__).parent / "children"
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A few thousand words in which a next letter can be learned."""
+    chosen = random.Random(0).choices(WORDS, k=4000)
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text(" ".join(chosen), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(corpus):
+    """A configuration that trains in a fraction of a second; keywords change it."""
+    config = TrainConfig(
+        name="tiny",
+        model=LMConfig(vocab_size=257, d_model=32, mixers=(AttentionConfig(head_dim=16),) * 2),
+        data=DataConfig(source=str(corpus)),
+        seq_len=32,
+        batch_size=4,
+        steps=6,
+        eval_every=3,
+        eval_batches=2,
+        checkpoint_every=2,
+    )
+    return lambda **changes: replace(config, **changes)
+
+
+@pytest.fixture
+def rows_of():
+    """Read a run's log: its training rows, or its evaluations."""
+
+    def read(out, key="loss"):
+        lines = (Path(out) / "log.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if key in row]
+
+    return read
+
+
+@pytest.fixture
+def start_child(tmp_path):
+    """Start children/NAME.py on a configuration, as one of `size` processes."""
+    started = []
+
+    def start(name, config, out, *arguments, rank=0, size=1, port=0):
+        path = tmp_path / f"config-{len(started)}.json"
+        path.write_text(json.dumps(to_json(config)))
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, CHILDREN / f"{name}.py", path, out, *map(str, arguments)]
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for child in started:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def train_in_processes(start_child):
+    """Train in `size` processes, as torchrun starts them; return each one's exit code, stderr."""
+
+    def run(config, out, *arguments, size):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        children = [
+            start_child("train", config, out, *arguments, rank=rank, size=size, port=port)
+            for rank in range(size)
+        ]
+        errors = [child.communicate(timeout=120)[1] for child in children]
+        return [(child.returncode, error) for child, error in zip(children, errors, strict=True)]
+
+    return run

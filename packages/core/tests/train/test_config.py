@@ -1,0 +1,57 @@
+import math
+
+import pytest
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.errors import UserError
+from mezzo_core.train.config import OptimConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", -1e-3),
+        ("lr", math.nan),
+        ("min_lr", -1e-9),
+        ("min_lr", 1.0),
+        ("warmup_fraction", 1.5),
+        ("betas", (0.9, 1.0)),
+        ("betas", (0.9,)),
+        ("weight_decay", -0.1),
+        ("clip", 0.0),
+    ],
+)
+def test_an_impossible_optimizer_is_refused_by_name(field, value):
+    with pytest.raises(UserError, match=f"^{field} must be ") as error:
+        OptimConfig(**{field: value})
+    assert repr(value) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", " "),
+        ("seq_len", 0),
+        ("batch_size", 0),
+        ("micro_batch_size", 3),
+        ("micro_batch_size", 0),
+        ("steps", 0),
+        ("seed", -1),
+        ("eval_every", 0),
+        ("eval_batches", 0),
+        ("checkpoint_every", 0),
+        ("keep_checkpoints", 0),
+        ("precision", "fp8"),
+        ("track", "paper"),
+    ],
+)
+def test_an_impossible_run_is_refused_by_name(tiny, field, value):
+    with pytest.raises(UserError, match=f"^{field} must be ") as error:
+        tiny(**{field: value})
+    assert repr(value) in str(error.value)
+
+
+def test_a_configuration_survives_json(tiny):
+    config = tiny(optim=OptimConfig(clip=2.0, betas=(0.9, 0.98)))
+    assert from_json(to_json(config)) == config

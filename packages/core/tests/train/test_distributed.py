@@ -1,0 +1,124 @@
+"""Several processes train the model that one would, and read each other's checkpoints."""
+
+import math
+import signal
+
+import pytest
+import torch
+from mezzo_core.data import Batch
+from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train.build import micro_batches
+from mezzo_core.train.device import choose_device
+from mezzo_core.train.distributed import World, join_world
+from mezzo_core.train.loop import train
+
+
+def assert_same_run(rows, expected):
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(wanted["loss"], rel=2e-6)
+        assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert row["lr"] == wanted["lr"]
+
+
+def assert_same_model(out, expected):
+    weights, wanted = (load_model(run / "model")[0].state_dict() for run in (out, expected))
+    assert weights.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(weights[name], wanted[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tiny, tmp_path, rows_of, train_in_processes):
+    config = tiny(steps=10)
+    one = train(config, tmp_path / "one", quiet=True)
+    ended = train_in_processes(config, tmp_path / "two", size=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert_same_run(rows_of(tmp_path / "two"), rows_of(tmp_path / "one"))
+    assert_same_model(tmp_path / "two", tmp_path / "one")
+    found = rows_of(tmp_path / "two", "val_loss")[-1]
+    assert found["val_loss"] == pytest.approx(one.val_loss, rel=2e-6)
+    assert found["val_tokens"] == rows_of(tmp_path / "one", "val_loss")[-1]["val_tokens"]
+
+
+@pytest.mark.slow
+def test_packed_documents_and_micro_batches_are_shared_too(
+    tiny, tmp_path, rows_of, train_in_processes
+):
+    corpus = tmp_path / "documents.jsonl"
+    lines = [f'{{"text": "note {i} of {i * i} and {i % 7}"}}' for i in range(400)]
+    corpus.write_text("\n".join(lines))
+    data = tiny().data.__class__(source=str(corpus), mask_documents=True)
+    config = tiny(data=data, micro_batch_size=1, steps=3)
+    train(config, tmp_path / "one", quiet=True)
+    ended = train_in_processes(config, tmp_path / "two", size=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert_same_run(rows_of(tmp_path / "two"), rows_of(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_one_to_two_to_one_process(tiny, tmp_path, rows_of, train_in_processes):
+    config = tiny(steps=8)
+    train(config, tmp_path / "whole", quiet=True)
+    out = tmp_path / "passed"
+    (code, _), *_ = train_in_processes(config, out, 3, size=1)
+    assert code == -signal.SIGKILL
+    ended = train_in_processes(config, out, 5, size=2)
+    assert [code for code, _ in ended] == [-signal.SIGKILL] * 2
+    assert sorted(path.name for path in (out / "checkpoints").glob("step-4/process-*")) == [
+        "process-0.json",
+        "process-1.json",
+    ]
+    train(config, out, quiet=True)
+    assert_same_run(rows_of(out), rows_of(tmp_path / "whole"))
+    assert_same_model(out, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_processes):
+    lost, left = reversed(train_in_processes(tiny(), tmp_path / "run", 3, 1, size=2))
+    assert lost[0] == -signal.SIGKILL
+    assert left[0] == 2, left[1]
+    message = [line for line in left[1].splitlines() if line.startswith("UserError")]
+    assert len(message) == 1
+    assert "step-2" in message[0]
+
+
+def test_shares_must_be_whole(tiny):
+    cpu = torch.device("cpu")
+    assert micro_batches(tiny(), World(cpu, 0, 4)) == 1
+    assert micro_batches(tiny(micro_batch_size=1), World(cpu, 0, 2)) == 2
+    with pytest.raises(UserError, match="batch_size = 4 must be a multiple of the 3 processes"):
+        micro_batches(tiny(), World(cpu, 0, 3))
+    with pytest.raises(UserError, match="micro_batch_size = 4 must divide"):
+        micro_batches(tiny(micro_batch_size=4), World(cpu, 0, 2))
+
+
+def test_alone_nothing_is_joined():
+    with join_world("cpu") as world:
+        assert (world.rank, world.size, world.is_first) == (0, 1, True)
+        assert not torch.distributed.is_initialized()
+        values = torch.tensor([math.pi])
+        assert world.sum(values) is values
+
+
+def test_what_fails_in_the_first_process_is_raised():
+    def fail():
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        World(torch.device("cpu")).first_only(fail)
+
+
+@pytest.mark.parametrize("device", ["cdua", "mps", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(device):
+    with pytest.raises(UserError):
+        choose_device(device, None)
+
+
+def test_parts_of_a_batch_are_the_batch():
+    tokens = torch.arange(24).view(4, 6)
+    batch = Batch(tokens, tokens + 1)
+    parts = [batch.part(i, 2) for i in range(2)]
+    assert torch.equal(torch.cat([part.tokens for part in parts]), tokens)

@@ -1,0 +1,181 @@
+"""What the loop computes, writes and refuses."""
+
+import json
+import logging
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train.config import OptimConfig
+from mezzo_core.train.loop import DivergenceError, train
+
+
+def test_training_learns(tiny, tmp_path):
+    first = []
+    config = tiny(steps=40, eval_every=40, checkpoint_every=40, eval_batches=None)
+    result = train(config, tmp_path, quiet=True, on_step=lambda row: first.append(row["loss"]))
+    assert first[0] == pytest.approx(math.log(257), rel=0.05)
+    assert result.final_loss < 0.7 * first[0]
+    assert result.val_loss < 0.7 * first[0]
+    assert result.val_perplexity == pytest.approx(math.exp(result.val_loss))
+    assert result.tokens_per_second > 0
+    assert result.steps == 40
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny, tmp_path, rows_of):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(tiny(seed=seed), tmp_path / name, quiet=True)
+    a, b, c = ([row["loss"] for row in rows_of(tmp_path / name)] for name in "abc")
+    assert a == b
+    assert a != c
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_accumulation_is_one_big_batch(tiny, tmp_path, rows_of, micro_batch_size):
+    train(tiny(), tmp_path / "whole", quiet=True)
+    train(tiny(micro_batch_size=micro_batch_size), tmp_path / "parts", quiet=True)
+    pairs = zip(rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts"), strict=True)
+    for whole, parts in pairs:
+        assert parts["loss"] == pytest.approx(whole["loss"], rel=2e-6)
+        assert parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+
+
+def test_accumulation_weighs_targets_not_micro_batches(tiny, tmp_path, rows_of):
+    """With masked documents the micro batches have unequal numbers of targets."""
+    corpus = tmp_path / "documents.jsonl"
+    texts = ["x" * (5 + 37 * (i % 3)) for i in range(300)]
+    corpus.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = replace(tiny().data, source=str(corpus), mask_documents=True)
+    train(tiny(data=data), tmp_path / "whole", quiet=True)
+    train(tiny(data=data, micro_batch_size=1), tmp_path / "parts", quiet=True)
+    pairs = zip(rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts"), strict=True)
+    for whole, parts in pairs:
+        assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_the_log_tells_every_step_and_evaluation(tiny, tmp_path, rows_of):
+    seen = []
+    result = train(tiny(), tmp_path, quiet=True, on_step=seen.append)
+    rows = rows_of(tmp_path)
+    assert rows == seen
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(
+        set(row) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "time"}
+        for row in rows
+    )
+    assert [row["tokens"] for row in rows] == [128 * n for n in range(1, 7)]
+    assert rows[-1]["lr"] == pytest.approx(1e-6)
+    evaluations = rows_of(tmp_path, "val_loss")
+    assert [row["step"] for row in evaluations] == [3, 6]
+    assert evaluations[-1]["val_loss"] == result.val_loss
+    assert evaluations[-1]["val_tokens"] == 2 * 4 * 32
+    assert evaluations[-1]["val_bits_per_byte"] is None  # a part of the text has no byte count
+
+
+def test_all_of_the_validation_part_gives_bits_per_byte(tiny, tmp_path, rows_of):
+    train(tiny(steps=1, eval_batches=None), tmp_path, quiet=True)
+    (row,) = rows_of(tmp_path, "val_loss")
+    bits_per_token = row["val_loss"] / math.log(2)
+    assert row["val_bits_per_byte"] == pytest.approx(bits_per_token, rel=1e-2)  # a byte a token
+
+
+def test_the_folder_holds_what_others_need(tiny, tmp_path):
+    config = tiny()
+    result = train(config, tmp_path, quiet=True)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "config.json").read_text())["name"] == "tiny"
+    _, model_config, extra = load_model(tmp_path / "model")
+    assert model_config == config.model
+    assert (extra["name"], extra["step"], extra["seq_len"]) == ("tiny", 6, 32)
+    assert extra["tokenizer"] == "byte"
+    assert extra["data"]["source"] == config.data.source
+    assert result.out == tmp_path
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-4", "step-6"]
+
+
+def test_the_model_is_there_while_the_run_goes_on(tiny, tmp_path):
+    steps = []
+
+    def look(row):
+        if row["step"] == 3:
+            steps.append(load_model(tmp_path / "model")[2]["step"])
+
+    train(tiny(), tmp_path, quiet=True, on_step=look)
+    assert steps == [2]
+
+
+def test_an_exploding_loss_stops_the_run_and_says_where(tiny, tmp_path, rows_of):
+    config = tiny(optim=OptimConfig(lr=30.0, clip=math.inf, warmup_fraction=0.0), steps=50)
+    with pytest.raises(DivergenceError) as error:
+        train(config, tmp_path, quiet=True)
+    message = str(error.value)
+    step = int(message.split("at step ")[1].split()[0])
+    first = 4 * (step - 1)
+    assert f"windows {first} to {first + 3} of the order of training, in epoch 1" in message
+    assert "checkpoint" in message
+    assert "\n" not in message
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
+
+
+def test_nan_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path, monkeypatch):
+    from mezzo_core.nn.lm import LM
+
+    honest = LM.loss
+    calls = 0
+
+    def loss(self, *arguments, **options):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        value = honest(self, *arguments, **options)
+        return value * math.nan if calls == 4 and torch.is_grad_enabled() else value
+
+    monkeypatch.setattr(LM, "loss", loss)
+    with pytest.raises(DivergenceError, match=r"at step 4 .*loss nan.*step-2;"):
+        train(tiny(), tmp_path, quiet=True)
+    monkeypatch.undo()
+    assert train(tiny(), tmp_path, quiet=True).steps == 6
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tiny, tmp_path):
+    config = tiny(model=replace(tiny().model, vocab_size=200))
+    with pytest.raises(UserError, match="257 tokens, more than the model's vocab_size = 200"):
+        train(config, tmp_path, quiet=True)
+
+
+def test_bf16_is_close_to_float32(tiny, tmp_path):
+    full = train(tiny(precision="fp32"), tmp_path / "fp32", quiet=True, device="cpu")
+    half = train(tiny(precision="bf16"), tmp_path / "bf16", quiet=True, device="cpu")
+    assert half.val_loss != full.val_loss
+    assert half.val_loss == pytest.approx(full.val_loss, rel=2e-2)
+    model, *_ = load_model(tmp_path / "bf16" / "model")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_the_loss_compiles_as_one_graph(tiny, tmp_path, rows_of, monkeypatch):
+    """Without code generation, which takes a minute on a CPU; test_gpu.py has the rest."""
+    whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", whole)
+    config = tiny(steps=2, model=replace(tiny().model, mixers=tiny().model.mixers[:1]))
+    train(config, tmp_path / "eager", quiet=True)
+    train(replace(config, compile=True), tmp_path / "compiled", quiet=True)
+    pairs = zip(rows_of(tmp_path / "eager"), rows_of(tmp_path / "compiled"), strict=True)
+    for eager, compiled in pairs:
+        assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    assert load_model(tmp_path / "compiled" / "model")[2]["step"] == 2
+
+
+def test_without_a_terminal_there_are_lines_and_quiet_has_none(tiny, tmp_path, capsys, caplog):
+    train(tiny(), tmp_path / "lines")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "tiny: step 6/6: loss" in shown.err
+    assert "validation loss" in shown.err
+    with caplog.at_level(logging.INFO, logger="mezzo_core"):
+        train(tiny(), tmp_path / "quiet", quiet=True)
+    assert capsys.readouterr().err == ""
+    assert "tiny: step 6/6: loss" in caplog.text
