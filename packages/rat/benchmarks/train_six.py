@@ -1,10 +1,12 @@
 """Train the six architectures of the main comparison on the same tokens on one GPU.
 
-    python packages/rat/benchmarks/train_six.py --data books.jsonl.xz --tokenizer gpt2/ \
-        --steps 375 --out packages/rat/results/nvidia-h200
+    python packages/rat/benchmarks/train_six.py bpe --data books.jsonl.xz --tokenizer gpt2/ \
+        --out packages/rat/results/nvidia-h200
+    python packages/rat/benchmarks/train_six.py bytes --data books.jsonl.xz \
+        --out packages/rat/results/nvidia-h200
 
-Writes train_six.json (an experiment, see mezzo_core.papers.results, with every loss curve) and
-train_six.png after each run; rows of other models or seeds that are already there stay.
+Writes train_six_NAME.json (an experiment, see mezzo_core.papers.results, with every loss curve) and
+train_six_NAME.png after each run; rows of other models or seeds that are already there stay.
 """
 
 import argparse
@@ -15,9 +17,10 @@ from pathlib import Path
 import matplotlib
 import torch
 from mezzo_core.bench import environment
+from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
-from mezzo_rat.recipes import RECIPES
+from mezzo_rat.recipes import mid, small, tiny, train_config
 from rich.console import Console
 
 matplotlib.use("Agg")
@@ -31,6 +34,24 @@ ARCHITECTURES = {
     "attention_swa": "Attention-SWA",
     "rat_swa": "RAT(L=16)-SWA",
 }
+EXPERIMENTS = {
+    # GPT-2 tokens at T 1024, five passes over six novels, Shakespeare and the addresses.
+    "bpe": replace(mid(), steps=375, eval_every=75, checkpoint_every=10**9),
+    # Bytes at the paper's T and window: five passes over the same text.
+    "bytes": replace(
+        small(),
+        vocab_size=257,
+        seq_len=4096,
+        window_size=1024,
+        batch_size=16,
+        micro_batch_size=16,
+        steps=1500,
+        eval_every=250,
+        checkpoint_every=10**9,
+    ),
+    # A rehearsal on a CPU.
+    "dry": replace(tiny(), steps=2, eval_every=1),
+}
 CLAIMS = ["rat.claim.ppl_between", "rat.claim.ppl_200m", "rat.table1"]
 
 
@@ -38,7 +59,7 @@ def main() -> None:
     """Train what `--names` lists, one seed after another."""
     arguments = parse()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    report = arguments.out / "train_six.json"
+    report = arguments.out / f"train_six_{arguments.experiment}.json"
     rows, runs = [], []
     if report.exists():
         old = json.loads(report.read_text())
@@ -62,22 +83,16 @@ def main() -> None:
                 "runs": runs,
             }
             report.write_text(json.dumps(content, indent=1) + "\n")
-            draw(runs, arguments.out / "train_six.png")
+            draw(runs, report.with_suffix(".png"))
 
 
 def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the recipe with the data and the budget of this experiment."""
-    config = RECIPES[f"{arguments.size}_{name}"]()
-    tokenizer = str(arguments.tokenizer or config.data.tokenizer)
-    return replace(
-        config,
-        data=replace(config.data, source=str(arguments.data), tokenizer=tokenizer),
-        steps=arguments.steps or config.steps,
-        eval_every=arguments.eval_every,
-        checkpoint_every=10**9,
-        seed=seed,
-        compile=torch.cuda.is_available(),
-    )
+    """Return the run of one architecture in this experiment's setting, on the given data."""
+    data = DataConfig(source=str(arguments.data), tokenizer=str(arguments.tokenizer))
+    cuda = torch.cuda.is_available()
+    setting = replace(EXPERIMENTS[arguments.experiment], data=data, compile=cuda)
+    config = train_config(f"{arguments.experiment}_{name}", setting, name)
+    return replace(config, seed=seed)
 
 
 def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tuple[dict, dict]:
@@ -108,11 +123,10 @@ def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tu
 def setting(config: TrainConfig, arguments: argparse.Namespace) -> str:
     """Say in words what all runs share."""
     tokens = config.steps * config.batch_size * config.seq_len
-    tokenizer = arguments.tokenizer.name if arguments.tokenizer else config.data.tokenizer
     return (
         f"C {config.model.d_model}, {len(config.model.mixers)} layers, T {config.seq_len}, "
         f"{config.steps} steps of {config.batch_size} sequences ({tokens:,} tokens of "
-        f"{arguments.data.name}, {tokenizer} tokens), lr {config.optim.lr:g}, bf16 autocast, "
+        f"{arguments.data.name}, {arguments.tokenizer.name} tokens), lr {config.optim.lr:g}, bf16 autocast, "
         f"torch.compile {'on' if config.compile else 'off'}"
     )
 
@@ -133,15 +147,13 @@ def draw(runs: list[dict], path: Path) -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
-    parser.add_argument("--out", type=Path, required=True, help="folder of train_six.json")
+    parser.add_argument("--tokenizer", type=Path, default=Path("byte"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--runs", type=Path, default=Path("runs/train_six"))
-    parser.add_argument("--size", default="mid", help="the recipes' prefix")
-    parser.add_argument("--names", nargs="+", default=list(ARCHITECTURES))
+    parser.add_argument("--names", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--eval-every", type=int, default=50)
     return parser.parse_args()
 
 

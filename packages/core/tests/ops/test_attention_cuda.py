@@ -205,8 +205,9 @@ def test_cuda_widths_and_groups_equal_the_reference(name, D, H, fresh_compiler):
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [2, 63, 127, 128, 1000])
 def test_cuda_lengths_equal_the_reference(T, fresh_compiler):
-    check_on_cuda(attention, {"window_size": 50}, torch.bfloat16, T=T)
-    check_on_cuda(attention, {}, torch.bfloat16, T=T)
+    # Many rows, so that at T = 2 too the error in norm is a mean over enough rounding errors.
+    check_on_cuda(attention, {"window_size": 50}, torch.bfloat16, B=32, T=T)
+    check_on_cuda(attention, {}, torch.bfloat16, B=32, T=T)
 
 
 @pytest.mark.gpu

@@ -216,13 +216,11 @@ SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
 """Each setting with the architectures that are trained in it."""
 
 
-def recipe(setting: str, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in one setting; any pair of the two tables will do."""
-    make, _ = SETTINGS[setting]
-    s = make()
+def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
+    """Return the run of one architecture in a setting, which may be a changed copy of one above."""
     mixers = ARCHITECTURES[architecture](s)
     return TrainConfig(
-        name=f"{setting}_{architecture}",
+        name=name,
         model=LMConfig(
             vocab_size=s.vocab_size,
             d_model=s.d_model,
@@ -239,6 +237,12 @@ def recipe(setting: str, architecture: str) -> TrainConfig:
         checkpoint_every=s.checkpoint_every,
         compile=s.compile,
     )
+
+
+def recipe(setting: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture in one setting; any pair of the two tables will do."""
+    make, _ = SETTINGS[setting]
+    return train_config(f"{setting}_{architecture}", make(), architecture)
 
 
 RECIPES: Mapping[str, Callable[[], TrainConfig]] = {

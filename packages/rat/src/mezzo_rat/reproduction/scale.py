@@ -51,8 +51,8 @@ class Scale:
 CPU = Scale(
     name="cpu",
     seeds=(0, 1, 2),
-    steps=160,
-    batch_size=4,
+    steps=280,
+    batch_size=2,
     seq_len=512,
     eval_batches=None,
     test_lengths=(256, 512, 1024, 2048),

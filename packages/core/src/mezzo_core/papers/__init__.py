@@ -1,0 +1,29 @@
+"""Papers' numbers and what we reproduce of them: load, compare, report."""
+
+from mezzo_core.papers.compare import Order as Order
+from mezzo_core.papers.compare import Pair as Pair
+from mezzo_core.papers.compare import Verdict as Verdict
+from mezzo_core.papers.compare import compare_column as compare_column
+from mezzo_core.papers.compare import compare_order as compare_order
+from mezzo_core.papers.compare import status_of as status_of
+from mezzo_core.papers.environment import environment as environment
+from mezzo_core.papers.finding import Finding as Finding
+from mezzo_core.papers.finding import Kind as Kind
+from mezzo_core.papers.finding import Measurement as Measurement
+from mezzo_core.papers.finding import ResultRow as ResultRow
+from mezzo_core.papers.finding import Status as Status
+from mezzo_core.papers.finding import check_complete as check_complete
+from mezzo_core.papers.published import Claim as Claim
+from mezzo_core.papers.published import Published as Published
+from mezzo_core.papers.published import Row as Row
+from mezzo_core.papers.published import Table as Table
+from mezzo_core.papers.published import load_published as load_published
+from mezzo_core.papers.report import Figure as Figure
+from mezzo_core.papers.report import PaperReport as PaperReport
+from mezzo_core.papers.report import Report as Report
+from mezzo_core.papers.report import Sample as Sample
+from mezzo_core.papers.report import prepare_folder as prepare_folder
+from mezzo_core.papers.report import render_report as render_report
+from mezzo_core.papers.results import Experiment as Experiment
+from mezzo_core.papers.results import load_bench as load_bench
+from mezzo_core.papers.results import load_experiments as load_experiments

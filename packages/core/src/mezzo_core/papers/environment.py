@@ -1,0 +1,51 @@
+"""What a report was made with: machine, software, commit and date."""
+
+import os
+import platform
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from mezzo_core.bench import commit
+
+
+def environment() -> dict[str, str]:
+    """Describe this machine and its software, in words."""
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit() or "unknown",
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "memory": _memory(),
+        "gpu": torch.cuda.get_device_name(0) if cuda else "none",
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{total / 2**30:.0f} GiB"
