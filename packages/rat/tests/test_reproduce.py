@@ -160,7 +160,8 @@ def test_the_committed_results_can_be_read():
 
 
 @pytest.mark.slow
-def test_a_smoke_run_reports_every_id_once_and_can_be_repeated(tmp_path):
+def test_a_smoke_run_reports_every_id_once_and_can_be_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "results_folder", lambda: tmp_path / "none")
     threads = torch.get_num_threads()
     reproduce(None, "smoke", tmp_path)
     first = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["papers"][0]

@@ -127,9 +127,9 @@ def on_cuda(options):
     return options
 
 
-def check_on_cuda(function, options, dtype, *, H=2, T=520, D=64):
-    """Output, lse and gradients within quality.md's two bounds."""
-    batch = 1 if "cu_seqlens" in options else 2
+def check_on_cuda(function, options, dtype, *, B=2, H=2, T=520, D=64):
+    """Output, lse and gradients within both bounds of `assert_close`."""
+    batch = 1 if "cu_seqlens" in options else B
     inputs, dout = problem(B=batch, T=T, H=H, D=D, dtype=dtype, device="cuda")
     dlse = torch.randn(batch, T, 4, device="cuda") if options.get("return_lse") else None
 

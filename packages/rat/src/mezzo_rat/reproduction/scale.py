@@ -51,7 +51,7 @@ class Scale:
 CPU = Scale(
     name="cpu",
     seeds=(0, 1, 2),
-    steps=280,
+    steps=300,
     batch_size=2,
     seq_len=512,
     eval_batches=None,
