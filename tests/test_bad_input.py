@@ -69,7 +69,8 @@ def test_a_record_without_text_is_named_with_its_number(capsys, tmp_path):
 def test_a_corpus_shorter_than_the_context_says_both_lengths(capsys, tmp_path):
     (tmp_path / "short.txt").write_text("Too short.")
     line = rejected(capsys, *TINY, "--data", tmp_path / "short.txt", "--out", tmp_path / "out")
-    assert "64" in line
+    assert "10 tokens" in line
+    assert "65" in line  # a window and the token that follows it
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_says_both_sizes(capsys, tmp_path):
@@ -174,7 +175,7 @@ GATE = torch.rand(1, 6, 4, 4)
             "cu_seqlens",
             id="scan-borders-end",
         ),
-        pytest.param(lambda: linear_scan(Q, Q.to("meta")), "device", id="scan-device"),
+        pytest.param(lambda: linear_scan(Q, Q.to("meta")), "meta", id="scan-device"),
         pytest.param(lambda: linear_scan(Q, Q, impl="cuda"), "impl", id="scan-impl"),
         pytest.param(lambda: attention(Q, V[..., :2], V), "k", id="attention-width"),
         pytest.param(lambda: attention(V[:, :, :3], Q, Q), "heads", id="attention-groups"),

@@ -312,7 +312,7 @@ def bad(**changes):
             {"initial_state": torch.ones(3)},
         ),
         (ValueError, "chunk_size must be at least 1, got 0", {"chunk_size": 0}),
-        (ValueError, "packs one row, got B = 2", {"cu_seqlens": torch.tensor([0, 6])}),
+        (ValueError, "into one row, got B = 2", {"cu_seqlens": torch.tensor([0, 6])}),
         (TypeError, "cu_seqlens must be int32 or int64", {"cu_seqlens": torch.tensor([0.0, 6.0])}),
         (ValueError, r"cu_seqlens must be \(S \+ 1,\)", {"cu_seqlens": torch.tensor([[0, 6]])}),
         (ValueError, "x is on cpu|a is on meta", {"a": torch.ones(2, 6, 3, device="meta")}),

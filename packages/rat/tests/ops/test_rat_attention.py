@@ -466,7 +466,7 @@ def test_packing_excludes_batches_and_states():
     with pytest.raises(ValueError, match="cu_seqlens packs"):
         chunk_rat_attention(**draw(2, 4, 2, 1, 4), chunk_size=2, cu_seqlens=borders)
     inputs = draw(1, 4, 2, 1, 4)
-    with pytest.raises(ValueError, match="cu_seqlens packs"):
+    with pytest.raises(ValueError, match="cu_seqlens and state exclude"):
         chunk_rat_attention(**inputs, chunk_size=2, cu_seqlens=borders, state=empty_state(inputs))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from mezzo_core.ops.attention import flash, flex, sdpa
 from mezzo_core.ops.attention.reference import attention_reference
 from mezzo_core.ops.attention.request import AttentionOutput, Request, is_plain
+from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 AttentionImpl = Literal["auto", "reference", "sdpa", "flex", "flash"]
 
@@ -170,7 +171,10 @@ def _check_places(
     if cu_seqlens is not None:
         if q_positions is not None:
             raise ValueError("attention: cu_seqlens and positions exclude each other")
-        _check_borders(cu_seqlens, q, S)
+        check_cu_seqlens("attention", cu_seqlens, q)
+        if S != T:
+            raise ValueError(f"attention: cu_seqlens needs as many keys as queries, got {S}, {T}")
+        check_borders("attention", cu_seqlens, T)
     if q_positions is None or k_positions is None:
         if causal and T != S:
             raise ValueError(
@@ -190,29 +194,6 @@ def _check_places(
                 f"got {tuple(positions.shape)}"
             )
         _check_device(name, positions, q)
-
-
-def _check_borders(cu_seqlens: Tensor, q: Tensor, num_keys: int) -> None:
-    B, T = q.shape[:2]
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"attention: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"attention: cu_seqlens must be (S + 1,) borders, got {tuple(cu_seqlens.shape)}"
-        )
-    _check_device("cu_seqlens", cu_seqlens, q)
-    if B != 1 or num_keys != T:
-        raise ValueError(
-            f"attention: cu_seqlens packs sequences into one row of T queries and T keys; got "
-            f"B = {B}, T = {T}, S = {num_keys}"
-        )
-    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
-        borders = cu_seqlens.tolist()
-        if borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
-            raise ValueError(
-                f"attention: cu_seqlens must start at 0, never decrease and end at T = {T}; "
-                f"got {borders if len(borders) <= 8 else [*borders[:7], '...', borders[-1]]}"
-            )
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.linear_scan import reference
+from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 
 class ScanOutput(NamedTuple):
@@ -88,37 +89,16 @@ def _check(
         raise ValueError(f"linear_scan: chunk_size must be at least 1, got {chunk_size}")
     num_states = x.shape[0]
     if cu_seqlens is not None:
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"linear_scan: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}"
-            )
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-            raise ValueError(
-                f"linear_scan: cu_seqlens must be (S + 1,), S >= 1, got {tuple(cu_seqlens.shape)}"
-            )
-        if x.shape[0] != 1:
-            raise ValueError(f"linear_scan: cu_seqlens packs one row, got B = {x.shape[0]}")
+        check_cu_seqlens("linear_scan", cu_seqlens, x)
         num_states = cu_seqlens.shape[0] - 1
     expected = (num_states, *x.shape[2:])
     if initial_state is not None and initial_state.shape != expected:
         raise ValueError(
             f"linear_scan: initial_state must be {expected}, got {tuple(initial_state.shape)}"
         )
-    for name, value in (("a", a), ("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
+    for name, value in (("a", a), ("initial_state", initial_state)):
         if value is not None and value.device != x.device:
             raise ValueError(f"linear_scan: {name} is on {value.device}, x on {x.device}")
-
-
-def _check_borders(cu_seqlens: Tensor | None, num_tokens: int) -> None:
-    """Check the values, inside the op: there torch.compile does not trace, and a CPU can look."""
-    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
-        return
-    borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != num_tokens or borders != sorted(borders):
-        raise ValueError(
-            f"linear_scan: cu_seqlens must start at 0, never decrease and end at T = {num_tokens}, "
-            f"got {borders if len(borders) <= 16 else [*borders[:8], '...', *borders[-8:]]}"
-        )
 
 
 @torch.library.custom_op("mezzo::linear_scan", mutates_args=())
@@ -130,7 +110,8 @@ def _linear_scan(
     cu_seqlens: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_borders(cu_seqlens, x.shape[1])
+    if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
+        check_borders("linear_scan", cu_seqlens, x.shape[1])
     if impl == "triton":
         from mezzo_core.ops.linear_scan import triton
 

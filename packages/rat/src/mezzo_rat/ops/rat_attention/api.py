@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
@@ -203,12 +204,7 @@ def _check_rows(
         raise ValueError(
             f"lengths must be int64 of shape ({B},), got {lengths.dtype} {tuple(lengths.shape)}"
         )
-    if cu_seqlens is not None and (state is not None or B != 1):
-        raise ValueError(
-            "cu_seqlens packs sequences into one row without a state: "
-            f"got B = {B}, state {'given' if state is not None else 'None'}"
-        )
-    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2):
-        raise ValueError(f"cu_seqlens must be (S + 1,), S >= 1, got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens is not None:
+        if state is not None:
+            raise ValueError("cu_seqlens and state exclude each other: packed rows do not continue")
+        check_cu_seqlens("chunk_rat_attention", cu_seqlens, v)

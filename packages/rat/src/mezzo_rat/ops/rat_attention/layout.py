@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from mezzo_core.ops.packed import check_borders
 from mezzo_core.positions import sequence_ids
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def packed_layout(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Chunk
         ValueError: if the borders do not run from 0 to T, or decrease; on the CPU only, as looking
             at their values would stop a GPU's stream.
     """
-    _check_borders(num_tokens, cu_seqlens)
+    check_borders("chunk_rat_attention", cu_seqlens, num_tokens)
     borders = cu_seqlens.long()
     sequence = sequence_ids(num_tokens, borders)
     position = torch.arange(num_tokens, device=borders.device) - borders[sequence]
@@ -64,13 +65,3 @@ def continued_layout(
     borders = torch.arange(1, num_slots + 1, device=start.device) * chunk_size
     end = torch.minimum(borders, (start + lengths)[:, None]) - 1 - start[:, None]
     return ChunkLayout(chunk, None, end.clamp(min=0), end >= 0, chunk, position)
-
-
-def _check_borders(num_tokens: int, cu_seqlens: Tensor) -> None:
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != num_tokens or borders != sorted(borders):
-        raise ValueError(
-            f"cu_seqlens must start at 0, never decrease and end at T = {num_tokens}, got {borders}"
-        )

@@ -1,0 +1,45 @@
+"""The borders of sequences packed in one row: what every op that takes `cu_seqlens` checks."""
+
+import torch
+from torch import Tensor
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
+    """Check all but the values: (S + 1,) integers on the device of x, which is one row.
+
+    Args:
+        op: the op's name, for messages.
+        cu_seqlens: the borders.
+        x: (B, T, ...), what is packed.
+
+    Raises:
+        TypeError: if the borders are not int32 or int64.
+        ValueError: if they are not (S + 1,) with S >= 1, are on another device, or B is not 1.
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{op}: cu_seqlens must be (S + 1,), S >= 1, got {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, the inputs on {x.device}")
+    if x.shape[0] != 1:
+        raise ValueError(f"{op}: cu_seqlens packs sequences into one row, got B = {x.shape[0]}")
+
+
+def check_borders(op: str, cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Check the values, on a CPU only: looking at them would stop a GPU's stream or break a graph.
+
+    Raises:
+        ValueError: if the borders do not start at 0, decrease, or do not end at `num_tokens`.
+    """
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens or borders != sorted(borders):
+        shown = borders if len(borders) <= 16 else [*borders[:8], "...", *borders[-8:]]
+        raise ValueError(
+            f"{op}: cu_seqlens must start at 0, never decrease and end at T = {num_tokens}, "
+            f"got {shown}"
+        )
