@@ -120,13 +120,23 @@ def test_a_committed_result_speaks_before_the_tiny_run(same_setting, attention, 
     assert finding.status is status
     assert "NVIDIA H200" in finding.summary
     assert finding.measurements == (result.measurement,)
-    assert "Here: tiny" in finding.details
+    assert "Also: tiny" in finding.details
 
 
 def test_a_committed_result_answers_a_tables_column_by_its_printed_order():
     blank = Finding("rat.table1", "table", Status.NOT_ATTEMPTED, "too large")
     result = experiment(True, (9.0, 9.1), (8.0, 8.1), ids=("rat.table1",))
     assert tables.with_experiments(blank, PUBLISHED, [result]).status is Status.DIFFERS
+
+
+def test_a_result_at_the_papers_own_setting_outweighs_a_smaller_one():
+    blank = Finding("rat.claim.ppl_between", "claim", Status.NOT_ATTEMPTED, "too large")
+    own = experiment(True, (7.0, 7.1, 7.05), (8.0, 8.1, 8.05))
+    smaller = experiment(False, (9.0, 9.1, 9.05), (8.0, 8.1, 8.05))
+    for order in ([own, smaller], [smaller, own]):
+        finding = tables.with_experiments(blank, PUBLISHED, order)
+        assert finding.status is Status.REPRODUCED
+        assert len(finding.measurements) == 2
 
 
 def test_a_committed_result_of_another_table_changes_nothing():

@@ -3,9 +3,11 @@
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers import (
     Finding,
@@ -79,15 +81,19 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
     experiments = load_experiments(results_folder())
     prepare_folder(out)
     console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
+    budget = scales.SCALES[scale]
+    with (
+        _threads(budget.threads),
+        Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+        ) as progress,
+    ):
         task = progress.add_task("exact checks")
 
         def watch(name: str, done: int, of: int) -> None:
             progress.update(task, description=name, completed=done, total=of)
 
-        evidence = Evidence(scales.SCALES[scale], out, watch)
+        evidence = Evidence(budget, out, watch)
         findings = find_all(published, evidence, wanted, experiments)
         watch("figures", 1, 1)
         return PaperReport(
@@ -125,6 +131,16 @@ def show(report: PaperReport, out: Path) -> None:
     if left_out:
         console.print(f"{left_out} more were not attempted; the report says why.")
     console.print(f"Report: {out / 'report.html'} (also report.md, report.json)", soft_wrap=True)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _known_ids(published: Published, only: Sequence[str] | None) -> list[str] | None:

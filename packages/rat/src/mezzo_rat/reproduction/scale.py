@@ -28,6 +28,8 @@ class Scale:
         timed_seconds: for each timing.
         new_tokens: tokens generated in the throughput measurement, for each prompt.
         sample_tokens: length of the sample text.
+        threads: of this process; None leaves torch's choice. Tiny work on a busy machine is many
+            times as fast with one thread.
         parallel: train one model on each core, rather than one model on all cores.
     """
 
@@ -45,6 +47,7 @@ class Scale:
     timed_seconds: float
     new_tokens: int
     sample_tokens: int
+    threads: int | None
     parallel: bool
 
 
@@ -63,6 +66,7 @@ CPU = Scale(
     timed_seconds=0.05,
     new_tokens=32,
     sample_tokens=400,
+    threads=None,
     parallel=True,
 )
 SMOKE = Scale(
@@ -80,6 +84,7 @@ SMOKE = Scale(
     timed_seconds=0.0,
     new_tokens=3,
     sample_tokens=20,
+    threads=1,
     parallel=False,
 )
 SCALES = {scale.name: scale for scale in (CPU, SMOKE)}

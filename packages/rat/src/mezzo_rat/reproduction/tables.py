@@ -115,7 +115,8 @@ def with_experiments(
     finding: Finding, published: Published, experiments: Sequence[Experiment]
 ) -> Finding:
     """Let results measured elsewhere and committed speak first; our own rows stay beside them."""
-    for experiment in experiments:
+    # The paper's own setting comes last, so that it is what the finding ends up saying.
+    for experiment in sorted(experiments, key=lambda each: each.same_setting):
         if finding.id not in experiment.ids:
             continue
         ours = experiment.measurement
@@ -130,7 +131,7 @@ def with_experiments(
             status=status,
             summary=f"on {ours.device} {verdict} ({ours.setting})",
             measurements=(ours, *finding.measurements),
-            details=(*order.sentences(), f"Here: {finding.summary}", *finding.details),
+            details=(*order.sentences(), f"Also: {finding.summary}", *finding.details),
         )
     return finding
 

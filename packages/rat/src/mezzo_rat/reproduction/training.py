@@ -21,7 +21,6 @@ from mezzo_rat.reproduction.scale import RECIPES_OF_MODELS, Scale
 
 MAX_PROCESSES = 6  # each holds a copy of torch, a model and its activations: about a gigabyte
 WINDOWS = 4
-WARMUP_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,10 @@ def configure(config: TrainConfig, scale: Scale, seed: int) -> TrainConfig:
     """Give a recipe the budget and the seed of a reproduction.
 
     The data keeps its own seed: every run reads the same tokens in the same order, and is
-    evaluated on the same text. Runs as short as these warm up for longer than the recipes do: with
-    a fifth of the steps instead of a twentieth, attention, RAT and the RNN alike end lower, and
-    attention no longer overshoots with some seeds.
+    evaluated on the same text.
     """
     return replace(
         config,
-        optim=replace(config.optim, warmup_fraction=WARMUP_FRACTION),
         steps=scale.steps,
         batch_size=scale.batch_size,
         seq_len=scale.seq_len,
