@@ -127,7 +127,8 @@ def setting(config: TrainConfig, arguments: argparse.Namespace) -> str:
         f"C {config.model.d_model}, {len(config.model.mixers)} layers, T {config.seq_len}, "
         f"{config.steps} steps of {config.batch_size} sequences ({tokens:,} tokens of "
         f"{arguments.data.name}, tokenizer {arguments.tokenizer.name}), lr {config.optim.lr:g}, "
-        f"warm-up {config.optim.warmup_fraction:.0%} of the steps, bf16 autocast, torch.compile {'on' if config.compile else 'off'}"
+        f"warm-up {config.optim.warmup_fraction:.0%} of the steps, bf16 autocast, "
+        f"torch.compile {'on' if config.compile else 'off'}"
     )
 
 

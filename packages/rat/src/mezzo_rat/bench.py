@@ -49,6 +49,15 @@ def mixers(head_dim: int) -> dict[str, MixerConfig]:
     }
 
 
+def row_name(config: MixerConfig, device: torch.device) -> tuple[str, str]:
+    """Return what a row calls this layer, and the implementation that `impl="auto"` takes."""
+    if isinstance(config, AttentionConfig):
+        return "attention layer", "sdpa"
+    if isinstance(config, LinearRNNConfig):
+        return "linear_rnn layer", "triton" if device.type == "cuda" else "reference"
+    return "rat layer", "reference"
+
+
 def bench(device: torch.device, quick: bool = False, out: Path | None = None) -> list[dict]:
     """Measure layers and tiny models on `device`, print a table, append rows to `out`."""
     scale = QUICK if quick else GPU if device.type == "cuda" else CPU
@@ -65,12 +74,15 @@ def bench(device: torch.device, quick: bool = False, out: Path | None = None) ->
 def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time forward and forward+backward of each layer at each sequence length."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for label, config in mixers(scale.head_dim).items():
+    for config in mixers(scale.head_dim).values():
+        name, impl = row_name(config, device)
         torch.manual_seed(0)
         with device:
             layer = Layer(config.build(scale.d_model), scale.d_model)
         check_against_steps(layer)
-        run = torch.compile(layer) if device.type == "cuda" else layer
+        # A fresh compiler for each layer: its limit of recompilations would leave the last ones eager.
+        torch.compiler.reset()
+        run = torch.compile(layer, dynamic=False) if device.type == "cuda" else layer
         for seq_len in scale.seq_lens:
             batch = scale.tokens // seq_len
             x = torch.randn(batch, seq_len, scale.d_model, device=device, requires_grad=True)
@@ -90,8 +102,14 @@ def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
                     forward()
 
             for phase, fn in (("forward", prefill), ("train", train)):
-                timing = measure(fn, device, seconds=scale.seconds)
-                yield Row(f"rat layer {phase}", label, shape, timing)
+                try:
+                    timing = measure(fn, device, seconds=scale.seconds)
+                except torch.OutOfMemoryError:
+                    Console().print(f"{name} {phase} at {shape}: out of memory")
+                    continue
+                finally:
+                    x.grad = None
+                yield Row(f"{name} {phase}", impl, shape, timing)
 
 
 def model_rows(device: torch.device, quick: bool) -> Iterator[Row]:
@@ -111,7 +129,7 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[Row]:
 
         timing = measure(step, device, seconds=1.0 if quick else 5.0)
         sizes = {"B": shape[0], "T": shape[1], "C": config.model.d_model}
-        yield Row("rat model train", name, sizes, timing)
+        yield Row(f"{name} model train", "auto", sizes, timing)
 
 
 def tiny_recipes() -> list[str]:
