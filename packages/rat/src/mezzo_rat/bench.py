@@ -80,7 +80,7 @@ def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
         with device:
             layer = Layer(config.build(scale.d_model), scale.d_model)
         check_against_steps(layer)
-        # A fresh compiler for each layer: its limit of recompilations would leave the last ones eager.
+        # A fresh compiler each time: past its limit of recompilations it runs layers eagerly.
         torch.compiler.reset()
         run = torch.compile(layer, dynamic=False) if device.type == "cuda" else layer
         for seq_len in scale.seq_lens:
