@@ -39,7 +39,9 @@ SCALES = tuple(scales.SCALES)
 CHOICE = (
     "Learning rate, batch and warm-up are the same for all; batch 2 and a warm-up over a fifth of "
     "the steps were chosen on the embedded novels by trying the RNN, RAT(L=16) and attention, all "
-    "three of which they help. So few tokens say little about larger models."
+    "three of which they help. Orders at this size depend on the budget: with a warm-up over a "
+    "twentieth of the steps, attention overshot and came out last of the four. So few tokens say "
+    "little about larger models."
 )
 """How the tiny trainings' budget was spent, for the report."""
 

@@ -18,12 +18,12 @@ from mezzo_core.papers.published import Published as Published
 from mezzo_core.papers.published import Row as Row
 from mezzo_core.papers.published import Table as Table
 from mezzo_core.papers.published import load_published as load_published
+from mezzo_core.papers.render import prepare_folder as prepare_folder
+from mezzo_core.papers.render import render_report as render_report
 from mezzo_core.papers.report import Figure as Figure
 from mezzo_core.papers.report import PaperReport as PaperReport
 from mezzo_core.papers.report import Report as Report
 from mezzo_core.papers.report import Sample as Sample
-from mezzo_core.papers.report import prepare_folder as prepare_folder
-from mezzo_core.papers.report import render_report as render_report
 from mezzo_core.papers.results import Experiment as Experiment
 from mezzo_core.papers.results import load_bench as load_bench
 from mezzo_core.papers.results import load_experiments as load_experiments

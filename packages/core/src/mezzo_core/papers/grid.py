@@ -6,7 +6,6 @@ from typing import Any
 
 from mezzo_core.papers.finding import Measurement, ResultRow
 from mezzo_core.papers.published import Table, Value
-from mezzo_core.papers.report import format_value
 
 
 @dataclass(frozen=True)
@@ -80,3 +79,16 @@ def _measured_row(row: ResultRow) -> tuple[str, ...]:
 
 def _printed(value: Value) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def format_value(value: float | int | str) -> str:
+    """Write a number of ours as a table shows it: four significant digits, thousands apart."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 100):
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value != 0 and abs(value) < 1e-3:
+        return f"{value:.2g}"
+    return f"{value:.4g}"

@@ -114,7 +114,5 @@ class Evidence:
         return (
             f"models of {run.parameters / 1e6:.1f}M weights, {self.scale.steps} steps of "
             f"{self.scale.batch_size} sequences of {run.seq_len} bytes ({tokens:,} in all) of "
-            "three Austen novels, a fifth of the steps for warm-up; the seeds change the initial "
-            "weights, not the text or its order. Orders at this size depend on the budget: in "
-            "trials with a warm-up of a twentieth, attention came out last"
+            "three Austen novels; the seeds change the initial weights, not the text or its order"
         )
