@@ -1,1 +1,1 @@
-"""mezzo-core."""
+"""Shared operators, language-model parts and training of the mezzo packages."""

@@ -168,7 +168,7 @@ def _add_generate(app: typer.Typer) -> None:
         """Continue a text with a trained model, printed as it is written."""
         model, _, extra = load_model(model_folder(run), device=_device(device))
         tokenizer = load_tokenizer(extra["tokenizer"])
-        texts = prompt or [sys.stdin.read()]
+        texts = prompt or [sys.stdin.read().removesuffix("\n")]
         prompts = [tokenizer.encode(text) for text in texts]
         if not all(prompts):
             raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")

@@ -12,9 +12,10 @@ class UserError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean a, b?" with the known names like `name`, or all of them if few."""
+    """Return "; did you mean a, b?" with the known names most like `name`, or all if few."""
     names = list(known)
     close = get_close_matches(name, names, n=3, cutoff=0.5)
-    if close:
-        return f"; did you mean {', '.join(close)}?"
-    return f"; there are {', '.join(names)}" if names else ""
+    if not close and 0 < len(names) <= 12:
+        return f"; there are {', '.join(names)}"
+    close = close or get_close_matches(name, names, n=3, cutoff=0.0)
+    return f"; did you mean {', '.join(close)}?" if close else ""

@@ -1,1 +1,1 @@
-"""mezzo-core: ops."""
+"""Differentiable functions of tensors, one folder each: api, reference, Triton form."""
