@@ -133,3 +133,8 @@ def test_bad_arguments_are_named():
         alibi_slopes(8, "bloom")
     with pytest.raises(ValueError, match="exclude each other"):
         sequence_positions(2, torch.tensor([0, 2]), start=torch.tensor([1]))
+
+
+def test_rope_angles_pass_opcheck():
+    positions = torch.arange(6).view(2, 3)
+    torch.library.opcheck(torch.ops.mezzo.rope_angles.default, (positions, 8, 10_000.0))

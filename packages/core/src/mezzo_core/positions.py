@@ -32,9 +32,22 @@ def rope_angles(positions: Tensor, dim: int, base: float = 10_000.0) -> tuple[Te
         raise ValueError(f"dim must be even and positive to rotate pairs, got {dim}")
     if base <= 0:
         raise ValueError(f"base must be positive, got {base}")
+    return _rope_angles(positions, dim, base)
+
+
+# An op of its own: torch.compile would fuse the angles into the rotation, and take a sine and a
+# cosine for every channel of every head (on an H200 ten times the time of the rotation itself).
+@torch.library.custom_op("mezzo::rope_angles", mutates_args=())
+def _rope_angles(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
     pair = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.to(torch.float32)[..., None] * base ** (-pair / dim)
     return angles.cos(), angles.sin()
+
+
+@_rope_angles.register_fake
+def _(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+    cos = positions.new_empty((*positions.shape, dim // 2), dtype=torch.float32)
+    return cos, torch.empty_like(cos)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
