@@ -36,7 +36,7 @@ def rope_angles(positions: Tensor, dim: int, base: float = 10_000.0) -> tuple[Te
 
 
 # An op of its own: torch.compile would fuse the angles into the rotation, and take a sine and a
-# cosine for every channel of every head (on an H200 ten times the time of the rotation itself).
+# cosine for every channel of every head, which costs far more than the rotation itself.
 @torch.library.custom_op("mezzo::rope_angles", mutates_args=())
 def _rope_angles(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
     pair = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32)
