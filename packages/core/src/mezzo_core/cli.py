@@ -5,6 +5,7 @@ the user can mend into one line and exit code 2, and leaves real defects their t
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
             int | None, typer.Option(help="Sequences at a time on a device; the rest accumulates.")
         ] = None,
         seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
         out: Annotated[
             Path | None, typer.Option(help="Where the run is kept. Default: runs/RECIPE.")
         ] = None,
@@ -143,7 +144,8 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 **run_options,
             )
         result = train(config, out or Path("runs") / recipe, resume=not fresh, quiet=quiet)
-        if result.val_perplexity is not None:
+        is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one reports
+        if is_first and result.val_perplexity is not None:
             Console().print(
                 f"{recipe}: validation perplexity {result.val_perplexity:.3f} after "
                 f"{result.steps} steps; the model is in {result.out / 'model'}",
