@@ -1,15 +1,14 @@
 """The tables in the documents say what the committed results say."""
 
 import json
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import check_results  # noqa: E402
-
+check_results = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/check_results.py")))
 READMES = [p for p in ROOT.glob("packages/*/README.md") if check_results.START in p.read_text()]
 
 
