@@ -12,15 +12,18 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 MEZZO_COMMANDS = [line for line in COMMANDS if line.startswith("mezzo-")]
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+READMES = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("packages/*/*.md")])
+
+
+@pytest.mark.parametrize("code", blocks("python", READMES))
 def test_python_examples_run(code):
     exec(compile(code, "README.md", "exec"), {})
 

@@ -20,20 +20,12 @@ from mezzo_core.bench import environment
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
-from mezzo_rat.recipes import mid, small, tiny, train_config
+from mezzo_rat.recipes import PAPER_NAMES, mid, small, tiny, train_config
 from rich.console import Console
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-ARCHITECTURES = {
-    "rnn": "RNN",
-    "rat_l64": "RAT(L=64)",
-    "rat_l16": "RAT(L=16)",
-    "attention": "Attention",
-    "attention_swa": "Attention-SWA",
-    "rat_swa": "RAT(L=16)-SWA",
-}
 EXPERIMENTS = {
     # GPT-2 tokens at T 1024, five passes over six novels, Shakespeare and the addresses.
     "bpe": replace(mid(), steps=375, eval_every=75, checkpoint_every=10**9),
@@ -97,7 +89,7 @@ def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfi
 
 def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tuple[dict, dict]:
     """Train once; return the row of the result and what else the run showed."""
-    model = ARCHITECTURES[name]
+    model = PAPER_NAMES[name]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     folder = arguments.runs / f"{config.name}-{config.seed}"
@@ -135,7 +127,7 @@ def setting(config: TrainConfig, arguments: argparse.Namespace) -> str:
 def draw(runs: list[dict], path: Path) -> None:
     """Plot the validation losses of the first seed of each model."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for model in ARCHITECTURES.values():
+    for model in PAPER_NAMES.values():
         curves = [run["val"] for run in runs if run["model"] == model]
         if curves:
             axes.plot(*zip(*curves[0], strict=True), marker=".", label=model)
@@ -153,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, default=Path("byte"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--runs", type=Path, default=Path("runs/train_six"))
-    parser.add_argument("--names", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--names", nargs="+", choices=PAPER_NAMES, default=list(PAPER_NAMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     return parser.parse_args()
 

@@ -103,8 +103,16 @@ ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
     "reversed_c128": lambda s: (s.reversed(128),),
 }
 
-SIX = ("rnn", "rat_l64", "rat_l16", "attention", "attention_swa", "rat_swa")
-"""The architectures of the main comparison."""
+PAPER_NAMES = {
+    "rnn": "RNN",
+    "rat_l64": "RAT(L=64)",
+    "rat_l16": "RAT(L=16)",
+    "attention": "Attention",
+    "attention_swa": "Attention-SWA",
+    "rat_swa": "RAT(L=16)-SWA",
+}
+"""The architectures of the main comparison, and what the paper's tables call them."""
+SIX = tuple(PAPER_NAMES)
 
 
 def tiny() -> Setting:
@@ -124,7 +132,7 @@ def tiny() -> Setting:
 
 
 def small() -> Setting:
-    """21M weights in the blocks and 19M in the embedding: an hour or less on one GPU."""
+    """21M weights in the blocks and 19M in the embedding: for one GPU."""
     return Setting(
         vocab_size=50_257,
         d_model=384,
@@ -146,7 +154,7 @@ def small() -> Setting:
 
 
 def mid() -> Setting:
-    """59M weights in the blocks and 32M in the embedding: hours on one GPU."""
+    """59M weights in the blocks and 32M in the embedding: for one GPU."""
     return replace(small(), d_model=640, optim=OptimConfig(lr=1e-3, warmup_fraction=SHORT_RUN))
 
 

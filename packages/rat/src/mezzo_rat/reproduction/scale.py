@@ -2,14 +2,9 @@
 
 from dataclasses import dataclass
 
-RECIPES_OF_MODELS = {
-    "RNN": "tiny_rnn",
-    "RAT(L=64)": "tiny_rat_l64",
-    "RAT(L=16)": "tiny_rat_l16",
-    "Attention": "tiny_attention",
-    "Attention-SWA": "tiny_attention_swa",
-    "RAT(L=16)-SWA": "tiny_rat_swa",
-}
+from mezzo_rat.recipes import PAPER_NAMES
+
+RECIPES_OF_MODELS = {model: f"tiny_{name}" for name, model in PAPER_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -28,8 +23,8 @@ class Scale:
         timed_seconds: for each timing.
         new_tokens: tokens generated in the throughput measurement, for each prompt.
         sample_tokens: length of the sample text.
-        threads: of this process; None leaves torch's choice. Tiny work on a busy machine is many
-            times as fast with one thread.
+        threads: of this process; None leaves torch's choice. On a busy machine, threads that wait
+            for each other slow tiny work down.
         parallel: train one model on each core, rather than one model on all cores.
     """
 
