@@ -15,6 +15,7 @@ OPS = {
     "mezzo_core.ops.linear_scan.api": "packages/core/tests/ops/test_linear_scan.py",
     "mezzo_core.ops.online_softmax.api": "packages/core/tests/ops/test_online_softmax.py",
     "mezzo_core.ops.attention.api": "packages/core/tests/ops/test_attention.py",
+    "mezzo_core.ops.decode_attention.api": "packages/core/tests/ops/test_decode_attention.py",
     "mezzo_rat.ops.rat_attention.api": "packages/rat/tests/ops/test_rat_attention.py",
 }
 

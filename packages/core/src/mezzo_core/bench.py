@@ -17,6 +17,9 @@ from pathlib import Path
 
 import torch
 
+FLUSHED_BYTES = 2**29
+"""Ten times the L2 cache of a Hopper GPU; writing them takes about 0.1 ms."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -32,36 +35,71 @@ class Timing:
 
 
 def measure(
-    fn: Callable[[], object], device: torch.device, *, seconds: float = 0.5, warmup: int = 2
+    fn: Callable[[], object],
+    device: torch.device,
+    *,
+    seconds: float = 0.5,
+    warmup: int = 2,
+    least: int = 5,
+    before: Callable[[], object] | None = None,
 ) -> Timing:
-    """Time `fn` for about `seconds` after `warmup` calls; at least five times.
+    """Time `fn` for about `seconds` after `warmup` calls.
 
-    On a GPU the L2 cache is flushed before each call, by Triton's `do_bench`.
+    On a GPU the L2 cache is flushed before each timed call, which also lets the host get ahead.
+
+    Args:
+        fn: what is timed.
+        device: where `fn` computes.
+        seconds: to spend on the timed calls.
+        warmup: calls before anything is timed.
+        least: timed calls at least, two or more.
+        before: called before each call of `fn`, not timed: it puts back what `fn` overwrites.
     """
+    reset = before or (lambda: None)
     for _ in range(warmup):
+        reset()
         fn()
     if device.type == "cuda":
-        return _measure_cuda(fn, seconds)
+        return _measure_cuda(fn, seconds, least, reset)
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
+    while len(times) < least or time.perf_counter() < end:
+        reset()
         start = time.perf_counter()
         fn()
         times.append((time.perf_counter() - start) * 1e3)
-    fifths = statistics.quantiles(times, n=5)
-    return Timing(statistics.median(times), fifths[0], fifths[-1], None)
+    return _timing(times, None)
 
 
-def _measure_cuda(fn: Callable[[], object], seconds: float) -> Timing:
-    from triton.testing import do_bench
-
+def _measure_cuda(
+    fn: Callable[[], object], seconds: float, least: int, reset: Callable[[], object]
+) -> Timing:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    reset()
+    start = time.perf_counter()
     fn()
     torch.cuda.synchronize()
+    calls = max(least, int(seconds / (time.perf_counter() - start)))
     peak_gb = torch.cuda.max_memory_allocated() / 1e9
-    ms, low, high = do_bench(fn, warmup=25, rep=int(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
-    return Timing(ms, low, high, peak_gb)
+    flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(calls)] for _ in ("start", "end")
+    ]
+    for first, last in zip(*events, strict=True):
+        reset()
+        flush.zero_()
+        first.record()
+        fn()
+        last.record()
+    torch.cuda.synchronize()
+    times = [first.elapsed_time(last) for first, last in zip(*events, strict=True)]
+    return _timing(times, peak_gb)
+
+
+def _timing(times: list[float], peak_gb: float | None) -> Timing:
+    fifths = statistics.quantiles(times, n=5)
+    return Timing(statistics.median(times), fifths[0], fifths[-1], peak_gb)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mezzo_core.testing.mixers import (
     check_ragged,
     check_segments,
     check_state_bytes,
+    check_step,
 )
 
 C = 32
@@ -62,6 +63,54 @@ def test_ragged_prompts_decode_as_each_would_alone(name, prompts):
 
 
 @configs
+@pytest.mark.parametrize("prompts", [[0, 0], [6, 6], [1, 9, 0], [3, 4, 12]])
+def test_steps_in_place_decode_what_a_forward_does(name, prompts):
+    check_step(build(name), C, prompts, steps=9)
+
+
+@some
+@given(st.data())
+def test_any_room_will_do_and_may_be_reserved_again(data):
+    config = CONFIGS[data.draw(st.sampled_from(["rope", "window", "alibi window"]))]
+    mixer = build(config)
+    draws = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4)
+    calls = data.draw(draws)
+    x = torch.randn(2, sum(taken for taken, _ in calls), C)
+    state, used, outputs = mixer.init_state(2), 0, []
+    with torch.no_grad():
+        for taken, spare in calls:
+            state = mixer.reserve(state, taken + spare)
+            for t in range(used, used + taken):
+                outputs.append(mixer.step(x[:, t : t + 1], state))
+            used += taken
+        if used:
+            assert_close("y", torch.cat(outputs, 1), mixer(x)[0], rtol=1e-5)
+
+
+def test_a_reserved_cache_has_the_slots_it_needs_and_no_more():
+    x = torch.randn(2, 50, C)
+    for name, slots in (("rope", 57), ("window", 5), ("window past the end", 57)):
+        mixer = build(name)
+        with torch.no_grad():
+            _, state = mixer(x, mixer.init_state(2), lengths=torch.tensor([50, 20]))
+            state = mixer.reserve(state, 7)
+        assert state.k.shape == state.v.shape == (2, slots, 4, 8), name
+
+
+@pytest.mark.parametrize("name", ["rope", "window"])
+def test_a_step_beyond_the_reserved_room_is_refused(name):
+    mixer, x = build(name), torch.randn(2, 1, C)
+    with torch.no_grad():
+        state = mixer.reserve(mixer.init_state(2), 3)
+        for _ in range(3):
+            mixer.step(x, state)
+        with pytest.raises(ValueError, match="room for 3 tokens"):
+            mixer.step(x, state)
+        with pytest.raises(ValueError, match="room for 0 tokens"):
+            mixer.step(x, mixer.init_state(2))
+
+
+@configs
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 30])
 def test_state_bytes_are_those_of_the_state(name, num_tokens):
     check_state_bytes(build(name), num_tokens)
@@ -95,7 +144,7 @@ def test_rows_may_take_different_numbers_of_tokens_at_every_call(data):
 def test_a_window_keeps_no_more_than_it_needs():
     mixer = build("window")
     _, state = mixer(torch.randn(2, 50, C), mixer.init_state(2))
-    assert state.k.shape == state.v.shape == (2, 4, 4, 8)
+    assert state.k.shape == state.v.shape == (2, 5, 4, 8)
     # Nothing longer is kept alive behind a view.
     assert state.k.untyped_storage().nbytes() == state.k.nbytes
 
@@ -144,8 +193,11 @@ def test_autocast_decodes_with_a_cache_of_the_activations():
         full, _ = mixer(x)
         y, state = mixer(x[:, :3], mixer.init_state(2))
         z, state = mixer(x[:, 3:], state)
+        state = mixer.reserve(mixer(x[:, :3], mixer.init_state(2))[1], 3)
+        steps = [mixer.step(x[:, t : t + 1], state) for t in range(3, 6)]
     assert state.k.dtype == torch.bfloat16
     assert_close("segments", torch.cat([y, z], 1), full, rtol=2e-2)
+    assert_close("steps", torch.cat([y, *steps], 1), full, rtol=2e-2)
 
 
 def test_flops_count_weights_and_visible_keys():
@@ -195,6 +247,8 @@ def test_bad_calls_are_named():
         mixer(x, lengths=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="cu_seqlens packs"):
         mixer(x, cu_seqlens=torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match=r"x must be \(2, 1, 32\), got \(2, 3, 32\)"):
+        mixer.step(x, mixer.reserve(mixer.init_state(2), 3))
 
 
 @pytest.mark.gpu
@@ -204,6 +258,21 @@ def test_cuda_mixer_keeps_every_law(name):
     check_segments(mixer, d_model=C, num_tokens=200, splits=[130, 69, 1], rtol=2e-5)
     check_packed(mixer, C, [0, 150, 1, 49], rtol=2e-5)
     check_ragged(mixer, C, [150, 3, 0], steps=3, rtol=2e-5)
+    check_step(mixer, C, [150, 3, 0], steps=7, rtol=2e-5)
+
+
+@pytest.mark.gpu
+@configs
+def test_a_cuda_step_never_waits_for_the_gpu(name):
+    mixer, x = build(name).cuda(), torch.randn(2, 1, C, device="cuda")
+    with torch.no_grad():
+        state = mixer.reserve(mixer.init_state(2), 20)
+        mixer.step(x, state)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            mixer.step(x, state)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

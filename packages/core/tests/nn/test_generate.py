@@ -1,3 +1,4 @@
+import functools
 from dataclasses import replace
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.generate import Sampler, generate, stream
+from mezzo_core.nn.generate import Decoder, Sampler, generate, stream
 
 few = settings(
     max_examples=15,
@@ -30,10 +31,11 @@ def any_model(request, config):
 
 def by_full_forwards(model, prompt, num_tokens):
     """Greedy decoding without a state: what generate must equal."""
-    tokens = list(prompt)
+    tokens, device = list(prompt), model.embed.weight.device
     with torch.no_grad():
         for _ in range(num_tokens):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            logits = model(torch.tensor([tokens], device=device)).logits
+            tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -64,6 +66,19 @@ def test_the_stream_is_what_generate_returns(model, prompts, temperature):
     assert tokens == generate(model, prompts, **arguments)
 
 
+def test_a_decoder_draws_from_a_state_that_it_overwrites(any_model):
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with torch.inference_mode():
+        logits, state = any_model(prompts, any_model.init_state(2))
+        first = logits[:, -1].argmax(-1)
+        state = any_model.reserve(state, 6)
+    places = [t.data_ptr() for block in state for t in block]
+    decoder = Decoder(any_model, state, first, Sampler())
+    tokens = torch.stack([first, *(decoder.step().clone() for _ in range(6))], 1)
+    assert tokens.tolist() == [by_full_forwards(any_model, row.tolist(), 7) for row in prompts]
+    assert [t.data_ptr() for block in state for t in block] == places
+
+
 # --- stopping ---------------------------------------------------------------------------------
 
 
@@ -80,7 +95,7 @@ def test_a_prompt_ends_before_its_first_stop_token(model, prompts, stop):
 
 def test_nothing_is_computed_once_every_prompt_has_stopped(model):
     calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model.norm.register_forward_hook(lambda *_: calls.append(1))
     assert generate(model, [[1], [2]], max_new_tokens=50, stop_tokens=range(37)) == [[], []]
     assert len(calls) == 1
     calls.clear()
@@ -211,7 +226,7 @@ def test_the_mode_comes_back_after_an_error(model):
 
 def test_steps_keep_no_graph_and_between_them_gradients_are_on(model):
     inside = []
-    model.register_forward_hook(lambda *_: inside.append(torch.is_inference_mode_enabled()))
+    model.norm.register_forward_hook(lambda *_: inside.append(torch.is_inference_mode_enabled()))
     for _ in stream(model, [[1, 2]], max_new_tokens=3):
         assert not torch.is_inference_mode_enabled()
         assert (2 * model.embed.weight).requires_grad
@@ -260,3 +275,106 @@ def test_on_a_gpu_ragged_prompts_generate_what_each_does_alone(any_model):
     assert sampled == generate(
         any_model, prompts, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1
     )
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are captured, and how often each was replayed."""
+    replays = {}
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph):
+        replays[graph] = replays.get(graph, 0) + 1
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    return replays
+
+
+@pytest.fixture(params=["no kernel", "kernel"])
+def gpu_model(request, config):
+    """Heads of a width that the kernel of `decode_attention` does not take, and of one it does."""
+    D = {"no kernel": 8, "kernel": 32}[request.param]
+    windows = (AttentionConfig(D), AttentionConfig(D, num_kv_heads=1, window_size=5))
+    torch.manual_seed(0)
+    return replace(config, d_model=2 * D, mixers=(*windows, *config.mixers)).build().cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_graph_generates_what_full_forwards_do(gpu_model, graphs, batch):
+    prompts = [[i % 37, 5, 3 * i % 37][: 1 + i % 3] for i in range(batch)]
+    found = generate(gpu_model, prompts, max_new_tokens=40)
+    assert list(graphs.values()) == [38]  # the prompt gives a token, the warm-up another
+    rows = range(0, batch, 21)
+    assert [found[i] for i in rows] == [by_full_forwards(gpu_model, prompts[i], 40) for i in rows]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_few_tokens_need_no_graph(gpu_model, graphs, num_tokens):
+    (found,) = generate(gpu_model, [[1, 2]], max_new_tokens=num_tokens)
+    assert found == by_full_forwards(gpu_model, [1, 2], num_tokens)
+    assert not graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bfloat16_models_generate_on_a_gpu(gpu_model, batch, temperature):
+    gpu_model.bfloat16()
+    arguments = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
+    found = generate(gpu_model, [[1, 2, 3]] * batch, **arguments)
+    assert [len(row) for row in found] == [20] * batch
+    assert found == generate(gpu_model, [[1, 2, 3]] * batch, **arguments)
+    if temperature and batch > 1:
+        assert len({tuple(row) for row in found}) > batch // 4
+
+
+@pytest.mark.gpu
+def test_a_graph_outlives_the_autocast_block_of_its_capture(gpu_model):
+    first = torch.tensor([1, 2], device="cuda")
+    autocast = functools.partial(torch.autocast, "cuda", torch.bfloat16)
+
+    def state():
+        with torch.inference_mode(), autocast():
+            _, prefilled = gpu_model(first[:, None], gpu_model.init_state(2))
+            return gpu_model.reserve(prefilled, 12)
+
+    expected, tokens, eager = [], first, state()
+    with torch.inference_mode(), autocast():
+        for _ in range(12):
+            tokens = gpu_model.step(tokens[:, None], eager)[:, -1].argmax(-1)
+            expected.append(tokens.tolist())
+    decoder, found = Decoder(gpu_model, state(), first, Sampler()), []
+    for _ in range(12):
+        with autocast():
+            found.append(decoder.step().tolist())
+        # What the block has freed gets overwritten.
+        _ = [torch.full_like(w, torch.nan, dtype=torch.bfloat16) for w in gpu_model.parameters()]
+    assert found == expected
+
+
+@pytest.mark.gpu
+def test_sampling_in_a_graph_leaves_random_graphs_outside_inference_mode_possible(model):
+    model.cuda()
+    for seed in (None, 5):
+        generate(model, [[1]], max_new_tokens=5, temperature=1.0, seed=seed)
+    graph, noise = torch.cuda.CUDAGraph(), torch.zeros(100, device="cuda")
+    with torch.cuda.graph(graph):
+        noise.normal_()
+    graph.replay()
+    first = noise.clone()
+    graph.replay()
+    assert not torch.equal(noise, first)
+    assert noise.std() > 0.5
+
+
+@pytest.mark.gpu
+def test_draws_in_a_graph_come_as_often_as_they_should(model):
+    model.cuda()
+    with torch.no_grad():
+        model.embed.weight.zero_()  # the head too: every token is equally likely
+    found = generate(model, [[1]] * 500, max_new_tokens=82, temperature=1.0, seed=0)
+    counts = torch.bincount(torch.tensor(found)[:, 2:].flatten(), minlength=37).double() / DRAWS
+    assert_drawn_from(counts, torch.full((37,), 1 / 37, dtype=torch.float64))

@@ -11,6 +11,7 @@ from mezzo_core.testing.mixers import (
     check_ragged,
     check_segments,
     check_state_bytes,
+    check_step,
 )
 from torch import Tensor, nn
 
@@ -55,7 +56,22 @@ class RunningMean(AbstractMixer):
         last = h[:, -1] if T else given.h
         if self.mistake == "state overwritten" and state is not None:
             given.h.copy_(last)
+        if self.mistake == "state grows" and state is not None:
+            last = torch.cat([last, last])
         return y, None if state is None else SumState(last, given.lengths + real)
+
+    def step(self, x, state):
+        if self.mistake == "step forgets":
+            return self(x, state)[0]
+        if self.mistake == "step moves":
+            y, after = self(x, state)
+            state.h.set_(after.h.clone())
+            state.lengths.add_(1)
+            return y
+        return super().step(x, state)
+
+    def reserve(self, state, num_tokens):
+        return state if self.mistake == "reserve shares" else super().reserve(state, num_tokens)
 
     def init_state(self, batch):
         return SumState(torch.zeros(batch, C), torch.zeros(batch, dtype=torch.int64))
@@ -72,6 +88,7 @@ CHECKS = {
     "causal": lambda m: check_causal(m, d_model=C, num_tokens=9),
     "packed": lambda m: check_packed(m, C, [0, 3, 1, 0, 5]),
     "ragged": lambda m: check_ragged(m, C, [5, 0, 1, 9], 3),
+    "step": lambda m: check_step(m, C, [5, 0, 1, 9], 3),
     "state bytes": lambda m: check_state_bytes(m, 9),
 }
 
@@ -92,12 +109,22 @@ def test_a_correct_mixer_passes(name):
         ("packed", "packing ignored", "packed"),
         ("ragged", "lengths ignored", "row"),
         ("ragged", "state forgotten", "row"),
+        ("step", "step forgets", "row"),
+        ("step", "step moves", "moved"),
+        ("step", "reserve shares", "that reserve was given"),
+        ("step", "state overwritten", "overwrote field 0"),
         ("state bytes", "bytes miscounted", "state_bytes"),
     ],
 )
 def test_a_mistake_is_caught(name, mistake, message):
     with pytest.raises(AssertionError, match=message):
         CHECKS[name](RunningMean(mistake))
+
+
+def test_a_state_that_grows_is_refused_by_the_default_step():
+    mixer = RunningMean("state grows")
+    with torch.no_grad(), pytest.raises(ValueError, match=r"RunningMean must .* h grows, from \(2"):
+        mixer.step(torch.randn(2, 1, C), mixer.init_state(2))
 
 
 def test_splits_that_do_not_add_up_are_refused():

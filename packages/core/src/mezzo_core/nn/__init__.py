@@ -5,6 +5,8 @@ from mezzo_core.nn.attention import AttentionConfig as AttentionConfig
 from mezzo_core.nn.block import Block as Block
 from mezzo_core.nn.checkpoint import load_model as load_model
 from mezzo_core.nn.checkpoint import save_model as save_model
+from mezzo_core.nn.generate import Decoder as Decoder
+from mezzo_core.nn.generate import Sampler as Sampler
 from mezzo_core.nn.generate import generate as generate
 from mezzo_core.nn.generate import stream as stream
 from mezzo_core.nn.init import init_weights as init_weights

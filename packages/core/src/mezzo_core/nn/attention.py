@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from mezzo_core.ops.attention import attention
+from mezzo_core.ops.decode_attention import decode_attention
 from mezzo_core.positions import (
     AlibiFormula,
     alibi_slopes,
@@ -20,8 +21,9 @@ from mezzo_core.positions import (
 class KVCache(NamedTuple):
     """State of softmax attention: the keys and values that later tokens may attend to.
 
-    Rows are aligned on the right: with S slots, slot s of a row that has seen n tokens holds token
-    n - S + s; a slot for which this is negative holds nothing.
+    Token p of a row is in slot p % S. There are at least as many slots as the row has tokens, or W
+    with a window of W: then they are a ring, where token p takes the place of token p - W. Slots
+    that no token has reached are room for later ones, and hold anything.
 
     Attributes:
         k: (B, S, H, D) keys, rotated.
@@ -99,16 +101,15 @@ class Attention(AbstractMixer):
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         q, k, v = self._project(x, positions)
-        slopes = None
-        if self.config.alibi is not None:
-            slopes = alibi_slopes(self.num_heads, self.config.alibi, device=x.device)
-        seen, q_positions, k_positions = None, None, None
-        if state is not None:
-            seen = _append(state, k, v)
-            # Into an empty cache, queries see this call's keys alone: plain causal attention.
-            if state.k.shape[1] > 0:
-                q_positions, k, v = positions, seen.k, seen.v
-                k_positions = _slot_positions(seen)
+        slopes = self._slopes(x.device)
+        q_positions, k_positions = None, None
+        # Into an empty cache, queries see this call's keys alone: plain causal attention.
+        if state is not None and state.k.shape[1] > 0:
+            # Under autocast the cache follows the activations, not the weights it started from.
+            k = torch.cat([state.k.to(k.dtype), k], 1)
+            v = torch.cat([state.v.to(v.dtype), v], 1)
+            cached = _slot_positions(state.lengths, state.k.shape[1])
+            q_positions, k_positions = positions, torch.cat([cached, positions], 1)
         out = attention(
             q,
             k,
@@ -119,7 +120,38 @@ class Attention(AbstractMixer):
             q_positions=q_positions,
             k_positions=k_positions,
         ).out
-        return self.wo(out.flatten(2)), None if seen is None else self._keep(seen, T, lengths)
+        y = self.wo(out.flatten(2))
+        if state is None:
+            return y, None
+        return y, self._keep(state, k, v, state.lengths + (T if lengths is None else lengths))
+
+    def step(self, x: Tensor, state: KVCache) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
+        k, v, lengths = state
+        B, S = k.shape[:2]
+        if x.shape != (B, 1, self.d_model):
+            raise ValueError(f"x must be ({B}, 1, {self.d_model}), got {tuple(x.shape)}")
+        is_ring = self.config.window_size == S
+        if not is_ring and not lengths.is_cuda and (lengths >= S).any():
+            raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")
+        new_q, new_k, new_v = self._project(x, lengths[:, None])
+        place = (torch.arange(B, device=x.device), lengths % S)
+        k[place], v[place] = new_k[:, 0].to(k.dtype), new_v[:, 0].to(v.dtype)
+        lengths.add_(1)
+        out = decode_attention(
+            new_q[:, 0].to(k.dtype), k, v, lengths, alibi_slopes=self._slopes(x.device)
+        )
+        return self.wo(out.flatten(1)[:, None])
+
+    def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
+        """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
+        longest = int(state.lengths.max()) if state.lengths.numel() else 0
+        S = self._num_slots(longest + num_tokens)
+        # A row longer than its slots has filled a ring of W, and then so is the new one.
+        kept = min(longest, state.k.shape[1])
+        k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
+        k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
+        return KVCache(k, v, state.lengths.clone())
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D); q and k rotated."""
@@ -130,22 +162,27 @@ class Attention(AbstractMixer):
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q, k, v
 
-    def _keep(self, seen: KVCache, num_tokens: int, lengths: Tensor | None) -> KVCache:
-        """Return the cache without this call's padding and without what no window reaches."""
-        k, v, total = seen
-        S = k.shape[1]
-        if lengths is not None:
-            # The padding at a row's end goes out to the left, as slots that hold nothing.
-            padding = num_tokens - lengths
-            total = total - padding
-            slots = (torch.arange(S, device=k.device) - padding[:, None]).clamp(min=0)
-            index = slots[:, :, None, None].expand_as(k)
-            k, v = k.gather(1, index), v.gather(1, index)
-        if self.config.window_size is not None and self.config.window_size - 1 < S:
-            # The copy lets go of the longer buffer.
-            first = S - (self.config.window_size - 1)
-            k, v = k[:, first:].clone(), v[:, first:].clone()
-        return KVCache(k, v, total)
+    def _slopes(self, device: torch.device) -> Tensor | None:
+        if self.config.alibi is None:
+            return None
+        return alibi_slopes(self.num_heads, self.config.alibi, device=device)
+
+    def _num_slots(self, num_tokens: int) -> int:
+        """Return how many slots hold what later tokens see of `num_tokens` tokens."""
+        return min(num_tokens, self.config.window_size or num_tokens)
+
+    def _keep(self, old: KVCache, k: Tensor, v: Tensor, lengths: Tensor) -> KVCache:
+        """Put tokens in their slots: k and v hold the old slots, then this call's tokens."""
+        old_slots, S = old.k.shape[1], self._num_slots(k.shape[1])
+        if old_slots == 0 and k.shape[1] == S:
+            return KVCache(k, v, lengths)
+        position = _slot_positions(lengths, S)
+        is_new = position >= old.lengths[:, None]
+        index = torch.where(
+            is_new, position - old.lengths[:, None] + old_slots, position % max(old_slots, 1)
+        )
+        index = index[:, :, None, None].expand(-1, -1, *k.shape[2:])
+        return KVCache(k.gather(1, index), v.gather(1, index), lengths)
 
     def init_state(self, batch: int) -> KVCache:
         """Return an empty cache for `batch` rows."""
@@ -155,11 +192,9 @@ class Attention(AbstractMixer):
         return KVCache(empty, empty, lengths)
 
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of keys and values of one sequence; a window of W keeps W - 1 tokens."""
-        window = self.config.window_size
-        kept = num_tokens if window is None else min(num_tokens, window - 1)
+        """Return the bytes of keys and values of one sequence; a window of W keeps W tokens."""
         width = self.num_kv_heads * self.config.head_dim
-        return 2 * kept * width * self.wk.weight.element_size()
+        return 2 * self._num_slots(num_tokens) * width * self.wk.weight.element_size()
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return 2 FLOPs a weight, and 4 C for each key that a token sees on average."""
@@ -170,17 +205,10 @@ class Attention(AbstractMixer):
         return 2 * weights + 4 * self.d_model * keys / max(num_tokens, 1)
 
 
-def _append(state: KVCache, k: Tensor, v: Tensor) -> KVCache:
-    """Put this call's tokens, padding included, after the cached ones."""
-    # Under autocast the cache follows the activations, not the weights it was started from.
-    k, v = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
-    return KVCache(k, v, state.lengths + (k.shape[1] - state.k.shape[1]))
-
-
-def _slot_positions(cache: KVCache) -> Tensor:
+def _slot_positions(lengths: Tensor, num_slots: int) -> Tensor:
     """Return (B, S), the position of the token in each slot, negative where there is none."""
-    S = cache.k.shape[1]
-    return (cache.lengths - S)[:, None] + torch.arange(S, device=cache.k.device)
+    newest = lengths[:, None] - 1
+    return newest - (newest - torch.arange(num_slots, device=lengths.device)) % num_slots
 
 
 def _check_config(d_model: int, config: AttentionConfig) -> None:

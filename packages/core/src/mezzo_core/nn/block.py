@@ -38,6 +38,15 @@ class Block(nn.Module):
         x = x + self.mlp(self.mlp_norm(x))
         return x, state
 
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        x = x + self.mixer.step(self.mixer_norm(x), state)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def reserve(self, state: Any, num_tokens: int) -> Any:
+        """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
+        return self.mixer.reserve(state, num_tokens)
+
     def init_state(self, batch: int) -> Any:
         """Return the mixer's state before the first token."""
         return self.mixer.init_state(batch)

@@ -1,8 +1,12 @@
-"""Text from a model: a batch of prompts in, new tokens out, one step at a time."""
+"""Text from a model: a batch of prompts in, new tokens out, one step at a time.
+
+On a GPU a step is one CUDA graph, captured once a call and replayed; on a CPU it runs as it is.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +110,7 @@ class Sampler:
         # The largest becomes 0 before the division, which can then not overflow.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
-            return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+            return _sample(logits.softmax(-1), generator)
         # A stable sort keeps exactly k of equal logits, the first ones, as argmax does.
         logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
@@ -115,8 +119,100 @@ class Sampler:
         if self.top_p is not None and self.top_p < 1:
             before = probs.cumsum(-1) - probs
             probs = probs.masked_fill(before >= self.top_p, 0)
-        rank = torch.multinomial(probs, 1, generator=generator)
-        return tokens.gather(-1, rank)[:, 0]
+        rank = _sample(probs, generator)
+        return tokens.gather(-1, rank[:, None])[:, 0]
+
+
+def _sample(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw one index a row, (B, n) to (B,): the first of n exponential clocks with these rates.
+
+    `torch.multinomial` does so too, but waits for the GPU, which a CUDA graph cannot.
+    """
+    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
+
+
+class Decoder:
+    """Draws one token of every row a step, from a state that it overwrites.
+
+    The first step runs as it is; on a GPU, the second captures it as a CUDA graph, and from then on
+    a step is one launch. The first is real and no trial, so the state needs no copy: it is the
+    warm-up that capturing needs, since kernels are compiled and libraries loaded meanwhile. The
+    graph keeps the settings (autocast) of the second step.
+    """
+
+    def __init__(
+        self,
+        model: LM,
+        state: tuple[Any, ...],
+        tokens: Tensor,
+        sampler: Sampler,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Take over the state.
+
+        Args:
+            model: in evaluation mode.
+            state: from `model.reserve`, with room for as many tokens as there will be steps.
+            tokens: (B,) int64, the newest token of each row, which the state has not seen.
+            sampler: draws the next ones.
+            generator: of the model's device; None draws from torch's global one.
+        """
+        self.model = model
+        self.state = state
+        self.tokens = tokens.clone()
+        self.sampler = sampler
+        self.generator = generator
+        self._stream = torch.cuda.Stream(tokens.device) if tokens.is_cuda else None
+        self._warm = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        """Return each row's next token, (B,) int64, in a buffer that the next step overwrites."""
+        if self._stream is None:
+            self._advance()
+        elif not self._warm:
+            self._warm_up(self._stream)
+        else:
+            if self._graph is None:
+                self._graph = self._capture(self._stream)
+            self._graph.replay()
+        return self.tokens
+
+    def _warm_up(self, stream: torch.cuda.Stream) -> None:
+        """Run a step where the capture will be."""
+        here = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            self._advance()
+        here.wait_stream(stream)
+        self._warm = True
+
+    def _capture(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        generators = [torch.cuda.default_generators[stream.device.index]]
+        if self.generator is not None:
+            generators.append(self.generator)
+        # A generator keeps the buffers that its first graph brings. Made in inference mode, they
+        # would fail every later graph outside it.
+        with torch.inference_mode(False):
+            for generator in generators:
+                graph.register_generator_state(generator)
+        # Weights that autocast has cast are freed when its block ends, while the graph lives on: it
+        # must cast them itself.
+        casts = torch.autocast(
+            "cuda",
+            dtype=torch.get_autocast_dtype("cuda"),
+            enabled=torch.is_autocast_enabled("cuda"),
+            cache_enabled=False,
+        )
+        with casts, torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+            self._advance()
+        return graph
+
+    def _advance(self) -> None:
+        logits = self.model.step(self.tokens[:, None], self.state)
+        self.tokens.copy_(self.sampler(logits[:, -1], self.generator))
 
 
 @torch.inference_mode()
@@ -128,28 +224,41 @@ def _steps(
     stop_tokens: frozenset[int],
     seed: int | None,
 ) -> Iterator[list[int | None]]:
-    device = model.embed.weight.device
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    tokens, lengths = _pad(prompts, device)
     running = [True] * len(prompts)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        logits, state = model(
-            tokens, model.init_state(len(prompts)), lengths=lengths, last_only=True
-        )
-        for step in range(max_new_tokens):
-            new = sampler(logits[:, -1], generator)
+        for new in _new_tokens(model, prompts, max_new_tokens, sampler, seed):
             ids = new.tolist()
             running = [on and i not in stop_tokens for on, i in zip(running, ids, strict=True)]
             if not any(running):
                 return
             yield [i if on else None for on, i in zip(running, ids, strict=True)]
-            if step + 1 < max_new_tokens:
-                logits, state = model(new[:, None], state)
     finally:
         for module in training:
             module.training = True
+
+
+def _new_tokens(
+    model: LM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampler: Sampler,
+    seed: int | None,
+) -> Iterator[Tensor]:
+    """Yield every row's next token, (B,), whether or not the row has stopped."""
+    device = model.embed.weight.device
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    tokens, lengths = _pad(prompts, device)
+    logits, state = model(tokens, model.init_state(len(prompts)), lengths=lengths, last_only=True)
+    new = sampler(logits[:, -1], generator)
+    yield new
+    if max_new_tokens == 1:
+        return
+    decoder = Decoder(model, model.reserve(state, max_new_tokens - 1), new, sampler, generator)
+    del state  # the prompt's own copy
+    for _ in range(max_new_tokens - 1):
+        yield decoder.step()
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -127,13 +127,7 @@ class LM(nn.Module):
         Raises:
             ValueError: if an argument has another shape or dtype; the message names it.
         """
-        if tokens.ndim != 2 or tokens.dtype != torch.int64:
-            raise ValueError(
-                f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
-                f"of shape {tuple(tokens.shape)}"
-            )
-        if state is not None and len(state) != len(self.blocks):
-            raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {len(state)}")
+        self._check(tokens, state)
         x = self.embed(tokens)
         new_state = []
         for i, block in enumerate(self.blocks):
@@ -148,6 +142,48 @@ class LM(nn.Module):
             x = _last_real_token(x, lengths)
         logits = self.head(self.norm(x))
         return LMOutput(logits, None if state is None else tuple(new_state))
+
+    def step(self, tokens: Tensor, state: tuple[Any, ...]) -> Tensor:
+        """Decode one token of every row, overwriting the state in place.
+
+        What `forward` would compute, without a wait for the GPU and without buffers that grow: a
+        CUDA graph can hold it (`mezzo_core.nn.generate.Decoder` does).
+
+        Args:
+            tokens: (B, 1) int64, each in [0, vocab).
+            state: from `reserve`; see `AbstractMixer.step` for what happens beyond its room.
+
+        Returns:
+            logits (B, 1, vocab) of the next token.
+
+        Raises:
+            RuntimeError: if gradients are on: what is overwritten has none.
+            ValueError: if an argument has another shape or dtype; the message names it.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "step overwrites the state, so it has no gradients: "
+                "call it under torch.inference_mode() or torch.no_grad()"
+            )
+        self._check(tokens, state)
+        if tokens.shape[1] != 1:
+            raise ValueError(f"tokens must be (B, 1), got {tuple(tokens.shape)}")
+        x = self.embed(tokens)
+        for block, block_state in zip(self.blocks, state, strict=True):
+            x = block.step(x, block_state)
+        return self.head(self.norm(x))
+
+    def reserve(self, state: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
+        """Return the state with room for `num_tokens` more tokens of every row, for `step`.
+
+        Its buffers are its own: `step` overwrites them and leaves `state` alone.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}")
+        return tuple(
+            block.reserve(block_state, num_tokens)
+            for block, block_state in zip(self.blocks, state, strict=True)
+        )
 
     def loss(
         self,
@@ -185,6 +221,15 @@ class LM(nn.Module):
             return total
         # Not torch's own mean: it is NaN for a batch in which no target counts.
         return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+    def _check(self, tokens: Tensor, state: tuple[Any, ...] | None) -> None:
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
+                f"of shape {tuple(tokens.shape)}"
+            )
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {len(state)}")
 
     def init_state(self, batch: int) -> tuple[Any, ...]:
         """Return the state of `batch` sequences before their first token."""

@@ -14,7 +14,8 @@ class AbstractMixer(nn.Module, ABC):
 
     One law, tested for every mixer: a full forward equals any segmentation of the sequence equals
     one token at a time, to rounding. A state is a NamedTuple of tensors whose first axis is the
-    batch; it goes in and comes out, and is never overwritten in place.
+    batch. `forward` never overwrites the state that it is given; `step` does, and only it: it
+    decodes into buffers from `reserve`.
     """
 
     @abstractmethod
@@ -40,6 +41,43 @@ class AbstractMixer(nn.Module, ABC):
         Returns:
             y (B, T, C), and the state after the last real token (None if `state` was None).
         """
+
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Decode one token of every row, overwriting the state in place.
+
+        Nothing waits for the GPU and no shape depends on values, so a CUDA graph can hold the
+        call. It runs without gradients. Steps beyond the reserved room raise on a CPU; on a GPU
+        that would need a wait: nothing is written out of bounds, and the outputs mean nothing.
+
+        This default serves states of fixed size; a state that grows needs `reserve` and `step` of
+        its own.
+
+        Args:
+            x: (B, 1, C), already normalized.
+            state: from `reserve`.
+
+        Returns:
+            y (B, 1, C).
+
+        Raises:
+            ValueError: if `forward` returns a state of other shapes, or the room is used up.
+        """
+        y, after = self(x, state)
+        for name, old, new in zip(state._fields, state, after, strict=True):
+            if old.shape != new.shape:
+                raise ValueError(
+                    f"{type(self).__name__} must define reserve and step: its state's {name} "
+                    f"grows, from {tuple(old.shape)} to {tuple(new.shape)}"
+                )
+            old.copy_(new)
+        return y
+
+    def reserve(self, state: Any, num_tokens: int) -> Any:
+        """Return the state with room for `num_tokens` more tokens of every row.
+
+        Its buffers are its own, which `step` may overwrite. Reading lengths may wait for the GPU.
+        """
+        return type(state)(*(field.clone() for field in state))
 
     def init_gates(self) -> None:
         """Start what is no weight of a Linear or a norm; `init_weights` calls it last."""

@@ -121,29 +121,54 @@ def check_ragged(
         rtol: allowed relative error in norm.
         seed: of the inputs.
     """
-    batch, longest = len(prompt_lengths), max(prompt_lengths)
-    prompts = 10 * _normal(mixer, (batch, longest, d_model), seed)
-    rows = [
-        _normal(mixer, (1, length + steps, d_model), seed + 1 + i)
-        for i, length in enumerate(prompt_lengths)
-    ]
-    for prompt, row, length in zip(prompts, rows, prompt_lengths, strict=True):
-        prompt[:length] = row[0, :length]
+    prompts, rows = _prompts(mixer, d_model, prompt_lengths, steps, seed)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     with torch.no_grad():
-        y, state = mixer(prompts, mixer.init_state(batch), lengths=lengths)
-        outputs = [[y[i : i + 1, :length]] for i, length in enumerate(prompt_lengths)]
+        y, state = mixer(prompts, mixer.init_state(len(rows)), lengths=lengths)
+        outputs = [y]
         for step in range(steps):
-            token = torch.cat(
-                [row[:, n + step, None] for row, n in zip(rows, prompt_lengths, strict=True)]
-            )
-            y, state = mixer(token, state)
-            for i in range(batch):
-                outputs[i].append(y[i : i + 1])
-        for i, (row, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
-            if row.shape[1]:
-                name = f"row {i} (prompt of {length})"
-                assert_close(name, torch.cat(outputs[i], dim=1), mixer(row)[0], rtol=rtol)
+            y, state = mixer(_tokens(rows, prompt_lengths, step), state)
+            outputs.append(y)
+        _assert_rows(mixer, rows, prompt_lengths, outputs, rtol)
+
+
+def check_step(
+    mixer: AbstractMixer,
+    d_model: int,
+    prompt_lengths: Sequence[int],
+    steps: int,
+    *,
+    rtol: float = 1e-5,
+    seed: int = 0,
+) -> None:
+    """Assert that decoding in place gives what a full forward gives, in buffers that stay.
+
+    The prompts run as in `check_ragged`; then come `reserve` and single tokens through `step`. No
+    tensor of the reserved state may move, and the state that was given to `reserve` must stay as it
+    was. Lastly `forward` goes on from the stepped state, and must leave it alone.
+
+    Args:
+        mixer: the mixer under test.
+        d_model: its width C.
+        prompt_lengths: tokens of each row's prompt; a zero is legal.
+        steps: single tokens after the prompts, at least 2.
+        rtol: allowed relative error in norm.
+        seed: of the inputs.
+    """
+    prompts, rows = _prompts(mixer, d_model, prompt_lengths, steps, seed)
+    lengths = torch.tensor(prompt_lengths, device=prompts.device)
+    with torch.no_grad():
+        y, given = mixer(prompts, mixer.init_state(len(rows)), lengths=lengths)
+        outputs, before = [y], [t.clone() for t in given]
+        state = mixer.reserve(given, steps - 1)
+        places = [t.data_ptr() for t in state]
+        for step in range(steps - 1):
+            outputs.append(mixer.step(_tokens(rows, prompt_lengths, step), state))
+        assert [t.data_ptr() for t in state] == places, "step moved a tensor of the state"
+        for field, (old, now) in enumerate(zip(before, given, strict=True)):
+            assert torch.equal(old, now), f"step overwrote field {field} that reserve was given"
+        outputs.append(_forward(mixer, _tokens(rows, prompt_lengths, steps - 1), state)[0])
+        _assert_rows(mixer, rows, prompt_lengths, outputs, rtol)
 
 
 def check_state_bytes(
@@ -179,10 +204,49 @@ def _run(mixer: AbstractMixer, x: Tensor, splits: Sequence[int]) -> Tensor:
     state: Any = mixer.init_state(x.shape[0])
     outputs = []
     for segment in x.split(list(splits), dim=1):
-        before = [t.clone() for t in state]
-        given = state
-        y, state = mixer(segment, given)
-        for field, (old, now) in enumerate(zip(before, given, strict=True)):
-            assert torch.equal(old, now), f"forward overwrote field {field} of the state it got"
+        y, state = _forward(mixer, segment, state)
         outputs.append(y)
     return torch.cat(outputs, dim=1)
+
+
+def _forward(mixer: AbstractMixer, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Call the mixer, and assert that it does not overwrite the state that it was given."""
+    before = [t.clone() for t in state]
+    y, after = mixer(x, state)
+    for field, (old, now) in enumerate(zip(before, state, strict=True)):
+        assert torch.equal(old, now), f"forward overwrote field {field} of the state it got"
+    return y, after
+
+
+def _prompts(
+    mixer: AbstractMixer, d_model: int, prompt_lengths: Sequence[int], steps: int, seed: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return prompts padded with loud garbage, and all tokens of each row, (1, T, C)."""
+    prompts = 10 * _normal(mixer, (len(prompt_lengths), max(prompt_lengths), d_model), seed)
+    rows = [
+        _normal(mixer, (1, length + steps, d_model), seed + 1 + i)
+        for i, length in enumerate(prompt_lengths)
+    ]
+    for prompt, row, length in zip(prompts, rows, prompt_lengths, strict=True):
+        prompt[:length] = row[0, :length]
+    return prompts, rows
+
+
+def _tokens(rows: Sequence[Tensor], prompt_lengths: Sequence[int], step: int) -> Tensor:
+    """Return each row's token at `step` steps after its prompt, (B, 1, C)."""
+    return torch.cat([row[:, n + step, None] for row, n in zip(rows, prompt_lengths, strict=True)])
+
+
+def _assert_rows(
+    mixer: AbstractMixer,
+    rows: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    outputs: Sequence[Tensor],
+    rtol: float,
+) -> None:
+    """Compare each row's outputs, of the padded prompts and then of each step, with its forward."""
+    for i, (row, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
+        if row.shape[1]:
+            y = torch.cat([outputs[0][i, :length], *(step[i] for step in outputs[1:])])
+            name = f"row {i} (prompt of {length})"
+            assert_close(name, y[None], mixer(row)[0], rtol=rtol)

@@ -1,0 +1,127 @@
+"""The public op `decode_attention`: arguments checked, implementation chosen."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mezzo_core.ops.decode_attention import reference
+from mezzo_core.ops.impl import Impl, resolve_impl
+
+TRITON_WIDTHS = (32, 64, 128, 256)
+
+
+def decode_attention(
+    q: Float[Tensor, "B HQ D"],
+    k: Float[Tensor, "B S H D"],
+    v: Float[Tensor, "B S H D"],
+    lengths: Int[Tensor, " B"],
+    *,
+    alibi_slopes: Float[Tensor, " HQ"] | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B HQ D"]:
+    """Attend from the newest token of each row to the tokens in its cache, itself included.
+
+    Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. There is no
+    backward. Nothing waits for the GPU and launches depend on shapes alone, so that a CUDA graph
+    can hold the call while the rows grow.
+
+    Args:
+        q: the newest token's queries.
+        k: keys; a row of n tokens keeps token p in slot p % S. What other slots hold is not read.
+        v: values, laid out as `k`.
+        lengths: n, the tokens of each row, int32 or int64; 0 is legal and gives 0. It may exceed S:
+            then the cache is a ring, and holds the last S tokens.
+        alibi_slopes: slope of each query head (`mezzo_core.positions.alibi_slopes`).
+        scale: of the products; D^-0.5 when None.
+        impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
+            32 to 256).
+
+    Raises:
+        TypeError: if a dtype is not as above.
+        ValueError: if shapes or devices disagree, gradients are asked for, or `impl` cannot do the
+            request.
+    """
+    _check_dtypes(q, k, v, lengths)
+    _check_shapes(q, k, v, lengths, alibi_slopes)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("decode_attention has no backward: call it under torch.no_grad()")
+    chosen = resolve_impl("decode_attention", impl, q.device, _unsupported(q))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _decode_attention(q, k, v, lengths, alibi_slopes, scale, chosen)
+
+
+def _unsupported(q: Tensor) -> str | None:
+    if q.dtype == torch.float64:
+        return "float64"
+    if q.shape[-1] not in TRITON_WIDTHS:
+        return f"heads of width {q.shape[-1]} (it needs one of {TRITON_WIDTHS})"
+    return None
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            "decode_attention: q, k and v must have one floating dtype, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"decode_attention: lengths must be int32 or int64, got {lengths.dtype}")
+
+
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, alibi_slopes: Tensor | None
+) -> None:
+    if q.ndim != 3 or k.ndim != 4 or k.shape[::3] != q.shape[::2] or v.shape != k.shape:
+        raise ValueError(
+            "decode_attention: q must be (B, HQ, D), k and v (B, S, H, D), "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if k.shape[2] == 0 or q.shape[1] % k.shape[2]:
+        raise ValueError(
+            "decode_attention: the heads of q must be a multiple of those of k and v, "
+            f"got {q.shape[1]} and {k.shape[2]}"
+        )
+    if lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"decode_attention: lengths must be ({q.shape[0]},), got {tuple(lengths.shape)}"
+        )
+    if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
+        raise ValueError(
+            f"decode_attention: alibi_slopes must be ({q.shape[1]},), one for each query head; "
+            f"got {tuple(alibi_slopes.shape)}"
+        )
+    for name, x in (("k", k), ("v", v), ("lengths", lengths), ("alibi_slopes", alibi_slopes)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"decode_attention: {name} is on {x.device}, q on {q.device}")
+
+
+@torch.library.custom_op("mezzo::decode_attention", mutates_args=())
+def _decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    slopes: Tensor | None,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    q = q.contiguous()
+    if impl == "triton":
+        from mezzo_core.ops.decode_attention import triton
+
+        return triton.decode_attention_fwd(q, k, v, lengths, slopes, scale)
+    return reference.decode_attention_fwd(q, k, v, lengths, slopes, scale)
+
+
+@_decode_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    slopes: Tensor | None,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    return q.new_empty(q.shape)

@@ -1,0 +1,38 @@
+"""The definition of attention while decoding, in eager PyTorch: any device, any float dtype."""
+
+import torch
+from torch import Tensor
+
+
+def decode_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, slopes: Tensor | None, scale: float
+) -> Tensor:
+    """Attend from the last token of each row to those in its cache of S slots.
+
+    A row of n tokens keeps token p in slot p % S, so its newest token's distance to the one in slot
+    s is (n - 1 - s) mod S, and the slots from n on hold nothing yet. For query head h, which reads
+    key and value head h // (HQ/H):
+
+        score[s] = scale q·k[s] - slope ((n - 1 - s) mod S)          s < min(n, S)
+        out      = sum_s softmax(score)[s] v[s]
+
+    Matrix products run in the dtype of the inputs, the softmax in float32 (float64 for float64). A
+    row of no tokens gets out 0.
+    """
+    B, HQ, D = q.shape
+    S, H = k.shape[1:3]
+    if S == 0:
+        return torch.zeros_like(q)
+    slots = torch.arange(S, device=q.device)
+    empty = slots >= lengths[:, None]
+    scores = torch.einsum("bhgd,bshd->bhgs", q.view(B, H, HQ // H, D), k).flatten(1, 2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if slopes is not None:
+        distance = (lengths[:, None] - 1 - slots) % S
+        scores = scores - slopes[:, None] * distance[:, None]
+    # An empty slot may hold anything: neither its score nor its value may get through.
+    scores = scores.masked_fill(empty[:, None], float("-inf"))
+    v = v.masked_fill(empty[:, :, None, None], 0.0)
+    weights = scores.softmax(-1).masked_fill(empty[:, None], 0.0)
+    weights = weights.to(v.dtype).view(B, H, HQ // H, S)
+    return torch.einsum("bhgs,bshd->bhgd", weights, v).reshape(B, HQ, D)

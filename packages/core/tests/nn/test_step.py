@@ -1,0 +1,41 @@
+"""Decoding in place by a whole model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.testing import assert_close
+
+
+def tokens_of(*shape):
+    return torch.randint(37, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["running mean", "attention"])
+def test_steps_in_place_equal_the_whole(config, kind):
+    if kind == "attention":
+        config = replace(config, mixers=(AttentionConfig(head_dim=8, window_size=4),) * 2)
+    model, tokens = config.build(), tokens_of(2, 12)
+    with torch.no_grad():
+        logits, given = model(tokens[:, :5], model.init_state(2))
+        state = model.reserve(given, 7)
+        steps = [model.step(tokens[:, t : t + 1], state) for t in range(5, 12)]
+        assert_close("steps", torch.cat([logits, *steps], 1), model(tokens).logits, rtol=1e-5)
+        again = model(tokens[:, 5:], given).logits
+    assert_close("after the state before", again, torch.cat(steps, 1), rtol=1e-5)
+
+
+def test_a_bad_step_is_refused(model):
+    tokens, state = tokens_of(2, 1), model.reserve(model.init_state(2), 3)
+    with pytest.raises(RuntimeError, match=r"torch\.inference_mode"):
+        model.step(tokens, state)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"tokens must be \(B, 1\), got \(2, 3\)"):
+            model.step(tokens_of(2, 3), state)
+        with pytest.raises(ValueError, match="tokens must be int64"):
+            model.step(tokens.int(), state)
+        with pytest.raises(ValueError, match="state must hold 2 blocks' states, got 1"):
+            model.step(tokens, state[:1])
+    with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
+        model.reserve(state, -1)
