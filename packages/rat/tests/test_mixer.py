@@ -11,6 +11,7 @@ from mezzo_core.testing.mixers import (
     check_ragged,
     check_segments,
     check_state_bytes,
+    check_step,
 )
 from mezzo_rat import RATConfig
 from mezzo_rat.mixer import mean_logits
@@ -52,6 +53,10 @@ def test_packed_sequences_equal_each_alone(mixer):
 
 def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
     check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)  # most are shorter than a chunk
+
+
+def test_decoding_in_place_equals_the_whole(mixer):
+    check_step(mixer, C, [2, 0, 1, 4, 9], 6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 14])

@@ -1,7 +1,7 @@
 """RAT, the mixer: projections around the op (the paper's section 2.3)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
@@ -11,9 +11,10 @@ from mezzo_rat.gate_bias import init_gate_bias
 from mezzo_rat.ops.forget_gate import accumulation_dtype
 from mezzo_rat.ops.rat_attention import (
     RATState,
-    chunk_rat_attention,
+    chunk_rat_attention_zvgqk,
     init_state,
-    recurrent_rat_attention,
+    reserve,
+    step_rat_attention_,
 )
 
 
@@ -93,23 +94,45 @@ class RAT(AbstractMixer):
     ) -> tuple[Tensor, RATState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
-        z, v, g, q, k = self.in_proj(x).split(self.widths, dim=-1)
-        if self.config.gate_rank is not None:
-            z, g = self.z_proj(z), self.g_proj(g)
-        z, v, g, q, k = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (z, v, g, q, k))
-        gate_bias = self.gate_bias.view(v.shape[2:])
-        rope, rope_base, L = self.config.rope, self.config.rope_base, self.config.chunk_size
-        if state is not None and x.shape[1] == 1 and lengths is None:
-            y, state = recurrent_rat_attention(
-                q, k, v, g, chunk_size=L, gate_bias=gate_bias, z=z, rope=rope,
-                rope_base=rope_base, state=state,
-            )  # fmt: skip
-        else:
-            y, state = chunk_rat_attention(
-                q, k, v, g, chunk_size=L, gate_bias=gate_bias, z=z, rope=rope,
-                rope_base=rope_base, state=state, lengths=lengths, cu_seqlens=cu_seqlens,
-            )  # fmt: skip
+        y, state = chunk_rat_attention_zvgqk(
+            self._project(x), **self._form(), state=state, lengths=lengths, cu_seqlens=cu_seqlens
+        )
         return self.out_proj(y.flatten(2)), state
+
+    def step(self, x: Tensor, state: RATState) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        y = step_rat_attention_(self._project(x), state, **self._form())
+        return self.out_proj(y.flatten(2))
+
+    def reserve(self, state: RATState, num_tokens: int) -> RATState:
+        """Return the state with slots for `num_tokens` more tokens, in buffers of its own."""
+        grown = reserve(state, num_tokens, self.config.chunk_size)
+        # What grew is new already; a copy of that would need twice its memory.
+        return RATState(
+            *(
+                new.clone(memory_format=torch.contiguous_format) if new is old else new
+                for old, new in zip(state, grown, strict=True)
+            )
+        )
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Return z, v, g, q, k side by side, (B, T, (3 H + 2 G) D)."""
+        zvgqk = self.in_proj(x)
+        if self.config.gate_rank is None:
+            return zvgqk
+        z, v, g, qk = zvgqk.split([*self.widths[:3], sum(self.widths[3:])], dim=-1)
+        return torch.cat([self.z_proj(z), v, self.g_proj(g), qk], dim=-1)
+
+    def _form(self) -> dict[str, Any]:
+        """Return what the op takes besides tensors of the call."""
+        return {
+            "num_heads": self.num_heads,
+            "num_groups": self.num_groups,
+            "chunk_size": self.config.chunk_size,
+            "gate_bias": self.gate_bias.view(self.num_heads, -1),
+            "rope": self.config.rope,
+            "rope_base": self.config.rope_base,
+        }
 
     def init_state(self, batch: int) -> RATState:
         """Return the state before the first token."""

@@ -434,8 +434,10 @@ def test_bad_arguments_are_named(op, change, error, message):
 
 def test_a_missing_kernel_is_said_and_never_replaced(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match=r"no kernel is written.*supported: reference"):
+    with pytest.raises(ValueError, match=r"head dimension of 4; supported: 32, 64, 128, 256"):
         chunk_rat_attention(**draw(1, 4, 2, 1, 4), chunk_size=2, impl="triton")
+    with pytest.raises(ValueError, match="does not support a loop over tokens"):
+        recurrent_rat_attention(**draw(1, 4, 2, 1, 32), chunk_size=2, impl="triton")
 
 
 def test_an_odd_head_dimension_cannot_rotate():

@@ -1,6 +1,6 @@
-"""RAT attention: the public functions, their checks, and who computes them.
+"""RAT attention: the public functions, and who computes them.
 
-The gates come as logits, and RoPE as a rule instead of as tables. A fused kernel can then read the
+The gates come as logits, and RoPE as a rule instead of as tables. So the kernels can read the
 projection's output as it is (half the bytes of float32 gates), do the rest on chip, and keep
 nothing of width 2C for the backward pass; and 1 - sigmoid(g) is computed as sigmoid(-g), which
 keeps its digits when the gate is near one.
@@ -11,13 +11,17 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
+from mezzo_rat.ops.rat_attention import registered
+from mezzo_rat.ops.rat_attention.checks import check_form, check_rows
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
 from mezzo_rat.ops.rat_attention.reference import RATForm, recurrent_reference
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
+
+HEAD_DIMS = (32, 64, 128, 256)
+"""Head dimensions that the Triton kernels take."""
 
 
 class RATAttentionOutput(NamedTuple):
@@ -74,15 +78,21 @@ def chunk_rat_attention(
             needs a state.
         cu_seqlens: borders of sequences packed in one row (B = 1, no state), from 0 to T, never
             decreasing; each sequence begins a new chunk.
-        impl: "auto" or "reference": there is no kernel of this op yet. On a GPU "auto" runs the
-            scan inside it in Triton.
+        impl: "auto", "reference" or "triton". The kernels take float16, bfloat16 and float32, D of
+            32, 64, 128 or 256, any L; and a state if nothing needs a gradient.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit.
     """
-    form = _form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    _check_rows(v, state, lengths, cu_seqlens)
-    resolve_impl("chunk_rat_attention", impl, v.device, _NO_KERNEL)
+    form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
+    check_rows(v, state, lengths, cu_seqlens)
+    parts = (v, g, q, k) if z is None else (z, v, g, q, k)
+    unsupported = _unsupported(parts, gate_bias, state)
+    if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
+        zvgqk = torch.cat([part.flatten(2) for part in parts], dim=-1)
+        B, T, H, D = v.shape
+        sizes = registered.Sizes(B, T, H, q.shape[2], D, z is not None)
+        return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
     if v.shape[1] == 0:
         return RATAttentionOutput(v, state)
     if state is not None:
@@ -90,6 +100,44 @@ def chunk_rat_attention(
     keep, write = forget_gate(g, gate_bias)
     y, state = chunk_reference(q, k, v, keep, write, form, state, lengths, cu_seqlens, impl)
     return RATAttentionOutput(_gated(y, z, v.dtype), state)
+
+
+def chunk_rat_attention_zvgqk(
+    zvgqk: Float[Tensor, "B T W"],
+    *,
+    num_heads: int,
+    num_groups: int,
+    chunk_size: int,
+    gate_bias: Float[Tensor, "H D"] | None = None,
+    rope: Literal["chunk", "token"] | None = "chunk",
+    rope_base: float = 10_000.0,
+    scale: float | None = None,
+    state: RATState | None = None,
+    lengths: Int[Tensor, "B"] | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+    impl: Impl = "auto",
+) -> RATAttentionOutput:
+    """Compute chunk_rat_attention from one projection; its gradient comes as one tensor, too.
+
+    `zvgqk` holds z, v, g of H·D channels each, then q, k of G·D each, side by side, as one matrix
+    product yields them: W = (3 H + 2 G) D. The other arguments, and the errors, are those of
+    `chunk_rat_attention`.
+    """
+    form, parts = _split(
+        zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
+    )
+    z, v, g, q, k = parts
+    unsupported = _unsupported(parts, gate_bias, state)
+    if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
+        check_rows(v, state, lengths, cu_seqlens)
+        B, T, H, D = v.shape
+        sizes = registered.Sizes(B, T, H, num_groups, D, True)
+        return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
+    return chunk_rat_attention(
+        q, k, v, g, chunk_size=chunk_size, gate_bias=gate_bias, z=z, rope=rope,
+        rope_base=rope_base, scale=scale, state=state, lengths=lengths, cu_seqlens=cu_seqlens,
+        impl=impl,
+    )  # fmt: skip
 
 
 def recurrent_rat_attention(
@@ -113,9 +161,9 @@ def recurrent_rat_attention(
     The definition of the op, and the step of a decoder (T = 1). Arguments and errors are those of
     `chunk_rat_attention`; sequences cannot be packed.
     """
-    form = _form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    _check_rows(v, state, lengths, None)
-    resolve_impl("recurrent_rat_attention", impl, v.device, _NO_KERNEL)
+    form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
+    check_rows(v, state, lengths, None)
+    resolve_impl("recurrent_rat_attention", impl, v.device, _NO_STEPS)
     if v.shape[1] == 0:
         return RATAttentionOutput(v, state)
     B, _, H, D = v.shape
@@ -126,7 +174,125 @@ def recurrent_rat_attention(
     return RATAttentionOutput(_gated(y, z, v.dtype), None if state is None else after)
 
 
-_NO_KERNEL = "this op yet (no kernel is written); supported: reference"
+def step_rat_attention_(
+    zvgqk: Float[Tensor, "B 1 W"],
+    state: RATState,
+    *,
+    num_heads: int,
+    num_groups: int,
+    chunk_size: int,
+    gate_bias: Float[Tensor, "H D"] | None = None,
+    rope: Literal["chunk", "token"] | None = "chunk",
+    rope_base: float = 10_000.0,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B 1 H D"]:
+    """Decode one token of every row, and overwrite the state with the one after it.
+
+    Arguments are those of `chunk_rat_attention_zvgqk`. The state lies in contiguous buffers of its
+    own, with a slot for every chunk that the token may close: `reserve` them. It runs without
+    gradients, and a CUDA graph can hold it. Where the slots are used up it raises on a CPU; on a
+    GPU, where looking would mean waiting, nothing is written out of bounds.
+
+    Raises:
+        ValueError: also for more tokens than one a row; on a CPU, if no slot is left.
+    """
+    form, parts = _split(
+        zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
+    )
+    check_rows(parts[1], state, None, None)
+    if zvgqk.shape[1] != 1:
+        raise ValueError(f"zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
+    unsupported = _unsupported(parts, gate_bias, state)
+    if resolve_impl("step_rat_attention_", impl, zvgqk.device, unsupported) == "triton":
+        bias = None if gate_bias is None else gate_bias.float().contiguous()
+        return registered.rat_attention_step_(
+            zvgqk.contiguous(), bias, *state, num_groups, True, chunk_size, rope or "none",
+            rope_base, form.scale,
+        )  # fmt: skip
+    z, v, g, q, k = parts
+    y, after = recurrent_rat_attention(
+        q, k, v, g, chunk_size=chunk_size, gate_bias=gate_bias, z=z, rope=rope,
+        rope_base=rope_base, scale=scale, state=state,
+    )  # fmt: skip
+    assert after is not None
+    for old, new in zip(state, after, strict=True):
+        if old.shape != new.shape:
+            raise ValueError("state has no slot left for another token: reserve more")
+        old.copy_(new)
+    return y
+
+
+_NO_STEPS = "a loop over tokens; supported: reference"
+
+
+def _split(
+    zvgqk: Tensor,
+    num_heads: int,
+    num_groups: int,
+    chunk_size: int,
+    gate_bias: Tensor | None,
+    rope: Literal["chunk", "token"] | None,
+    rope_base: float,
+    scale: float | None,
+) -> tuple[RATForm, tuple[Tensor, ...]]:
+    """Check a projection, and return what to compute, and views of z, v, g, q, k."""
+    H, G = num_heads, num_groups
+    D, rest = divmod(zvgqk.shape[-1], 3 * H + 2 * G)
+    if zvgqk.ndim != 3 or rest:
+        raise ValueError(
+            f"zvgqk must be (B, T, W) with W a multiple of 3 H + 2 G = {3 * H + 2 * G}, "
+            f"got {tuple(zvgqk.shape)}"
+        )
+    views = zvgqk.split([n * D for n in (H, H, H, G, G)], dim=-1)
+    z, v, g, q, k = (x.unflatten(-1, (-1, D)) for x in views)
+    form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
+    return form, (z, v, g, q, k)
+
+
+def _unsupported(
+    parts: tuple[Tensor, ...], gate_bias: Tensor | None, state: RATState | None
+) -> str | None:
+    """Say why the kernels cannot take this call, or return None if they can."""
+    dtypes, dim = {part.dtype for part in parts}, parts[0].shape[-1]
+    if len(dtypes) > 1:
+        return "gates of another dtype than v"
+    if dtypes - {torch.float16, torch.bfloat16, torch.float32}:
+        return f"{parts[0].dtype}; supported: float16, bfloat16, float32"
+    if dim not in HEAD_DIMS:
+        return f"a head dimension of {dim}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if parts[0].numel() == 0:
+        return "empty tensors"
+    if state is not None and torch.is_grad_enabled():
+        tensors = (*parts, *state) if gate_bias is None else (*parts, *state, gate_bias)
+        if any(x.requires_grad for x in tensors):
+            return "gradients beside a state"
+    return None
+
+
+def _by_kernels(
+    zvgqk: Tensor,
+    gate_bias: Tensor | None,
+    sizes: registered.Sizes,
+    form: RATForm,
+    state: RATState | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> RATAttentionOutput:
+    bias = None if gate_bias is None else gate_bias.float().contiguous()
+    if zvgqk.stride(-1) != 1:
+        zvgqk = zvgqk.contiguous()
+    shared = (sizes.G, sizes.has_z, form.chunk_size, form.rope or "none", form.rope_base)
+    if state is None:
+        y, *_ = registered.rat_attention(
+            zvgqk, bias, cu_seqlens, sizes.H, *shared, form.scale
+        )  # fmt: skip
+        return RATAttentionOutput(y, None)
+    state = _ready(state, zvgqk, form.chunk_size)
+    added = torch.full_like(state.lengths, sizes.T) if lengths is None else lengths
+    y, *after = registered.rat_attention_continued(zvgqk, bias, *state, added, *shared, form.scale)
+    k, v, k_ends, v_ends = after
+    return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, state.lengths + added))
 
 
 def _gated(y: Tensor, z: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -137,74 +303,3 @@ def _ready(state: RATState, v: Tensor, chunk_size: int) -> RATState:
     """Give the state room for these tokens, in their dtype (autocast may have changed it)."""
     state = reserve(state, v.shape[1], chunk_size)
     return state._replace(k_ends=state.k_ends.to(v.dtype), v_ends=state.v_ends.to(v.dtype))
-
-
-def _form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    chunk_size: int,
-    gate_bias: Tensor | None,
-    z: Tensor | None,
-    rope: Literal["chunk", "token"] | None,
-    rope_base: float,
-    scale: float | None,
-) -> RATForm:
-    """Check what both forms take, and return what they compute."""
-    if v.ndim != 4:
-        raise ValueError(f"v must be (B, T, H, D), got {tuple(v.shape)}")
-    B, T, H, D = v.shape
-    if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (B, T, D) or q.shape[2] < 1 or H % q.shape[2]:
-        raise ValueError(
-            f"q must be ({B}, {T}, G, {D}) with G a divisor of {H}, got {tuple(q.shape)}"
-        )
-    for name, x, shape in (
-        ("k", k, q.shape),
-        ("g", g, v.shape),
-        ("z", z, v.shape),
-        ("gate_bias", gate_bias, v.shape[2:]),
-    ):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("z", z), ("gate_bias", gate_bias)):
-        if x is not None and not x.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
-        if x is not None and x.device != v.device:
-            raise ValueError(f"{name} must be on {v.device} as v is, got {x.device}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be an integer of 1 or more, got {chunk_size!r}")
-    if rope not in ("chunk", "token", None):
-        raise ValueError(f'rope must be "chunk", "token" or None, got {rope!r}')
-    if rope is not None and D % 2:
-        raise ValueError(f"rope needs an even head dimension D, got {D}")
-    return RATForm(chunk_size, rope, rope_base, D**-0.5 if scale is None else scale)
-
-
-def _check_rows(
-    v: Tensor, state: RATState | None, lengths: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    B, _, H, D = v.shape
-    if state is not None:
-        for name, shape in (("k", (B, H, D)), ("v", (B, H, D)), ("lengths", (B,))):
-            got = tuple(getattr(state, name).shape)
-            if got != shape:
-                raise ValueError(f"state.{name} must be {shape}, got {got}")
-        ends = state.k_ends
-        if ends.shape != (B, ends.shape[1], H, D) or state.v_ends.shape != ends.shape:
-            raise ValueError(
-                f"state.k_ends and state.v_ends must be ({B}, N, {H}, {D}), "
-                f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
-            )
-    if lengths is not None and state is None:
-        raise ValueError("lengths needs a state: start from init_state")
-    if lengths is not None and (lengths.shape != (B,) or lengths.dtype != torch.int64):
-        raise ValueError(
-            f"lengths must be int64 of shape ({B},), got {lengths.dtype} {tuple(lengths.shape)}"
-        )
-    if cu_seqlens is not None:
-        if state is not None:
-            raise ValueError("cu_seqlens and state exclude each other: packed rows do not continue")
-        check_cu_seqlens("chunk_rat_attention", cu_seqlens, v)

@@ -1,0 +1,116 @@
+"""What the kernels of one call are told: sizes, and where things lie in memory and in time."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from mezzo_core.positions import rope_angles
+from torch import Tensor
+
+from mezzo_rat.ops.rat_attention.layout import packed_layout
+from mezzo_rat.ops.rat_attention.reference import RATForm
+
+
+class Sizes(NamedTuple):
+    """Sizes of a projection (B, T, W) that holds z (if any), v, g of H·D and q, k of G·D."""
+
+    B: int
+    T: int
+    H: int
+    G: int
+    D: int
+    has_z: bool
+
+    @property
+    def width(self) -> int:
+        """W, all channels of the projection."""
+        return (2 + self.has_z) * self.H * self.D + 2 * self.G * self.D
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where v, g, q and k begin; z, if there is one, comes first."""
+        v = self.H * self.D if self.has_z else 0
+        g = v + self.H * self.D
+        q = g + self.H * self.D
+        return {"OV": v, "OG": g, "OQ": q, "OK": q + self.G * self.D}
+
+
+class Plan(NamedTuple):
+    """Where the N chunks of a call lie, which slots its queries see, and which angles turn what."""
+
+    mode: Literal["plain", "packed", "continued"]
+    N: int
+    """Chunks of a row; packed, chunks of all sequences, and room for as many as there may be."""
+    starts: Tensor | None
+    """Packed: (N,) first token of each chunk. Continued: (B,) tokens that each row has seen."""
+    stops: Tensor | None
+    """Packed: (N,) one past its last token. Continued: (B,) tokens added to each row."""
+    low: Tensor | None
+    """Packed: (T,) the first slot that each token sees."""
+    high: Tensor | None
+    """Packed: (T,) one past the last slot that each token sees."""
+    unseen: Tensor | None
+    """Packed: (N,) one past the last token whose sequence begins at or before each slot."""
+    q_places: Tensor
+    """(1 or B, T) int32: the row of the table of angles that turns each query."""
+    k_places: Tensor
+    """(1 or B, N) int32: the row that turns each chunk's end."""
+    angles: tuple[Tensor, Tensor] | None
+    """Cosines and sines (P, D/2); None for no RoPE."""
+
+
+def plain_plan(sizes: Sizes, form: RATForm, device: torch.device) -> Plan:
+    """Plan for rows that start with their first token."""
+    T, L = sizes.T, form.chunk_size
+    N = -(-T // L)
+    token = torch.arange(T, device=device, dtype=torch.int32)[None]
+    chunk = torch.arange(N, device=device, dtype=torch.int32)[None]
+    if form.rope == "token":
+        places = token, ((chunk + 1) * L - 1).clamp(max=T - 1)
+    else:
+        places = token // L, chunk
+    angles = _angles(form, T if form.rope == "token" else N, sizes.D, device)
+    return Plan("plain", N, None, None, None, None, None, *places, angles)
+
+
+def packed_plan(sizes: Sizes, form: RATForm, cu_seqlens: Tensor) -> Plan:
+    """Plan for one row of packed sequences; slots are shared by all and never seen across them."""
+    T, L = sizes.T, form.chunk_size
+    layout = packed_layout(T, L, cu_seqlens)
+    assert layout.first is not None
+    low, high, end = layout.first[0], layout.slot[0], layout.end[0]
+    N = end.shape[0]
+    slots = torch.arange(N, device=end.device)
+    starts, stops = (torch.searchsorted(high, slots, right=right) for right in (False, True))
+    unseen = torch.searchsorted(low, slots, right=True)
+    at = layout.position if form.rope == "token" else layout.chunk
+    angles = _angles(form, T if form.rope == "token" else T // L + 1, sizes.D, end.device)
+    return Plan(
+        "packed", N, starts, stops, low, high, unseen, at.int(), at[:, end].int(), angles
+    )  # fmt: skip
+
+
+def continued_plan(
+    sizes: Sizes, form: RATForm, num_slots: int, seen: Tensor, added: Tensor
+) -> Plan:
+    """Plan for rows that have seen `seen` (B,) tokens and get `added` (B,) more."""
+    T, L = sizes.T, form.chunk_size
+    N = (T - 1) // L + 2  # the open chunk may take part of the tokens
+    position = seen[:, None] + torch.arange(T, device=seen.device)
+    slot = (seen // L)[:, None] + torch.arange(N, device=seen.device)
+    if form.rope == "token":
+        places = position, torch.minimum((slot + 1) * L, (seen + added)[:, None]) - 1
+        num_places = num_slots * L
+    else:
+        places = position // L, slot
+        num_places = num_slots
+    q_places, k_places = (place.clamp(0, num_places - 1).int() for place in places)
+    angles = _angles(form, num_places, sizes.D, seen.device)
+    return Plan("continued", N, seen, added, None, None, None, q_places, k_places, angles)
+
+
+def _angles(
+    form: RATForm, num_places: int, dim: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    if form.rope is None:
+        return None
+    return rope_angles(torch.arange(num_places, device=device), dim, form.rope_base)

@@ -1,0 +1,248 @@
+"""Softmax attention to chunk ends on a GPU, with the own k~, v~ and the output gate: flash style.
+
+Scores are in base 2. A query sees slots `low <= j < high`; its own k~ starts the online softmax.
+What the loops read comes by tensor descriptors (the GPU's bulk copies) of (B, T or N, heads · D).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _seen(lows, highs, starts, i_b, o_t, T, L: tl.constexpr, MODE: tl.constexpr):
+    """Return the range of slots that each token sees."""
+    if MODE == "packed":
+        return (
+            tl.load(lows + o_t, mask=o_t < T, other=0).to(tl.int32),
+            tl.load(highs + o_t, mask=o_t < T, other=0).to(tl.int32),
+        )
+    if MODE == "continued":
+        b_high = ((tl.load(starts + i_b) + o_t) // L).to(tl.int32)
+    else:
+        b_high = (o_t // L).to(tl.int32)
+    return tl.zeros_like(b_high), b_high
+
+
+@triton.jit
+def _range(b_low, b_high, m_t, BN: tl.constexpr, MODE: tl.constexpr):
+    """Return where a tile's slots begin, up to where all tokens see all, and where they end."""
+    begin = tl.min(tl.where(m_t, b_low, 2147483647)) // BN * BN
+    limit = tl.max(tl.where(m_t, b_high, 0))
+    full = begin
+    if MODE != "packed":
+        full = tl.min(b_high) // BN * BN
+    return begin, full, limit
+
+
+@triton.jit
+def _attend(
+    b_acc, b_m, b_l, b_q, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
+    D: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add BN slots to an online softmax."""
+    b_k = k_ends.load([i_b, j, i_h * D]).reshape(BN, D)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+    if MASK:
+        o_j = j + tl.arange(0, BN)
+        seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
+        b_s = tl.where(seen, b_s, float("-inf"))
+    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s - b_new[:, None])
+    b_shrink = tl.exp2(b_m - b_new)
+    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    b_acc = b_acc * b_shrink[:, None]
+    b_v = v_ends.load([i_b, j, i_h * D]).reshape(BN, D)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_new, b_l
+
+
+@triton.jit(do_not_specialize=["T"])
+def attend_ends_fwd_kernel(
+    q, k_ends, v_ends, v_run, own, z, lows, highs, starts, y, lse,
+    T, stride_zb, stride_zt, scale2,
+    L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+    MODE: tl.constexpr, HAS_Z: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from BM tokens of one head; the tokens that see most run first."""
+    num_m = tl.cdiv(T, BM)
+    pid = tl.program_id(0)
+    i_m, i_h, i_b = num_m - 1 - pid % num_m, pid // num_m % H, pid // num_m // H
+    o_t, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, D)
+    m_t = o_t < T
+    m = m_t[:, None]
+    o_row = i_b.to(tl.int64) * T + o_t
+    b_low, b_high = _seen(lows, highs, starts, i_b, o_t, T, L, MODE)
+    b_q = tl.load(q + (o_row[:, None] * G + i_h % G) * D + o_d[None, :], mask=m, other=0.0)
+    o_out = (o_row[:, None] * H + i_h) * D + o_d[None, :]
+    b_acc = tl.load(v_run + o_out, mask=m, other=0.0).to(tl.float32)
+    p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
+    b_m = tl.load(own + p_row, mask=m_t, other=0.0)
+    b_l = tl.full([BM], 1.0, tl.float32)
+    if HAS_Z:  # loaded here, so that it need not be waited for at the end
+        p_z = z + i_b.to(tl.int64) * stride_zb + o_t.to(tl.int64)[:, None] * stride_zt
+        b_z = tl.load(p_z + i_h * D + o_d[None, :], mask=m, other=0.0)
+    begin, full, limit = _range(b_low, b_high, m_t, BN, MODE)
+    for j in range(begin, full, BN):
+        b_acc, b_m, b_l = _attend(
+            b_acc, b_m, b_l, b_q, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
+            D, BN, False, PRECISION,
+        )  # fmt: skip
+    for j in range(full, limit, BN):
+        b_acc, b_m, b_l = _attend(
+            b_acc, b_m, b_l, b_q, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
+            D, BN, True, PRECISION,
+        )  # fmt: skip
+    b_y = b_acc / b_l[:, None]
+    if HAS_Z:
+        b_y *= tl.sigmoid(b_z.to(tl.float32))
+    tl.store(y + o_out, b_y.to(y.dtype.element_ty), mask=m)
+    tl.store(lse + p_row, b_m + tl.log2(b_l), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["rows", "T"])
+def gate_bwd_kernel(
+    dy, y, z, dz, do, delta, rows, T, stride_zb, stride_zt,
+    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Pull the gradient back through the output gate, and take delta = do · o = dy · y.
+
+    The ungated o is not needed: dz = dy o s (1 - s) = dy y (1 - s) with s = sigmoid(z).
+    """
+    o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, D)
+    i_b, i_t, i_h = o_m // H // T, o_m // H % T, o_m % H
+    m = (o_m < rows)[:, None]
+    o_row = o_m[:, None] * D + o_d[None, :]
+    b_dy = tl.load(dy + o_row, mask=m, other=0.0).to(tl.float32)
+    b_dyy = b_dy * tl.load(y + o_row, mask=m, other=0.0).to(tl.float32)
+    tl.store(delta + (i_b * H + i_h) * T + i_t, tl.sum(b_dyy, 1), mask=o_m < rows)
+    if HAS_Z:
+        p_z = z + (i_b * stride_zb + i_t * stride_zt + i_h * D)[:, None] + o_d[None, :]
+        b_z = tl.load(p_z, mask=m, other=0.0).to(tl.float32)
+        p_dz = dz + ((i_b * T + i_t) * W + i_h * D)[:, None] + o_d[None, :]
+        tl.store(p_dz, (b_dyy * tl.sigmoid(-b_z)).to(dz.dtype.element_ty), mask=m)
+        tl.store(do + o_row, (b_dy * tl.sigmoid(b_z)).to(do.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _add_dq(
+    b_dq, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
+    D: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what BN slots of one head give to dq, but for the scale."""
+    b_k = k_ends.load([i_b, j, i_h * D]).reshape(BN, D)
+    b_v = v_ends.load([i_b, j, i_h * D]).reshape(BN, D)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+    b_p = tl.exp2(b_s - b_lse[:, None])
+    if MASK:
+        o_j = j + tl.arange(0, BN)
+        seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
+        b_p = tl.where(seen, b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T"])
+def attend_ends_dq_kernel(
+    q, k_ends, v_ends, do, lse, delta, lows, highs, dq, T, scale, scale2,
+    L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum dq of BM tokens of one group over the group's heads."""
+    num_m = tl.cdiv(T, BM)
+    pid = tl.program_id(0)
+    i_m, i_g, i_b = num_m - 1 - pid % num_m, pid // num_m % G, pid // num_m // G
+    o_t, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, D)
+    m_t = o_t < T
+    m = m_t[:, None]
+    o_row = i_b.to(tl.int64) * T + o_t
+    b_low, b_high = _seen(lows, highs, lows, i_b, o_t, T, L, MODE)
+    begin, full, limit = _range(b_low, b_high, m_t, BN, MODE)
+    o_q = (o_row[:, None] * G + i_g) * D + o_d[None, :]
+    b_q = tl.load(q + o_q, mask=m, other=0.0)
+    b_dq = tl.zeros([BM, D], tl.float32)
+    for i_h in range(i_g, H, G):
+        p_do = do + (o_row[:, None] * H + i_h) * D + o_d[None, :]
+        b_do = tl.load(p_do, mask=m, other=0.0)
+        p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
+        b_lse = tl.load(lse + p_row, mask=m_t, other=0.0)
+        b_delta = tl.load(delta + p_row, mask=m_t, other=0.0)
+        for j in range(begin, full, BN):
+            b_dq = _add_dq(
+                b_dq, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high,
+                scale2, D, BN, False, PRECISION,
+            )  # fmt: skip
+        for j in range(full, limit, BN):
+            b_dq = _add_dq(
+                b_dq, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high,
+                scale2, D, BN, True, PRECISION,
+            )  # fmt: skip
+    tl.store(dq + o_q, b_dq * scale, mask=m)
+
+
+@triton.jit
+def _add_dkv(
+    b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
+    L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, MASK: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what BM tokens give to dk, but for the scale, and to dv.
+
+    Tiles are slots by tokens: the transposes of p and ds are what the products need.
+    """
+    o_t = t + tl.arange(0, BM)
+    b_q = q.load([i_b, t, (i_h % G) * D]).reshape(BM, D)
+    b_do = do.load([i_b, t, i_h * D]).reshape(BM, D)
+    p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
+    b_lse = tl.load(lse + p_row, mask=o_t < T, other=float("inf"))
+    b_delta = tl.load(delta + p_row, mask=o_t < T, other=0.0)
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale2
+    b_p = tl.exp2(b_s - b_lse[None, :])
+    if MASK:
+        b_low, b_high = _seen(lows, highs, lows, i_b, o_t, T, L, MODE)
+        seen = (o_j[:, None] >= b_low[None, :]) & (o_j[:, None] < b_high[None, :])
+        b_p = tl.where(seen, b_p, 0.0)
+    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
+    b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def attend_ends_dkv_kernel(
+    q, k_ends, v_ends, do, lse, delta, lows, highs, stops, unseen, dk, dv, T, N, scale, scale2,
+    L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Pull gradients back to BN ends of one head, over all tokens that see them."""
+    num_n = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    i_n, i_h, i_b = pid % num_n, pid // num_n % H, pid // num_n // H
+    o_j, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, D)
+    m_j = (o_j < N)[:, None]
+    o_end = ((i_b.to(tl.int64) * N + o_j[:, None]) * H + i_h) * D + o_d[None, :]
+    b_k = tl.load(k_ends + o_end, mask=m_j, other=0.0)
+    b_v = tl.load(v_ends + o_end, mask=m_j, other=0.0)
+    b_dk, b_dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
+    if MODE == "packed":
+        begin = tl.load(stops + i_n * BN).to(tl.int32) // BM * BM
+        end = tl.load(unseen + tl.minimum(i_n * BN + BN, N) - 1).to(tl.int32)
+        full = end
+    else:
+        begin, end = (i_n * BN + 1) * L // BM * BM, T
+        full = tl.minimum(begin + tl.cdiv((i_n * BN + BN) * L - begin, BM) * BM, T)
+    for t in range(begin, full, BM):
+        b_dk, b_dv = _add_dkv(
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
+            L, G, H, D, BM, True, MODE, PRECISION,
+        )  # fmt: skip
+    for t in range(full, end, BM):
+        b_dk, b_dv = _add_dkv(
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
+            L, G, H, D, BM, False, MODE, PRECISION,
+        )  # fmt: skip
+    tl.store(dk + o_end, b_dk * scale, mask=m_j)
+    tl.store(dv + o_end, b_dv, mask=m_j)

@@ -1,0 +1,195 @@
+"""The recurrence inside chunks on a GPU: one pass forward, one pass (there and back) backward.
+
+A program owns one chunk of one group: a tile is a token's R heads by D channels, so the group's
+query and key are read once for all its heads. The state is in registers, chunks are independent,
+and each token is loaded while the one before it is computed.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _chunk(starts, stops, i_b, i_n, T, L: tl.constexpr, MODE: tl.constexpr):
+    """Return a chunk's first token, one past its last, and whether it continues a state."""
+    if MODE == "packed":
+        first, last = tl.load(starts + i_n).to(tl.int64), tl.load(stops + i_n).to(tl.int64)
+        return first, last, first < 0
+    if MODE == "continued":
+        seen, added = tl.load(starts + i_b).to(tl.int64), tl.load(stops + i_b).to(tl.int64)
+        begin = (seen // L + i_n) * L - seen
+        return tl.maximum(begin, 0), tl.minimum(begin + L, added), begin < 0
+    first = i_n.to(tl.int64) * L
+    return first, tl.minimum(first + L, T), first < 0
+
+
+@triton.jit
+def _gates(b_g, b_bias):
+    """Return f and 1 - f, each to its own last digit."""
+    b_x = b_g.to(tl.float32) + b_bias
+    b_e = tl.exp(-tl.abs(b_x))
+    large = 1.0 / (1.0 + b_e)
+    small = b_e * large
+    return tl.where(b_x < 0, small, large), tl.where(b_x < 0, large, small)
+
+
+@triton.jit
+def _heads(bias, i_g, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BR: tl.constexpr):
+    """Return the group's heads, their channels' offsets in a token, masks, and their bias."""
+    o_r, o_d = tl.arange(0, BR), tl.arange(0, D)
+    o_h, m_h = o_r * G + i_g, o_r < R
+    o_hd, m_hd = o_h[:, None] * D + o_d[None, :], m_h[:, None] & (o_d >= 0)[None, :]
+    b_bias = tl.zeros([BR, D], tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + o_hd, mask=m_hd, other=0.0)
+    return o_h, m_h, o_hd, m_hd, b_bias
+
+
+@triton.jit
+def _load(p_x, valid, o_hd, m_hd, o_gd, OV, OG, OQ, OK):
+    """Load one token of a group from the projection."""
+    return (
+        tl.load(p_x + OG + o_hd, mask=m_hd & valid, other=0.0),
+        tl.load(p_x + OV + o_hd, mask=m_hd & valid, other=0.0),
+        tl.load(p_x + OK + o_gd, mask=(o_gd >= 0) & valid, other=0.0),
+        tl.load(p_x + OQ + o_gd, mask=(o_gd >= 0) & valid, other=0.0),
+    )
+
+
+@triton.jit
+def _step(b_g, b_v, b_k, b_bias, b_kc, b_vc):
+    """Advance k~ and v~ by one token."""
+    keep, write = _gates(b_g, b_bias)
+    b_kc = keep * b_kc + write * b_k.to(tl.float32)[None, :]
+    b_vc = keep * b_vc + write * b_v.to(tl.float32)
+    return b_kc, b_vc
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def chunk_scan_fwd_kernel(
+    x, bias, k0, v0, starts, stops, v_run, k_ends, v_ends, own, k_last, v_last,
+    T, N, stride_b, stride_t, scale2,
+    OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr,
+    L: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    BR: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Scan one chunk of one group; write v~, the end, and the base-2 logit of each own k~."""
+    pid = tl.program_id(0)
+    i_g, i_n, i_b = pid % G, pid // G % N, (pid // G // N).to(tl.int64)
+    first, last, continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
+    o_h, m_h, o_hd, m_hd, b_bias = _heads(bias, i_g, G, R, D, BR)
+    o_gd = i_g * D + tl.arange(0, D)
+    b_kc, b_vc = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
+    if MODE == "continued":
+        b_kc += tl.load(k0 + i_b * G * R * D + o_hd, mask=m_hd & continues, other=0.0)
+        b_vc += tl.load(v0 + i_b * G * R * D + o_hd, mask=m_hd & continues, other=0.0)
+    p_x = x + i_b * stride_b + first * stride_t
+    b_g, b_v, b_k, b_q = _load(p_x, first < last, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+    for t in range(first, last):
+        p_x += stride_t
+        n_g, n_v, n_k, n_q = _load(p_x, t + 1 < last, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
+        b_own = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
+        p_run = v_run + (i_b * T + t) * (G * R * D)
+        tl.store(p_run + o_hd, b_vc.to(v_run.dtype.element_ty), mask=m_hd)
+        tl.store(own + (i_b * G * R + o_h) * T + t, b_own, mask=m_h)
+        b_g, b_v, b_k, b_q = n_g, n_v, n_k, n_q
+    # A chunk of no tokens gets an end too: zeros, for what is masked must still be finite.
+    o_end = (i_b * N + i_n) * (G * R * D) + o_hd
+    tl.store(k_ends + o_end, b_kc, mask=m_hd)
+    tl.store(v_ends + o_end, b_vc.to(v_ends.dtype.element_ty), mask=m_hd)
+    if MODE == "continued":
+        m_last = m_hd & (first < last) & (last == tl.load(stops + i_b))
+        tl.store(k_last + i_b * G * R * D + o_hd, b_kc, mask=m_last)
+        tl.store(v_last + i_b * G * R * D + o_hd, b_vc, mask=m_last)
+
+
+@triton.jit(do_not_specialize=["T", "N", "chunks", "programs"])
+def chunk_scan_bwd_kernel(
+    x, bias, starts, stops, do, lse, delta, dq_past, dk_ends, dv_ends, p_own, ds_own, dx, dbias,
+    T, N, chunks, programs, stride_b, stride_t, scale, scale2,
+    OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
+    L: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    BR: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Pull gradients back through chunks of one group: to v, g, k, and all of q's.
+
+    On the way there k~ and v~ wait in the rows of dx where dg and dv will be; on the way back each
+    row is read once more, as its successor's predecessor, before its gradient takes its place.
+    """
+    pid = tl.program_id(0)
+    i_g = pid % G
+    o_h, m_h, o_hd, m_hd, b_bias = _heads(bias, i_g, G, R, D, BR)
+    o_gd = i_g * D + tl.arange(0, D)
+    b_dbias = tl.zeros([BR, D], tl.float32)
+    for i_c in range(pid // G, chunks, programs):
+        i_n, i_b = i_c % N, (i_c // N).to(tl.int64)
+        first, last, _continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
+        p_x = x + i_b * stride_b + first * stride_t
+        p_dx = dx + (i_b * T + first) * W
+        p_do = do + (i_b * T + first) * (G * R * D)
+        p_dq = dq_past + (i_b * T + first) * (G * D)
+        o_row = (i_b * G * R + o_h) * T + first
+        b_kc, b_vc = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
+        b_g, b_v, b_k, b_q = _load(p_x, first < last, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        b_do = tl.load(p_do + o_hd, mask=m_hd & (first < last), other=0.0)
+        for t in range(first, last):
+            more = t + 1 < last
+            p_x += stride_t
+            p_do += G * R * D
+            n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+            n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
+            b_lse = tl.load(lse + o_row, mask=m_h, other=0.0)
+            b_delta = tl.load(delta + o_row, mask=m_h, other=0.0)
+            b_dq = tl.load(p_dq + o_gd)
+            b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
+            tl.store(p_dx + OG + o_hd, b_kc.to(dx.dtype.element_ty), mask=m_hd)
+            tl.store(p_dx + OV + o_hd, b_vc.to(dx.dtype.element_ty), mask=m_hd)
+            b_s = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
+            b_p = tl.where(m_h, tl.exp2(b_s - b_lse), 0.0)
+            b_ds = b_p * (tl.sum(b_do.to(tl.float32) * b_vc, axis=1) - b_delta) * scale
+            b_dq += tl.sum(b_ds[:, None] * b_kc, axis=0)
+            tl.store(p_own + o_row, b_p, mask=m_h)
+            tl.store(ds_own + o_row, b_ds, mask=m_h)
+            tl.store(p_dx + OQ + o_gd, b_dq.to(dx.dtype.element_ty))
+            b_g, b_v, b_k, b_q, b_do = n_g, n_v, n_k, n_q, n_do
+            p_dx += W
+            p_dq += G * D
+            o_row += 1
+        tl.debug_barrier()
+        o_end = (i_b * N + i_n) * (G * R * D) + o_hd
+        b_dkc = tl.load(dk_ends + o_end, mask=m_hd, other=0.0)
+        b_dvc = tl.load(dv_ends + o_end, mask=m_hd, other=0.0)
+        p_x -= stride_t
+        p_do -= G * R * D
+        b_g, b_v, b_k, b_q = _load(p_x, first < last, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        b_do = tl.load(p_do + o_hd, mask=m_hd & (first < last), other=0.0)
+        for t in range(first, last):
+            more = t + 1 < last  # the chunk's first token, which comes last here, follows zeros
+            p_x -= stride_t
+            p_do -= G * R * D
+            p_dx -= W
+            o_row -= 1
+            b_kprev = tl.load(p_dx - W + OG + o_hd, mask=m_hd & more, other=0.0).to(tl.float32)
+            b_vprev = tl.load(p_dx - W + OV + o_hd, mask=m_hd & more, other=0.0).to(tl.float32)
+            n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+            n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
+            b_p = tl.load(p_own + o_row, mask=m_h, other=0.0)
+            b_ds = tl.load(ds_own + o_row, mask=m_h, other=0.0)
+            keep, write = _gates(b_g, b_bias)
+            b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
+            b_dvc += b_p[:, None] * b_do.to(tl.float32)
+            b_df = b_dkc * (b_kprev - b_k.to(tl.float32)[None, :])
+            b_df += b_dvc * (b_vprev - b_v.to(tl.float32))
+            b_dg = keep * write * b_df
+            b_dbias += b_dg
+            b_dk = tl.sum(tl.where(m_hd, write * b_dkc, 0.0), axis=0)
+            tl.debug_barrier()  # all have read a row before one overwrites it
+            tl.store(p_dx + OG + o_hd, b_dg.to(dx.dtype.element_ty), mask=m_hd)
+            tl.store(p_dx + OV + o_hd, (write * b_dvc).to(dx.dtype.element_ty), mask=m_hd)
+            tl.store(p_dx + OK + o_gd, b_dk.to(dx.dtype.element_ty))
+            b_dkc *= keep
+            b_dvc *= keep
+            b_g, b_v, b_k, b_q, b_do = n_g, n_v, n_k, n_q, n_do
+    if dbias is not None:
+        tl.store(dbias + (pid // G).to(tl.int64) * (G * R * D) + o_hd, b_dbias, mask=m_hd)

@@ -1,0 +1,198 @@
+"""One decoding step of RAT attention on a GPU: a pass over the closed ends, then the new token.
+
+The first kernel is all of the traffic. It splits a row's ends among programs where rows and heads
+are too few to keep the GPU busy; how many follows from shapes alone, so that a CUDA graph stays
+right as rows grow. The second kernel advances the recurrence, merges, gates and writes the state.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from mezzo_core.positions import rope_angles
+from torch import Tensor
+
+from mezzo_rat.ops.rat_attention.plan import Sizes
+from mezzo_rat.ops.rat_attention.reference import RATForm
+from mezzo_rat.ops.rat_attention.state import RATState
+from mezzo_rat.ops.rat_attention.triton import LOG2_E
+from mezzo_rat.ops.rat_attention.triton_scan import _gates
+
+# Programs that fill a large GPU, and the ends that one reads at a time.
+PROGRAMS, BN = 1024, 32
+
+
+@triton.jit
+def _rotated(p_x, i_d, cos, sin, place, D: tl.constexpr, ROPE: tl.constexpr):
+    """Load a head's channels i_d, rotated at a place."""
+    b_x = tl.load(p_x + i_d).to(tl.float32)
+    if ROPE == "none":
+        return b_x
+    half: tl.constexpr = D // 2
+    b_other = tl.load(p_x + (i_d + half) % D).to(tl.float32)
+    b_cos = tl.load(cos + place * half + i_d % half)
+    b_sin = tl.load(sin + place * half + i_d % half)
+    return b_x * b_cos + tl.where(i_d < half, -b_other, b_other) * b_sin
+
+
+@triton.jit(do_not_specialize=["N"])
+def step_past_kernel(
+    x, k_ends, v_ends, lengths, cos, sin, parts, tops, sums, seen,
+    N, stride_b, stride_eb, scale2,
+    OQ: tl.constexpr, L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BN: tl.constexpr, SPLITS: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Attend from one head of one row to its share of the closed chunks' ends.
+
+    Each of the tile's BN rows keeps a softmax of its own, so that the loop needs no exchange.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_s, i_h, i_b = pid % SPLITS, pid // SPLITS % H, pid // SPLITS // H
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
+    n = tl.load(lengths + i_b)
+    if (i_h == 0) & (i_s == 0):
+        tl.store(seen + i_b, n)
+    closed = tl.minimum(n // L, N)
+    share = tl.cdiv(closed, SPLITS * BN) * BN
+    begin = i_s * share
+    end = tl.minimum(begin + share, closed)
+    place = n if ROPE == "token" else n // L
+    b_q = _rotated(x + i_b * stride_b + OQ + (i_h % G) * D, o_d, cos, sin, place, D, ROPE)
+    b_q *= scale2
+    b_top = tl.full([BN], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BN], tl.float32)
+    b_acc = tl.zeros([BN, D], tl.float32)
+    o_end = i_b * stride_eb + i_h * D + o_d[None, :]
+    for j in range(begin, end, BN):
+        m = (j + o_n < end)[:, None]
+        o_j = o_end + (j + o_n)[:, None] * (H * D)
+        b_k = tl.load(k_ends + o_j, mask=m, other=0.0).to(tl.float32)
+        b_v = tl.load(v_ends + o_j, mask=m, other=0.0).to(tl.float32)
+        b_s = tl.where(j + o_n < end, tl.sum(b_k * b_q[None, :], axis=1), float("-inf"))
+        b_new = tl.maximum(b_top, b_s)
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink, b_p = tl.exp2(b_top - b_safe), tl.exp2(b_s - b_safe)
+        b_sum = b_sum * b_shrink + b_p
+        b_acc = b_acc * b_shrink[:, None] + b_p[:, None] * b_v
+        b_top = b_new
+    top = tl.max(b_top, axis=0)
+    b_w = tl.exp2(b_top - tl.where(top == float("-inf"), 0.0, top))
+    tl.store(parts + pid * D + o_d, tl.sum(b_acc * b_w[:, None], axis=0))
+    tl.store(sums + pid, tl.sum(b_sum * b_w, axis=0))
+    tl.store(tops + pid, top)
+
+
+@triton.jit(do_not_specialize=["N"])
+def step_new_kernel(
+    x, bias, k, v, k_ends, v_ends, lengths, cos, sin, parts, tops, sums, seen, y,
+    N, stride_b, stride_eb, scale2,
+    OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr,
+    L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    SPLITS: tl.constexpr, ROPE: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Advance one head of one row by its new token, and merge with what it attends to."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_h, i_b = pid % H, pid // H
+    o_d = tl.arange(0, D)
+    o_other = (o_d + D // 2) % D
+    n = tl.load(seen + i_b)
+    opens = n % L == 0
+    p_x = x + i_b * stride_b + i_h * D
+    p_g = x + i_b * stride_b + (i_h % G) * D
+    p_k, p_v = k + pid * D, v + pid * D
+    b_q = tl.load(p_g + OQ + o_d).to(tl.float32)
+    b_v = tl.load(p_x + OV + o_d).to(tl.float32)
+    b_bias, b_bias_other = 0.0, 0.0
+    if bias is not None:
+        b_bias, b_bias_other = tl.load(bias + i_h * D + o_d), tl.load(bias + i_h * D + o_other)
+    keep, write = _gates(tl.load(p_x + OG + o_d), b_bias)
+    b_k = write * tl.load(p_g + OK + o_d).to(tl.float32)
+    b_k += tl.where(opens, 0.0, keep * tl.load(p_k + o_d))
+    b_v = write * b_v + tl.where(opens, 0.0, keep * tl.load(p_v + o_d))
+    # The other half of k~ once more: rotating the chunk's end pairs channels of two threads.
+    keep, write = _gates(tl.load(p_x + OG + o_other), b_bias_other)
+    b_other = write * tl.load(p_g + OK + o_other).to(tl.float32)
+    b_other += tl.where(opens, 0.0, keep * tl.load(p_k + o_other))
+    tl.debug_barrier()  # all have read the state before one overwrites it
+    tl.store(p_k + o_d, b_k)
+    tl.store(p_v + o_d, b_v)
+    closes = ((n + 1) % L == 0) & (n // L < N)
+    b_end = b_k
+    if ROPE != "none":
+        half: tl.constexpr = D // 2
+        place = n if ROPE == "token" else n // L
+        b_cos = tl.load(cos + place * half + o_d % half, mask=(o_d >= 0) & closes, other=0.0)
+        b_sin = tl.load(sin + place * half + o_d % half, mask=(o_d >= 0) & closes, other=0.0)
+        b_end = b_k * b_cos + tl.where(o_d < half, -b_other, b_other) * b_sin
+    o_end = i_b * stride_eb + (n // L) * (H * D) + i_h * D + o_d
+    m_end = (o_d >= 0) & closes
+    tl.store(k_ends + o_end, b_end.to(k_ends.dtype.element_ty), mask=m_end)
+    tl.store(v_ends + o_end, b_v.to(v_ends.dtype.element_ty), mask=m_end)
+
+    own = tl.sum(b_k * b_q, axis=0) * scale2
+    o_s = tl.arange(0, SPLITS)
+    b_top = tl.load(tops + pid * SPLITS + o_s)
+    top = tl.maximum(tl.max(b_top, axis=0), own)
+    b_w = tl.exp2(b_top - top)
+    w_own = tl.exp2(own - top)
+    b_parts = tl.load(parts + (pid * SPLITS + o_s)[:, None] * D + o_d[None, :])
+    b_y = tl.sum(b_w[:, None] * b_parts, axis=0) + w_own * b_v
+    b_y /= tl.sum(b_w * tl.load(sums + pid * SPLITS + o_s), axis=0) + w_own
+    if HAS_Z:
+        b_y *= tl.sigmoid(tl.load(p_x + o_d).to(tl.float32))
+    tl.store(y + pid * D + o_d, b_y.to(y.dtype.element_ty))
+    if i_h == 0:
+        tl.store(lengths + i_b, n + 1)
+
+
+def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RATForm) -> Tensor:
+    """Decode one token of every row into the state.
+
+    Args:
+        x: (B, 1, W) projection.
+        bias: (H, D) float32, or None.
+        state: overwritten; all but the ends' rows contiguous.
+        sizes: what x holds.
+        form: what to compute.
+
+    Returns:
+        y (B, 1, H, D).
+    """
+    B, _, H, G, D, has_z = sizes
+    N = state.k_ends.shape[1]
+    splits = num_splits(B * H, N)
+    parts = torch.empty((B * H, splits, D), dtype=torch.float32, device=x.device)
+    tops, sums = torch.empty((2, B * H, splits), dtype=torch.float32, device=x.device)
+    seen = torch.empty_like(state.lengths)
+    y = torch.empty((B, 1, H, D), dtype=x.dtype, device=x.device)
+    angles: tuple[Tensor | None, Tensor | None] = (None, None)
+    if form.rope is not None:
+        places = N if form.rope == "chunk" else N * form.chunk_size
+        angles = _angles(triton.next_power_of_2(places + 1), D, form.rope_base, x.device)
+    scale2, rope = form.scale * LOG2_E, form.rope or "none"
+    strides = x.stride(0), state.k_ends.stride(0)
+    settings = {"L": form.chunk_size, "G": G, "H": H, "D": D, "SPLITS": splits, "ROPE": rope}
+    with torch.cuda.device_of(x):
+        step_past_kernel[(B * H * splits,)](
+            x, state.k_ends, state.v_ends, state.lengths, *angles, parts, tops, sums, seen,
+            N, *strides, scale2, OQ=sizes.offsets["OQ"], BN=BN, num_warps=4, **settings,
+        )  # fmt: skip
+        step_new_kernel[(B * H,)](
+            x, bias, state.k, state.v, state.k_ends, state.v_ends, state.lengths, *angles,
+            parts, tops, sums, seen, y, N, *strides, scale2,
+            HAS_Z=has_z, num_warps=1, **settings, **sizes.offsets,
+        )  # fmt: skip
+    return y
+
+
+def num_splits(num_heads: int, num_slots: int) -> int:
+    """Return how many programs share a row's head: a power of two, none with less than a tile."""
+    wanted = min(max(PROGRAMS // num_heads, 1), max(num_slots // BN, 1))
+    return 1 << (wanted.bit_length() - 1)
+
+
+@cache
+def _angles(num_places: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a table that is made once: graphs that were captured keep reading it."""
+    return rope_angles(torch.arange(num_places, device=device), dim, base)

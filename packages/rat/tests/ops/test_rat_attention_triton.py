@@ -1,0 +1,368 @@
+"""RAT attention's Triton kernels against the reference: here in the interpreter, or on a GPU.
+
+The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
+"""
+
+import itertools
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close, grads
+from mezzo_rat.ops.rat_attention import (
+    RATState,
+    chunk_rat_attention,
+    chunk_rat_attention_zvgqk,
+    init_state,
+    reserve,
+    step_rat_attention_,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
+gpu = pytest.mark.gpu
+
+
+def draw(B, T, H, G, D, *, dtype=torch.float32, bias=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    return {
+        "zvgqk": normal(B, T, (3 * H + 2 * G) * D).to(dtype),
+        "gate_bias": normal(H, D) + bias,
+    }
+
+
+def check(inputs, *, H, G, cu_seqlens=None, **form):
+    """Compare output and gradients with the reference in float32, by the numerics rule."""
+    form = {"num_heads": H, "num_groups": G, "cu_seqlens": cu_seqlens, **form}
+    dtype = inputs["zvgqk"].dtype
+    B, T, W = inputs["zvgqk"].shape
+    D = W // (3 * H + 2 * G)
+    dout = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def run(impl, zvgqk):
+        fn = lambda **x: chunk_rat_attention_zvgqk(**x, **form, impl=impl).out  # noqa: E731
+        out, found = grads(fn, {**inputs, "zvgqk": zvgqk}, dout.to(zvgqk.dtype))
+        heads = [H * D] * 3 + [G * D] * 2
+        parts = dict(zip("zvgqk", found["zvgqk"].split(heads, -1), strict=True))
+        return {"out": out, **{f"d{n}": x for n, x in parts.items()}, "dbias": found["gate_bias"]}
+
+    ours = run("triton", inputs["zvgqk"])
+    # In a first chunk dq and dk are zero on paper: what 16 bits leave of them is rounding alone.
+    atol = 1e-6 if dtype == torch.float32 or T > form["chunk_size"] + 1 else 2e-3
+    unmeasured = ["dbias"] if T > form["chunk_size"] else ["dbias", "dq", "dk"]
+    ref = run("reference", inputs["zvgqk"].float())
+    low = None if dtype == torch.float32 else run("reference", inputs["zvgqk"])
+    for name, truth in ref.items():
+        rtol = 8e-3 if name in ("dg", "dz", "dbias") and low else LOW[dtype]
+        yardstick = None if low is None or name in unmeasured else low[name]
+        assert_close(name, ours[name], truth, rtol=rtol, low=yardstick, factor=3, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("T", "L", "H", "G", "D", "rope"),
+    [
+        (1, 16, 2, 1, 32, "chunk"),
+        (63, 16, 4, 2, 32, "chunk"),
+        (100, 7, 2, 2, 32, "token"),
+        (65, 64, 6, 2, 32, "chunk"),
+        (40, 1, 2, 1, 64, None),
+        (33, 128, 2, 1, 32, "token"),
+    ],
+)
+def test_output_and_gradients_equal_the_reference(T, L, H, G, D, rope, dtype):
+    inputs = draw(2, T, H, G, D, dtype=dtype)
+    check(inputs, H=H, G=G, chunk_size=L, rope=rope, rope_base=500.0)
+
+
+@pytest.mark.parametrize("rope", ["chunk", "token"])
+@pytest.mark.parametrize("lengths", [[40, 0, 1, 35], [0, 16, 17], [7]])
+def test_packed_sequences_equal_the_reference(lengths, rope):
+    borders = torch.tensor([0, *itertools.accumulate(lengths), sum(lengths)], device=DEVICE)
+    inputs = draw(1, sum(lengths), 2, 1, 32)
+    check(inputs, H=2, G=1, chunk_size=16, rope=rope, cu_seqlens=borders)
+
+
+@pytest.mark.parametrize("logit", [float("inf"), float("-inf"), 50.0, -50.0, -1e-4])
+def test_extreme_gates_equal_the_reference(logit):
+    inputs = draw(1, 40, 2, 1, 32, bias=0.0)
+    inputs["zvgqk"][..., 128:192] = logit
+    check(inputs, H=2, G=1, chunk_size=8)
+
+
+def test_a_gate_that_is_not_a_number_shows():
+    inputs = draw(1, 20, 2, 1, 32)
+    inputs["zvgqk"][0, 3, 128] = float("nan")  # g of head 0 at token 3
+    out = chunk_rat_attention_zvgqk(
+        **inputs, num_heads=2, num_groups=1, chunk_size=8, impl="triton"
+    ).out
+    assert out[0, 3:, 0, 0].isnan().all()
+    assert out[0, :, 1].isfinite().all(), "heads are apart"
+
+
+def test_separate_tensors_without_gates_give_the_same():
+    draws = torch.Generator().manual_seed(0)
+    shapes = {"q": 1, "k": 1, "v": 2, "g": 2}
+    inputs = {n: torch.randn(1, 40, H, 32, generator=draws).to(DEVICE) for n, H in shapes.items()}
+    dout = torch.randn(1, 40, 2, 32, generator=draws).to(DEVICE)
+    (out, found), (ref, truth) = (
+        grads(lambda i=impl, **x: chunk_rat_attention(**x, chunk_size=8, impl=i).out, inputs, dout)
+        for impl in ("triton", "reference")
+    )
+    assert_close("out", out, ref, rtol=1e-5)
+    for name in inputs:
+        assert_close(f"d{name}", found[name], truth[name], rtol=1e-5)
+
+
+def test_strided_projections_are_read_in_place():
+    inputs = draw(2, 20, 2, 1, 32)
+    wide = torch.randn(2, 30, 512, device=DEVICE)
+    wide[:, 5:25, 64:512] = 0.0
+    strided = wide[:, 5:25, 64 : 64 + inputs["zvgqk"].shape[-1]]
+    strided.copy_(inputs["zvgqk"])
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
+    ours = chunk_rat_attention_zvgqk(strided, gate_bias=inputs["gate_bias"], **form).out
+    assert torch.equal(ours, chunk_rat_attention_zvgqk(**inputs, **form).out)
+
+
+def test_a_change_leaves_the_past_bit_equal():
+    inputs = draw(1, 50, 2, 1, 32)
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
+    before = chunk_rat_attention_zvgqk(**inputs, **form).out
+    inputs["zvgqk"][:, 30:] += 1
+    after = chunk_rat_attention_zvgqk(**inputs, **form).out
+    assert torch.equal(before[:, :30], after[:, :30])
+    assert not torch.equal(before[:, 30:], after[:, 30:])
+
+
+def test_repeats_are_bit_equal():
+    inputs = draw(1, 70, 4, 2, 32)
+    form = {"num_heads": 4, "num_groups": 2, "chunk_size": 8, "impl": "triton"}
+    runs = [
+        grads(
+            lambda **x: chunk_rat_attention_zvgqk(**x, **form).out,
+            inputs,
+            torch.ones(1, 70, 4, 32, device=DEVICE),
+        )
+        for _ in range(2)
+    ]
+    (out, found), (again, found_again) = runs
+    assert torch.equal(out, again)
+    assert all(torch.equal(found[name], found_again[name]) for name in found)
+
+
+@pytest.mark.parametrize("rope", ["chunk", "token", None])
+def test_segments_and_steps_through_a_state_equal_the_whole(rope):
+    H, G, D, L = 2, 1, 32, 5
+    inputs = draw(2, 23, H, G, D)
+    form = {"num_heads": H, "num_groups": G, "chunk_size": L, "rope": rope, "impl": "triton"}
+    with torch.no_grad():
+        whole = chunk_rat_attention_zvgqk(**inputs, **form).out
+        state = init_state(2, H, D, dtype=torch.float32, device=torch.device(DEVICE))
+        outputs, start = [], 0
+        for length in (3, 2, 9, 1):
+            part = inputs["zvgqk"][:, start : start + length]
+            out, state = chunk_rat_attention_zvgqk(
+                part, gate_bias=inputs["gate_bias"], state=state, **form
+            )
+            outputs.append(out)
+            start += length
+        assert state.k_ends.shape[1] == -(-start // L)
+        grown = reserve(state, 23 - start, L)
+        state = RATState(*(x.clone() for x in grown))
+        for t in range(start, 23):
+            token = inputs["zvgqk"][:, t : t + 1]
+            outputs.append(step_rat_attention_(token, state, gate_bias=inputs["gate_bias"], **form))
+    assert_close("out", torch.cat(outputs, 1), whole, rtol=1e-5)
+    assert state.lengths.tolist() == [23, 23]
+
+
+def test_rows_of_different_lengths_equal_the_reference():
+    H, G, D, L = 2, 1, 32, 4
+    form = {"num_heads": H, "num_groups": G, "chunk_size": L}
+    bias = draw(1, 1, H, G, D)["gate_bias"]
+    states = {}
+    with torch.no_grad():
+        for impl in ("triton", "reference"):
+            state = init_state(4, H, D, dtype=torch.float32, device=torch.device(DEVICE))
+            outs = []
+            for call, lengths in enumerate(([7, 0, 4, 1], [0, 3, 5, 2], [1, 1, 9, 6])):
+                given = torch.tensor(lengths, device=DEVICE)
+                x = draw(4, 9, H, G, D, seed=call)["zvgqk"]
+                out, state = chunk_rat_attention_zvgqk(
+                    x, gate_bias=bias, state=state, lengths=given, impl=impl, **form
+                )
+                real = torch.arange(9, device=DEVICE) < given[:, None]
+                assert out.isfinite().all(), "padding reaches the layers above"
+                outs.append(out[real])
+            states[impl] = (torch.cat(outs), state)
+    (ours, state), (ref, expected) = states.values()
+    assert_close("out", ours, ref, rtol=1e-5)
+    assert torch.equal(state.lengths, expected.lengths)
+    held = torch.arange(state.k_ends.shape[1], device=DEVICE) < (state.lengths // L)[:, None]
+    open_rows = state.lengths % L > 0
+    for name in ("k_ends", "v_ends"):
+        assert_close(name, getattr(state, name)[held], getattr(expected, name)[held], rtol=1e-5)
+    for name in ("k", "v"):
+        pair = (getattr(s, name)[open_rows] for s in (state, expected))
+        assert_close(name, *pair, rtol=1e-5)
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_steps_split_over_many_ends_equal_the_reference(B):
+    H, G, D, L, N = 2, 1, 32, 2, 200
+    inputs = draw(B, 1, H, G, D)
+    draws = torch.Generator().manual_seed(3)
+    fields = [(B, H, D)] * 2 + [(B, N, H, D)] * 2
+    lengths = torch.tensor([2 * N - 2, 0, 131][:B], device=DEVICE)
+    after, outs = [], []
+    for impl in ("triton", "reference"):
+        draws.manual_seed(3)
+        state = RATState(
+            *(torch.randn(f, generator=draws).to(DEVICE) for f in fields), lengths.clone()
+        )
+        with torch.no_grad():
+            outs.append(
+                step_rat_attention_(
+                    **inputs, state=state, num_heads=H, num_groups=G, chunk_size=L, impl=impl
+                )
+            )
+        after.append(state)
+    assert_close("out", outs[0], outs[1], rtol=1e-5)
+    ours, ref = after
+    assert torch.equal(ours.lengths, lengths + 1)
+    for name in ("k", "v"):
+        assert_close(name, getattr(ours, name), getattr(ref, name), rtol=1e-5)
+    closed = torch.arange(N, device=DEVICE) < (ours.lengths // L)[:, None]
+    for name in ("k_ends", "v_ends"):
+        assert_close(name, getattr(ours, name)[closed], getattr(ref, name)[closed], rtol=1e-5)
+
+
+def test_registered_ops_are_sound():
+    inputs = draw(1, 20, 2, 1, 32)
+    x, bias = (v.requires_grad_() for v in inputs.values())
+    ops = torch.ops.mezzo_rat
+    rest = (True, 8, "chunk", 1e4, 0.2)
+    torch.library.opcheck(ops.rat_attention, (x, bias, None, 2, 1, *rest))
+    borders = torch.tensor([0, 7, 20], device=DEVICE)
+    torch.library.opcheck(ops.rat_attention, (x, bias, borders, 2, 1, *rest))
+    state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
+    state = reserve(state, 40, 8)
+    x, bias = x.detach(), bias.detach()
+    added = torch.tensor([20], device=DEVICE)
+    torch.library.opcheck(ops.rat_attention_continued, (x, bias, *state, added, 1, *rest))
+    torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, 1, *rest))
+
+
+def test_compiled_in_one_graph():
+    inputs = draw(1, 20, 2, 1, 32)
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+
+    def run(**x):
+        return chunk_rat_attention_zvgqk(**x, **form).out
+
+    dout = torch.ones(1, 20, 2, 32, device=DEVICE)
+    out, found = grads(torch.compile(run, fullgraph=True, backend=backend), inputs, dout)
+    ref, truth = grads(run, inputs, dout)
+    assert torch.equal(out, ref)
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zvgqk": torch.zeros(1, 2, 255)}, "multiple of 3 H"),
+        ({"zvgqk": torch.zeros(2, 256)}, "zvgqk must be"),
+        ({"state": None, "zvgqk": torch.zeros(1, 1, 256)}, "D"),
+    ],
+)
+def test_bad_projections_are_named(change, message):
+    if "state" in change:
+        state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"state\.k must be"):
+            step_rat_attention_(change["zvgqk"], state, num_heads=2, num_groups=1, chunk_size=4)
+        return
+    with pytest.raises(ValueError, match=message):
+        chunk_rat_attention_zvgqk(**change, num_heads=2, num_groups=1, chunk_size=4)
+
+
+def test_a_state_that_is_full_is_said_on_a_cpu():
+    state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="no slot left"):
+        step_rat_attention_(
+            torch.zeros(1, 1, 256), state, num_heads=2, num_groups=1, chunk_size=4, impl="reference"
+        )
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("D", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("T", "L", "H", "G", "rope"),
+    [
+        (1000, 16, 4, 2, "chunk"),
+        (700, 64, 4, 1, "token"),
+        (513, 1, 2, 1, None),
+        (700, 128, 6, 2, "chunk"),
+        (400, 5, 3, 3, "chunk"),
+    ],
+)
+def test_on_a_gpu_in_every_dtype(T, L, H, G, D, rope, dtype):
+    check(draw(2, T, H, G, D, dtype=dtype), H=H, G=G, chunk_size=L, rope=rope)
+
+
+@gpu
+@pytest.mark.parametrize("L", [16, 64])
+def test_on_a_gpu_packed_in_bfloat16(L):
+    borders = torch.tensor([0, 0, 900, 901, 2000, 3000, 3000], device="cuda")
+    inputs = draw(1, 3000, 4, 2, 128, dtype=torch.bfloat16)
+    check(inputs, H=4, G=2, chunk_size=L, cu_seqlens=borders)
+
+
+@gpu
+@pytest.mark.parametrize(("T", "L"), [(262_144, 16), (70_001, 64)])
+def test_on_a_gpu_at_the_papers_lengths_the_last_tokens_are_exact(T, L):
+    """The reference cannot hold all logits; the definition's last tokens can be computed alone."""
+    H, G, D = 16, 2, 128
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(1, T, (3 * H + 2 * G) * D, generator=generator, device="cuda").bfloat16()
+    form = {"num_heads": H, "num_groups": G, "chunk_size": L}
+    tail = L + T % L
+    with torch.no_grad():
+        out = chunk_rat_attention_zvgqk(x, **form, impl="triton").out
+        assert out.isfinite().all()
+        state = init_state(1, H, D, dtype=torch.bfloat16, device=torch.device("cuda"))
+        _, state = chunk_rat_attention_zvgqk(x[:, :-tail], **form, state=state, impl="triton")
+        after = RATState(*(s.float() if s.is_floating_point() else s for s in state))
+        ref = chunk_rat_attention_zvgqk(
+            x[:, -tail:].float(), **form, state=after, impl="reference"
+        ).out
+    assert_close("tail", out[:, -tail:], ref, rtol=5e-3)
+
+
+@gpu
+@pytest.mark.parametrize(("B", "N"), [(1, 4096), (64, 256), (512, 300)])
+def test_on_a_gpu_steps_at_the_papers_width(B, N):
+    H, G, D, L = 16, 2, 128, 16
+    inputs = draw(B, 1, H, G, D, dtype=torch.bfloat16)
+    new = {"device": "cuda"}
+    state = RATState(
+        torch.randn(B, H, D, **new),
+        torch.randn(B, H, D, **new),
+        torch.randn(B, N, H, D, **new, dtype=torch.bfloat16),
+        torch.randn(B, N, H, D, **new, dtype=torch.bfloat16),
+        torch.randint(0, N * L, (B,), **new),
+    )
+    wide = RATState(*(s.float() if s.is_floating_point() else s.clone() for s in state))
+    form = {"num_heads": H, "num_groups": G, "chunk_size": L}
+    with torch.no_grad():
+        out = step_rat_attention_(**inputs, state=state, **form, impl="triton")
+        ref = step_rat_attention_(
+            inputs["zvgqk"].float(), wide, gate_bias=inputs["gate_bias"], **form, impl="reference"
+        )
+    assert_close("out", out, ref, rtol=5e-3)
+    assert_close("k", state.k, wide.k, rtol=1e-5)
