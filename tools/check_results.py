@@ -32,6 +32,8 @@ def updated(text: str, results: Path) -> str:
 def experiment_table(path: Path) -> str:
     """Return one experiment's models, values and speeds."""
     content = json.loads(path.read_text(encoding="utf-8"))
+    if "cells" in content:
+        return speed_table(path, content)
     runs = {(run["model"], run["seed"]): run for run in content["runs"]}
     lines = [
         f"**{content['gpu']}**, {content['setting']} ({path.parent.name}/{path.name}):",
@@ -47,6 +49,45 @@ def experiment_table(path: Path) -> str:
             f"| {run['tokens_per_second']:,} | {run['peak_gb']} |"
         )
     return "\n".join(lines)
+
+
+def speed_table(path: Path, content: dict[str, Any]) -> str:
+    """Return the mean over passes of a table of speeds, and its peak memory where it was counted.
+
+    A dash stands for what was not measured, OOM for what does not fit the GPU.
+    """
+    peaks: dict[tuple[str, str], float] = {}
+    for cell in content["cells"]:
+        if "peak_gb" in cell:
+            key = (cell["group"], cell["model"])
+            peaks[key] = max(peaks.get(key, 0.0), cell["peak_gb"])
+    lines: dict[tuple[str, str], list[list[Any]]] = {}
+    for row in content["rows"]:
+        lines.setdefault((row.get("group", ""), row["model"]), []).append(row["values"])
+    header = [*content["columns"], *(["peak GB"] if peaks else [])]
+    text = [
+        f"**{where(content)}**, {content['unit']}: {content['setting']} "
+        f"({path.parent.name}/{path.name}; OOM: out of memory; a dash: not measured):",
+        "",
+        f"| Model | {' | '.join(header)} |",
+        "|---|" + "---|" * len(header),
+    ]
+    for (group, model), runs in lines.items():
+        cells = [mean(values) for values in zip(*runs, strict=True)]
+        if peaks:
+            peak = peaks.get((group, model))
+            cells.append("-" if peak is None else f"{peak:.1f}")
+        name = f"{model}, {group}" if group else model
+        text.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
+def mean(values: tuple[Any, ...]) -> str:
+    """Write the mean over passes with four digits, or the word that stands for a number."""
+    if isinstance(values[0], str):
+        return values[0]
+    value = sum(values) / len(values)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def layer_table(path: Path) -> str:

@@ -1,9 +1,10 @@
 """The paper's file loads, and every table and claim of it has one answer or one reason."""
 
 from mezzo_rat.reproduce import read_published
+from mezzo_rat.reproduction import speed
 from mezzo_rat.reproduction.limits import CHECKS
 from mezzo_rat.reproduction.reasons import NOT_ATTEMPTED
-from mezzo_rat.reproduction.tables import CLAIMS, EXACT, TABLES, kind_of
+from mezzo_rat.reproduction.tables import CLAIMS, EXACT, SPEED_IDS, TABLES, kind_of
 
 
 def test_the_whole_paper_is_there():
@@ -15,6 +16,12 @@ def test_the_whole_paper_is_there():
 def test_every_table_and_claim_is_answered_or_given_a_reason_never_both():
     answers = [*TABLES, *CLAIMS, *EXACT, *NOT_ATTEMPTED]
     assert sorted(answers) == sorted(read_published().ids)
+
+
+def test_every_table_and_claim_about_speed_has_words_for_what_a_gpu_measures():
+    assert set(read_published().ids) >= SPEED_IDS
+    # The columns of throughput in Tables 1 and 11 are compared like any other column.
+    assert {*speed.TABLES, *speed.WORDS, "rat.table1", "rat.table11"} == SPEED_IDS
 
 
 def test_ids_tell_their_kind():

@@ -53,9 +53,8 @@ def row_name(config: MixerConfig, device: torch.device) -> tuple[str, str]:
     """Return what a row calls this layer, and the implementation that `impl="auto"` takes."""
     if isinstance(config, AttentionConfig):
         return "attention layer", "sdpa"
-    if isinstance(config, LinearRNNConfig):
-        return "linear_rnn layer", "triton" if device.type == "cuda" else "reference"
-    return "rat layer", "reference"
+    name = "linear_rnn layer" if isinstance(config, LinearRNNConfig) else "rat layer"
+    return name, "triton" if device.type == "cuda" else "reference"
 
 
 def bench(device: torch.device, quick: bool = False, out: Path | None = None) -> list[dict]:
@@ -86,6 +85,7 @@ def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
         for seq_len in scale.seq_lens:
             batch = scale.tokens // seq_len
             x = torch.randn(batch, seq_len, scale.d_model, device=device, requires_grad=True)
+            inputs, dout = (x, *layer.parameters()), torch.ones_like(x)
             shape = {"B": batch, "T": seq_len, "C": scale.d_model, "D": scale.head_dim}
             if isinstance(config, RATConfig):
                 shape["L"] = config.chunk_size
@@ -94,8 +94,8 @@ def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
                 with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
                     return run(x)
 
-            def train(x: Tensor = x, forward: Any = forward) -> None:
-                forward().backward(torch.ones_like(x))
+            def train(inputs: Any = inputs, dout: Tensor = dout, forward: Any = forward) -> None:
+                torch.autograd.grad(forward(), inputs, dout)
 
             def prefill(forward: Any = forward) -> None:
                 with torch.no_grad():
@@ -107,8 +107,6 @@ def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
                 except torch.OutOfMemoryError:
                     Console().print(f"{name} {phase} at {shape}: out of memory")
                     continue
-                finally:
-                    x.grad = None
                 yield Row(f"{name} {phase}", impl, shape, timing)
 
 

@@ -1,6 +1,7 @@
 """Rerun the paper's tables and claims at the scale of this machine, and report what came out."""
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers import (
+    Experiment,
+    Figure,
     Finding,
     PaperReport,
     Published,
@@ -29,6 +32,9 @@ from rich.table import Table
 from mezzo_rat.reproduction import scale as scales
 from mezzo_rat.reproduction.evidence import Evidence
 from mezzo_rat.reproduction.figures import draw_figures, write_sample
+from mezzo_rat.reproduction.gpu.layouts import ids_of
+from mezzo_rat.reproduction.gpu.scale import TABLES, Selection, SpeedScale
+from mezzo_rat.reproduction.gpu.tables import measure_tables
 from mezzo_rat.reproduction.limits import CHECKS
 from mezzo_rat.reproduction.tables import find_all
 
@@ -58,7 +64,8 @@ def reproduce(only: Sequence[str] | None, scale: str, out: Path) -> list[Finding
         out: the report's folder, made if needed.
 
     Raises:
-        UserError: if an id or the scale is unknown, or `out` cannot be written.
+        UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs a
+            GPU and there is none.
     """
     start = time.perf_counter()
     report = reproduce_paper(only, scale, out)
@@ -80,10 +87,15 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
     wanted = _known_ids(published, only)
     if scale not in scales.SCALES:
         raise UserError(f"no scale is named {scale!r}{nearest(scale, SCALES)}")
+    budget = scales.SCALES[scale]
+    if budget.speed is not None:
+        budget.speed.check_device()
     experiments = load_experiments(results_folder())
     prepare_folder(out)
+    shutil.rmtree(out / "speed", ignore_errors=True)
     console = Console(stderr=True)
-    budget = scales.SCALES[scale]
+    if budget.speed is not None:
+        experiments += measure_speed(budget.speed, published, wanted, out, console)
     with (
         _threads(budget.threads),
         Progress(
@@ -102,11 +114,39 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
             name="rat",
             published=published,
             findings=findings,
-            figures=draw_figures(evidence, out / "figures"),
+            figures=[*draw_figures(evidence, out / "figures"), *speed_figures(out)],
             samples=write_sample(evidence),
             bench=load_bench(results_folder()),
             settings=(evidence.training_setting, CHOICE) if evidence.trained else (),
         )
+
+
+def measure_speed(
+    speed: SpeedScale, published: Published, wanted: list[str] | None, out: Path, console: Console
+) -> list[Experiment]:
+    """Measure the speed tables that the wanted ids need, into `out/speed`; return what is there."""
+    only = tuple(name for name in TABLES if wanted is None or set(wanted) & ids_of(name))
+    if only:
+        measure_tables(
+            speed,
+            out / "speed" / speed.device,
+            published,
+            Selection(only=only),
+            say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+        )
+    return load_experiments(out / "speed")
+
+
+def speed_figures(out: Path) -> list[Figure]:
+    """Return the figures of the speed tables that this run measured."""
+    return [
+        Figure(
+            path,
+            f"Speed: {path.stem.removeprefix('speed_')}",
+            "Our lines over the length beside the paper's; the settings stand at the tables.",
+        )
+        for path in sorted((out / "speed").glob("*/*.png"))
+    ]
 
 
 def read_published() -> Published:

@@ -1,22 +1,13 @@
 """Where a layer's state no longer fits: the OOM cells of Table 8, from the bytes of our states."""
 
 import torch
-from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import MixerConfig
 from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status, Table
 
-from mezzo_rat.linear_rnn import LinearRNNConfig
-from mezzo_rat.mixer import RATConfig
+from mezzo_rat.reproduction.gpu.scale import paper_layers
 
 C, HEAD_DIM = 2048, 128
 GPU_BYTES = 120e9
-LAYERS: dict[str, MixerConfig] = {
-    "RNN": LinearRNNConfig(),
-    "RAT(L=128)": RATConfig(chunk_size=128, head_dim=HEAD_DIM),
-    "RAT(L=64)": RATConfig(chunk_size=64, head_dim=HEAD_DIM),
-    "RAT(L=16)": RATConfig(chunk_size=16, head_dim=HEAD_DIM),
-    "Attention": AttentionConfig(head_dim=HEAD_DIM),
-}
+LAYERS = paper_layers(HEAD_DIM)
 
 
 def out_of_memory(claim: Claim, table8: Table) -> Finding:

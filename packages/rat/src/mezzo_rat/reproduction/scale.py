@@ -1,8 +1,9 @@
 """How much a reproduction runs, and the six architectures that it compares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mezzo_rat.recipes import PAPER_NAMES
+from mezzo_rat.reproduction.gpu.scale import FULL, SpeedScale
 
 RECIPES_OF_MODELS = {model: f"tiny_{name}" for name, model in PAPER_NAMES.items()}
 
@@ -26,6 +27,8 @@ class Scale:
         threads: of this process; None leaves torch's choice. On a busy machine, threads that wait
             for each other slow tiny work down.
         parallel: train one model on each core, rather than one model on all cores.
+        speed: the sizes at which the tables of speed are measured; None times small layers and
+            models on the CPU instead.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Scale:
     sample_tokens: int
     threads: int | None
     parallel: bool
+    speed: SpeedScale | None = None
 
 
 CPU = Scale(
@@ -82,4 +86,5 @@ SMOKE = Scale(
     threads=1,
     parallel=False,
 )
-SCALES = {scale.name: scale for scale in (CPU, SMOKE)}
+GPU = replace(CPU, name="gpu", speed=FULL)
+SCALES = {scale.name: scale for scale in (CPU, SMOKE, GPU)}

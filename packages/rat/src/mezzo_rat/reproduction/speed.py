@@ -1,20 +1,29 @@
-"""Tables and claims about speed, from small layers on this machine: always scaled down."""
+"""Tables and claims about speed, from layers and models timed on this machine or on a GPU.
 
-from collections.abc import Callable
+A speed belongs to the machine: on another one than the paper's it is always scaled down.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from mezzo_core.papers import (
     Claim,
+    Experiment,
     Finding,
     Measurement,
+    Published,
     Status,
     Table,
+    Verdict,
     compare_column,
     compare_order,
 )
 
 from mezzo_rat.reproduction.evidence import Evidence
 
-RAT = "RAT(L=16)"
+RAT, HYBRID, ATTENTION = "RAT(L=16)", "RAT(L=16)-SWA", "Attention"
+Words = Callable[[Measurement], str]
+"""What a measurement says about one claim."""
 
 
 def layer_table(phase: str, group: str = "") -> Callable[[Evidence, Table], Finding]:
@@ -31,7 +40,7 @@ def layer_table(phase: str, group: str = "") -> Callable[[Evidence, Table], Find
             ranking = order.ranking(ours, "lower")
             verdicts.append(f"at T = {column} {order.verdict.value} (ours, best first: {ranking})")
             details += [f"T = {column}, {sentence}" for sentence in order.sentences()]
-        details.append("Attention / RAT(L=16): " + _ratios_in_words(measurement))
+        details.append(speedup()(measurement))
         compared = "; ".join(verdicts) or "no length in common with the paper"
         return Finding(
             table.id,
@@ -40,25 +49,6 @@ def layer_table(phase: str, group: str = "") -> Callable[[Evidence, Table], Find
             f"small layers on a CPU; {compared}",
             (measurement,),
             tuple(details),
-        )
-
-    return compare
-
-
-def speedup(phase: str) -> Callable[[Evidence, Claim], Finding]:
-    """State how many times as fast as attention RAT(L=16) is, by length."""
-
-    def compare(evidence: Evidence, claim: Claim) -> Finding:
-        measurement = evidence.layers[phase]
-        ratios = list(_ratios(measurement).values())
-        grows = "grows" if ratios == sorted(ratios) else "does not grow steadily"
-        return Finding(
-            claim.id,
-            "claim",
-            Status.SCALED_DOWN,
-            f"on this CPU the speedup of RAT(L=16) over attention {grows} with T: "
-            + _ratios_in_words(measurement),
-            (measurement,),
         )
 
     return compare
@@ -80,44 +70,157 @@ def short_slower(evidence: Evidence, claim: Claim) -> Finding:
     )
 
 
-def gen_l64(evidence: Evidence, claim: Claim) -> Finding:
-    """State how many times as fast as RAT(L=16) RAT(L=64) decodes, by length."""
-    measurement = evidence.layers["decode"]
-    return Finding(
-        claim.id,
-        "claim",
-        Status.SCALED_DOWN,
-        "on this CPU RAT(L=64) decodes, against RAT(L=16): "
-        + _ratios_in_words(measurement, RAT, "RAT(L=64)"),
-        (measurement,),
+def from_layers(phase: str) -> Callable[[Evidence, Claim], Finding]:
+    """Answer a claim about single layers from the small ones timed on this CPU."""
+
+    def answer(evidence: Evidence, claim: Claim) -> Finding:
+        measurement = evidence.layers[phase]
+        summary = f"on this CPU {WORDS[claim.id](measurement)}"
+        return Finding(claim.id, "claim", Status.SCALED_DOWN, summary, (measurement,))
+
+    return answer
+
+
+def from_generation(evidence: Evidence, claim: Claim) -> Finding:
+    """Answer a claim about throughput from the tiny models on this CPU."""
+    summary = f"tiny models on this CPU: {WORDS[claim.id](evidence.generation)}"
+    return Finding(claim.id, "claim", Status.SCALED_DOWN, summary, (evidence.generation,))
+
+
+def with_result(finding: Finding, published: Published, experiment: Experiment) -> Finding:
+    """Let a committed result of speed answer; what the finding said before stays beside it."""
+    ours = experiment.measurement
+    details: tuple[str, ...] = ()
+    if finding.kind == "table":
+        said, details = table_words(published.table(finding.id), ours)
+    else:
+        said = WORDS[finding.id](ours)
+    attempted = finding.status is not Status.NOT_ATTEMPTED
+    before = (f"Also: {finding.summary}",) if attempted else ()
+    return replace(
+        finding,
+        status=Status.SCALED_DOWN,
+        summary=f"on {ours.device} {said} ({ours.setting})",
+        measurements=(ours, *finding.measurements),
+        details=(*details, *before, *finding.details),
     )
 
 
-def throughput(*models: str) -> Callable[[Evidence, Claim], Finding]:
-    """State how many times as many tokens a second as attention these tiny models generate."""
+def table_words(table: Table, ours: Measurement) -> tuple[str, tuple[str, ...]]:
+    """Say in how many columns the printed order of models holds, and name the pairs that do not."""
+    verdicts: dict[Verdict, int] = {}
+    details = []
+    for group in groups(ours):
+        for column in ours.columns:
+            order = compare_column(table, column, ours.samples(column, group), group)
+            if not order.pairs:
+                continue
+            verdicts[order.verdict] = verdicts.get(order.verdict, 0) + 1
+            details += [
+                f"{_place(group, column)}, {sentence}"
+                for pair, sentence in zip(order.pairs, order.sentences(), strict=True)
+                if pair.verdict is not Verdict.HOLDS
+            ]
+    counted = ", ".join(f"{verdict.value} in {n} columns" for verdict, n in verdicts.items())
+    return f"{counted or 'no column is compared'}; {speedup()(ours)}", tuple(details)
 
-    def compare(evidence: Evidence, claim: Claim) -> Finding:
-        ours = evidence.generation.samples("Throughput")
-        words = ", ".join(f"{m} {ours[m][0] / ours['Attention'][0]:.2f} times" for m in models)
-        return Finding(
-            claim.id,
-            "claim",
-            Status.SCALED_DOWN,
-            f"tiny models on this CPU generate, against attention: {words}",
-            (evidence.generation,),
-        )
 
-    return compare
+def speedup(slow: str = ATTENTION, fast: str = RAT, *, longest: bool = False) -> Words:
+    """State how many times as fast as one model another is, at each length or at the longest."""
+
+    def say(ours: Measurement) -> str:
+        found = ratios(ours, slow, fast)
+        if longest:
+            found = dict(list(found.items())[-1:])
+        return f"the speed of {fast} over that of {slow}: {_listed(found)}"
+
+    return say
 
 
-def _ratios(measurement: Measurement, slow: str = "Attention", fast: str = RAT) -> dict[str, float]:
+def throughput(*models: str) -> Words:
+    """State how many times as many tokens a second as attention some models generate."""
+
+    def say(ours: Measurement) -> str:
+        parts = (f"{model} {_listed(ratios(ours, model, ATTENTION))}" for model in models)
+        return f"generated tokens a second over those of {ATTENTION}: {'; '.join(parts)}"
+
+    return say
+
+
+def slower_where(ours: Measurement) -> str:
+    """Name the lengths at which RAT(L=16) is slower than attention."""
+    found = ratios(ours, ATTENTION, RAT)
+    slower = [_place(*key) for key, ratio in found.items() if ratio < 1]
+    said = f"{RAT} is slower than {ATTENTION} at {', '.join(slower) or 'no length'}"
+    return f"{said}; {speedup()(ours)}"
+
+
+def growth_from_32k(ours: Measurement) -> str:
+    """State by how much each layer slows down beyond 32K tokens, the total staying the same."""
+    columns = [column for column in ours.columns if int(column) >= 32_768]
+    if len(columns) < 2:
+        return "nothing was measured beyond 32K tokens"
+    first, last = ours.samples(columns[0]), ours.samples(columns[-1])
+    parts = (
+        f"{model} {sum(last[model]) / sum(first[model]):.2f}"
+        for model in first
+        if model in last and "/" not in model
+    )
+    said = f"from T = {columns[0]} to {columns[-1]} times grow by a factor of {', '.join(parts)}"
+    return f"{said}; {speedup()(ours)}"
+
+
+def out_of_memory(ours: Measurement) -> str:
+    """Name the first position at which each layer's batch no longer fits this GPU."""
+    parts = []
+    for row in ours.rows:
+        full = [c for c, v in zip(ours.columns, row.values, strict=True) if v == "OOM"]
+        if full:
+            parts.append(f"{row.model} from {_place(row.group, full[0])}")
+    return f"out of memory: {'; '.join(parts) or 'nothing'}"
+
+
+def ratios(ours: Measurement, above: str, below: str) -> dict[tuple[str, str], float]:
+    """Divide one model's mean by another's, by group and column, where both were measured."""
     found = {}
-    for column in measurement.columns:
-        ours = measurement.samples(column)
-        found[column] = sum(ours[slow]) / sum(ours[fast])
+    for group in groups(ours):
+        for column in ours.columns:
+            samples = ours.samples(column, group)
+            if above in samples and below in samples:
+                found[group, column] = sum(samples[above]) / sum(samples[below])
     return found
 
 
-def _ratios_in_words(measurement: Measurement, slow: str = "Attention", fast: str = RAT) -> str:
-    ratios = _ratios(measurement, slow, fast)
-    return ", ".join(f"{ratio:.2f} times at T = {column}" for column, ratio in ratios.items())
+def groups(ours: Measurement) -> list[str]:
+    """Return the groups of rows, in the order of the rows."""
+    return list(dict.fromkeys(row.group for row in ours.rows))
+
+
+def _listed(found: Mapping[tuple[str, str], float]) -> str:
+    listed = (f"{ratio:.2f} at {_place(*key)}" for key, ratio in found.items())
+    return ", ".join(listed) or "not measured"
+
+
+def _place(group: str, column: str) -> str:
+    number = column.removeprefix("T=")
+    length = f"T = {number}" if number.isdigit() else column
+    return f"{group}, {length}" if group else length
+
+
+TABLES = ("rat.table6", "rat.table7", "rat.table8")
+WORDS: Mapping[str, Words] = {
+    "rat.claim.headline_train": speedup(),
+    "rat.claim.headline_gen": speedup(),
+    "rat.claim.headline_throughput": throughput(RAT, HYBRID),
+    "rat.claim.train_speedups": speedup(),
+    "rat.claim.speedup_200k": speedup(longest=True),
+    "rat.claim.short_slower": slower_where,
+    "rat.claim.rnn_slows": growth_from_32k,
+    "rat.claim.gen_speedups": speedup(),
+    "rat.claim.gen_l64": speedup(RAT, "RAT(L=64)"),
+    "rat.claim.oom": out_of_memory,
+    "rat.claim.throughput_rat": throughput(RAT),
+    "rat.claim.throughput_hybrid": throughput(HYBRID),
+    "rat.claim.16k_throughput": throughput(HYBRID),
+}
+"""The claims about speed, and what a measurement says about each."""

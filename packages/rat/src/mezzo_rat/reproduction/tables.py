@@ -23,6 +23,7 @@ from mezzo_core.papers import (
 
 from mezzo_rat.reproduction import flops, limits, memory, perplexity, setup, speed
 from mezzo_rat.reproduction.evidence import Evidence
+from mezzo_rat.reproduction.gpu.layouts import IDS
 from mezzo_rat.reproduction.reasons import NOT_ATTEMPTED
 
 TABLES: Mapping[str, Callable[[Evidence, Table], Finding]] = {
@@ -35,14 +36,14 @@ CLAIMS: Mapping[str, Callable[[Evidence, Claim], Finding]] = {
     "rat.claim.ppl_200m": perplexity.ppl_200m,
     "rat.claim.ppl_between": perplexity.ppl_between,
     "rat.claim.chunk16_matches": perplexity.chunk16_matches,
-    "rat.claim.headline_train": speed.speedup("train"),
-    "rat.claim.headline_gen": speed.speedup("decode"),
-    "rat.claim.headline_throughput": speed.throughput("RAT(L=16)", "RAT(L=16)-SWA"),
-    "rat.claim.train_speedups": speed.speedup("train"),
+    "rat.claim.headline_train": speed.from_layers("train"),
+    "rat.claim.headline_gen": speed.from_layers("decode"),
+    "rat.claim.headline_throughput": speed.from_generation,
+    "rat.claim.train_speedups": speed.from_layers("train"),
     "rat.claim.short_slower": speed.short_slower,
-    "rat.claim.gen_speedups": speed.speedup("decode"),
-    "rat.claim.gen_l64": speed.gen_l64,
-    "rat.claim.throughput_rat": speed.throughput("RAT(L=16)"),
+    "rat.claim.gen_speedups": speed.from_layers("decode"),
+    "rat.claim.gen_l64": speed.from_layers("decode"),
+    "rat.claim.throughput_rat": speed.from_generation,
     "rat.claim.fig6_rnn": perplexity.fig6_rnn,
     "rat.claim.fig6_rope": perplexity.fig6_rope,
 }
@@ -57,6 +58,8 @@ EXACT: Mapping[str, Callable[[Published], Finding]] = {
     "rat.setup.200m": lambda p: setup.setup_200m(p.claim("rat.setup.200m")),
     "rat.setup.1p3b": lambda p: setup.setup_1p3b(p.claim("rat.setup.1p3b")),
 }
+SPEED_IDS = frozenset(id for ids in IDS.values() for id in ids)
+"""What the speed tables answer at the scale that measures them."""
 ORDERINGS = {"rat.claim.ppl_between": perplexity.BETWEEN}
 
 
@@ -79,12 +82,15 @@ def find_all(
 
 def find(id: str, published: Published, evidence: Evidence) -> Finding:
     """Do what one table, claim or check takes."""
-    if id in NOT_ATTEMPTED:
-        return Finding(id, kind_of(id), Status.NOT_ATTEMPTED, NOT_ATTEMPTED[id])
     if id in limits.CHECKS:
         return limits.CHECKS[id]()
     if id in EXACT:
         return EXACT[id](published)
+    if evidence.scale.speed is not None and id in SPEED_IDS:
+        # The speed tables of this run answer, as experiments.
+        return Finding(id, kind_of(id), Status.NOT_ATTEMPTED, "this run measured nothing for it")
+    if id in NOT_ATTEMPTED:
+        return Finding(id, kind_of(id), Status.NOT_ATTEMPTED, NOT_ATTEMPTED[id])
     if id in TABLES:
         return TABLES[id](evidence, published.table(id))
     return CLAIMS[id](evidence, published.claim(id))
@@ -118,6 +124,9 @@ def with_experiments(
     # The paper's own setting comes last, so that it is what the finding ends up saying.
     for experiment in sorted(experiments, key=lambda each: each.same_setting):
         if finding.id not in experiment.ids:
+            continue
+        if finding.id in speed.TABLES or finding.id in speed.WORDS:
+            finding = speed.with_result(finding, published, experiment)
             continue
         ours = experiment.measurement
         order = Order(tuple(_pairs(finding.id, published, experiment)))

@@ -1,0 +1,110 @@
+"""Table 8: one decode step of one layer at a position, as a CUDA graph runs it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from mezzo_core.bench import measure
+from torch import Tensor
+
+from mezzo_rat.bench import Layer
+from mezzo_rat.reproduction.gpu.check import check_layer
+from mezzo_rat.reproduction.gpu.layers import Say, Timed, add_cell, build_layer
+from mezzo_rat.reproduction.gpu.result import OOM, Result
+from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale, paper_layers
+
+ROOM = 8
+"""Tokens beyond the position; the steps before a capture are at the start of the state."""
+CAPTURE_WARMUP = 2
+
+
+def measure_decoding(scale: SpeedScale, selection: Selection, result: Result, say: Say) -> None:
+    """Measure every layer at every batch and position, and add each cell to the result.
+
+    Raises:
+        UserError: if a layer is wrong; nothing of it was timed then.
+    """
+    for model, config in paper_layers(scale.head_dim).items():
+        cells = [
+            (batch, position)
+            for batch in scale.batches
+            for position in filter(selection.length, scale.positions)
+            if selection.model(model) and not result.has((f"B={batch}", model, str(position)))
+        ]
+        if not cells:
+            continue
+        layer = build_layer(config, scale)
+        check_layer(layer)
+        layer = layer.bfloat16()
+        for batch, position in cells:
+            work = partial(time_step, layer, batch, position, scale)
+            add_cell(result, (f"B={batch}", model, str(position)), work, say)
+
+
+@torch.no_grad()
+def time_step(layer: Layer, batch: int, position: int, scale: SpeedScale) -> Timed:
+    """Time x + mixer.step(norm(x)) for a batch whose rows have all seen `position` tokens.
+
+    The state is filled with random numbers: what it holds does not change the time, and the
+    prefill of a batch that fills the GPU would not fit beside it.
+    """
+    state_bytes = batch * layer.mixer.state_bytes(position + ROOM)
+    details: dict[str, Any] = {"state_gb": round(state_bytes / 1e9, 3)}
+    if state_bytes > scale.free_memory():
+        return OOM, details
+    device = torch.device(scale.device)
+    x = torch.randn(batch, 1, scale.d_model, device=device, dtype=torch.bfloat16)
+    state = layer.mixer.reserve(layer.mixer.init_state(batch), position + ROOM)
+    step = captured(lambda: x + layer.mixer.step(layer.norm(x), state), device)
+    fill(state, position)
+    back = partial(rewind, state, position)
+    timings = [
+        measure(step, device, seconds=scale.seconds, warmup=1, before=back)
+        for _ in range(scale.passes)
+    ]
+    return [timing.ms for timing in timings], details
+
+
+def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return what replays `step` as one CUDA graph; on a CPU, `step` itself.
+
+    Steps that run before the capture (they compile kernels and set libraries up) change whatever
+    `step` overwrites.
+    """
+    if device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(CAPTURE_WARMUP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def fill(state: Any, position: int) -> None:
+    """Fill a reserved state with random numbers, as if each row had seen `position` tokens."""
+    for field in tensors(state):
+        if field.is_floating_point():
+            field.normal_()
+    rewind(state, position)
+
+
+def rewind(state: Any, position: int) -> None:
+    """Set the lengths of a state, which are all the integers that it holds."""
+    for field in tensors(state):
+        if not field.is_floating_point():
+            field.fill_(position)
+
+
+def tensors(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a mixer's state, or of a model's."""
+    if isinstance(state, Tensor):
+        yield state
+    else:
+        for part in state:
+            yield from tensors(part)

@@ -1,0 +1,60 @@
+"""The figures of the speed tables: our lines over the length, beside the paper's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mezzo_core.papers import Published
+from mezzo_core.papers.figures import draw_lengths
+
+from mezzo_rat.reproduction.gpu.result import Layout, Result
+
+Lines = dict[str, list[tuple[float, float]]]
+
+
+def draw(result: Result, published: Published) -> Path:
+    """Draw a result's lines over the length, beside the paper's own, into a file beside it."""
+    path = result.path.with_suffix(".png")
+    layout = result.layout
+    device = result.to_json()["gpu"] or "this CPU"
+    groups = layout.groups if len(layout.groups) > 1 else ("",)
+    panels = {}
+    for group in groups:
+        label = f"{layout.unit}, {group}" if group else layout.unit
+        panels[f"{label}, {device}"] = _lines(result, group)
+        printed = _printed_lines(layout, group, published)
+        if printed:
+            panels[f"{label}, the paper"] = printed
+    draw_lengths({name: lines for name, lines in panels.items() if lines}, path)
+    return path
+
+
+def _lines(result: Result, group: str) -> Lines:
+    """Return each model's (length, mean) where it was measured."""
+    lines: Lines = {}
+    for model in result.layout.models:
+        for column in result.layout.columns:
+            cell = result.cells.get((group, model, column))
+            if cell is not None and not isinstance(cell["values"], str):
+                mean = sum(cell["values"]) / len(cell["values"])
+                lines.setdefault(model, []).append((float(column.removeprefix("T=")), mean))
+    return lines
+
+
+def _printed_lines(layout: Layout, group: str, published: Published) -> Lines:
+    """Return the paper's lines: a table's rows, or Figure 5's from Tables 1 and 11."""
+    lines: Lines = {}
+    if layout.name == "fig5":
+        places: Sequence[tuple[str, str, float]] = (
+            ("rat.table1", "Throughput", 4096.0),
+            ("rat.table11", "Throughput", 16_384.0),
+        )
+    else:
+        id = layout.ids[0]
+        places = [(id, column, float(column)) for column in published.table(id).columns]
+    for id, column, length in places:
+        table = published.table(id)
+        if group and group not in {row.group for row in table.rows}:
+            continue
+        for model, value in table.column(column, group).items():
+            lines.setdefault(model, []).append((length, value))
+    return lines

@@ -1,0 +1,123 @@
+"""Tables 6 and 7: training and prefilling one layer, a fixed number of tokens a batch."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+from mezzo_core.bench import measure
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.mixer import MixerConfig
+from torch import Tensor
+
+from mezzo_rat.bench import Layer
+from mezzo_rat.reproduction.gpu.check import check_layer
+from mezzo_rat.reproduction.gpu.result import OOM, Key, Result
+from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale, paper_layers
+
+Say = Callable[[str], None]
+"""Called with a line about what was just measured."""
+Timed = tuple[list[float] | str, dict[str, Any]]
+"""The values of a cell, one a pass, or OOM; and what else is kept about it."""
+RECOMPILATIONS = 64
+"""More than the lengths of a run: past torch's own limit (8) a whole graph raises an error."""
+
+
+def measure_layers(
+    scale: SpeedScale, selection: Selection, phases: Mapping[str, Result], say: Say
+) -> None:
+    """Measure every layer at every length, and add each cell to its phase's result.
+
+    Args:
+        scale: the sizes.
+        selection: which lengths and models.
+        phases: "train" (Table 6), "prefill" (Table 7) or both, each with its result.
+        say: see Say.
+
+    Raises:
+        UserError: if a layer is wrong; nothing of it was timed then.
+    """
+    for model, config in paper_layers(scale.head_dim).items():
+        cells = [
+            (phase, T)
+            for T in filter(selection.length, scale.lengths)
+            for phase, result in phases.items()
+            if selection.model(model) and not result.has(("", model, str(T)))
+        ]
+        if not cells:
+            continue
+        layer = build_layer(config, scale)
+        check_layer(layer)
+        run = compiled(layer, config)
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
+            for phase, T in cells:
+                work = partial(time_layer, layer, run, phase, T, scale)
+                add_cell(phases[phase], ("", model, str(T)), work, say)
+
+
+def build_layer(config: MixerConfig, scale: SpeedScale) -> Layer:
+    """Build a layer (norm, mixer, residual) on the scale's device, the same at each call."""
+    torch.manual_seed(0)
+    with torch.device(scale.device):
+        return Layer(config.build(scale.d_model), scale.d_model)
+
+
+def compiled(layer: Layer, config: MixerConfig) -> Callable[[Tensor], Tensor]:
+    """Compile a layer on a GPU, in one graph: torch raises an error rather than run it eagerly.
+
+    Shapes are symbolic, so that few lengths compile: our ops' kernels do not depend on it. Which
+    attention torch picks does, so attention is compiled for each length.
+    """
+    if not next(layer.parameters()).is_cuda:
+        return layer
+    torch.compiler.reset()
+    dynamic = not isinstance(config, AttentionConfig)
+    run: Callable[[Tensor], Tensor] = torch.compile(layer, fullgraph=True, dynamic=dynamic)
+    return run
+
+
+def time_layer(
+    layer: Layer, run: Callable[[Tensor], Tensor], phase: str, num_tokens: int, scale: SpeedScale
+) -> Timed:
+    """Time a layer under bf16 autocast on a float32 residual stream, as models train.
+
+    "train" is a forward and the gradients of the input and of every weight, written anew at each
+    call; "prefill" a forward without gradients.
+    """
+    device = torch.device(scale.device)
+    batch = max(1, scale.tokens // num_tokens)
+    x = torch.randn(batch, num_tokens, scale.d_model, device=device)
+    inputs = (x, *layer.parameters())
+    dout = torch.randn_like(x) if phase == "train" else None
+
+    def forward() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return run(x)
+
+    def train() -> None:
+        torch.autograd.grad(forward(), inputs, dout)
+
+    x.requires_grad_(phase == "train")
+    work = train if phase == "train" else torch.no_grad()(forward)
+    timings = [
+        measure(work, device, seconds=scale.seconds, warmup=1, least=2) for _ in range(scale.passes)
+    ]
+    return [timing.ms for timing in timings], {"B": batch, "peak_gb": timings[-1].peak_gb}
+
+
+def add_cell(result: Result, key: Key, work: Callable[[], Timed], say: Say) -> None:
+    """Measure a cell and add it; what does not fit the GPU is OOM."""
+    try:
+        values, details = work()
+    except torch.OutOfMemoryError:
+        values, details = OOM, {}
+    result.add(key, values, **details)
+    say(f"{result.layout.name}  {' '.join(filter(None, key))}  {describe(values, details)}")
+
+
+def describe(values: list[float] | str, details: Mapping[str, Any]) -> str:
+    """Write a cell as one line says it."""
+    text = values if isinstance(values, str) else " ".join(f"{value:.4g}" for value in values)
+    parts = (f"{k} {v:.4g}" for k, v in details.items() if isinstance(v, int | float))
+    return ", ".join([text, *parts])

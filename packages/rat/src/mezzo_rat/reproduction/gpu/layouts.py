@@ -1,0 +1,111 @@
+"""What each result file of the speed tables holds, and which tables and claims it speaks to."""
+
+from mezzo_rat.recipes import PAPER_NAMES
+from mezzo_rat.reproduction.gpu.result import Layout
+from mezzo_rat.reproduction.gpu.scale import MODELS, SpeedScale, paper_layers
+
+IDS = {
+    "table6": (
+        "rat.table6",
+        "rat.claim.headline_train",
+        "rat.claim.train_speedups",
+        "rat.claim.speedup_200k",
+        "rat.claim.short_slower",
+        "rat.claim.rnn_slows",
+    ),
+    "table7": (
+        "rat.table7",
+        "rat.claim.train_speedups",
+        "rat.claim.speedup_200k",
+        "rat.claim.short_slower",
+    ),
+    "table8": (
+        "rat.table8",
+        "rat.claim.headline_gen",
+        "rat.claim.gen_speedups",
+        "rat.claim.gen_l64",
+        "rat.claim.oom",
+    ),
+    "fig5": (
+        "rat.claim.throughput_rat",
+        "rat.claim.throughput_hybrid",
+        "rat.claim.16k_throughput",
+    ),
+    "table1": ("rat.table1", "rat.claim.headline_throughput"),
+    "table11": ("rat.table11",),
+}
+"""The tables and claims that each result file speaks to."""
+VIEWS = ("table1", "table11")
+"""Columns of tables that Figure 5 measures: its shortest context and its longest."""
+
+
+def ids_of(table: str) -> set[str]:
+    """Return what measuring a table answers, the views of it included."""
+    names = (table, *VIEWS) if table == "fig5" else (table,)
+    return {id for name in names for id in IDS[name]}
+
+
+def layouts(scale: SpeedScale) -> dict[str, Layout]:
+    """Return what each result file holds at a scale, by its name."""
+    return {layout.name: layout for layout in (*_layers(scale), *_generation(scale))}
+
+
+def contexts(scale: SpeedScale) -> dict[str, int]:
+    """Return T of each of VIEWS."""
+    return dict(zip(VIEWS, (min(scale.contexts), max(scale.contexts)), strict=True))
+
+
+def _layers(scale: SpeedScale) -> list[Layout]:
+    shared = f"C = {scale.d_model}, D = {scale.head_dim}; medians of {scale.passes} passes"
+    batch = (
+        f"{scale.tokens:,} tokens a batch, bf16 autocast over a float32 residual stream, "
+        f"torch.compile, {shared}"
+    )
+    settings = {
+        "table6": f"forward and backward of one layer (norm, mixer, residual), {batch}",
+        "table7": f"forward of one layer (norm, mixer, residual), {batch}",
+        "table8": "one token at a position through one layer (norm, mixer, residual), whole "
+        f"batch, bf16, in a CUDA graph, {shared}",
+    }
+    return [
+        Layout(
+            name=name,
+            ids=IDS[name],
+            columns=tuple(map(str, scale.positions if name == "table8" else scale.lengths)),
+            models=tuple(paper_layers(scale.head_dim)),
+            ratios=(("Attention", "RAT(L=16)"),),
+            unit="ms",
+            better="lower",
+            setting=setting + _rehearsed(scale),
+            groups=tuple(f"B={B}" for B in scale.batches) if name == "table8" else ("",),
+        )
+        for name, setting in settings.items()
+    ]
+
+
+def _generation(scale: SpeedScale) -> list[Layout]:
+    setting = (
+        f"{scale.new_tokens} new tokens after a prompt of T - {scale.new_tokens}, random weights "
+        f"of the recipes {', '.join(sorted(set(scale.contexts.values())))}, bf16, the largest "
+        f"batch whose state fits (at most {scale.max_batch}); prompts prefilled a few rows at a "
+        "time, one such prefill timed; greedy steps in a CUDA graph, timed at the first, middle "
+        f"and last position; {scale.passes} passes"
+    )
+    lengths = {"fig5": "", **{name: f"; T = {T}" for name, T in contexts(scale).items()}}
+    return [
+        Layout(
+            name=name,
+            ids=IDS[name],
+            columns=tuple(f"T={T}" for T in scale.contexts) if not words else ("Throughput",),
+            models=tuple(PAPER_NAMES[model] for model in MODELS),
+            ratios=tuple((model, "Attention") for model in ("RAT(L=16)", "RAT(L=16)-SWA")),
+            unit="tokens a second",
+            better="higher",
+            setting=setting + words + _rehearsed(scale),
+        )
+        for name, words in lengths.items()
+    ]
+
+
+def _rehearsed(scale: SpeedScale) -> str:
+    return "; a rehearsal, eager on a CPU" if scale.device == "cpu" else ""

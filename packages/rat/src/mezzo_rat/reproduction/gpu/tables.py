@@ -1,0 +1,62 @@
+"""The speed tables of the paper, measured one after another into result files and figures."""
+
+from pathlib import Path
+from typing import Any
+
+from mezzo_core.bench import environment
+from mezzo_core.papers import Published
+
+from mezzo_rat.reproduction.gpu.decode import measure_decoding
+from mezzo_rat.reproduction.gpu.figures import draw
+from mezzo_rat.reproduction.gpu.layers import Say, measure_layers
+from mezzo_rat.reproduction.gpu.layouts import VIEWS, contexts, layouts
+from mezzo_rat.reproduction.gpu.result import Result
+from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale
+from mezzo_rat.reproduction.gpu.throughput import measure_throughput
+
+
+def measure_tables(
+    scale: SpeedScale,
+    folder: Path,
+    published: Published,
+    selection: Selection,
+    *,
+    say: Say,
+    commit: str | None = None,
+) -> None:
+    """Measure what is selected.
+
+    Cells that were measured at the same commit are not measured again; those of other commits stay
+    until they are.
+
+    Args:
+        scale: the sizes.
+        folder: where the result files and their figures go.
+        published: the paper's numbers, drawn beside ours.
+        selection: which tables, lengths and models.
+        say: called with a line a cell.
+        commit: of the code that is measured, where no checkout tells it.
+
+    Raises:
+        UserError: if the scale's device is missing, the selection names what is not there, files
+            in `folder` are of another machine or cannot be written, or a layer is wrong.
+    """
+    device = scale.check_device()
+    selection.check(scale)
+    origin: dict[str, Any] = environment(device)
+    origin["commit"] = commit or origin["commit"]
+    results = {name: Result(layout, folder, origin) for name, layout in layouts(scale).items()}
+    phases = {"train": "table6", "prefill": "table7"}
+    wanted = {p: results[name] for p, name in phases.items() if selection.table(name)}
+    if wanted:
+        measure_layers(scale, selection, wanted, say)
+    if selection.table("table8"):
+        measure_decoding(scale, selection, results["table8"], say)
+    if selection.table("fig5"):
+        places = {T: [(results["fig5"], f"T={T}")] for T in scale.contexts}
+        for view, context in contexts(scale).items():
+            places[context].append((results[view], "Throughput"))
+        measure_throughput(scale, selection, places, say)
+    for result in results.values():
+        if result.cells and result.layout.name not in VIEWS:
+            draw(result, published)

@@ -1,0 +1,126 @@
+"""Figure 5 and Tables 1 and 11: the most tokens a second that a 1.3B model generates."""
+
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from mezzo_core.bench import measure
+from mezzo_core.nn.lm import LM
+from mezzo_core.nn.mixer import MixerConfig
+
+from mezzo_rat.bench import Layer
+from mezzo_rat.recipes import PAPER_NAMES, recipe
+from mezzo_rat.reproduction.gpu.check import check_layer
+from mezzo_rat.reproduction.gpu.decode import captured, fill, rewind, tensors
+from mezzo_rat.reproduction.gpu.layers import Say, Timed, add_cell
+from mezzo_rat.reproduction.gpu.result import Result
+from mezzo_rat.reproduction.gpu.scale import MODELS, Selection, SpeedScale
+
+BATCH_STEP = 8
+"""Batches are multiples of this, and so of any power of two below that prefills together."""
+MARGIN = 0.88
+"""Of the memory that is free beside the weights: the rest is for activations and a prefill."""
+
+
+def measure_throughput(
+    scale: SpeedScale, selection: Selection, results: dict[int, list[tuple[Result, str]]], say: Say
+) -> None:
+    """Measure every model at every context.
+
+    Args:
+        scale: the sizes.
+        selection: which contexts and models.
+        results: for each context, the results that its cell belongs to, each with the column; the
+            first one tells what was measured before.
+        say: called with a line about what was just measured.
+
+    Raises:
+        UserError: if a layer is wrong; its model was not timed then.
+    """
+    checked: set[MixerConfig] = set()
+    for context in filter(selection.length, scale.contexts):
+        for architecture in MODELS:
+            model = PAPER_NAMES[architecture]
+            (first, column), *views = results[context]
+            if not selection.model(model) or first.has(("", model, column)):
+                continue
+            work = partial(_measure, scale, architecture, context, checked)
+            add_cell(first, ("", model, column), work, say)
+            for view, name in views:
+                cell = first.cells["", model, column]
+                details = {k: cell[k] for k in ("B", "prefill_ms", "decode_ms") if k in cell}
+                view.add(("", model, name), cell["values"], **details)
+
+
+def _measure(
+    scale: SpeedScale, architecture: str, context: int, checked: set[MixerConfig]
+) -> Timed:
+    config = recipe(scale.contexts[context], architecture).model
+    for mixer in set(config.mixers) - checked:
+        with torch.device(scale.device):
+            check_layer(Layer(mixer.build(config.d_model), config.d_model))
+        checked.add(mixer)
+    torch.manual_seed(0)
+    with torch.device(scale.device):
+        model = config.build().bfloat16().eval()
+    batch = largest_batch(model, context, scale)
+    while True:
+        try:
+            return time_generation(model, batch, context, scale)
+        except torch.OutOfMemoryError:
+            if batch == BATCH_STEP:
+                raise
+        # Outside the handler, whose exception still holds the tensors that did not fit.
+        batch = max(BATCH_STEP, batch * 7 // 8 // BATCH_STEP * BATCH_STEP)
+
+
+def largest_batch(model: LM, context: int, scale: SpeedScale) -> int:
+    """Return the most sequences whose states fit, by the models' own count of bytes."""
+    fits = int(MARGIN * scale.free_memory() / model.state_bytes(context))
+    return max(BATCH_STEP, min(fits, scale.max_batch) // BATCH_STEP * BATCH_STEP)
+
+
+@torch.no_grad()
+def time_generation(model: LM, batch: int, context: int, scale: SpeedScale) -> Timed:
+    """Return tokens a second, a value a pass: the new tokens over the time for prompt and them.
+
+    A prefill of a few rows, its state put in its place among all rows', is timed and counted for
+    every such group of rows. Greedy steps are timed at the first, the middle and the last
+    position: the time of a step grows evenly with the position.
+    """
+    device = torch.device(scale.device)
+    prompt = context - scale.new_tokens
+    rows = min(BATCH_STEP, 2 ** max(0, (scale.prefill_tokens // prompt).bit_length() - 1))
+    state = model.reserve(model.init_state(batch), context)
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    prompts = torch.randint(model.vocab_size, (rows, prompt), device=device)
+
+    def prefill() -> None:
+        output = model(prompts, model.init_state(rows), last_only=True)
+        join(model.reserve(output.state, scale.new_tokens), state)
+
+    def step() -> None:
+        tokens.copy_(model.step(tokens, state).argmax(-1))
+
+    replay = captured(step, device)
+    fill(state, prompt)
+    values, details = [], {}
+    for _ in range(scale.passes):
+        prefill_ms = measure(prefill, device, seconds=0.0, warmup=1, least=2).ms * batch / rows
+        decode_ms = []
+        for position in (prompt, prompt + scale.new_tokens // 2, context - 1):
+            back = partial(rewind, state, position)
+            decode_ms.append(
+                measure(replay, device, seconds=scale.seconds, warmup=1, before=back).ms
+            )
+        total_ms = prefill_ms + scale.new_tokens * fmean(decode_ms)
+        values.append(batch * scale.new_tokens / total_ms * 1e3)
+        details = {"B": batch, "prefill_ms": prefill_ms, "decode_ms": decode_ms}
+    return values, details
+
+
+def join(rows: Any, state: Any) -> None:
+    """Put the state of a few rows in the place of the first rows of all."""
+    for few, field in zip(tensors(rows), tensors(state), strict=True):
+        field[: len(few)].copy_(few)
