@@ -16,6 +16,7 @@ OPS = {
     "mezzo_core.ops.online_softmax.api": "packages/core/tests/ops/test_online_softmax.py",
     "mezzo_core.ops.attention.api": "packages/core/tests/ops/test_attention.py",
     "mezzo_core.ops.decode_attention.api": "packages/core/tests/ops/test_decode_attention.py",
+    "mezzo_rat.ops.gated_scan.api": "packages/rat/tests/ops/test_gated_scan.py",
     "mezzo_rat.ops.rat_attention.api": "packages/rat/tests/ops/test_rat_attention.py",
 }
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
-from mezzo_core.ops.linear_scan import linear_scan
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
-from mezzo_rat.ops.forget_gate import accumulation_dtype, forget_gate
+from mezzo_rat.ops.forget_gate import accumulation_dtype
+from mezzo_rat.ops.gated_scan import gated_scan
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,16 @@ class LinearRNN(AbstractMixer):
         """Mix (B, T, C) along time; see AbstractMixer."""
         check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
         T = x.shape[1]
-        z, v, g = self.in_proj(x).chunk(3, dim=-1)
-        keep, write = forget_gate(g, self.gate_bias)
-        write = write * v
-        if lengths is not None:
-            # Padding keeps the state and writes nothing, so the last state is the last real one.
-            padding = (torch.arange(T, device=x.device) >= lengths[:, None])[..., None]
-            keep, write = keep.masked_fill(padding, 1.0), write.masked_fill(padding, 0.0)
-        initial = None if state is None else state.h
-        h, last = linear_scan(keep, write, initial_state=initial, cu_seqlens=cu_seqlens)
+        out, last = gated_scan(
+            self.in_proj(x),
+            gate_bias=self.gate_bias,
+            initial_state=None if state is None else state.h,
+            cu_seqlens=cu_seqlens,
+            lengths=lengths,
+        )
         if state is not None:
             state = LinearRNNState(last, state.lengths + (T if lengths is None else lengths))
-        return self.out_proj((z.sigmoid() * h).to(v.dtype)), state
+        return self.out_proj(out), state
 
     def init_state(self, batch: int) -> LinearRNNState:
         """Return the state before the first token."""

@@ -357,7 +357,7 @@ def test_on_a_gpu_steps_at_the_papers_width(B, N):
         torch.randn(B, N, H, D, **new, dtype=torch.bfloat16),
         torch.randint(0, N * L, (B,), **new),
     )
-    wide = RATState(*(s.float() if s.is_floating_point() else s.clone() for s in state))
+    wide = RATState(*(s.clone().float() if s.is_floating_point() else s.clone() for s in state))
     form = {"num_heads": H, "num_groups": G, "chunk_size": L}
     with torch.no_grad():
         out = step_rat_attention_(**inputs, state=state, **form, impl="triton")

@@ -86,7 +86,7 @@ def attend_ends(
     """Attend to the ends and to the own k~, v~; return y (B, T, H, D) and lse (B, H, T), base 2."""
     B, T, H, *_, has_z = sizes
     y, lse = torch.empty_like(v_run), torch.empty_like(own)
-    settings = _ends_settings(sizes, form, plan, x.dtype, "fwd")
+    settings = _ends_settings(sizes, form, plan, x.dtype, "fwd", k_ends.shape[1])
     with torch.cuda.device_of(x):
         attend_ends_fwd_kernel[(B * H * triton.cdiv(T, settings["BM"]),)](
             _queries(x, sizes, plan), *(_tiled(e, settings["BN"]) for e in (k_ends, v_ends)),
@@ -113,7 +113,7 @@ def attend_bwd(
     dy = dy.contiguous()
     dx = torch.empty((B, T, sizes.width), dtype=x.dtype, device=x.device)
     do = torch.empty_like(dy) if has_z else dy
-    delta = torch.empty_like(lse)
+    delta, p_own, ds_own = (torch.empty_like(lse) for _ in range(3))
     dq = torch.empty((B, T, G, D), dtype=torch.float32, device=x.device)
     dk_ends, dv_ends = (torch.empty(k_ends.shape, device=x.device) for _ in range(2))
     q = _queries(x, sizes, plan)
@@ -124,12 +124,12 @@ def attend_bwd(
             dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
             H=H, D=D, W=sizes.width, BM=BM, HAS_Z=has_z, num_warps=4,
         )  # fmt: skip
-        settings = _ends_settings(sizes, form, plan, x.dtype, "dq")
+        settings = _ends_settings(sizes, form, plan, x.dtype, "dq", plan.N)
         attend_ends_dq_kernel[(B * G * triton.cdiv(T, settings["BM"]),)](
             q, *(_tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
-            plan.low, plan.high, dq, T, *scales, **settings,
+            plan.low, plan.high, dq, ds_own, T, *scales, **settings,
         )  # fmt: skip
-        settings = _ends_settings(sizes, form, plan, x.dtype, "dkv")
+        settings = _ends_settings(sizes, form, plan, x.dtype, "dkv", plan.N)
         attend_ends_dkv_kernel[(B * H * triton.cdiv(plan.N, settings["BN"]),)](
             _tiled(q, settings["BM"]), k_ends, v_ends, _tiled(do, settings["BM"]), lse, delta,
             plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
@@ -140,7 +140,6 @@ def attend_bwd(
         chunks = B * plan.N
         programs = min(chunks, SCAN_PROGRAMS)
         dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
-        p_own, ds_own = torch.empty_like(lse), torch.empty_like(lse)
         chunk_scan_bwd_kernel[(programs * G,)](
             x, bias, plan.starts, plan.stops, do, lse, delta, dq, dk_ends, dv_ends,
             p_own, ds_own, dx, dbias,
@@ -175,25 +174,33 @@ def _scan_settings(sizes: Sizes, form: RATForm, plan: Plan) -> dict[str, Any]:
     BR = triton.next_power_of_2(H // G)
     return {
         "L": form.chunk_size, "G": G, "R": H // G, "D": D, "BR": BR,
-        "MODE": plan.mode, "num_warps": min(max(BR * D // 256, 1), 8), **sizes.offsets,
+        "MODE": plan.mode, "num_warps": min(max(BR * D // 512, 1), 8), **sizes.offsets,
     }  # fmt: skip
 
 
-# Tiles (BM tokens by BN ends), warps and stages of 16-bit kernels, by head width up to the key.
-TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
-    "fwd": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)},
-    "dq": {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
-    "dkv": {64: (64, 128, 4, 2), 128: (64, 128, 8, 2), 256: (32, 64, 4, 2)},
+# Tiles (BM tokens by BN ends), warps and stages of 16-bit kernels, by head width up to the key: for
+# few ends, where starting and ending a program counts, and for many, where only the products do.
+FEW_ENDS = 1024
+TILES_FEW: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "fwd": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 4, 2)},
+}
+TILES_MANY: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "fwd": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)},
+    "dq": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 4, 2)},
 }
 TILES_FLOAT32 = (32, 32, 4, 1)
 
 
 def _ends_settings(
-    sizes: Sizes, form: RATForm, plan: Plan, dtype: torch.dtype, kernel: str
+    sizes: Sizes, form: RATForm, plan: Plan, dtype: torch.dtype, kernel: str, num_ends: int
 ) -> dict[str, Any]:
-    width = next(width for width in TILES[kernel] if width >= sizes.D)
-    tiles = TILES_FLOAT32 if dtype == torch.float32 else TILES[kernel][width]
-    BM, BN, num_warps, num_stages = tiles
+    tiles = (TILES_FEW if num_ends <= FEW_ENDS else TILES_MANY)[kernel]
+    width = next(width for width in tiles if width >= sizes.D)
+    fit = TILES_FLOAT32 if dtype == torch.float32 else tiles[width]
+    BM, BN, num_warps, num_stages = fit
     return {
         "L": form.chunk_size, "G": sizes.G, "H": sizes.H, "D": sizes.D, "BM": BM, "BN": BN,
         "MODE": plan.mode, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",

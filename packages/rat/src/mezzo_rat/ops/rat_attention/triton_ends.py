@@ -127,10 +127,10 @@ def gate_bwd_kernel(
 
 @triton.jit
 def _add_dq(
-    b_dq, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
+    b_dq, b_past, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
     D: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what BN slots of one head give to dq, but for the scale."""
+    """Add what BN slots of one head give to dq, but for the scale, and their sum of ds."""
     b_k = k_ends.load([i_b, j, i_h * D]).reshape(BN, D)
     b_v = v_ends.load([i_b, j, i_h * D]).reshape(BN, D)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
@@ -141,16 +141,17 @@ def _add_dq(
         b_p = tl.where(seen, b_p, 0.0)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    return b_dq, b_past + tl.sum(b_ds, 1)
 
 
 @triton.jit(do_not_specialize=["T"])
 def attend_ends_dq_kernel(
-    q, k_ends, v_ends, do, lse, delta, lows, highs, dq, T, scale, scale2,
+    q, k_ends, v_ends, do, lse, delta, lows, highs, dq, ds_past, T, scale, scale2,
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum dq of BM tokens of one group over the group's heads."""
+    """Sum dq of BM tokens of one group over the group's heads, and ds over each one's slots."""
     num_m = tl.cdiv(T, BM)
     pid = tl.program_id(0)
     i_m, i_g, i_b = num_m - 1 - pid % num_m, pid // num_m % G, pid // num_m // G
@@ -169,16 +170,18 @@ def attend_ends_dq_kernel(
         p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
         b_lse = tl.load(lse + p_row, mask=m_t, other=0.0)
         b_delta = tl.load(delta + p_row, mask=m_t, other=0.0)
+        b_past = tl.zeros([BM], tl.float32)
         for j in range(begin, full, BN):
-            b_dq = _add_dq(
-                b_dq, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high,
+            b_dq, b_past = _add_dq(
+                b_dq, b_past, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high,
                 scale2, D, BN, False, PRECISION,
             )  # fmt: skip
         for j in range(full, limit, BN):
-            b_dq = _add_dq(
-                b_dq, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high,
+            b_dq, b_past = _add_dq(
+                b_dq, b_past, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high,
                 scale2, D, BN, True, PRECISION,
             )  # fmt: skip
+        tl.store(ds_past + p_row, b_past, mask=m_t)
     tl.store(dq + o_q, b_dq * scale, mask=m)
 
 

@@ -57,6 +57,16 @@ def _load(p_x, valid, o_hd, m_hd, o_gd, OV, OG, OQ, OK):
 
 
 @triton.jit
+def _rows(lse, delta, ds, o_row, m):
+    """Load what one token of each head has a number of."""
+    return (
+        tl.load(lse + o_row, mask=m, other=0.0),
+        tl.load(delta + o_row, mask=m, other=0.0),
+        tl.load(ds + o_row, mask=m, other=0.0),
+    )
+
+
+@triton.jit
 def _step(b_g, b_v, b_k, b_bias, b_kc, b_vc):
     """Advance k~ and v~ by one token."""
     keep, write = _gates(b_g, b_bias)
@@ -121,40 +131,47 @@ def chunk_scan_bwd_kernel(
     i_g = pid % G
     o_h, m_h, o_hd, m_hd, b_bias = _heads(bias, i_g, G, R, D, BR)
     o_gd = i_g * D + tl.arange(0, D)
+    m_gd = o_gd >= 0
     b_dbias = tl.zeros([BR, D], tl.float32)
     for i_c in range(pid // G, chunks, programs):
         i_n, i_b = i_c % N, (i_c // N).to(tl.int64)
         first, last, _continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
+        some = first < last
         p_x = x + i_b * stride_b + first * stride_t
         p_dx = dx + (i_b * T + first) * W
         p_do = do + (i_b * T + first) * (G * R * D)
         p_dq = dq_past + (i_b * T + first) * (G * D)
         o_row = (i_b * G * R + o_h) * T + first
         b_kc, b_vc = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
-        b_g, b_v, b_k, b_q = _load(p_x, first < last, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
-        b_do = tl.load(p_do + o_hd, mask=m_hd & (first < last), other=0.0)
+        b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
+        b_dq = tl.load(p_dq + o_gd, mask=m_gd & some, other=0.0)
+        b_lse, b_delta, b_past = _rows(lse, delta, ds_own, o_row, m_h & some)
         for t in range(first, last):
             more = t + 1 < last
             p_x += stride_t
             p_do += G * R * D
+            p_dq += G * D
             n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
             n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
-            b_lse = tl.load(lse + o_row, mask=m_h, other=0.0)
-            b_delta = tl.load(delta + o_row, mask=m_h, other=0.0)
-            b_dq = tl.load(p_dq + o_gd)
+            n_dq = tl.load(p_dq + o_gd, mask=m_gd & more, other=0.0)
+            n_lse, n_delta, n_past = _rows(lse, delta, ds_own, o_row + 1, m_h & more)
             b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
             tl.store(p_dx + OG + o_hd, b_kc.to(dx.dtype.element_ty), mask=m_hd)
             tl.store(p_dx + OV + o_hd, b_vc.to(dx.dtype.element_ty), mask=m_hd)
             b_s = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
             b_p = tl.where(m_h, tl.exp2(b_s - b_lse), 0.0)
-            b_ds = b_p * (tl.sum(b_do.to(tl.float32) * b_vc, axis=1) - b_delta) * scale
+            # p (dp - delta), where delta = dy · y brings in the rounding of y. The ends' ds carry
+            # the same error, and in this sum of both it cancels.
+            b_ds = (1 - b_p) * (tl.sum(b_do.to(tl.float32) * b_vc, axis=1) - b_delta) - b_past
+            b_ds *= b_p * scale
             b_dq += tl.sum(b_ds[:, None] * b_kc, axis=0)
             tl.store(p_own + o_row, b_p, mask=m_h)
             tl.store(ds_own + o_row, b_ds, mask=m_h)
             tl.store(p_dx + OQ + o_gd, b_dq.to(dx.dtype.element_ty))
-            b_g, b_v, b_k, b_q, b_do = n_g, n_v, n_k, n_q, n_do
+            b_g, b_v, b_k, b_q, b_do, b_dq = n_g, n_v, n_k, n_q, n_do, n_dq
+            b_lse, b_delta, b_past = n_lse, n_delta, n_past
             p_dx += W
-            p_dq += G * D
             o_row += 1
         tl.debug_barrier()
         o_end = (i_b * N + i_n) * (G * R * D) + o_hd
@@ -162,34 +179,43 @@ def chunk_scan_bwd_kernel(
         b_dvc = tl.load(dv_ends + o_end, mask=m_hd, other=0.0)
         p_x -= stride_t
         p_do -= G * R * D
-        b_g, b_v, b_k, b_q = _load(p_x, first < last, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
-        b_do = tl.load(p_do + o_hd, mask=m_hd & (first < last), other=0.0)
+        p_dx -= W
+        o_row -= 1
+        more = first + 1 < last
+        b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
+        b_kprev = tl.load(p_dx - W + OG + o_hd, mask=m_hd & more, other=0.0)
+        b_vprev = tl.load(p_dx - W + OV + o_hd, mask=m_hd & more, other=0.0)
+        b_p = tl.load(p_own + o_row, mask=m_h & some, other=0.0)
+        b_ds = tl.load(ds_own + o_row, mask=m_h & some, other=0.0)
         for t in range(first, last):
-            more = t + 1 < last  # the chunk's first token, which comes last here, follows zeros
             p_x -= stride_t
             p_do -= G * R * D
-            p_dx -= W
-            o_row -= 1
-            b_kprev = tl.load(p_dx - W + OG + o_hd, mask=m_hd & more, other=0.0).to(tl.float32)
-            b_vprev = tl.load(p_dx - W + OV + o_hd, mask=m_hd & more, other=0.0).to(tl.float32)
+            more = t + 1 < last  # the chunk's first token, which comes last here, follows zeros
+            even_more = t + 2 < last
             n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
             n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
-            b_p = tl.load(p_own + o_row, mask=m_h, other=0.0)
-            b_ds = tl.load(ds_own + o_row, mask=m_h, other=0.0)
+            n_kprev = tl.load(p_dx - 2 * W + OG + o_hd, mask=m_hd & even_more, other=0.0)
+            n_vprev = tl.load(p_dx - 2 * W + OV + o_hd, mask=m_hd & even_more, other=0.0)
+            n_p = tl.load(p_own + o_row - 1, mask=m_h & more, other=0.0)
+            n_ds = tl.load(ds_own + o_row - 1, mask=m_h & more, other=0.0)
             keep, write = _gates(b_g, b_bias)
             b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
             b_dvc += b_p[:, None] * b_do.to(tl.float32)
-            b_df = b_dkc * (b_kprev - b_k.to(tl.float32)[None, :])
-            b_df += b_dvc * (b_vprev - b_v.to(tl.float32))
+            b_df = b_dkc * (b_kprev.to(tl.float32) - b_k.to(tl.float32)[None, :])
+            b_df += b_dvc * (b_vprev.to(tl.float32) - b_v.to(tl.float32))
             b_dg = keep * write * b_df
             b_dbias += b_dg
             b_dk = tl.sum(tl.where(m_hd, write * b_dkc, 0.0), axis=0)
             tl.debug_barrier()  # all have read a row before one overwrites it
             tl.store(p_dx + OG + o_hd, b_dg.to(dx.dtype.element_ty), mask=m_hd)
             tl.store(p_dx + OV + o_hd, (write * b_dvc).to(dx.dtype.element_ty), mask=m_hd)
-            tl.store(p_dx + OK + o_gd, b_dk.to(dx.dtype.element_ty))
+            tl.store(p_dx + OK + o_gd, b_dk.to(dx.dtype.element_ty), mask=m_gd)
             b_dkc *= keep
             b_dvc *= keep
-            b_g, b_v, b_k, b_q, b_do = n_g, n_v, n_k, n_q, n_do
+            b_g, b_v, b_k, b_q, b_do, b_p, b_ds = n_g, n_v, n_k, n_q, n_do, n_p, n_ds
+            b_kprev, b_vprev = n_kprev, n_vprev
+            p_dx -= W
+            o_row -= 1
     if dbias is not None:
         tl.store(dbias + (pid // G).to(tl.int64) * (G * R * D) + o_hd, b_dbias, mask=m_hd)

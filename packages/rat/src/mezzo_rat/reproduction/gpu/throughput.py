@@ -59,7 +59,8 @@ def _measure(
     config = recipe(scale.contexts[context], architecture).model
     for mixer in set(config.mixers) - checked:
         with torch.device(scale.device):
-            check_layer(Layer(mixer.build(config.d_model), config.d_model))
+            layer = Layer(mixer.build(config.d_model), config.d_model)
+        check_layer(layer)
         checked.add(mixer)
     torch.manual_seed(0)
     with torch.device(scale.device):

@@ -1,0 +1,221 @@
+"""The public gated scan: its arguments checked, its gradients registered, who computes it."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from torch import Tensor
+
+from mezzo_rat.ops.forget_gate import accumulation_dtype
+from mezzo_rat.ops.gated_scan.reference import gated_scan_reference
+
+STATE_EVERY = 8
+"""Tokens between two states kept for the backward, which scans the tokens between them again."""
+
+
+class GatedScanOutput(NamedTuple):
+    """What `gated_scan` returns."""
+
+    out: Float[Tensor, "B T C"]
+    final_state: Float[Tensor, "S C"]
+
+
+def gated_scan(
+    zvg: Float[Tensor, "B T three_C"],
+    *,
+    gate_bias: Float[Tensor, "C"] | None = None,
+    initial_state: Float[Tensor, "S C"] | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+    lengths: Int[Tensor, "B"] | None = None,
+    impl: Impl = "auto",
+) -> GatedScanOutput:
+    """Compute the gated linear RNN from its projection, read as the projection leaves it.
+
+    With f = sigmoid(g + gate_bias), equation 3 of the RAT paper over one chunk:
+
+        h[t] = f[t] h[t-1] + (1 - f[t]) v[t]        out[t] = sigmoid(z[t]) h[t]
+
+    Gates and states are float32 (float64 for float64). Differentiable in `zvg` (one gradient, in
+    its shape), `gate_bias` and `initial_state`, through both results; not twice.
+
+    Args:
+        zvg: (B, T, 3C): z, v and g side by side. A logit of +inf in g keeps everything, -inf
+            nothing.
+        gate_bias: (C,), added to g in float32.
+        initial_state: (B, C), or (S, C) when packed: h before the first token; else zeros.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
+            at 0, ends at T, never decreases. Its values are checked on the CPU only: on a GPU that
+            would stop the stream.
+        lengths: (B,) int64, how many tokens of each row are real, the rest being padding on the
+            right, which leaves the state as it is.
+        impl: "auto", "reference" or "triton"; Triton has no float64.
+
+    Returns:
+        out (B, T, C) in the dtype of zvg, and final_state (B, C) or (S, C), float32 (float64 for
+        float64): h after the last real token, the initial state if there is none.
+
+    Raises:
+        TypeError: if a tensor's dtype is not one of those above.
+        ValueError: if a shape, a device, `cu_seqlens`, `lengths` or `impl` is not as above.
+    """
+    _check(zvg, gate_bias, initial_state, cu_seqlens, lengths)
+    unsupported = "float64; supported: float32, bfloat16, float16"
+    chosen = resolve_impl(
+        "gated_scan", impl, zvg.device, unsupported if zvg.dtype == torch.float64 else None
+    )
+    dtype = accumulation_dtype(zvg.dtype)
+    gate_bias = None if gate_bias is None else gate_bias.to(dtype)
+    initial_state = None if initial_state is None else initial_state.to(dtype)
+    if chosen == "reference":
+        return GatedScanOutput(
+            *gated_scan_reference(zvg, gate_bias, initial_state, cu_seqlens, lengths)
+        )
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (zvg, gate_bias, initial_state)
+    )
+    out, final_state, _ = _gated_scan(
+        zvg, gate_bias, initial_state, cu_seqlens, lengths, differentiable
+    )
+    return GatedScanOutput(out, final_state)
+
+
+def _check(
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+) -> None:
+    if zvg.ndim != 3 or zvg.shape[2] % 3:
+        raise ValueError(f"gated_scan: zvg must be (B, T, 3C), got {tuple(zvg.shape)}")
+    B, _, C = zvg.shape[0], zvg.shape[1], zvg.shape[2] // 3
+    num_states = B
+    if cu_seqlens is not None:
+        check_cu_seqlens("gated_scan", cu_seqlens, zvg)
+        num_states = cu_seqlens.shape[0] - 1
+    for name, value, shape in (
+        ("zvg", zvg, zvg.shape),
+        ("gate_bias", gate_bias, (C,)),
+        ("initial_state", initial_state, (num_states, C)),
+    ):
+        if value is None:
+            continue
+        if not value.is_floating_point():
+            raise TypeError(f"gated_scan: {name} must be floating-point, got {value.dtype}")
+        if value.shape != shape:
+            raise ValueError(f"gated_scan: {name} must be {shape}, got {tuple(value.shape)}")
+        if value.device != zvg.device:
+            raise ValueError(f"gated_scan: {name} is on {value.device}, zvg on {zvg.device}")
+    if lengths is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("gated_scan: lengths and cu_seqlens exclude each other")
+    if lengths.dtype != torch.int64:
+        raise TypeError(f"gated_scan: lengths must be int64, got {lengths.dtype}")
+    if lengths.shape != (B,) or lengths.device != zvg.device:
+        raise ValueError(
+            f"gated_scan: lengths must be ({B},) on {zvg.device}, "
+            f"got {tuple(lengths.shape)} on {lengths.device}"
+        )
+
+
+@torch.library.custom_op("mezzo_rat::gated_scan", mutates_args=())
+def _gated_scan(
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    differentiable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mezzo_rat.ops.gated_scan import triton
+
+    if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
+        check_borders("gated_scan", cu_seqlens, zvg.shape[1])
+    return triton.gated_scan_fwd(
+        zvg, gate_bias, initial_state, cu_seqlens, lengths, STATE_EVERY if differentiable else 0
+    )
+
+
+@_gated_scan.register_fake
+def _(
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    differentiable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, C = zvg.shape[0], zvg.shape[1], zvg.shape[2] // 3
+    num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    num_kept = (T + STATE_EVERY - 1) // STATE_EVERY if differentiable else 0
+    return (
+        zvg.new_empty(B, T, C),
+        zvg.new_empty(num_states, C, dtype=torch.float32),
+        zvg.new_empty(B, num_kept, C, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("mezzo_rat::gated_scan_bwd", mutates_args=())
+def _gated_scan_bwd(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mezzo_rat.ops.gated_scan import triton
+
+    return triton.gated_scan_bwd(
+        dout, dfinal, zvg, gate_bias, initial_state, cu_seqlens, lengths, kept, STATE_EVERY
+    )
+
+
+@_gated_scan_bwd.register_fake
+def _(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    C = kept.shape[2]
+    num_states = zvg.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return zvg.new_empty(zvg.shape), kept.new_empty(C), kept.new_empty(num_states, C)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    # Nobody pulls on the kept states, and few on the final one: a missing gradient stays missing.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    zvg, gate_bias, initial_state, cu_seqlens, lengths, kept = ctx.saved_tensors
+    if dout is None:
+        dout = zvg.new_zeros(()).expand(*zvg.shape[:2], kept.shape[2])
+    dzvg, dbias, dh0 = _gated_scan_bwd(
+        dout, dfinal, zvg, gate_bias, initial_state, cu_seqlens, lengths, kept
+    )
+    return (
+        dzvg,
+        None if gate_bias is None else dbias,
+        None if initial_state is None else dh0,
+        None,
+        None,
+        None,
+    )
+
+
+_gated_scan.register_autograd(_backward, setup_context=_save)

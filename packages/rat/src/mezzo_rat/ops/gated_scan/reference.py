@@ -1,0 +1,35 @@
+"""The gated scan as it is defined, in eager PyTorch; autograd differentiates it."""
+
+import torch
+from mezzo_core.ops.linear_scan import linear_scan
+from torch import Tensor
+
+from mezzo_rat.ops.forget_gate import forget_gate
+
+
+def gated_scan_reference(
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute h[t] = f[t] h[t-1] + (1 - f[t]) v[t] and sigmoid(z[t]) h[t], f = sigmoid(g + b).
+
+    This is equation 3 of the RAT paper with one chunk, and the output gate of its layer. Arguments
+    and results are those of `api.gated_scan`.
+    """
+    z, v, g = zvg.chunk(3, dim=-1)
+    padding = None
+    if lengths is not None:
+        padding = (torch.arange(zvg.shape[1], device=zvg.device) >= lengths[:, None])[..., None]
+        # Masked before the gates too, or a NaN in the padding would reach the gradients.
+        v, g = v.masked_fill(padding, 0.0), g.masked_fill(padding, 0.0)
+    keep, write = forget_gate(g, gate_bias)
+    if padding is not None:
+        keep = keep.masked_fill(padding, 1.0)
+    write = write * v
+    h, final_state = linear_scan(
+        keep, write, initial_state=initial_state, cu_seqlens=cu_seqlens, impl="reference"
+    )
+    return (z.to(h.dtype).sigmoid() * h).to(zvg.dtype), final_state
