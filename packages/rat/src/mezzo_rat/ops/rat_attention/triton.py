@@ -172,9 +172,10 @@ def _tiled(x: Tensor, rows: int) -> TensorDescriptor:
 def _scan_settings(sizes: Sizes, form: RATForm, plan: Plan) -> dict[str, Any]:
     _, _, H, G, D, _ = sizes
     BR = triton.next_power_of_2(H // G)
+    # Two warps at least: for one, the LLVM inside Triton 3.6 aborts on a tile of 4 by 128.
     return {
         "L": form.chunk_size, "G": G, "R": H // G, "D": D, "BR": BR,
-        "MODE": plan.mode, "num_warps": min(max(BR * D // 512, 1), 8), **sizes.offsets,
+        "MODE": plan.mode, "num_warps": min(max(BR * D // 512, 2), 8), **sizes.offsets,
     }  # fmt: skip
 
 
