@@ -205,7 +205,7 @@ def step_rat_attention_(
         raise ValueError(f"zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
     unsupported = _unsupported(parts, gate_bias, state)
     if resolve_impl("step_rat_attention_", impl, zvgqk.device, unsupported) == "triton":
-        bias = None if gate_bias is None else gate_bias.float().contiguous()
+        bias = None if gate_bias is None else gate_bias.contiguous()
         return registered.rat_attention_step_(
             zvgqk.contiguous(), bias, *state, num_groups, True, chunk_size, rope or "none",
             rope_base, form.scale,
@@ -279,7 +279,7 @@ def _by_kernels(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> RATAttentionOutput:
-    bias = None if gate_bias is None else gate_bias.float().contiguous()
+    bias = None if gate_bias is None else gate_bias.contiguous()
     if zvgqk.stride(-1) != 1:
         zvgqk = zvgqk.contiguous()
     shared = (sizes.G, sizes.has_z, form.chunk_size, form.rope or "none", form.rope_base)

@@ -112,7 +112,7 @@ def _(
     rope_base: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    dbias = lse.new_empty(0 if gate_bias is None else y.shape[2:])
+    dbias = lse.new_empty(0) if gate_bias is None else gate_bias.new_empty(y.shape[2:])
     return x.new_empty(x.shape), dbias
 
 

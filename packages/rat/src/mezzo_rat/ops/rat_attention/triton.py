@@ -44,7 +44,7 @@ def scan_chunks(
 
     Args:
         x: (B, T, W) projection.
-        bias: (H, D) float32, or None.
+        bias: (H, D), or None.
         sizes: what x holds.
         form: what to compute.
         plan: where the chunks lie.
@@ -146,7 +146,7 @@ def attend_bwd(
             T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
             W=sizes.width, **_scan_settings(sizes, form, plan),
         )  # fmt: skip
-    return dx, None if dbias is None else dbias.sum(0)
+    return dx, None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype)
 
 
 def _queries(x: Tensor, sizes: Sizes, plan: Plan) -> Tensor:

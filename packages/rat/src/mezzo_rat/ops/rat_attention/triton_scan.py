@@ -42,7 +42,7 @@ def _heads(bias, i_g, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BR: tl.
     o_hd, m_hd = o_h[:, None] * D + o_d[None, :], m_h[:, None] & (o_d >= 0)[None, :]
     b_bias = tl.zeros([BR, D], tl.float32)
     if bias is not None:
-        b_bias += tl.load(bias + o_hd, mask=m_hd, other=0.0)
+        b_bias += tl.load(bias + o_hd, mask=m_hd, other=0.0).to(tl.float32)
     return o_h, m_h, o_hd, m_hd, b_bias
 
 

@@ -19,8 +19,9 @@ from mezzo_rat.ops.rat_attention.state import RATState
 from mezzo_rat.ops.rat_attention.triton import LOG2_E
 from mezzo_rat.ops.rat_attention.triton_scan import _gates
 
-# Programs that fill a large GPU, and the ends that one reads at a time.
-PROGRAMS, BN = 1024, 32
+# Programs that fill a large GPU, and the bytes of keys that one reads at a time.
+PROGRAMS, TILE = 1024, 16384
+WARPS, STAGES = 4, 3
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def step_past_kernel(
 ):  # fmt: skip
     """Attend from one head of one row to its share of the closed chunks' ends.
 
-    Each of the tile's BN rows keeps a softmax of its own, so that the loop needs no exchange.
+    A matrix product takes 16 queries at least: all rows of the tiles are the one query.
     """
     pid = tl.program_id(0).to(tl.int64)
     i_s, i_h, i_b = pid % SPLITS, pid // SPLITS % H, pid // SPLITS // H
@@ -59,28 +60,28 @@ def step_past_kernel(
     end = tl.minimum(begin + share, closed)
     place = n if ROPE == "token" else n // L
     b_q = _rotated(x + i_b * stride_b + OQ + (i_h % G) * D, o_d, cos, sin, place, D, ROPE)
-    b_q *= scale2
-    b_top = tl.full([BN], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BN], tl.float32)
-    b_acc = tl.zeros([BN, D], tl.float32)
+    b_q = tl.broadcast_to(b_q[None, :], [16, D]).to(k_ends.dtype.element_ty)
+    b_top = tl.full([16], float("-inf"), tl.float32)
+    b_sum = tl.zeros([16], tl.float32)
+    b_acc = tl.zeros([16, D], tl.float32)
     o_end = i_b * stride_eb + i_h * D + o_d[None, :]
     for j in range(begin, end, BN):
-        m = (j + o_n < end)[:, None]
+        m = j + o_n < end
         o_j = o_end + (j + o_n)[:, None] * (H * D)
-        b_k = tl.load(k_ends + o_j, mask=m, other=0.0).to(tl.float32)
-        b_v = tl.load(v_ends + o_j, mask=m, other=0.0).to(tl.float32)
-        b_s = tl.where(j + o_n < end, tl.sum(b_k * b_q[None, :], axis=1), float("-inf"))
-        b_new = tl.maximum(b_top, b_s)
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink, b_p = tl.exp2(b_top - b_safe), tl.exp2(b_s - b_safe)
-        b_sum = b_sum * b_shrink + b_p
-        b_acc = b_acc * b_shrink[:, None] + b_p[:, None] * b_v
+        b_k = tl.load(k_ends + o_j, mask=m[:, None], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale2
+        b_s = tl.where(m[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_top, tl.max(b_s, 1))  # finite: every tile holds an end
+        b_p, b_shrink = tl.exp2(b_s - b_new[:, None]), tl.exp2(b_top - b_new)
+        b_v = tl.load(v_ends + o_j, mask=m[:, None], other=0.0)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+        b_acc = b_acc * b_shrink[:, None]
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_top = b_new
-    top = tl.max(b_top, axis=0)
-    b_w = tl.exp2(b_top - tl.where(top == float("-inf"), 0.0, top))
-    tl.store(parts + pid * D + o_d, tl.sum(b_acc * b_w[:, None], axis=0))
-    tl.store(sums + pid, tl.sum(b_sum * b_w, axis=0))
-    tl.store(tops + pid, top)
+    one = tl.arange(0, 16) == 0
+    tl.store(parts + pid * D + o_d, tl.sum(tl.where(one[:, None], b_acc, 0.0), axis=0))
+    tl.store(sums + pid, tl.sum(tl.where(one, b_sum, 0.0), axis=0))
+    tl.store(tops + pid, tl.max(b_top, axis=0))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -105,7 +106,8 @@ def step_new_kernel(
     b_v = tl.load(p_x + OV + o_d).to(tl.float32)
     b_bias, b_bias_other = 0.0, 0.0
     if bias is not None:
-        b_bias, b_bias_other = tl.load(bias + i_h * D + o_d), tl.load(bias + i_h * D + o_other)
+        b_bias = tl.load(bias + i_h * D + o_d).to(tl.float32)
+        b_bias_other = tl.load(bias + i_h * D + o_other).to(tl.float32)
     keep, write = _gates(tl.load(p_x + OG + o_d), b_bias)
     b_k = write * tl.load(p_g + OK + o_d).to(tl.float32)
     b_k += tl.where(opens, 0.0, keep * tl.load(p_k + o_d))
@@ -151,7 +153,7 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RA
 
     Args:
         x: (B, 1, W) projection.
-        bias: (H, D) float32, or None.
+        bias: (H, D), or None.
         state: overwritten; all but the ends' rows contiguous.
         sizes: what x holds.
         form: what to compute.
@@ -161,7 +163,8 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RA
     """
     B, _, H, G, D, has_z = sizes
     N = state.k_ends.shape[1]
-    splits = num_splits(B * H, N)
+    BN = max(TILE // (D * x.element_size()), 16)
+    splits = num_splits(B * H, N, BN)
     parts = torch.empty((B * H, splits, D), dtype=torch.float32, device=x.device)
     tops, sums = torch.empty((2, B * H, splits), dtype=torch.float32, device=x.device)
     seen = torch.empty_like(state.lengths)
@@ -176,7 +179,8 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RA
     with torch.cuda.device_of(x):
         step_past_kernel[(B * H * splits,)](
             x, state.k_ends, state.v_ends, state.lengths, *angles, parts, tops, sums, seen,
-            N, *strides, scale2, OQ=sizes.offsets["OQ"], BN=BN, num_warps=4, **settings,
+            N, *strides, scale2, OQ=sizes.offsets["OQ"], BN=BN, num_warps=WARPS, num_stages=STAGES,
+            **settings,
         )  # fmt: skip
         step_new_kernel[(B * H,)](
             x, bias, state.k, state.v, state.k_ends, state.v_ends, state.lengths, *angles,
@@ -186,9 +190,9 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RA
     return y
 
 
-def num_splits(num_heads: int, num_slots: int) -> int:
+def num_splits(num_heads: int, num_slots: int, tile: int) -> int:
     """Return how many programs share a row's head: a power of two, none with less than a tile."""
-    wanted = min(max(PROGRAMS // num_heads, 1), max(num_slots // BN, 1))
+    wanted = min(max(PROGRAMS // num_heads, 1), max(num_slots // tile, 1))
     return 1 << (wanted.bit_length() - 1)
 
 
