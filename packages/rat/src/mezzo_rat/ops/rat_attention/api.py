@@ -87,7 +87,7 @@ def chunk_rat_attention(
     form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
     check_rows(v, state, lengths, cu_seqlens)
     parts = (v, g, q, k) if z is None else (z, v, g, q, k)
-    unsupported = _unsupported(parts, gate_bias, state)
+    unsupported = _unsupported(parts, gate_bias, state, form.scale)
     if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
         zvgqk = torch.cat([part.flatten(2) for part in parts], dim=-1)
         B, T, H, D = v.shape
@@ -127,7 +127,7 @@ def chunk_rat_attention_zvgqk(
         zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
     )
     z, v, g, q, k = parts
-    unsupported = _unsupported(parts, gate_bias, state)
+    unsupported = _unsupported(parts, gate_bias, state, form.scale)
     if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
         check_rows(v, state, lengths, cu_seqlens)
         B, T, H, D = v.shape
@@ -203,7 +203,7 @@ def step_rat_attention_(
     check_rows(parts[1], state, None, None)
     if zvgqk.shape[1] != 1:
         raise ValueError(f"zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
-    unsupported = _unsupported(parts, gate_bias, state)
+    unsupported = _unsupported(parts, gate_bias, state, form.scale)
     if resolve_impl("step_rat_attention_", impl, zvgqk.device, unsupported) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
         return registered.rat_attention_step_(
@@ -251,7 +251,7 @@ def _split(
 
 
 def _unsupported(
-    parts: tuple[Tensor, ...], gate_bias: Tensor | None, state: RATState | None
+    parts: tuple[Tensor, ...], gate_bias: Tensor | None, state: RATState | None, scale: float
 ) -> str | None:
     """Say why the kernels cannot take this call, or return None if they can."""
     dtypes, dim = {part.dtype for part in parts}, parts[0].shape[-1]
@@ -263,6 +263,8 @@ def _unsupported(
         return f"a head dimension of {dim}; supported: {', '.join(map(str, HEAD_DIMS))}"
     if parts[0].numel() == 0:
         return "empty tensors"
+    if not scale > 0:
+        return f"a scale of {scale}; supported: positive ones"
     if state is not None and torch.is_grad_enabled():
         tensors = (*parts, *state) if gate_bias is None else (*parts, *state, gate_bias)
         if any(x.requires_grad for x in tensors):

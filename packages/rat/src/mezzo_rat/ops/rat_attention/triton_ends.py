@@ -41,13 +41,14 @@ def _attend(
 ):  # fmt: skip
     """Add BN slots to an online softmax."""
     b_k = k_ends.load([i_b, j, i_h * D]).reshape(BN, D)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if MASK:
         o_j = j + tl.arange(0, BN)
         seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_p = tl.exp2(b_s - b_new[:, None])
+    # The scale is positive: applied after the maximum, it costs no multiplication of its own.
+    b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
+    b_p = tl.exp2(b_s * scale2 - b_new[:, None])
     b_shrink = tl.exp2(b_m - b_new)
     b_l = b_l * b_shrink + tl.sum(b_p, 1)
     b_acc = b_acc * b_shrink[:, None]
@@ -126,6 +127,21 @@ def gate_bwd_kernel(
 
 
 @triton.jit
+def _softmax_bwd(
+    b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return p and, but for the scale, ds of a tile of tokens by slots."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+    b_p = tl.exp2(b_s - b_lse[:, None])
+    if MASK:
+        seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
+        b_p = tl.where(seen, b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    return b_p, b_p * (b_dp - b_delta[:, None])
+
+
+@triton.jit
 def _add_dq(
     b_dq, b_past, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
     D: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -133,14 +149,10 @@ def _add_dq(
     """Add what BN slots of one head give to dq, but for the scale, and their sum of ds."""
     b_k = k_ends.load([i_b, j, i_h * D]).reshape(BN, D)
     b_v = v_ends.load([i_b, j, i_h * D]).reshape(BN, D)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
-    b_p = tl.exp2(b_s - b_lse[:, None])
-    if MASK:
-        o_j = j + tl.arange(0, BN)
-        seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
-        b_p = tl.where(seen, b_p, 0.0)
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    b_ds = b_p * (b_dp - b_delta[:, None])
+    o_j = j + tl.arange(0, BN)
+    _p, b_ds = _softmax_bwd(
+        b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2, MASK, PRECISION
+    )
     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     return b_dq, b_past + tl.sum(b_ds, 1)
 
@@ -191,26 +203,21 @@ def _add_dkv(
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM tokens give to dk, but for the scale, and to dv.
-
-    Tiles are slots by tokens: the transposes of p and ds are what the products need.
-    """
+    """Add what BM tokens give to dk, but for the scale, and to dv."""
     o_t = t + tl.arange(0, BM)
     b_q = q.load([i_b, t, (i_h % G) * D]).reshape(BM, D)
     b_do = do.load([i_b, t, i_h * D]).reshape(BM, D)
     p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
     b_lse = tl.load(lse + p_row, mask=o_t < T, other=float("inf"))
     b_delta = tl.load(delta + p_row, mask=o_t < T, other=0.0)
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale2
-    b_p = tl.exp2(b_s - b_lse[None, :])
-    if MASK:
-        b_low, b_high = _seen(lows, highs, lows, i_b, o_t, T, L, MODE)
-        seen = (o_j[:, None] >= b_low[None, :]) & (o_j[:, None] < b_high[None, :])
-        b_p = tl.where(seen, b_p, 0.0)
-    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-    b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
-    b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    b_low, b_high = _seen(lows, highs, lows, i_b, o_t, T, L, MODE)
+    b_p, b_ds = _softmax_bwd(
+        b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2, MASK, PRECISION
+    )
+    # Tiles of tokens by slots, turned for the products: the other way round, lse and delta would
+    # lie along the columns and take the registers that are missing.
+    b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv, input_precision=PRECISION)
+    b_dk = tl.dot(tl.trans(b_ds.to(b_q.dtype)), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv
 
 
