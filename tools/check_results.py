@@ -36,7 +36,7 @@ def experiment_table(path: Path) -> str:
         return speed_table(path, content)
     runs = {(run["model"], run["seed"]): run for run in content["runs"]}
     lines = [
-        f"**{content['gpu']}**, {content['setting']} ({path.parent.name}/{path.name}):",
+        f"**{where(content)}**, {content['setting']} ({path.parent.name}/{path.name}):",
         "",
         f"| Model | Weights | {' | '.join(content['columns'])} | tokens/s | peak GB |",
         "|---|---|" + "---|" * (len(content["columns"]) + 2),
