@@ -69,3 +69,26 @@ def test_a_hybrid_is_saved_and_loaded_by_its_config(model, config, tmp_path):
     assert loaded_config == config
     tokens = torch.randint(17, (1, 9))
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_on_a_gpu_a_hybrid_generates_what_full_forwards_do(head_dim):
+    """Heads of a width that no kernel takes, and of one that all take."""
+    mixers = (
+        LinearRNNConfig(),
+        RATConfig(chunk_size=3, head_dim=head_dim),
+        RATReversedConfig(chunk_size=4, head_dim=head_dim),
+        AttentionConfig(head_dim=head_dim, window_size=5),
+    )
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=17, d_model=2 * head_dim, mixers=mixers, mlp=MLPConfig())
+    model = config.build().cuda()
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [3]]
+    for prompt, found in zip(prompts, generate(model, prompts, max_new_tokens=30), strict=True):
+        tokens = list(prompt)
+        for _ in found:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens], device="cuda")).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        assert found == tokens[len(prompt) :]

@@ -13,7 +13,7 @@ from mezzo_core.testing.mixers import (
     check_state_bytes,
     check_step,
 )
-from mezzo_rat import RATConfig
+from mezzo_rat import LinearRNNConfig, RATConfig
 from mezzo_rat.mixer import mean_logits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,6 +57,31 @@ def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
 
 def test_decoding_in_place_equals_the_whole(mixer):
     check_step(mixer, C, [2, 0, 1, 4, 9], 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        RATConfig(4, head_dim=32),
+        RATConfig(5, head_dim=64, num_groups=1, rope="token"),
+        RATConfig(3, head_dim=32, num_groups=None, gate_rank=4, rope=None),
+        LinearRNNConfig(),
+    ],
+    ids=str,
+)
+def test_kernels_keep_every_law(config):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        mixer = config.build(128)
+    for part in mixer.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.2)
+    check_segments(mixer, d_model=128, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_causal(mixer, d_model=128, num_tokens=14)
+    check_packed(mixer, 128, [5, 0, 1, 4, 9, 0])
+    check_ragged(mixer, 128, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, 128, [2, 0, 1, 4, 9], 6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 14])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.papers import Experiment, Finding, Measurement, ResultRow, Status
+from mezzo_rat import mixer
 from mezzo_rat import reproduce as module
 from mezzo_rat.reproduce import SCALES, read_published, reproduce
 from mezzo_rat.reproduction import flops, limits, setup, tables
@@ -45,14 +46,15 @@ def test_a_reason_is_given_for_what_is_not_attempted(tmp_path):
     "id", ["limit_attention", "limit_rnn", "rope_by_chunk", "decode_equals_prefill"]
 )
 def test_an_op_that_is_slightly_wrong_differs(monkeypatch, id):
-    right = limits.chunk_rat_attention
+    def slightly_wrong(right):
+        def wrong(*inputs, **options):
+            output = right(*inputs, **options)
+            return output._replace(out=output.out * (1 + 1e-4))
 
-    def wrong(*inputs, **options):
-        output = right(*inputs, **options)
-        return output._replace(out=output.out * (1 + 1e-4))
+        return wrong
 
-    monkeypatch.setattr(limits, "chunk_rat_attention", wrong)
-    monkeypatch.setattr("mezzo_rat.mixer.chunk_rat_attention", wrong)
+    for place, op in ((limits, "chunk_rat_attention"), (mixer, "chunk_rat_attention_zvgqk")):
+        monkeypatch.setattr(place, op, slightly_wrong(getattr(place, op)))
     assert limits.CHECKS[f"rat.check.{id}"]().status is Status.DIFFERS
 
 

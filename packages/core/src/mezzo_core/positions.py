@@ -28,10 +28,7 @@ def rope_angles(positions: Tensor, dim: int, base: float = 10_000.0) -> tuple[Te
     Raises:
         ValueError: if `dim` is odd or not positive, or `base` is not positive.
     """
-    if dim < 2 or dim % 2:
-        raise ValueError(f"dim must be even and positive to rotate pairs, got {dim}")
-    if base <= 0:
-        raise ValueError(f"base must be positive, got {base}")
+    _check_pairs(dim, base)
     return _rope_angles(positions, dim, base)
 
 
@@ -39,8 +36,9 @@ def rope_angles(positions: Tensor, dim: int, base: float = 10_000.0) -> tuple[Te
 # cosine for every channel of every head, which costs far more than the rotation itself.
 @torch.library.custom_op("mezzo::rope_angles", mutates_args=())
 def _rope_angles(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    pair = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.to(torch.float32)[..., None] * base ** (-pair / dim)
+    angles = positions.to(torch.float32)[..., None] * rope_frequencies(
+        dim, base, device=positions.device
+    )
     return angles.cos(), angles.sin()
 
 
@@ -48,6 +46,29 @@ def _rope_angles(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tens
 def _(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
     cos = positions.new_empty((*positions.shape, dim // 2), dtype=torch.float32)
     return cos, torch.empty_like(cos)
+
+
+def rope_frequencies(
+    dim: int, base: float = 10_000.0, *, device: torch.device | str | None = None
+) -> Tensor:
+    """Return the angles by which the pairs of a head of width `dim` turn from a place to the next.
+
+    Returns:
+        (D/2,) float32. In float32, a position times this is `rope_angles`' angle to the bit.
+
+    Raises:
+        ValueError: if `dim` is odd or not positive, or `base` is not positive.
+    """
+    _check_pairs(dim, base)
+    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+    return base ** (-pair / dim)
+
+
+def _check_pairs(dim: int, base: float) -> None:
+    if dim < 2 or dim % 2:
+        raise ValueError(f"dim must be even and positive to rotate pairs, got {dim}")
+    if base <= 0:
+        raise ValueError(f"base must be positive, got {base}")
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

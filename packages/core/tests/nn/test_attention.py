@@ -252,9 +252,10 @@ def test_bad_calls_are_named():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("D", [16, 32])  # by the references, and by the kernels
 @pytest.mark.parametrize("name", ["rope", "window", "alibi"])
-def test_cuda_mixer_keeps_every_law(name):
-    mixer = build(dataclasses.replace(CONFIGS[name], head_dim=16, num_kv_heads=1)).cuda()
+def test_cuda_mixer_keeps_every_law(name, D):
+    mixer = build(dataclasses.replace(CONFIGS[name], head_dim=D, num_kv_heads=1)).cuda()
     check_segments(mixer, d_model=C, num_tokens=200, splits=[130, 69, 1], rtol=2e-5)
     check_packed(mixer, C, [0, 150, 1, 49], rtol=2e-5)
     check_ragged(mixer, C, [150, 3, 0], steps=3, rtol=2e-5)

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+import triton
 from mezzo_core.testing import assert_close, grads
 from mezzo_rat.ops.rat_attention import (
     RATState,
@@ -321,6 +322,36 @@ def test_on_a_gpu_packed_in_bfloat16(L):
     borders = torch.tensor([0, 0, 900, 901, 2000, 3000, 3000], device="cuda")
     inputs = draw(1, 3000, 4, 2, 128, dtype=torch.bfloat16)
     check(inputs, H=4, G=2, chunk_size=L, cu_seqlens=borders)
+
+
+@gpu
+@pytest.mark.parametrize("L", [16, 64])
+def test_on_a_gpu_with_all_gradients_at_the_papers_width(L):
+    check(draw(1, 16_384, 16, 2, 128, dtype=torch.bfloat16), H=16, G=2, chunk_size=L)
+
+
+@gpu
+def test_on_a_gpu_a_new_length_compiles_nothing():
+    compiled = []
+    form = {"num_heads": 4, "num_groups": 2, "chunk_size": 16, "impl": "triton"}
+
+    def train(B, T):
+        inputs = draw(B, T, 4, 2, 64, dtype=torch.bfloat16)
+        dout = torch.ones(B, T, 4, 64, device="cuda", dtype=torch.bfloat16)
+        grads(lambda **x: chunk_rat_attention_zvgqk(**x, **form).out, inputs, dout)
+
+    train(2, 1000)
+    hooks, before = triton.knobs.runtime, triton.knobs.runtime.jit_cache_hook
+    hooks.jit_cache_hook = lambda **call: compiled.append(call["fn"].name)
+    try:
+        train(1, 1)
+        train(3, 4096)
+        train(1, 16_001)
+        assert not compiled
+        train(1, 16_400)  # 1,025 ends: the tiles for many
+        assert compiled, "the hook sees a compilation"
+    finally:
+        hooks.jit_cache_hook = before
 
 
 @gpu

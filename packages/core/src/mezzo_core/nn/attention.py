@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from mezzo_core.ops.attention import attention
-from mezzo_core.ops.decode_attention import decode_attention
+from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.positions import (
     AlibiFormula,
     alibi_slopes,
@@ -100,7 +100,10 @@ class Attention(AbstractMixer):
             raise ValueError(f"state holds {state.lengths.shape[0]} rows, x has {B}")
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
-        q, k, v = self._project(x, positions)
+        q, k, v = self._project(x)
+        if self.config.rope_base is not None:
+            angles = rope_angles(positions, self.config.head_dim, self.config.rope_base)
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         slopes = self._slopes(x.device)
         q_positions, k_positions = None, None
         # Into an empty cache, queries see this call's keys alone: plain causal attention.
@@ -127,20 +130,16 @@ class Attention(AbstractMixer):
 
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
-        k, v, lengths = state
+        k, _, lengths = state
         B, S = k.shape[:2]
         if x.shape != (B, 1, self.d_model):
             raise ValueError(f"x must be ({B}, 1, {self.d_model}), got {tuple(x.shape)}")
         is_ring = self.config.window_size == S
         if not is_ring and not lengths.is_cuda and (lengths >= S).any():
             raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")
-        new_q, new_k, new_v = self._project(x, lengths[:, None])
-        place = (torch.arange(B, device=x.device), lengths % S)
-        k[place], v[place] = new_k[:, 0].to(k.dtype), new_v[:, 0].to(v.dtype)
-        lengths.add_(1)
-        out = decode_attention(
-            new_q[:, 0].to(k.dtype), k, v, lengths, alibi_slopes=self._slopes(x.device)
-        )
+        new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
+        q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
+        out = decode_attention(q, *state, alibi_slopes=self._slopes(x.device))
         return self.wo(out.flatten(1)[:, None])
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
@@ -153,13 +152,10 @@ class Attention(AbstractMixer):
         k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
         return KVCache(k, v, state.lengths.clone())
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, T, HQ, D), k and v (B, T, H, D); q and k rotated."""
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
         width = (-1, self.config.head_dim)
         q, k, v = (w(x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
-        if self.config.rope_base is not None:
-            cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_base)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q, k, v
 
     def _slopes(self, device: torch.device) -> Tensor | None:

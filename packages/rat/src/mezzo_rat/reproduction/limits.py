@@ -71,17 +71,14 @@ def decode_equals_prefill() -> Finding:
     tokens = torch.randint(64, (2, T))
     with torch.no_grad():
         full = model(tokens).logits
-        parts = []
-        state = model.init_state(2)
-        for part in tokens.split([37, *[1] * (T - 37)], dim=1):
-            output = model(part, state)
-            parts.append(output.logits)
-            state = output.state
+        output = model(tokens[:, :37], model.init_state(2))
+        state = model.reserve(output.state, T - 37)
+        steps = [model.step(tokens[:, t : t + 1], state) for t in range(37, T)]
     return _equality(
         "rat.check.decode_equals_prefill",
-        "a prefill of 37 tokens and 38 single steps give the logits of one full forward "
+        "a prefill of 37 tokens and 38 steps in place give the logits of one full forward "
         "(RAT and SWA layers)",
-        torch.cat(parts, dim=1),
+        torch.cat([output.logits, *steps], dim=1),
         full,
     )
 

@@ -1,4 +1,4 @@
-"""The public op `decode_attention`: arguments checked, implementation chosen."""
+"""The public ops `append_token_` and `decode_attention`: arguments checked, form chosen."""
 
 import torch
 from jaxtyping import Float, Int
@@ -8,6 +8,53 @@ from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 
 TRITON_WIDTHS = (32, 64, 128, 256)
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def append_token_(
+    q: Float[Tensor, "B HQ D"],
+    k: Float[Tensor, "B H D"],
+    v: Float[Tensor, "B H D"],
+    k_cache: Float[Tensor, "B S H D"],
+    v_cache: Float[Tensor, "B S H D"],
+    lengths: Int[Tensor, " B"],
+    *,
+    rope_base: float | None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B HQ D"]:
+    """Put the next token of each row into its cache, in place, and return its queries.
+
+    What comes out, with the cache, is what `decode_attention` takes. `reference.py` is the
+    definition. There is no backward. Nothing waits for the GPU and launches depend on shapes alone,
+    so that a CUDA graph can hold the call while the rows grow; the first call, which makes a table,
+    must come before the capture.
+
+    Args:
+        q: the new token's queries, not rotated; of any strides, as are `k` and `v`.
+        k: its keys, not rotated.
+        v: its values.
+        k_cache: overwritten: a row of n tokens gets the new key in slot n % S.
+        v_cache: overwritten likewise.
+        lengths: n, the tokens of each row before this one, int32 or int64; one is added.
+        rope_base: RoPE turns q and k to place n (`mezzo_core.positions.rope_angles`); None leaves
+            them as they are.
+        impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
+            32 to 256).
+
+    Returns:
+        q, rotated, in the dtype of the cache.
+
+    Raises:
+        TypeError: if a dtype is not as above.
+        ValueError: if shapes or devices disagree, there is no slot, D is odd or `rope_base` not
+            positive, gradients are asked for, or `impl` cannot do the request.
+    """
+    _check_append(q, k, v, k_cache, v_cache, lengths)
+    tensors = (q, k, v, k_cache, v_cache)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError("append_token_ has no backward: call it under torch.no_grad()")
+    chosen = resolve_impl("append_token_", impl, q.device, _unsupported(q, k_cache))
+    return _append_token_(*tensors, lengths, rope_base, chosen)
 
 
 def decode_attention(
@@ -46,14 +93,15 @@ def decode_attention(
     _check_shapes(q, k, v, lengths, alibi_slopes)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("decode_attention has no backward: call it under torch.no_grad()")
-    chosen = resolve_impl("decode_attention", impl, q.device, _unsupported(q))
+    chosen = resolve_impl("decode_attention", impl, q.device, _unsupported(q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _decode_attention(q, k, v, lengths, alibi_slopes, scale, chosen)
 
 
-def _unsupported(q: Tensor) -> str | None:
-    if q.dtype == torch.float64:
-        return "float64"
+def _unsupported(q: Tensor, k: Tensor) -> str | None:
+    for dtype in (q.dtype, k.dtype):
+        if dtype not in TRITON_DTYPES:
+            return str(dtype)
     if q.shape[-1] not in TRITON_WIDTHS:
         return f"heads of width {q.shape[-1]} (it needs one of {TRITON_WIDTHS})"
     return None
@@ -94,6 +142,75 @@ def _check_shapes(
     for name, x in (("k", k), ("v", v), ("lengths", lengths), ("alibi_slopes", alibi_slopes)):
         if x is not None and x.device != q.device:
             raise ValueError(f"decode_attention: {name} is on {x.device}, q on {q.device}")
+
+
+def _check_append(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
+) -> None:
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            "append_token_: q, k and v must have one floating dtype, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if not k_cache.is_floating_point() or v_cache.dtype != k_cache.dtype:
+        raise TypeError(
+            "append_token_: k_cache and v_cache must have one floating dtype, "
+            f"got {k_cache.dtype} and {v_cache.dtype}"
+        )
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"append_token_: lengths must be int32 or int64, got {lengths.dtype}")
+    if q.ndim != 3 or k.ndim != 3 or k.shape[::2] != q.shape[::2] or v.shape != k.shape:
+        raise ValueError(
+            "append_token_: q must be (B, HQ, D), k and v (B, H, D), "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    B, H, D = k.shape
+    if H == 0 or q.shape[1] == 0:
+        raise ValueError(f"append_token_: q and k must have heads, got {q.shape[1]} and {H}")
+    S = k_cache.shape[1] if k_cache.ndim == 4 else 0
+    if S == 0 or k_cache.shape != (B, S, H, D) or v_cache.shape != k_cache.shape:
+        raise ValueError(
+            f"append_token_: k_cache and v_cache must be ({B}, S, {H}, {D}) with S at least 1, "
+            f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if lengths.shape != (B,):
+        raise ValueError(f"append_token_: lengths must be ({B},), got {tuple(lengths.shape)}")
+    others = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths}
+    for name, x in others.items():
+        if x.device != q.device:
+            raise ValueError(f"append_token_: {name} is on {x.device}, q on {q.device}")
+
+
+@torch.library.custom_op("mezzo::append_token_", mutates_args=("k_cache", "v_cache", "lengths"))
+def _append_token_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    rope_base: float | None,
+    impl: str,
+) -> Tensor:
+    if impl == "triton":
+        from mezzo_core.ops.decode_attention import triton
+
+        return triton.append_token_(q, k, v, k_cache, v_cache, lengths, rope_base)
+    return reference.append_token_(q, k, v, k_cache, v_cache, lengths, rope_base)
+
+
+@_append_token_.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    rope_base: float | None,
+    impl: str,
+) -> Tensor:
+    return k_cache.new_empty(q.shape)
 
 
 @torch.library.custom_op("mezzo::decode_attention", mutates_args=())

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mezzo_core.positions import apply_rope, rope_angles
+
 
 def decode_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, slopes: Tensor | None, scale: float
@@ -36,3 +38,27 @@ def decode_attention_fwd(
     weights = scores.softmax(-1).masked_fill(empty[:, None], 0.0)
     weights = weights.to(v.dtype).view(B, H, HQ // H, S)
     return torch.einsum("bhgs,bshd->bhgd", weights, v).reshape(B, HQ, D)
+
+
+def append_token_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    rope_base: float | None,
+) -> Tensor:
+    """Put the next token of each row into its cache of S slots, and return its queries.
+
+    In a row of n tokens the new one is at place n. RoPE turns q and k to that place, in float32
+    (float64 for float64), then k and v go to slot n % S, rounded to the cache's dtype as q is.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if rope_base is not None:
+        angles = rope_angles(lengths[:, None], q.shape[-1], rope_base)
+        q, k = (apply_rope(x.to(wide)[:, None], *angles)[:, 0] for x in (q, k))
+    place = (torch.arange(q.shape[0], device=q.device), lengths % k_cache.shape[1])
+    k_cache[place], v_cache[place] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    lengths.add_(1)
+    return q.to(k_cache.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -4,12 +4,18 @@ A program owns one key and value head of one row, with all the queries that read
 its share of the row's slots. Where rows and heads are too few to keep the GPU busy, each row's
 tokens are split among several programs, evenly by its real length; a second kernel then combines
 their parts. How many there are follows from shapes alone, so a CUDA graph stays right as rows grow.
+
+Before that, one launch puts the new tokens into the cache.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mezzo_core.positions import rope_frequencies
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -132,3 +138,87 @@ def num_splits(num_heads: int, num_slots: int, tile: int) -> int:
     """Return how many programs share a row's head: a power of two, none with less than a tile."""
     wanted = min(max(PROGRAMS // num_heads, 1), triton.cdiv(num_slots, tile), MAX_SPLITS)
     return 1 << (wanted.bit_length() - 1)
+
+
+@triton.jit
+def _load_halves(p_x, stride_h, stride_d, H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr):
+    """Return the left and the right halves of a token's heads, (BH, D/2) float32 each."""
+    o_h, o_d = tl.arange(0, BH)[:, None], tl.arange(0, D // 2)[None, :]
+    p_left = p_x + o_h * stride_h + o_d * stride_d
+    b_left = tl.load(p_left, mask=o_h < H, other=0.0).to(tl.float32)
+    b_right = tl.load(p_left + D // 2 * stride_d, mask=o_h < H, other=0.0).to(tl.float32)
+    return b_left, b_right
+
+
+@triton.jit
+def _store_halves(
+    p_x, stride_h, stride_d, b_left, b_right, H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr
+):
+    o_h, o_d = tl.arange(0, BH)[:, None], tl.arange(0, D // 2)[None, :]
+    p_left = p_x + o_h * stride_h + o_d * stride_d
+    tl.store(p_left, b_left.to(p_x.dtype.element_ty), mask=o_h < H)
+    tl.store(p_left + D // 2 * stride_d, b_right.to(p_x.dtype.element_ty), mask=o_h < H)
+
+
+@triton.jit(do_not_specialize=["S"])
+def append_token_kernel(
+    q, k, v, k_cache, v_cache, lengths, frequencies, out, S,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd,
+    stride_vb, stride_vh, stride_vd, stride_kcb, stride_kcs, stride_kch, stride_kcd,
+    stride_vcb, stride_vcs, stride_vch, stride_vcd, stride_n,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BH: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+):  # fmt: skip
+    """Append one row's token, all of its heads: no other program reads the row's length."""
+    i_b = tl.program_id(0).to(tl.int64)
+    p_n = lengths + i_b * stride_n
+    # Everything is loaded first, so that the loads wait together.
+    n = tl.load(p_n).to(tl.int64)
+    b_q, b_q2 = _load_halves(q + i_b * stride_qb, stride_qh, stride_qd, HQ, BQ, D)
+    b_k, b_k2 = _load_halves(k + i_b * stride_kb, stride_kh, stride_kd, H, BH, D)
+    b_v, b_v2 = _load_halves(v + i_b * stride_vb, stride_vh, stride_vd, H, BH, D)
+    if HAS_ROPE:
+        b_angle = n.to(tl.float32) * tl.load(frequencies + tl.arange(0, D // 2))
+        b_cos, b_sin = tl.cos(b_angle)[None, :], tl.sin(b_angle)[None, :]
+        b_q, b_q2 = b_q * b_cos - b_q2 * b_sin, b_q2 * b_cos + b_q * b_sin
+        b_k, b_k2 = b_k * b_cos - b_k2 * b_sin, b_k2 * b_cos + b_k * b_sin
+    slot = n % S
+    p_k = k_cache + i_b * stride_kcb + slot * stride_kcs
+    p_v = v_cache + i_b * stride_vcb + slot * stride_vcs
+    _store_halves(out + i_b * HQ * D, D, 1, b_q, b_q2, HQ, BQ, D)
+    _store_halves(p_k, stride_kch, stride_kcd, b_k, b_k2, H, BH, D)
+    _store_halves(p_v, stride_vch, stride_vcd, b_v, b_v2, H, BH, D)
+    tl.debug_barrier()  # all threads have read the length before one overwrites it
+    tl.store(p_n, (n + 1).to(lengths.dtype.element_ty))
+
+
+def append_token_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    rope_base: float | None,
+) -> Tensor:
+    """Append; arguments and result as in `reference.append_token_`."""
+    B, HQ, D = q.shape
+    S, H = k_cache.shape[1:3]
+    out = torch.empty((B, HQ, D), dtype=k_cache.dtype, device=q.device)
+    frequencies = None if rope_base is None else _frequencies(D, rope_base, q.device)
+    BQ, BH = triton.next_power_of_2(HQ), triton.next_power_of_2(H)
+    if B:
+        strides = (*q.stride(), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
+        with torch.cuda.device_of(q):
+            append_token_kernel[(B,)](
+                q, k, v, k_cache, v_cache, lengths, frequencies, out, S,
+                *strides, lengths.stride(0), HQ=HQ, H=H, D=D, BQ=BQ, BH=BH,
+                HAS_ROPE=frequencies is not None, num_warps=min(max(BQ * D // 512, 1), 16),
+            )  # fmt: skip
+    return out
+
+
+@cache
+def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+    """Return a table that is made once, and never freed: graphs that were captured read it."""
+    return rope_frequencies(dim, base, device=device)

@@ -52,9 +52,7 @@ def _(
     num_groups: int,
     has_z: bool,
     chunk_size: int,
-    rope: str,
-    rope_base: float,
-    scale: float,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, T, H, _, D, _ = sizes_of(x, num_heads, num_groups, has_z)
     if cu_seqlens is None:
@@ -103,14 +101,7 @@ def _(
     cu_seqlens: Tensor | None,
     y: Tensor,
     lse: Tensor,
-    k_ends: Tensor,
-    v_ends: Tensor,
-    num_groups: int,
-    has_z: bool,
-    chunk_size: int,
-    rope: str,
-    rope_base: float,
-    scale: float,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     dbias = lse.new_empty(0) if gate_bias is None else gate_bias.new_empty(y.shape[2:])
     return x.new_empty(x.shape), dbias
@@ -188,14 +179,7 @@ def _(
     v: Tensor,
     k_ends: Tensor,
     v_ends: Tensor,
-    seen: Tensor,
-    added: Tensor,
-    num_groups: int,
-    has_z: bool,
-    chunk_size: int,
-    rope: str,
-    rope_base: float,
-    scale: float,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape[0], x.shape[1], *k.shape[1:])
     slots = (k_ends.shape[0], k_ends.shape[1] + 1, *k_ends.shape[2:])
@@ -230,21 +214,7 @@ def rat_attention_step_(
 
 
 @rat_attention_step_.register_fake
-def _(
-    x: Tensor,
-    gate_bias: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    k_ends: Tensor,
-    v_ends: Tensor,
-    lengths: Tensor,
-    num_groups: int,
-    has_z: bool,
-    chunk_size: int,
-    rope: str,
-    rope_base: float,
-    scale: float,
-) -> Tensor:
+def _(x: Tensor, gate_bias: Tensor | None, k: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], 1, *k.shape[1:])
 
 
