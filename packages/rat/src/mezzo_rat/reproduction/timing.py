@@ -75,8 +75,14 @@ def _decode(layer: Layer, num_tokens: int, scale: Scale) -> Callable[[], object]
     with torch.no_grad():
         prompt = torch.randn(scale.decode_batch, num_tokens, scale.timed_width)
         _, state = layer.mixer(prompt, layer.mixer.init_state(scale.decode_batch))
+    state = layer.mixer.reserve(state, 1)
     x = torch.randn(scale.decode_batch, 1, scale.timed_width)
-    return torch.no_grad()(lambda: x + layer.mixer(layer.norm(x), state)[0])
+
+    def step() -> torch.Tensor:
+        state.lengths.fill_(num_tokens)  # the same token over and over
+        return x + layer.mixer.step(layer.norm(x), state)
+
+    return torch.no_grad()(step)
 
 
 def time_generation(scale: Scale) -> Measurement:

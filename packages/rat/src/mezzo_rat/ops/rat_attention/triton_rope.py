@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "T", "stride_p"])
 def rotate_kernel(
     x, y, places, cos, sin, rows, T, stride_b, stride_t, stride_p,
     H: tl.constexpr, D: tl.constexpr, INVERSE: tl.constexpr, BM: tl.constexpr,

@@ -28,13 +28,13 @@ WARPS, STAGES = 4, 3
 def _rotated(p_x, i_d, cos, sin, place, D: tl.constexpr, ROPE: tl.constexpr):
     """Load a head's channels i_d, rotated at a place."""
     b_x = tl.load(p_x + i_d).to(tl.float32)
-    if ROPE == "none":
-        return b_x
-    half: tl.constexpr = D // 2
-    b_other = tl.load(p_x + (i_d + half) % D).to(tl.float32)
-    b_cos = tl.load(cos + place * half + i_d % half)
-    b_sin = tl.load(sin + place * half + i_d % half)
-    return b_x * b_cos + tl.where(i_d < half, -b_other, b_other) * b_sin
+    if ROPE != "none":
+        half: tl.constexpr = D // 2
+        b_other = tl.load(p_x + (i_d + half) % D).to(tl.float32)
+        b_cos = tl.load(cos + place * half + i_d % half)
+        b_sin = tl.load(sin + place * half + i_d % half)
+        b_x = b_x * b_cos + tl.where(i_d < half, -b_other, b_other) * b_sin
+    return b_x
 
 
 @triton.jit(do_not_specialize=["N"])
