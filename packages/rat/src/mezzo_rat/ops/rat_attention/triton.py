@@ -113,7 +113,7 @@ def attend_bwd(
     dy = dy.contiguous()
     dx = torch.empty((B, T, sizes.width), dtype=x.dtype, device=x.device)
     do = torch.empty_like(dy) if has_z else dy
-    delta, p_own, ds_own = (torch.empty_like(lse) for _ in range(3))
+    delta, ds_past, p_own, ds_own = (torch.empty_like(lse) for _ in range(4))
     dq = torch.empty((B, T, G, D), dtype=torch.float32, device=x.device)
     dk_ends, dv_ends = (torch.empty(k_ends.shape, device=x.device) for _ in range(2))
     q = _queries(x, sizes, plan)
@@ -127,7 +127,7 @@ def attend_bwd(
         settings = _ends_settings(sizes, form, plan, x.dtype, "dq", plan.N)
         attend_ends_dq_kernel[(B * G * triton.cdiv(T, settings["BM"]),)](
             q, *(_tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
-            plan.low, plan.high, dq, ds_own, T, *scales, **settings,
+            plan.low, plan.high, dq, ds_past, T, *scales, **settings,
         )  # fmt: skip
         settings = _ends_settings(sizes, form, plan, x.dtype, "dkv", plan.N)
         attend_ends_dkv_kernel[(B * H * triton.cdiv(plan.N, settings["BN"]),)](
@@ -141,7 +141,7 @@ def attend_bwd(
         programs = min(chunks, SCAN_PROGRAMS)
         dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
         chunk_scan_bwd_kernel[(programs * G,)](
-            x, bias, plan.starts, plan.stops, do, lse, delta, dq, dk_ends, dv_ends,
+            x, bias, plan.starts, plan.stops, do, lse, delta, dq, ds_past, dk_ends, dv_ends,
             p_own, ds_own, dx, dbias,
             T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
             W=sizes.width, **_scan_settings(sizes, form, plan),

@@ -115,108 +115,134 @@ def chunk_scan_fwd_kernel(
         tl.store(v_last + i_b * G * R * D + o_hd, b_vc, mask=m_last)
 
 
+@triton.jit
+def _walk_there(
+    p_x, p_dx, p_do, p_dq, lse, delta, ds_past, p_own, ds_own, o_row, first, last,
+    o_hd, m_hd, m_h, o_gd, b_bias, stride_t, scale, scale2,
+    OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
+    C: tl.constexpr, GD: tl.constexpr,
+):  # fmt: skip
+    """Scan a chunk once more; finish dq, keep p and ds of each own k~, put k~ and v~ into dx."""
+    some, m_gd = first < last, o_gd >= 0
+    b_kc, b_vc = tl.zeros_like(b_bias), tl.zeros_like(b_bias)
+    b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+    b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
+    b_dq = tl.load(p_dq + o_gd, mask=m_gd & some, other=0.0)
+    b_lse, b_delta, b_past = _rows(lse, delta, ds_past, o_row, m_h & some)
+    for t in range(first, last):
+        more = t + 1 < last
+        p_x += stride_t
+        p_do += C
+        p_dq += GD
+        n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
+        n_dq = tl.load(p_dq + o_gd, mask=m_gd & more, other=0.0)
+        n_lse, n_delta, n_past = _rows(lse, delta, ds_past, o_row + 1, m_h & more)
+        b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
+        tl.store(p_dx + OG + o_hd, b_kc.to(p_dx.dtype.element_ty), mask=m_hd)
+        tl.store(p_dx + OV + o_hd, b_vc.to(p_dx.dtype.element_ty), mask=m_hd)
+        b_s = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
+        b_p = tl.where(m_h, tl.exp2(b_s - b_lse), 0.0)
+        # p (dp - delta), where delta = dy · y brings in the rounding of y. The ends' ds carry the
+        # same error, and in this sum of both it cancels.
+        b_ds = (1 - b_p) * (tl.sum(b_do.to(tl.float32) * b_vc, axis=1) - b_delta) - b_past
+        b_ds *= b_p * scale
+        b_dq += tl.sum(b_ds[:, None] * b_kc, axis=0)
+        tl.store(p_own + o_row, b_p, mask=m_h)
+        tl.store(ds_own + o_row, b_ds, mask=m_h)
+        tl.store(p_dx + OQ + o_gd, b_dq.to(p_dx.dtype.element_ty))
+        b_g, b_v, b_k, b_q, b_do, b_dq = n_g, n_v, n_k, n_q, n_do, n_dq
+        b_lse, b_delta, b_past = n_lse, n_delta, n_past
+        p_dx += W
+        o_row += 1
+
+
+@triton.jit
+def _walk_back(
+    p_x, p_dx, p_do, p_own, ds_own, o_row, first, last, b_dkc, b_dvc, b_dbias,
+    o_hd, m_hd, m_h, o_gd, b_bias, stride_t,
+    OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Walk from a chunk's last token to its first: dv, dg, dk; return the sum of dg.
+
+    k~ and v~ lie where dg and dv will: each row is read once more, as its successor's predecessor,
+    before its gradient takes its place.
+    """
+    some, more = first < last, first + 1 < last
+    b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+    b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
+    b_kprev = tl.load(p_dx - W + OG + o_hd, mask=m_hd & more, other=0.0)
+    b_vprev = tl.load(p_dx - W + OV + o_hd, mask=m_hd & more, other=0.0)
+    b_p = tl.load(p_own + o_row, mask=m_h & some, other=0.0)
+    b_ds = tl.load(ds_own + o_row, mask=m_h & some, other=0.0)
+    for t in range(first, last):
+        p_x -= stride_t
+        p_do -= C
+        more = t + 1 < last  # the chunk's first token, which comes last here, follows zeros
+        even_more = t + 2 < last
+        n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
+        n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
+        n_kprev = tl.load(p_dx - 2 * W + OG + o_hd, mask=m_hd & even_more, other=0.0)
+        n_vprev = tl.load(p_dx - 2 * W + OV + o_hd, mask=m_hd & even_more, other=0.0)
+        n_p = tl.load(p_own + o_row - 1, mask=m_h & more, other=0.0)
+        n_ds = tl.load(ds_own + o_row - 1, mask=m_h & more, other=0.0)
+        keep, write = _gates(b_g, b_bias)
+        b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
+        b_dvc += b_p[:, None] * b_do.to(tl.float32)
+        b_df = b_dkc * (b_kprev.to(tl.float32) - b_k.to(tl.float32)[None, :])
+        b_df += b_dvc * (b_vprev.to(tl.float32) - b_v.to(tl.float32))
+        b_dg = keep * write * b_df
+        b_dbias += b_dg
+        b_dk = tl.sum(tl.where(m_hd, write * b_dkc, 0.0), axis=0)
+        tl.debug_barrier()  # all have read a row before one overwrites it
+        tl.store(p_dx + OG + o_hd, b_dg.to(p_dx.dtype.element_ty), mask=m_hd)
+        tl.store(p_dx + OV + o_hd, (write * b_dvc).to(p_dx.dtype.element_ty), mask=m_hd)
+        tl.store(p_dx + OK + o_gd, b_dk.to(p_dx.dtype.element_ty))
+        b_dkc *= keep
+        b_dvc *= keep
+        b_g, b_v, b_k, b_q, b_do, b_p, b_ds = n_g, n_v, n_k, n_q, n_do, n_p, n_ds
+        b_kprev, b_vprev = n_kprev, n_vprev
+        p_dx -= W
+        o_row -= 1
+    return b_dbias
+
+
 @triton.jit(do_not_specialize=["T", "N", "chunks", "programs"])
 def chunk_scan_bwd_kernel(
-    x, bias, starts, stops, do, lse, delta, dq_past, dk_ends, dv_ends, p_own, ds_own, dx, dbias,
-    T, N, chunks, programs, stride_b, stride_t, scale, scale2,
+    x, bias, starts, stops, do, lse, delta, dq_past, ds_past, dk_ends, dv_ends, p_own, ds_own,
+    dx, dbias, T, N, chunks, programs, stride_b, stride_t, scale, scale2,
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
     L: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Pull gradients back through chunks of one group: to v, g, k, and all of q's.
-
-    On the way there k~ and v~ wait in the rows of dx where dg and dv will be; on the way back each
-    row is read once more, as its successor's predecessor, before its gradient takes its place.
-    """
+    """Pull gradients back through chunks of one group: to v, g, k, and all of q's."""
+    C: tl.constexpr = G * R * D
     pid = tl.program_id(0)
     i_g = pid % G
     o_h, m_h, o_hd, m_hd, b_bias = _heads(bias, i_g, G, R, D, BR)
     o_gd = i_g * D + tl.arange(0, D)
-    m_gd = o_gd >= 0
     b_dbias = tl.zeros([BR, D], tl.float32)
     for i_c in range(pid // G, chunks, programs):
         i_n, i_b = i_c % N, (i_c // N).to(tl.int64)
         first, last, _continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
-        some = first < last
-        p_x = x + i_b * stride_b + first * stride_t
-        p_dx = dx + (i_b * T + first) * W
-        p_do = do + (i_b * T + first) * (G * R * D)
-        p_dq = dq_past + (i_b * T + first) * (G * D)
-        o_row = (i_b * G * R + o_h) * T + first
-        b_kc, b_vc = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
-        b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
-        b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
-        b_dq = tl.load(p_dq + o_gd, mask=m_gd & some, other=0.0)
-        b_lse, b_delta, b_past = _rows(lse, delta, ds_own, o_row, m_h & some)
-        for t in range(first, last):
-            more = t + 1 < last
-            p_x += stride_t
-            p_do += G * R * D
-            p_dq += G * D
-            n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
-            n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
-            n_dq = tl.load(p_dq + o_gd, mask=m_gd & more, other=0.0)
-            n_lse, n_delta, n_past = _rows(lse, delta, ds_own, o_row + 1, m_h & more)
-            b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
-            tl.store(p_dx + OG + o_hd, b_kc.to(dx.dtype.element_ty), mask=m_hd)
-            tl.store(p_dx + OV + o_hd, b_vc.to(dx.dtype.element_ty), mask=m_hd)
-            b_s = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
-            b_p = tl.where(m_h, tl.exp2(b_s - b_lse), 0.0)
-            # p (dp - delta), where delta = dy · y brings in the rounding of y. The ends' ds carry
-            # the same error, and in this sum of both it cancels.
-            b_ds = (1 - b_p) * (tl.sum(b_do.to(tl.float32) * b_vc, axis=1) - b_delta) - b_past
-            b_ds *= b_p * scale
-            b_dq += tl.sum(b_ds[:, None] * b_kc, axis=0)
-            tl.store(p_own + o_row, b_p, mask=m_h)
-            tl.store(ds_own + o_row, b_ds, mask=m_h)
-            tl.store(p_dx + OQ + o_gd, b_dq.to(dx.dtype.element_ty))
-            b_g, b_v, b_k, b_q, b_do, b_dq = n_g, n_v, n_k, n_q, n_do, n_dq
-            b_lse, b_delta, b_past = n_lse, n_delta, n_past
-            p_dx += W
-            o_row += 1
-        tl.debug_barrier()
-        o_end = (i_b * N + i_n) * (G * R * D) + o_hd
+        o_t = i_b * T + first
+        _walk_there(
+            x + i_b * stride_b + first * stride_t, dx + o_t * W, do + o_t * C,
+            dq_past + o_t * (G * D), lse, delta, ds_past, p_own, ds_own,
+            (i_b * G * R + o_h) * T + first, first, last, o_hd, m_hd, m_h, o_gd, b_bias,
+            stride_t, scale, scale2, OV, OG, OQ, OK, W, C, G * D,
+        )  # fmt: skip
+        tl.debug_barrier()  # what some threads have written, others read now
+        o_end = (i_b * N + i_n) * C + o_hd
         b_dkc = tl.load(dk_ends + o_end, mask=m_hd, other=0.0)
         b_dvc = tl.load(dv_ends + o_end, mask=m_hd, other=0.0)
-        p_x -= stride_t
-        p_do -= G * R * D
-        p_dx -= W
-        o_row -= 1
-        more = first + 1 < last
-        b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
-        b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
-        b_kprev = tl.load(p_dx - W + OG + o_hd, mask=m_hd & more, other=0.0)
-        b_vprev = tl.load(p_dx - W + OV + o_hd, mask=m_hd & more, other=0.0)
-        b_p = tl.load(p_own + o_row, mask=m_h & some, other=0.0)
-        b_ds = tl.load(ds_own + o_row, mask=m_h & some, other=0.0)
-        for t in range(first, last):
-            p_x -= stride_t
-            p_do -= G * R * D
-            more = t + 1 < last  # the chunk's first token, which comes last here, follows zeros
-            even_more = t + 2 < last
-            n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
-            n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
-            n_kprev = tl.load(p_dx - 2 * W + OG + o_hd, mask=m_hd & even_more, other=0.0)
-            n_vprev = tl.load(p_dx - 2 * W + OV + o_hd, mask=m_hd & even_more, other=0.0)
-            n_p = tl.load(p_own + o_row - 1, mask=m_h & more, other=0.0)
-            n_ds = tl.load(ds_own + o_row - 1, mask=m_h & more, other=0.0)
-            keep, write = _gates(b_g, b_bias)
-            b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
-            b_dvc += b_p[:, None] * b_do.to(tl.float32)
-            b_df = b_dkc * (b_kprev.to(tl.float32) - b_k.to(tl.float32)[None, :])
-            b_df += b_dvc * (b_vprev.to(tl.float32) - b_v.to(tl.float32))
-            b_dg = keep * write * b_df
-            b_dbias += b_dg
-            b_dk = tl.sum(tl.where(m_hd, write * b_dkc, 0.0), axis=0)
-            tl.debug_barrier()  # all have read a row before one overwrites it
-            tl.store(p_dx + OG + o_hd, b_dg.to(dx.dtype.element_ty), mask=m_hd)
-            tl.store(p_dx + OV + o_hd, (write * b_dvc).to(dx.dtype.element_ty), mask=m_hd)
-            tl.store(p_dx + OK + o_gd, b_dk.to(dx.dtype.element_ty), mask=m_gd)
-            b_dkc *= keep
-            b_dvc *= keep
-            b_g, b_v, b_k, b_q, b_do, b_p, b_ds = n_g, n_v, n_k, n_q, n_do, n_p, n_ds
-            b_kprev, b_vprev = n_kprev, n_vprev
-            p_dx -= W
-            o_row -= 1
+        o_t = i_b * T + last - 1
+        b_dbias = _walk_back(
+            x + i_b * stride_b + (last - 1) * stride_t, dx + o_t * W, do + o_t * C,
+            p_own, ds_own, (i_b * G * R + o_h) * T + last - 1, first, last,
+            b_dkc, b_dvc, b_dbias, o_hd, m_hd, m_h, o_gd, b_bias,
+            stride_t, OV, OG, OQ, OK, W, C,
+        )  # fmt: skip
     if dbias is not None:
-        tl.store(dbias + (pid // G).to(tl.int64) * (G * R * D) + o_hd, b_dbias, mask=m_hd)
+        tl.store(dbias + (pid // G).to(tl.int64) * C + o_hd, b_dbias, mask=m_hd)
