@@ -273,22 +273,20 @@ def test_compiled_in_one_graph():
     assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 255), (2, 256)])
+def test_bad_projections_are_named(shape):
+    with pytest.raises(ValueError, match=r"zvgqk must be \(B, T, W\) with W a multiple of 3 H"):
+        chunk_rat_attention_zvgqk(torch.zeros(shape), num_heads=2, num_groups=1, chunk_size=4)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"zvgqk": torch.zeros(1, 2, 255)}, "multiple of 3 H"),
-        ({"zvgqk": torch.zeros(2, 256)}, "zvgqk must be"),
-        ({"state": None, "zvgqk": torch.zeros(1, 1, 256)}, "D"),
-    ],
+    ("shape", "message"),
+    [((1, 1, 256), r"state\.k must be"), ((2, 3, 256), "one token of each row, got 3")],
 )
-def test_bad_projections_are_named(change, message):
-    if "state" in change:
-        state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
-        with pytest.raises(ValueError, match=r"state\.k must be"):
-            step_rat_attention_(change["zvgqk"], state, num_heads=2, num_groups=1, chunk_size=4)
-        return
+def test_a_step_names_what_does_not_fit_its_state(shape, message):
+    state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
-        chunk_rat_attention_zvgqk(**change, num_heads=2, num_groups=1, chunk_size=4)
+        step_rat_attention_(torch.zeros(shape), state, num_heads=2, num_groups=1, chunk_size=4)
 
 
 def test_a_state_that_is_full_is_said_on_a_cpu():

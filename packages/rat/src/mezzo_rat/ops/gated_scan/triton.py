@@ -24,7 +24,7 @@ ENOUGH, WANTED = 1024, 4096
 SHORTEST, MOST = 128, 512
 # Tokens that the forward loads at once; a multiple of the EVERY of the kept states.
 TILE = 16
-# Of a thread in the backward, for 12 warps an SM instead of 8; it hardly spills.
+# Of a thread in the backward: 12 warps fit on an SM, where the compiler's own choice lets 8.
 REGISTERS = 168
 # The logit as which a token that is not real is read: it keeps the state and writes nothing.
 KEEP = tl.constexpr(float("inf"))
@@ -32,7 +32,7 @@ KEEP = tl.constexpr(float("inf"))
 
 @triton.jit
 def _sigmoid(b_e):
-    """Return 1 / (1 + e): two instructions by rsqrt, where a division takes eight."""
+    """Return 1 / (1 + e) by rsqrt: a division is several instructions more."""
     b_r = tl.rsqrt(1.0 + b_e)
     return b_r * b_r
 

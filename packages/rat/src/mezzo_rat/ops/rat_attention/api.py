@@ -2,8 +2,8 @@
 
 The gates come as logits, and RoPE as a rule instead of as tables. So the kernels can read the
 projection's output as it is (half the bytes of float32 gates), do the rest on chip, and keep
-nothing of width 2C for the backward pass; and 1 - sigmoid(g) is computed as sigmoid(-g), which
-keeps its digits when the gate is near one.
+nothing of width 2C in float32 for the backward pass; and 1 - sigmoid(g) is computed as sigmoid(-g),
+which keeps its digits when the gate is near one.
 """
 
 from typing import Literal, NamedTuple
@@ -17,6 +17,7 @@ from mezzo_rat.ops.forget_gate import forget_gate
 from mezzo_rat.ops.rat_attention import registered
 from mezzo_rat.ops.rat_attention.checks import check_form, check_rows
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
+from mezzo_rat.ops.rat_attention.plan import Sizes
 from mezzo_rat.ops.rat_attention.reference import RATForm, recurrent_reference
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
 
@@ -91,7 +92,7 @@ def chunk_rat_attention(
     if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
         zvgqk = torch.cat([part.flatten(2) for part in parts], dim=-1)
         B, T, H, D = v.shape
-        sizes = registered.Sizes(B, T, H, q.shape[2], D, z is not None)
+        sizes = Sizes(B, T, H, q.shape[2], D, z is not None)
         return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
     if v.shape[1] == 0:
         return RATAttentionOutput(v, state)
@@ -131,7 +132,7 @@ def chunk_rat_attention_zvgqk(
     if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
         check_rows(v, state, lengths, cu_seqlens)
         B, T, H, D = v.shape
-        sizes = registered.Sizes(B, T, H, num_groups, D, True)
+        sizes = Sizes(B, T, H, num_groups, D, True)
         return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
     return chunk_rat_attention(
         q, k, v, g, chunk_size=chunk_size, gate_bias=gate_bias, z=z, rope=rope,
@@ -275,7 +276,7 @@ def _unsupported(
 def _by_kernels(
     zvgqk: Tensor,
     gate_bias: Tensor | None,
-    sizes: registered.Sizes,
+    sizes: Sizes,
     form: RATForm,
     state: RATState | None,
     lengths: Tensor | None,

@@ -28,7 +28,7 @@ def _gates(b_g, b_bias):
     """Return f and 1 - f, each to its own last digit."""
     b_x = b_g.to(tl.float32) + b_bias
     b_e = tl.exp(-tl.abs(b_x))
-    b_r = tl.rsqrt(1.0 + b_e)  # squared below: a division takes many more instructions
+    b_r = tl.rsqrt(1.0 + b_e)  # squared below: a division is several instructions more
     large = b_r * b_r
     small = b_e * large
     return tl.where(b_x < 0, small, large), tl.where(b_x < 0, large, small)
