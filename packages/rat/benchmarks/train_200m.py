@@ -153,7 +153,7 @@ def measure(
     return {
         "parameters": model.num_parameters(),
         "tokens_per_second": round(speed),
-        "hours": round(recipe_tokens / speed / 3600, 1),
+        "hours": round(recipe_tokens / speed / 3600, 2),
         "percent_of_peak": round(100 * flops / peak_flops, 1) if peak_flops else None,
         "seconds_to_first_step": round(first, 1),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None,
