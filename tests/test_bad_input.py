@@ -9,20 +9,26 @@ from mezzo_core.nn import AttentionConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.linear_scan import linear_scan
 from mezzo_core.ops.online_softmax import SoftmaxPart, merge_softmax
+from mezzo_gsa.__main__ import main as gsa_main
+from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_rat import RATConfig
 from mezzo_rat.__main__ import main
 from mezzo_rat.ops.rat_attention import chunk_rat_attention
 
 
-def command(capsys, *arguments: str) -> tuple[int, str]:
+def command(capsys, *arguments: str, main=main) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
     return stop.value.code, capsys.readouterr().err
 
 
-def rejected(capsys, *arguments: str) -> str:
+def rejected(capsys, *arguments: str, main=main) -> str:
     """Run a command that must fail; return its one line."""
-    code, err = command(capsys, *arguments)
+    code, err = command(capsys, *arguments, main=main)
     assert code == 2, err
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1, err
@@ -154,6 +160,30 @@ def test_an_unknown_device_is_refused(capsys, run):
     assert "--device" in rejected(capsys, "eval", run, "--device", "tpu0")
 
 
+GSA_ERRORS = {
+    "recipe": (("train", "tiny_gas"), "tiny_gsa"),
+    "table": (("reproduce", "gsa.table33"), "gsa.table3"),
+    "scale": (("reproduce", "--scale", "huge"), "smoke"),
+    "convert-to": (("convert", "FOLDER", "--to", "gas"), "gsa"),
+    "convert-source": (("convert", "FOLDER", "--to", "gsa"), "FOLDER"),
+    "init-from": (("train", "tiny_gsa", "--init-from", "FOLDER"), "FOLDER"),
+    "mqar-model": (("mqar", "--model", "gas"), "gsa"),
+    "mqar-pairs": (("mqar", "--seq-len", 64, "--num-pairs", 64), "pairs"),
+    "mqar-width": (("mqar", "--model", "gsa", "--width", 0), "width"),
+}
+
+
+@pytest.mark.parametrize("name", GSA_ERRORS)
+def test_a_command_of_gsa_answers_a_mistake_in_one_line(capsys, tmp_path, name):
+    arguments, word = GSA_ERRORS[name]
+    (tmp_path / "empty").mkdir()
+    folder = str(tmp_path / "empty")
+    given = [folder if argument == "FOLDER" else argument for argument in arguments]
+    line = rejected(capsys, *given, "--out", tmp_path / "out", main=gsa_main)
+    assert (folder if word == "FOLDER" else word) in line
+    assert not (tmp_path / "out").exists()
+
+
 Q = torch.randn(1, 6, 2, 4)
 V = torch.randn(1, 6, 4, 4)
 GATE = torch.rand(1, 6, 4, 4)
@@ -200,6 +230,19 @@ GATE = torch.rand(1, 6, 4, 4)
             id="rat-no-kernel",
         ),
         pytest.param(lambda: RATConfig(head_dim=7).build(16), "head_dim", id="rat-head-width"),
+        pytest.param(lambda: chunk_gsa(Q, Q, Q), "g or s", id="gsa-no-gate"),
+        pytest.param(lambda: chunk_gsa(Q, Q, Q, GATE), "g", id="gsa-gate-heads"),
+        pytest.param(
+            lambda: chunk_gsa(Q, Q, Q, GATE[:, :, :2], between="max"), "between", id="gsa-between"
+        ),
+        pytest.param(lambda: chunk_gla(Q, Q[:, :4], Q, Q), "k", id="gla-q-and-k"),
+        pytest.param(lambda: GSAConfig(num_heads=3).build(16), "num_heads", id="gsa-heads"),
+        pytest.param(lambda: GSAConfig(num_slots=0).build(16), "num_slots", id="gsa-slots"),
+        pytest.param(lambda: ABCConfig(reading="book").build(16), "reading", id="abc-reading"),
+        pytest.param(lambda: HGRN2Config(8, 1.0).build(16), "lower_bound", id="hgrn2-bound"),
+        pytest.param(
+            lambda: GSAConfig(num_heads=2).build(16)(torch.randn(1, 4, 8)), "x must", id="gsa-input"
+        ),
         pytest.param(
             lambda: AttentionConfig(head_dim=16, num_kv_heads=3).build(64),
             "num_kv_heads",

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PAPERS = ("rat", "gsa")
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
-    for name in ("core", "rat"):
+    for name in ("core", *PAPERS):
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
         done = subprocess.run(
             command, cwd=ROOT / "packages" / name, capture_output=True, text=True, check=False
@@ -59,45 +60,65 @@ model = LMConfig(vocab_size=11, d_model=16, mixers=mixers, mlp=MLPConfig()).buil
 assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 11)
 print(mezzo_core.__file__)
 """
-    assert run(code, tmp_path, (*HEAVY, "mezzo_rat")).startswith(str(tmp_path))
+    papers = (f"mezzo_{name}" for name in PAPERS)
+    assert run(code, tmp_path, (*HEAVY, *papers)).startswith(str(tmp_path))
 
 
-def test_rat_works_with_only_core_beside_it(wheels, tmp_path):
-    unpack(tmp_path, wheels["mezzo_core"], wheels["mezzo_rat"])
-    code = """
-import torch, mezzo_rat
-y, _ = mezzo_rat.RATConfig(chunk_size=4, head_dim=8).build(16)(torch.randn(1, 10, 16))
-assert y.shape == (1, 10, 16)
-print(mezzo_rat.__file__)
+LAYERS = {
+    "rat": ["RATConfig(chunk_size=4, head_dim=8)"],
+    "gsa": [
+        "GSAConfig(num_heads=2, num_slots=4)",
+        "ABCConfig(num_heads=2, num_slots=4)",
+        "GLAConfig(num_heads=2)",
+        "HGRN2Config(head_dim=8)",
+        "RetNetConfig(num_heads=2)",
+    ],
+}
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_paper_works_with_only_core_beside_it(wheels, tmp_path, paper):
+    unpack(tmp_path, wheels["mezzo_core"], wheels[f"mezzo_{paper}"])
+    others = tuple(f"mezzo_{name}" for name in PAPERS if name != paper)
+    code = f"""
+import torch, mezzo_{paper}
+for layer in {LAYERS[paper]}:
+    y, _ = eval("mezzo_{paper}." + layer).build(16)(torch.randn(1, 10, 16))
+    assert y.shape == (1, 10, 16)
+print(mezzo_{paper}.__file__)
 """
-    assert run(code, tmp_path, HEAVY).startswith(str(tmp_path))
+    assert run(code, tmp_path, (*HEAVY, *others)).startswith(str(tmp_path))
 
 
 def test_the_wheels_hold_what_the_commands_need(wheels):
     names = {name: zipfile.ZipFile(path).namelist() for name, path in wheels.items()}
     assert any(name.endswith("austen.txt.xz") for name in names["mezzo_core"])
-    assert "mezzo_rat/published.toml" in names["mezzo_rat"]
-    assert any(name.endswith("entry_points.txt") for name in names["mezzo_rat"])
+    for paper in (f"mezzo_{name}" for name in PAPERS):
+        assert f"{paper}/published.toml" in names[paper]
+        assert any(name.endswith("entry_points.txt") for name in names[paper])
     for listing in names.values():
         assert any(name.endswith("LICENSE") for name in listing)
         assert any(name.endswith("py.typed") for name in listing)
         assert not any("/tests/" in name or "/results/" in name for name in listing)
 
 
-def test_the_commands_say_what_is_missing_when_only_the_layers_are_installed(wheels, tmp_path):
-    unpack(tmp_path, wheels["mezzo_core"], wheels["mezzo_rat"])
-    code = """
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_commands_say_what_is_missing_when_only_the_layers_are_installed(
+    wheels, tmp_path, paper
+):
+    unpack(tmp_path, wheels["mezzo_core"], wheels[f"mezzo_{paper}"])
+    code = f"""
 try:
-    from mezzo_rat.__main__ import main
+    from mezzo_{paper}.__main__ import main
     main(["--help"])
 except SystemExit as stop:
     print(stop.code)
 """
     message = run(code, tmp_path, ("typer",))
-    assert "pip install 'mezzo-rat[train]'" in message
+    assert f"pip install 'mezzo-{paper}[train]'" in message
 
 
 def test_versions_agree_with_the_code(wheels):
-    for name in ("mezzo_core", "mezzo_rat"):
+    for name in wheels:
         version = wheels[name].name.split("-")[1]
         assert f"## {version}" in (ROOT / f"packages/{name[6:]}/CHANGELOG.md").read_text()

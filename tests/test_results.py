@@ -19,12 +19,70 @@ def test_tables_are_generated_from_the_results(readme):
 
 
 def test_a_changed_result_would_be_noticed(tmp_path):
-    readme = READMES[0].read_text(encoding="utf-8")
-    for path in (READMES[0].parent / "results").glob("*/*.json*"):
+    (readme,) = (path for path in READMES if path.parent.name == "rat")
+    text = readme.read_text(encoding="utf-8")
+    for path in (readme.parent / "results").glob("*/*.json*"):
         copy = tmp_path / path.parent.name / path.name
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(path.read_text().replace("tokens of", "words of"))
-    assert check_results.updated(readme, tmp_path) != readme
+    assert check_results.updated(text, tmp_path) != text
+
+
+ORIGIN = {"gpu": None, "cpu": "x86_64, 2 threads", "setting": "a setting", "columns": ["PPL"]}
+
+
+def written(tmp_path, name, text):
+    path = tmp_path / "cpu" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_seeds_of_a_training_are_one_line_with_their_spread(tmp_path):
+    took = {"parameters": 1_000_000, "tokens_per_second": 1000, "peak_gb": None}
+    runs = [{"model": m, "seed": s, **took} for m, s in (("a", 0), ("a", 1), ("b", 0))]
+    values = (12.0, 13.0, 14.5)
+    rows = [{"model": r["model"], "values": [v]} for r, v in zip(runs, values, strict=True)]
+    path = written(tmp_path, "t.json", json.dumps({**ORIGIN, "runs": runs, "rows": rows}))
+    table = check_results.experiment_table(path).splitlines()
+    assert table[0] == "**CPU (x86_64, 2 threads)**, a setting (cpu/t.json):"
+    assert table[2:] == [
+        "| Model | Weights | PPL | tokens/s | peak GB |",
+        "|---|---|---|---|---|",
+        "| a | 1.0M | 12.5 (spread 1) | 1,000 | - |",
+        "| b | 1.0M | 14.5 | 1,000 | - |",
+    ]
+
+
+def test_an_experiment_without_speeds_is_its_values(tmp_path):
+    content = {**ORIGIN, "runs": [{"model": "a"}], "rows": [{"model": "a", "values": [0.5]}]}
+    path = written(tmp_path, "m.json", json.dumps(content))
+    assert check_results.experiment_table(path).endswith("| Model | PPL |\n|---|---|\n| a | 0.5 |")
+
+
+def test_layers_ops_and_decoding_have_tables_of_their_own(tmp_path):
+    def row(name, T, ms, B=1, **sizes):
+        machine = {"gpu": "a GPU", "impl": "triton", "ms": ms}
+        return json.dumps({"name": name, "shape": {"B": B, "T": T, **sizes}, **machine})
+
+    lines = [
+        row("gsa layer forward", 64, 1.0, C=8, M=4),
+        row("gsa layer train", 64, 2.0, C=8, M=4),
+        row("gla layer forward", 64, 3.0, C=8),
+        row("gsa op forward", 64, 0.5, M=4),
+        row("gsa op forward", 64, 0.75, B=2, M=4),
+        row("gsa layer decode", 1, 0.125, C=8, M=4),
+        row("rat model train", 64, 9.0),
+    ]
+    layers, ops, decoding = check_results.bench_tables(
+        written(tmp_path, "b.jsonl", "\n".join(lines))
+    )
+    assert "C 8, 64 tokens a batch" in layers
+    assert "| gsa, M = 4 (triton) | 1.0 / 2.0 |\n| gla (triton) | 3.0 / - |" in layers
+    assert "| Op | B = 1, T = 64 | B = 2, T = 64 |" in ops
+    assert "| gsa, M = 4 (triton) | 0.50 / - | 0.75 / - |" in ops
+    assert decoding.endswith("| gsa, M = 4 (triton) | 0.1250 |")
+    assert "9.0" not in layers + ops + decoding
 
 
 def test_every_result_says_where_it_comes_from():

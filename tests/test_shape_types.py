@@ -16,6 +16,9 @@ OPS = {
     "mezzo_core.ops.online_softmax.api": "packages/core/tests/ops/test_online_softmax.py",
     "mezzo_core.ops.attention.api": "packages/core/tests/ops/test_attention.py",
     "mezzo_core.ops.decode_attention.api": "packages/core/tests/ops/test_decode_attention.py",
+    "mezzo_gsa.ops.gla.api": "packages/gsa/tests/ops/test_gla.py",
+    "mezzo_gsa.ops.gsa.api": "packages/gsa/tests/ops/test_gsa_op.py",
+    "mezzo_gsa.ops.gsa.step": "packages/gsa/tests/ops/test_step_gsa.py",
     "mezzo_rat.ops.gated_scan.api": "packages/rat/tests/ops/test_gated_scan.py",
     "mezzo_rat.ops.rat_attention.api": "packages/rat/tests/ops/test_rat_attention.py",
 }

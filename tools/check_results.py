@@ -25,30 +25,63 @@ def updated(text: str, results: Path) -> str:
     before, rest = text.split(START)
     _, after = rest.split(END)
     tables = [experiment_table(path) for path in sorted(results.glob("*/*.json"))]
-    tables += [layer_table(path) for path in sorted(results.glob("*/*.jsonl"))]
+    tables += [table for path in sorted(results.glob("*/*.jsonl")) for table in bench_tables(path)]
     return f"{before}{START}\n\n" + "\n\n".join(tables) + f"\n\n{END}{after}"
 
 
 def experiment_table(path: Path) -> str:
-    """Return one experiment's models, values and speeds."""
+    """Return one experiment's models and values, with what its trainings took."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if "cells" in content:
         return speed_table(path, content)
-    runs = {(run["model"], run["seed"]): run for run in content["runs"]}
+    if "tokens_per_second" in content["runs"][0]:
+        return training_table(path, content)
+    rows = [[row["model"], *(mean((v,)) for v in row["values"])] for row in content["rows"]]
+    return drawn(path, content, ["Model", *content["columns"]], rows)
+
+
+def training_table(path: Path, content: dict[str, Any]) -> str:
+    """Return the models of an experiment: the mean over seeds and its spread, weights, speed."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    values: dict[str, list[list[Any]]] = {}
+    for run in content["runs"]:
+        runs.setdefault(run["model"], []).append(run)
+    for row in content["rows"]:
+        values.setdefault(row["model"], []).append(row["values"])
+    rows = []
+    for model, seeds in values.items():
+        took = runs[model]
+        speed = sum(run["tokens_per_second"] for run in took) / len(took)
+        rows.append(
+            [
+                model,
+                f"{took[0]['parameters'] / 1e6:.1f}M",
+                *(over_seeds(column) for column in zip(*seeds, strict=True)),
+                f"{speed:,.0f}",
+                str(max(run["peak_gb"] or 0.0 for run in took) or "-"),
+            ]
+        )
+    return drawn(
+        path, content, ["Model", "Weights", *content["columns"], "tokens/s", "peak GB"], rows
+    )
+
+
+def over_seeds(values: tuple[Any, ...]) -> str:
+    """Write one value as it is, several as their mean and the highest minus the lowest."""
+    if len(values) == 1:
+        return str(values[0])
+    return f"{sum(values) / len(values):.5g} (spread {max(values) - min(values):.2g})"
+
+
+def drawn(path: Path, content: dict[str, Any], header: list[str], rows: list[list[str]]) -> str:
+    """Return a table under the line that says what was measured."""
     lines = [
         f"**{where(content)}**, {content['setting']} ({path.parent.name}/{path.name}):",
         "",
-        f"| Model | Weights | {' | '.join(content['columns'])} | tokens/s | peak GB |",
-        "|---|---|" + "---|" * (len(content["columns"]) + 2),
+        f"| {' | '.join(header)} |",
+        "|---|" + "---|" * (len(header) - 1),
     ]
-    for row in content["rows"]:
-        run = runs[row["model"], row["seed"]]
-        values = " | ".join(str(value) for value in row["values"])
-        lines.append(
-            f"| {row['model']} | {run['parameters'] / 1e6:.1f}M | {values} "
-            f"| {run['tokens_per_second']:,} | {run['peak_gb']} |"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def speed_table(path: Path, content: dict[str, Any]) -> str:
@@ -90,33 +123,64 @@ def mean(values: tuple[Any, ...]) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def layer_table(path: Path) -> str:
-    """Return the times of single layers, a line a layer and a pair of columns a length."""
+def bench_tables(path: Path) -> list[str]:
+    """Return the times of layers, of ops and of decoding steps, where there are any."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if " layer " in row["name"]]
-    lengths = sorted({row["shape"]["T"] for row in rows})
-    times: dict[str, dict[tuple[int, str], str]] = {}
+    timed = [row for row in rows if row["name"].endswith((" forward", " train"))]
+    tables = []
+    for level in ("layer", "op"):
+        found = [row for row in timed if f" {level} " in row["name"]]
+        if found:
+            tables.append(phases_table(path, level, found))
+    decoding = [row for row in rows if row["name"].endswith(" layer decode")]
+    return tables + ([decode_table(path, decoding)] if decoding else [])
+
+
+def phases_table(path: Path, level: str, rows: list[dict[str, Any]]) -> str:
+    """Return a line a layer or op, and a pair of columns (forward, training) a length."""
+    shapes = sorted({(row["shape"]["T"], row["shape"]["B"]) for row in rows})
+    tokens = {T * B for T, B in shapes}
+    times: dict[str, dict[tuple[int, int, str], str]] = {}
     for row in rows:
-        name, phase = row["name"].split(" layer ")
-        size = f", L = {row['shape']['L']}" if "L" in row["shape"] else ""
-        line = times.setdefault(f"{name}{size} ({row['impl']})", {})
-        line[row["shape"]["T"], phase] = f"{row['ms']:.1f}"
-    header = " | ".join(f"T = {length}" for length in lengths)
+        line = times.setdefault(label(row, level), {})
+        place = (row["shape"]["T"], row["shape"]["B"], row["name"].rsplit(" ", 1)[1])
+        line[place] = f"{row['ms']:.{1 if level == 'layer' else 2}f}"
+    width = f", C {rows[0]['shape']['C']}" if "C" in rows[0]["shape"] else ""
+    batch = f", {max(tokens):,} tokens a batch" if len(tokens) == 1 else ""
     lines = [
-        f"**{where(rows[0])}**, one layer, forward / forward + backward in ms, C "
-        f"{rows[0]['shape']['C']}, {rows[0]['shape']['B'] * rows[0]['shape']['T']:,} tokens a "
-        f"batch ({path.parent.name}/{path.name}; a dash: out of memory):",
+        f"**{where(rows[0])}**, one {level}, forward / forward + backward in ms{width}{batch} "
+        f"({path.parent.name}/{path.name}; a dash: out of memory):",
         "",
-        f"| Layer | {header} |",
-        "|---|" + "---|" * len(lengths),
+        f"| {level.capitalize()} | "
+        + " | ".join(f"T = {T}" if len(tokens) == 1 else f"B = {B}, T = {T}" for T, B in shapes)
+        + " |",
+        "|---|" + "---|" * len(shapes),
     ]
     for name, line in times.items():
         pairs = (
-            f"{line.get((length, 'forward'), '-')} / {line.get((length, 'train'), '-')}"
-            for length in lengths
+            f"{line.get((*s, 'forward'), '-')} / {line.get((*s, 'train'), '-')}" for s in shapes
         )
         lines.append(f"| {name} | {' | '.join(pairs)} |")
     return "\n".join(lines)
+
+
+def decode_table(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Return the time of one token of one sequence through each layer."""
+    lines = [
+        f"**{where(rows[0])}**, one token of one sequence through one layer, C "
+        f"{rows[0]['shape']['C']} ({path.parent.name}/{path.name}):",
+        "",
+        "| Layer | ms |",
+        "|---|---|",
+    ]
+    lines += [f"| {label(row, 'layer')} | {row['ms']:.4f} |" for row in rows]
+    return "\n".join(lines)
+
+
+def label(row: dict[str, Any], level: str) -> str:
+    """Name a row: what it measures, the sizes that tell it from others, who computes."""
+    sizes = "".join(f", {x} = {row['shape'][x]}" for x in ("L", "M") if x in row["shape"])
+    return f"{row['name'].split(f' {level} ')[0]}{sizes} ({row['impl']})"
 
 
 def where(row: dict[str, Any]) -> str:

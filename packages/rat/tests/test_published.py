@@ -1,10 +1,11 @@
 """The paper's file loads, and every table and claim of it has one answer or one reason."""
 
+from mezzo_core.reproduction.flow import kind_of
 from mezzo_rat.reproduce import read_published
 from mezzo_rat.reproduction import speed
 from mezzo_rat.reproduction.limits import CHECKS
 from mezzo_rat.reproduction.reasons import NOT_ATTEMPTED
-from mezzo_rat.reproduction.tables import CLAIMS, EXACT, SPEED_IDS, TABLES, kind_of
+from mezzo_rat.reproduction.tables import CLAIMS, EXACT, SPEED_IDS, TABLES
 
 
 def test_the_whole_paper_is_there():

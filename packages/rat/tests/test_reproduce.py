@@ -91,7 +91,7 @@ def test_trainings_that_break_are_not_started_again_for_each_claim(monkeypatch, 
         starts.append(1)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("mezzo_rat.reproduction.evidence.train_all", broken)
+    monkeypatch.setattr("mezzo_core.reproduction.evidence.train_all", broken)
     found = find_all(tmp_path, ["rat.claim.ppl_200m", "rat.claim.ppl_between"])
     assert {finding.status for finding in found.values()} == {Status.DIFFERS}
     assert len(starts) == 1
@@ -162,7 +162,7 @@ def test_a_misspelt_table_or_scale_is_answered_with_the_nearest(tmp_path, only, 
 def test_single_claims_are_reproduced_without_training(tmp_path):
     findings = reproduce(["rat.claim.flops", "rat.table9"], "smoke", tmp_path)
     assert [finding.id for finding in findings] == ["rat.table9", "rat.claim.flops"]
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "rat" / "runs").exists()
     assert json.loads((tmp_path / "report.json").read_text())["papers"][0]["samples"] == []
 
 
@@ -183,10 +183,10 @@ def test_a_smoke_run_reports_every_id_once_and_can_be_repeated(tmp_path, monkeyp
     # One seed and three steps: an order may come out, but it may not be called settled.
     assert "not settled" in findings["rat.claim.ppl_between"]["summary"]
     assert {figure for figure in first["figures"] if (tmp_path / figure).exists()} == {
-        f"figures/{name}.png" for name in ("losses", "perplexities", "costs", "times")
+        f"rat/figures/{name}.png" for name in ("losses", "perplexities", "costs", "times")
     }
     assert len(first["samples"]) == 1
-    assert (tmp_path / "runs" / "tiny_rat_l16" / "model" / "model.safetensors").exists()
+    assert (tmp_path / "rat" / "runs" / "tiny_rat_l16" / "model" / "model.safetensors").exists()
     assert torch.get_num_threads() == threads
 
     reproduce(["rat.claim.ppl_between"], "smoke", tmp_path)

@@ -9,18 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mezzo_core import bench as core_bench
+from mezzo_core import layer_bench
 from mezzo_core.bench import Timing
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention, AttentionConfig
 from mezzo_core.papers import Measurement, ResultRow, load_experiments
+from mezzo_core.papers.cells import Result, add_cell
 from mezzo_rat import reproduce as reproduce_module
 from mezzo_rat.bench import Layer
 from mezzo_rat.reproduce import read_published, reproduce
 from mezzo_rat.reproduction import scale as scales
 from mezzo_rat.reproduction import speed
-from mezzo_rat.reproduction.gpu import check, decode, layers, throughput
+from mezzo_rat.reproduction.gpu import decode, layers, throughput
 from mezzo_rat.reproduction.gpu.layouts import layouts
-from mezzo_rat.reproduction.gpu.result import Result
 from mezzo_rat.reproduction.gpu.scale import DRY, FULL, Selection, paper_layers
 from mezzo_rat.reproduction.gpu.tables import measure_tables
 
@@ -180,9 +182,9 @@ def test_a_wrong_output_is_refused_and_the_references_own_error_is_not(factor):
     layer = Layer(AttentionConfig(head_dim=8).build(16), 16)
     exact = torch.randn(2, 8, 16)
     low = exact * 1.01
-    check._compare(layer, "the output", exact * 1.02, exact, low)
+    layer_bench._compare(layer, "the output", exact * 1.02, exact, low)
     with pytest.raises(UserError, match="the output is wrong"):
-        check._compare(layer, "the output", exact * factor, exact, low)
+        layer_bench._compare(layer, "the output", exact * factor, exact, low)
 
 
 def test_a_cell_that_runs_out_of_memory_is_kept_as_such(tmp_path):
@@ -190,7 +192,7 @@ def test_a_cell_that_runs_out_of_memory_is_kept_as_such(tmp_path):
         raise torch.OutOfMemoryError
 
     result = Result(layouts(DRY)["table6"], tmp_path, ORIGIN)
-    layers.add_cell(result, ("", "Attention", "64"), work, lambda line: None)
+    add_cell(result, ("", "Attention", "64"), work, lambda line: None)
     assert content(tmp_path, "table6")["cells"][0]["values"] == "OOM"
 
 
@@ -287,11 +289,11 @@ def test_a_reproduction_at_the_gpus_scale_measures_only_what_it_is_asked(tmp_pat
 @pytest.mark.gpu
 def test_a_captured_step_is_replayed_in_place():
     count = torch.zeros(1, device="cuda")
-    replay = decode.captured(lambda: count.add_(1), torch.device("cuda"))
-    assert count.item() == decode.CAPTURE_WARMUP
+    replay = core_bench.captured(lambda: count.add_(1), torch.device("cuda"))
+    assert count.item() == core_bench.CAPTURE_WARMUP
     replay()
     replay()
-    assert count.item() == decode.CAPTURE_WARMUP + 2
+    assert count.item() == core_bench.CAPTURE_WARMUP + 2
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from mezzo_core.config_json import from_json
 from mezzo_core.data.tokenizers import StreamDecoder, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.eval.perplexity import perplexity
-from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.checkpoint import describe_model, load_model
 from mezzo_core.nn.generate import stream
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
@@ -114,6 +114,13 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         ] = None,
         seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
         seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
+        init_from: Annotated[
+            Path | None,
+            typer.Option(
+                help="Start from the weights of this run or model folder. The model and its "
+                "tokenizer are then the folder's, the rest is the recipe's."
+            ),
+        ] = None,
         out: Annotated[
             Path | None, typer.Option(help="Where the run is kept. Default: runs/RECIPE.")
         ] = None,
@@ -127,6 +134,8 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     ) -> None:
         config = paper.find_recipe(recipe)
+        if init_from is not None:
+            config = start_from(config, init_from)
         run_options = {
             "steps": steps,
             "batch_size": batch_size,
@@ -270,6 +279,18 @@ def model_folder(run: Path) -> Path:
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder
     raise UserError(f"{run} holds no trained model (no model/config.json, model/model.safetensors)")
+
+
+def start_from(config: TrainConfig, run: Path) -> TrainConfig:
+    """Return the run that trains the model of a run's folder, or of a model's, further.
+
+    Raises:
+        UserError: if the folder holds no model.
+    """
+    folder = model_folder(run)
+    model, extra = describe_model(folder)
+    data = replace(config.data, tokenizer=extra.get("tokenizer", config.data.tokenizer))
+    return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 
 @contextmanager

@@ -40,8 +40,8 @@ FINDINGS = [
 @pytest.fixture
 def folder(tmp_path):
     out = tmp_path / "reports"
-    prepare_folder(out)
-    figure = Figure(out / "figures" / "bars.png", "Bars", "What the bars show")
+    prepare_folder(out, "p")
+    figure = Figure(out / "p" / "figures" / "bars.png", "Bars", "What the bars show")
     draw_bars({"a": [1.0, 2.0], "b": [3.0]}, figure.path, ylabel="y")
     sample = Sample("A sample", "Once ", "upon <a> time\x00 ```")
     bench = {"name": "n", "impl": "i", "shape": {"T": 8}, "ms": 1.0, "ms_p20": 1.0, "ms_p80": 1.0}
@@ -88,15 +88,15 @@ def test_json_keeps_every_run_and_names_the_software(folder):
 
 
 def test_figures_named_by_the_markdown_are_there(folder):
-    assert "](figures/bars.png)" in (folder / "report.md").read_text(encoding="utf-8")
-    assert (folder / "figures" / "bars.png").read_bytes().startswith(b"\x89PNG")
+    assert "](p/figures/bars.png)" in (folder / "report.md").read_text(encoding="utf-8")
+    assert (folder / "p" / "figures" / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     (folder / "mine.txt").write_text("keep", encoding="utf-8")
-    prepare_folder(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["figures", "mine.txt"]
-    assert list((folder / "figures").iterdir()) == []
+    assert prepare_folder(folder, "p") == folder / "p"
+    assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "p"]
+    assert list((folder / "p" / "figures").iterdir()) == []
 
 
 def test_a_missing_an_invented_and_a_repeated_finding_are_refused():

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from mezzo_core.bench import Row, append, measure
 from mezzo_core.errors import UserError
+from mezzo_core.layer_bench import Layer
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import AbstractMixer, MixerConfig
+from mezzo_core.nn.mixer import MixerConfig
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
@@ -133,19 +134,6 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[Row]:
 def tiny_recipes() -> list[str]:
     """Return the names of the million-weight recipes."""
     return [name for name in RECIPES if name.startswith("tiny_")]
-
-
-class Layer(nn.Module):
-    """What the paper times: norm, mixer with its projections, residual."""
-
-    def __init__(self, mixer: AbstractMixer, d_model: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=1e-6)
-        self.mixer = mixer
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix (B, T, C) along time, without a state."""
-        return x + self.mixer(self.norm(x))[0]
 
 
 def check_against_steps(layer: Layer, num_tokens: int = 70) -> None:

@@ -105,6 +105,37 @@ def load_model(
     return model.eval(), config, extra
 
 
+def describe_model(
+    folder: str | Path, *, allow_packages: Sequence[str] = ()
+) -> tuple[LMConfig, dict[str, Any]]:
+    """Read the configuration and the extra of a model that `save_model` wrote, not its weights.
+
+    Raises:
+        UserError: as `load_model`, for the description.
+    """
+    folder = _existing(Path(folder).resolve())
+    return _read_config(folder / CONFIG, (*ALLOWED_PACKAGES, *allow_packages))
+
+
+@torch.no_grad()
+def copy_weights(folder: str | Path, model: LM) -> None:
+    """Overwrite a model's weights with those that `save_model` wrote, on the model's own device.
+
+    The model keeps its dtype. Its configuration may differ from the saved one in what no weight
+    shows.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the weights are those of another model; the
+            model is as it was.
+    """
+    path = _existing(Path(folder).resolve()) / WEIGHTS
+    weights, aliases = _read_weights(path, "cpu"), _aliases(model)
+    mine = {name: w for name, w in model.state_dict().items() if name not in aliases}
+    _check_weights(path, mine, weights)
+    for name, weight in mine.items():
+        weight.copy_(weights[name])
+
+
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Map every further name of a shared parameter to its first name."""
     first: dict[int, str] = {}

@@ -13,20 +13,25 @@ from mezzo_core.papers.markdown import to_markdown
 from mezzo_core.papers.report import Report, count_statuses, relative
 
 
-def prepare_folder(out: Path) -> None:
-    """Make the report's folder, empty of an older report; other files in it stay.
+def prepare_folder(out: Path, paper: str) -> Path:
+    """Make the report's folder, empty of an older report, and return `out/paper`.
+
+    That folder is the paper's own, for its figures, runs and results; its older figures are
+    removed. Other files stay.
 
     Raises:
         UserError: if `out` cannot be written.
     """
+    folder = out / paper
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for name in ("report.md", "report.html", "report.json"):
             (out / name).unlink(missing_ok=True)
-        shutil.rmtree(out / "figures", ignore_errors=True)
-        (out / "figures").mkdir()
+        shutil.rmtree(folder / "figures", ignore_errors=True)
+        (folder / "figures").mkdir()
     except OSError as error:
         raise UserError(f"{out}: no report can be written there ({error.strerror})") from error
+    return folder
 
 
 def render_report(report: Report, out: Path) -> None:

@@ -90,7 +90,7 @@ def _experiment(content: dict[str, Any], source: str) -> Experiment:
         setting=content["setting"],
         unit=content.get("unit", ""),
         seeds=tuple(sorted({row["seed"] for row in content["rows"] if "seed" in row})),
-        device=content["gpu"],
+        device=content["gpu"] or "CPU",
         torch=content["torch"],
         triton=content.get("triton") or "",
         commit=content["commit"] or "",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mezzo_core.data import TextData
 from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.nn.lm import LM
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World, shard
@@ -59,14 +60,27 @@ def build_data(config: TrainConfig, out: Path, world: World) -> TextData:
     return data
 
 
-def build_model(config: TrainConfig, world: World) -> tuple[LM, LossFunction]:
+def build_model(
+    config: TrainConfig, world: World, *, resumes: bool = False
+) -> tuple[LM, LossFunction]:
     """Build the model, sharded if there are several processes, and what computes its loss.
 
     The weights are drawn on the CPU from the configuration's seed: neither the device nor the
-    number of processes changes them.
+    number of processes changes them. Those of `init_from` then take their place.
+
+    Args:
+        config: the run.
+        world: its processes.
+        resumes: whether a checkpoint's weights will replace these, so that `init_from` need not be
+            there any more.
+
+    Raises:
+        UserError: if `init_from` has no weights of this model.
     """
     torch.manual_seed(config.seed)
     model = config.model.build()
+    if config.init_from is not None and not resumes:
+        copy_weights(config.init_from, model)
     if world.size == 1:
         model.to(world.device)
         # What is compiled is the bound method: the blocks, the head and the cross entropy in one.

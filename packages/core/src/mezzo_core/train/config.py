@@ -73,6 +73,8 @@ class TrainConfig:
         precision: "bf16" is autocast with float32 weights; "auto" is that on a GPU, else "fp32".
         compile: run the blocks and the loss through torch.compile.
         track: also send the log to this tracker.
+        init_from: a folder that `save_model` wrote: training starts from its weights, which must
+            be those of `model`. None draws them.
     """
 
     name: str
@@ -91,6 +93,7 @@ class TrainConfig:
     precision: Precision = "auto"
     compile: bool = False
     track: Track | None = None
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         _check("name", self.name, bool(self.name.strip()), "a name that is not empty")

@@ -107,7 +107,8 @@ def _train(
 ) -> TrainResult:
     parts = micro_batches(config, world)
     data = build_data(config, out, world)
-    model, loss_function = build_model(config, world)
+    resumes = checkpoints.newest() is not None
+    model, loss_function = build_model(config, world, resumes=resumes)
     optimizer = build_optimizer(model, config.optim)
     resumed = checkpoints.load(model, optimizer)
     done = 0

@@ -8,6 +8,8 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mixer import AbstractMixer, MixerConfig
 from mezzo_core.papers import Finding, Measurement, ResultRow, Status
+from mezzo_core.reproduction import checks
+from mezzo_core.reproduction.checks import equality
 from torch import Tensor
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
@@ -15,7 +17,6 @@ from mezzo_rat.mixer import RATConfig
 from mezzo_rat.ops.rat_attention import chunk_rat_attention
 from mezzo_rat.reproduction.definition import rat_by_definition
 
-TOLERANCE = 1e-6  # the tables of RoPE are float32; everything else agrees to 1e-11
 T, H, G, D = 75, 4, 2, 8
 
 
@@ -28,7 +29,7 @@ def limit_attention() -> Finding:
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     weights = logits.masked_fill(future, float("-inf")).softmax(-1)
     expected = torch.sigmoid(z) * torch.einsum("hts,shd->thd", weights, write * v)
-    return _equality(
+    return equality(
         "rat.check.limit_attention",
         "RAT with L = 1 is softmax attention over gated keys and values",
         _rat(q, k, v, g, z, 1),
@@ -43,7 +44,7 @@ def limit_rnn() -> Finding:
     for t in range(T):
         h = keep[t] * h + (1 - keep[t]) * v[t]
         states.append(h)
-    return _equality(
+    return equality(
         "rat.check.limit_rnn",
         "RAT with L = T is the gated linear RNN",
         _rat(q, k, v, g, z, T),
@@ -55,7 +56,7 @@ def rope_by_chunk() -> Finding:
     """The op agrees with the paper's equations, RoPE turned by complex numbers at chunk n."""
     q, k, v, g, z = _inputs()
     L = 16
-    return _equality(
+    return equality(
         "rat.check.rope_by_chunk",
         f"RAT with L = {L}, RoPE by chunk index, is the paper's equation 3, T = {T} not a multiple",
         _rat(q, k, v, g, z, L),
@@ -66,20 +67,9 @@ def rope_by_chunk() -> Finding:
 def decode_equals_prefill() -> Finding:
     """Logits step by step, and after an uneven prefill, are those of one full forward."""
     hybrid = (RATConfig(chunk_size=16, head_dim=16), AttentionConfig(head_dim=16, window_size=24))
-    torch.manual_seed(0)
-    model = LMConfig(vocab_size=64, d_model=64, mixers=hybrid).build().double().eval()
-    tokens = torch.randint(64, (2, T))
-    with torch.no_grad():
-        full = model(tokens).logits
-        output = model(tokens[:, :37], model.init_state(2))
-        state = model.reserve(output.state, T - 37)
-        steps = [model.step(tokens[:, t : t + 1], state) for t in range(37, T)]
-    return _equality(
-        "rat.check.decode_equals_prefill",
-        "a prefill of 37 tokens and 38 steps in place give the logits of one full forward "
-        "(RAT and SWA layers)",
-        torch.cat([output.logits, *steps], dim=1),
-        full,
+    model = LMConfig(vocab_size=64, d_model=64, mixers=hybrid)
+    return checks.decode_equals_prefill(
+        "rat.check.decode_equals_prefill", model, "RAT and SWA layers"
     )
 
 
@@ -179,17 +169,6 @@ def _rope(x: Tensor, positions: Tensor) -> Tensor:
     real, imaginary = x.chunk(2, dim=-1)
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def _equality(id: str, statement: str, ours: Tensor, expected: Tensor) -> Finding:
-    error = float((ours - expected).norm() / expected.norm())
-    holds = error <= TOLERANCE
-    return Finding(
-        id,
-        "check",
-        Status.REPRODUCED if holds else Status.DIFFERS,
-        f"{statement}: relative error {error:.1e} in float64 (bound {TOLERANCE:.0e})",
-    )
 
 
 CHECKS = {

@@ -1,7 +1,5 @@
 """Tables and claims about perplexity and loss, from the tiny trainings: always scaled down."""
 
-from collections.abc import Sequence
-
 from mezzo_core.papers import (
     Claim,
     Finding,
@@ -11,6 +9,7 @@ from mezzo_core.papers import (
     compare_column,
     compare_order,
 )
+from mezzo_core.reproduction.orders import ordering_finding
 
 from mezzo_rat.reproduction.evidence import Evidence
 
@@ -18,26 +17,9 @@ BETWEEN = ("Attention", "RAT(L=16)", "RAT(L=64)", "RNN")
 HYBRIDS = ("RAT(L=16)-SWA", "Attention-SWA")
 
 
-def ordering_finding(
-    claim: Claim, ordering: Sequence[str], measurement: Measurement, column: str, note: str = ""
-) -> Finding:
-    """Compare an order with one column of a smaller measurement of ours."""
-    ours, better = measurement.samples(column), claim.better or "lower"
-    order = compare_order(ordering, ours, better)
-    return Finding(
-        claim.id,
-        "claim",
-        Status.SCALED_DOWN,
-        f"at tiny scale {order.verdict.value}{note}; ours, best first: "
-        f"{order.ranking(ours, better)}",
-        (measurement,),
-        order.sentences(),
-    )
-
-
 def table1(evidence: Evidence, table: Table) -> Finding:
     """Perplexity and generation speed of the tiny models; downstream tasks are left out."""
-    perplexity, generation = evidence.perplexity(), evidence.generation
+    perplexity, generation = evidence.trainings.perplexity(), evidence.generation
     details, verdicts = [], []
     for column, ours in (("Val. PPL", perplexity), ("Throughput", generation)):
         samples = ours.samples(column)
@@ -58,17 +40,19 @@ def table1(evidence: Evidence, table: Table) -> Finding:
 def ppl_200m(evidence: Evidence, claim: Claim) -> Finding:
     """Attention, then RAT with growing chunks, then the RNN."""
     note = " (without L = 256, half of the tiny context)"
-    return ordering_finding(claim, claim.ordering, evidence.perplexity(BETWEEN), "Val. PPL", note)
+    return ordering_finding(
+        claim, claim.ordering, evidence.trainings.perplexity(BETWEEN), "Val. PPL", note
+    )
 
 
 def ppl_between(evidence: Evidence, claim: Claim) -> Finding:
     """RAT between attention and RNN, larger chunks worse."""
-    return ordering_finding(claim, BETWEEN, evidence.perplexity(BETWEEN), "Val. PPL")
+    return ordering_finding(claim, BETWEEN, evidence.trainings.perplexity(BETWEEN), "Val. PPL")
 
 
 def chunk16_matches(evidence: Evidence, claim: Claim) -> Finding:
     """RAT(L=16) comes nearer to attention than RAT(L=64)."""
-    measurement = evidence.perplexity(("Attention", "RAT(L=16)", "RAT(L=64)"))
+    measurement = evidence.trainings.perplexity(("Attention", "RAT(L=16)", "RAT(L=64)"))
     ours = measurement.samples("Val. PPL")
     gaps = {
         model: [abs(a - b) for a, b in zip(ours[model], ours["Attention"], strict=True)]
@@ -87,7 +71,7 @@ def chunk16_matches(evidence: Evidence, claim: Claim) -> Finding:
 
 def fig6_rnn(evidence: Evidence, claim: Claim) -> Finding:
     """The RNN's loss is steady with test length, and the highest at the training length."""
-    measurement = evidence.loss_by_length(("RNN", *HYBRIDS))
+    measurement = evidence.trainings.loss_by_length(("RNN", *HYBRIDS))
     trained, longest = _trained_and_longest(evidence)
     order = compare_order((HYBRIDS[0], "RNN"), measurement.samples(trained), "lower")
     other = compare_order((HYBRIDS[1], "RNN"), measurement.samples(trained), "lower")
@@ -106,7 +90,7 @@ def fig6_rnn(evidence: Evidence, claim: Claim) -> Finding:
 
 def fig6_rope(evidence: Evidence, claim: Claim) -> Finding:
     """With RoPE both hybrids lose beyond the training length, attention more than RAT."""
-    measurement = evidence.loss_by_length(HYBRIDS)
+    measurement = evidence.trainings.loss_by_length(HYBRIDS)
     trained, longest = _trained_and_longest(evidence)
     changes = _changes(measurement, trained, longest)
     order = compare_order(HYBRIDS, measurement.samples(longest), "lower")
@@ -124,8 +108,8 @@ def fig6_rope(evidence: Evidence, claim: Claim) -> Finding:
 
 def _trained_and_longest(evidence: Evidence) -> tuple[str, str]:
     """Return the columns of the training length, or of the nearest below it, and the longest."""
-    lengths = evidence.scale.test_lengths
-    seen = [length for length in lengths if length <= evidence.runs[0].seq_len]
+    lengths = evidence.trainings.budget.test_lengths
+    seen = [length for length in lengths if length <= evidence.trainings.runs[0].seq_len]
     return f"T={max(seen)}", f"T={max(lengths)}"
 
 

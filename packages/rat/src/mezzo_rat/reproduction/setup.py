@@ -1,9 +1,8 @@
 """The paper's configurations against our recipes, field by field."""
 
-from collections.abc import Mapping
-
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status
+from mezzo_core.papers import Claim, Finding
+from mezzo_core.reproduction.checks import compare_setup
 from mezzo_core.train.config import TrainConfig
 
 from mezzo_rat.mixer import RATConfig
@@ -25,7 +24,8 @@ def setup_200m(claim: Claim) -> Finding:
         "gradient clip": config.optim.clip,
         **{f"context {i}": length for i, length in enumerate(contexts, 1)},
     }
-    return _compare(claim, ours, "recipes 200m_rat_l64, 200m_16k_rat_l64, 200m_32k_rat_l64")
+    recipes = "recipes 200m_rat_l64, 200m_16k_rat_l64, 200m_32k_rat_l64"
+    return compare_setup(claim, ours, recipes, ROUNDED)
 
 
 def setup_1p3b(claim: Claim) -> Finding:
@@ -39,7 +39,7 @@ def setup_1p3b(claim: Claim) -> Finding:
         "context": config.seq_len,
         "SWA window": windows[0] or 0,
     }
-    return _compare(claim, ours, "recipes 1p3b_rat_swa, 1p3b_16k_rat_swa")
+    return compare_setup(claim, ours, "recipes 1p3b_rat_swa, 1p3b_16k_rat_swa", ROUNDED)
 
 
 def _shared(config: TrainConfig) -> dict[str, float]:
@@ -60,28 +60,3 @@ def _shared(config: TrainConfig) -> dict[str, float]:
 
 def _rat(config: TrainConfig) -> RATConfig:
     return next(mixer for mixer in config.model.mixers if isinstance(mixer, RATConfig))
-
-
-def _compare(claim: Claim, ours: Mapping[str, float], recipes: str) -> Finding:
-    printed = {label: float(value) for label, value in claim.labelled().items()}
-    wrong = [
-        label
-        for label, value in printed.items()
-        if abs(ours[label] - value) > ROUNDED.get(label, 1e-12) * value
-    ]
-    summary = f"our recipes have all {len(printed)} printed values"
-    if wrong:
-        summary = "our recipes differ in " + ", ".join(wrong)
-    return Finding(
-        claim.id,
-        "claim",
-        Status.DIFFERS if wrong else Status.REPRODUCED,
-        f"{summary}; token counts to the printed precision; nothing was trained",
-        (
-            Measurement(
-                ("printed", "ours"),
-                tuple(ResultRow(label, ((printed[label], ours[label]),)) for label in printed),
-                recipes,
-            ),
-        ),
-    )

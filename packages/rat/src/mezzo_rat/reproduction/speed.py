@@ -4,7 +4,6 @@ A speed belongs to the machine: on another one than the paper's it is always sca
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from mezzo_core.papers import (
     Claim,
@@ -18,12 +17,11 @@ from mezzo_core.papers import (
     compare_column,
     compare_order,
 )
+from mezzo_core.reproduction.speed import Words, groups, listed, named, ratios, with_words
 
 from mezzo_rat.reproduction.evidence import Evidence
 
 RAT, HYBRID, ATTENTION = "RAT(L=16)", "RAT(L=16)-SWA", "Attention"
-Words = Callable[[Measurement], str]
-"""What a measurement says about one claim."""
 
 
 def layer_table(phase: str, group: str = "") -> Callable[[Evidence, Table], Finding]:
@@ -90,20 +88,9 @@ def from_generation(evidence: Evidence, claim: Claim) -> Finding:
 def with_result(finding: Finding, published: Published, experiment: Experiment) -> Finding:
     """Let a committed result of speed answer; what the finding said before stays beside it."""
     ours = experiment.measurement
-    details: tuple[str, ...] = ()
     if finding.kind == "table":
-        said, details = table_words(published.table(finding.id), ours)
-    else:
-        said = WORDS[finding.id](ours)
-    attempted = finding.status is not Status.NOT_ATTEMPTED
-    before = (f"Also: {finding.summary}",) if attempted else ()
-    return replace(
-        finding,
-        status=Status.SCALED_DOWN,
-        summary=f"on {ours.device} {said} ({ours.setting})",
-        measurements=(ours, *finding.measurements),
-        details=(*details, *before, *finding.details),
-    )
+        return with_words(finding, experiment, *table_words(published.table(finding.id), ours))
+    return with_words(finding, experiment, WORDS[finding.id](ours))
 
 
 def table_words(table: Table, ours: Measurement) -> tuple[str, tuple[str, ...]]:
@@ -117,7 +104,7 @@ def table_words(table: Table, ours: Measurement) -> tuple[str, tuple[str, ...]]:
                 continue
             verdicts[order.verdict] = verdicts.get(order.verdict, 0) + 1
             details += [
-                f"{_place(group, column)}, {sentence}"
+                f"{named(group, column)}, {sentence}"
                 for pair, sentence in zip(order.pairs, order.sentences(), strict=True)
                 if pair.verdict is not Verdict.HOLDS
             ]
@@ -132,7 +119,7 @@ def speedup(slow: str = ATTENTION, fast: str = RAT, *, longest: bool = False) ->
         found = ratios(ours, slow, fast)
         if longest:
             found = dict(list(found.items())[-1:])
-        return f"the speed of {fast} over that of {slow}: {_listed(found)}"
+        return f"the speed of {fast} over that of {slow}: {listed(found)}"
 
     return say
 
@@ -141,7 +128,7 @@ def throughput(*models: str) -> Words:
     """State how many times as many tokens a second as attention some models generate."""
 
     def say(ours: Measurement) -> str:
-        parts = (f"{model} {_listed(ratios(ours, model, ATTENTION))}" for model in models)
+        parts = (f"{model} {listed(ratios(ours, model, ATTENTION))}" for model in models)
         return f"generated tokens a second over those of {ATTENTION}: {'; '.join(parts)}"
 
     return say
@@ -150,7 +137,7 @@ def throughput(*models: str) -> Words:
 def slower_where(ours: Measurement) -> str:
     """Name the lengths at which RAT(L=16) is slower than attention."""
     found = ratios(ours, ATTENTION, RAT)
-    slower = [_place(*key) for key, ratio in found.items() if ratio < 1]
+    slower = [named(*key) for key, ratio in found.items() if ratio < 1]
     said = f"{RAT} is slower than {ATTENTION} at {', '.join(slower) or 'no length'}"
     return f"{said}; {speedup()(ours)}"
 
@@ -176,35 +163,8 @@ def out_of_memory(ours: Measurement) -> str:
     for row in ours.rows:
         full = [c for c, v in zip(ours.columns, row.values, strict=True) if v == "OOM"]
         if full:
-            parts.append(f"{row.model} from {_place(row.group, full[0])}")
+            parts.append(f"{row.model} from {named(row.group, full[0])}")
     return f"out of memory: {'; '.join(parts) or 'nothing'}"
-
-
-def ratios(ours: Measurement, above: str, below: str) -> dict[tuple[str, str], float]:
-    """Divide one model's mean by another's, by group and column, where both were measured."""
-    found = {}
-    for group in groups(ours):
-        for column in ours.columns:
-            samples = ours.samples(column, group)
-            if above in samples and below in samples:
-                found[group, column] = sum(samples[above]) / sum(samples[below])
-    return found
-
-
-def groups(ours: Measurement) -> list[str]:
-    """Return the groups of rows, in the order of the rows."""
-    return list(dict.fromkeys(row.group for row in ours.rows))
-
-
-def _listed(found: Mapping[tuple[str, str], float]) -> str:
-    listed = (f"{ratio:.2f} at {_place(*key)}" for key, ratio in found.items())
-    return ", ".join(listed) or "not measured"
-
-
-def _place(group: str, column: str) -> str:
-    number = column.removeprefix("T=")
-    length = f"T = {number}" if number.isdigit() else column
-    return f"{group}, {length}" if group else length
 
 
 TABLES = ("rat.table6", "rat.table7", "rat.table8")

@@ -1,25 +1,12 @@
 """Which table and claim is answered by what; together with `reasons`, all of them, each once."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from mezzo_core.errors import UserError
-from mezzo_core.papers import (
-    Claim,
-    Experiment,
-    Finding,
-    Kind,
-    Order,
-    Pair,
-    Published,
-    Status,
-    Table,
-    check_complete,
-    compare_column,
-    compare_order,
-    status_of,
-)
+from mezzo_core.papers import Claim, Experiment, Finding, Published, Status, Table
+from mezzo_core.reproduction import flow
+from mezzo_core.reproduction.flow import guarded, kind_of
+from mezzo_core.reproduction.orders import speaking_to, with_experiment
 
 from mezzo_rat.reproduction import flops, limits, memory, perplexity, setup, speed
 from mezzo_rat.reproduction.evidence import Evidence
@@ -70,14 +57,12 @@ def find_all(
     experiments: Sequence[Experiment],
 ) -> list[Finding]:
     """Return one finding a table, claim and check (of `only`), in the order of the paper."""
-    checks = tuple(limits.CHECKS)
-    findings = []
-    for id in (*published.ids, *checks):
-        if only is None or id in only:
-            finding = guarded(id, partial(find, id, published, evidence))
-            findings.append(with_experiments(finding, published, experiments))
-    check_complete(published, findings, None if only is None else set(only))
-    return findings
+
+    def answer(id: str) -> Finding:
+        finding = guarded(id, partial(find, id, published, evidence))
+        return with_experiments(finding, published, experiments)
+
+    return flow.find_all(published, limits.CHECKS, only, answer)
 
 
 def find(id: str, published: Published, evidence: Evidence) -> Finding:
@@ -96,64 +81,14 @@ def find(id: str, published: Published, evidence: Evidence) -> Finding:
     return CLAIMS[id](evidence, published.claim(id))
 
 
-def guarded(id: str, work: Callable[[], Finding]) -> Finding:
-    """Turn a check that breaks into "differs": the others still run, and the report says so.
-
-    What the user can mend (a full disk, say) still stops the reproduction.
-    """
-    try:
-        return work()
-    except UserError:
-        raise
-    except Exception as error:
-        summary = f"the check itself failed: {type(error).__name__}: {error}"
-        return Finding(id, kind_of(id), Status.DIFFERS, summary)
-
-
-def kind_of(id: str) -> Kind:
-    """Return "table", "claim" or "check"."""
-    if id in limits.CHECKS:
-        return "check"
-    return "table" if id.startswith("rat.table") else "claim"
-
-
 def with_experiments(
     finding: Finding, published: Published, experiments: Sequence[Experiment]
 ) -> Finding:
     """Let results measured elsewhere and committed speak first; our own rows stay beside them."""
-    # The paper's own setting comes last, so that it is what the finding ends up saying.
-    for experiment in sorted(experiments, key=lambda each: each.same_setting):
-        if finding.id not in experiment.ids:
-            continue
+    for experiment in speaking_to(finding.id, experiments):
         if finding.id in speed.TABLES or finding.id in speed.WORDS:
             finding = speed.with_result(finding, published, experiment)
-            continue
-        ours = experiment.measurement
-        order = Order(tuple(_pairs(finding.id, published, experiment)))
-        status = Status.SCALED_DOWN
-        verdict = "its columns have no printed order"
-        if order.pairs:
-            status = status_of(order.verdict, same_setting=experiment.same_setting)
-            verdict = order.verdict.value
-        finding = replace(
-            finding,
-            status=status,
-            summary=f"on {ours.device} {verdict} ({ours.setting})",
-            measurements=(ours, *finding.measurements),
-            details=(*order.sentences(), f"Also: {finding.summary}", *finding.details),
-        )
+        else:
+            ordering = ORDERINGS.get(finding.id)
+            finding = with_experiment(finding, published, experiment, ordering)
     return finding
-
-
-def _pairs(id: str, published: Published, experiment: Experiment) -> Iterator[Pair]:
-    """Yield the neighbours of every printed order that the experiment's columns can answer."""
-    measured = experiment.measurement
-    for column in measured.columns:
-        for group in sorted({row.group for row in measured.rows}):
-            ours = measured.samples(column, group)
-            if kind_of(id) == "table":
-                yield from compare_column(published.table(id), column, ours, group).pairs
-                continue
-            ordering = ORDERINGS.get(id) or published.claim(id).ordering
-            if len(set(ordering) & set(ours)) > 1:
-                yield from compare_order(ordering, ours, experiment.better).pairs

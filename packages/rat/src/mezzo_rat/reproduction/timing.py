@@ -91,7 +91,7 @@ def time_generation(scale: Scale) -> Measurement:
     rows = []
     for model_name, recipe in RECIPES_OF_MODELS.items():
         config = RECIPES[recipe]()
-        prompt_length = scale.seq_len - scale.new_tokens
+        prompt_length = scale.budget.seq_len - scale.new_tokens
         torch.manual_seed(0)
         model = config.model.build()
         prompt = [1] * prompt_length

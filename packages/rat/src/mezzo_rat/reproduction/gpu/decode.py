@@ -1,22 +1,20 @@
 """Table 8: one decode step of one layer at a position, as a CUDA graph runs it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from mezzo_core.bench import measure
+from mezzo_core.bench import captured, measure
+from mezzo_core.layer_bench import Layer, check_layer
+from mezzo_core.papers.cells import OOM, Result, Say, Timed, add_cell
 from torch import Tensor
 
-from mezzo_rat.bench import Layer
-from mezzo_rat.reproduction.gpu.check import check_layer
-from mezzo_rat.reproduction.gpu.layers import Say, Timed, add_cell, build_layer
-from mezzo_rat.reproduction.gpu.result import OOM, Result
+from mezzo_rat.reproduction.gpu.layers import build_layer
 from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale, paper_layers
 
 ROOM = 8
 """Tokens beyond the position; the steps before a capture are at the start of the state."""
-CAPTURE_WARMUP = 2
 
 
 def measure_decoding(scale: SpeedScale, selection: Selection, result: Result, say: Say) -> None:
@@ -64,26 +62,6 @@ def time_step(layer: Layer, batch: int, position: int, scale: SpeedScale) -> Tim
         for _ in range(scale.passes)
     ]
     return [timing.ms for timing in timings], details
-
-
-def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return what replays `step` as one CUDA graph; on a CPU, `step` itself.
-
-    Steps that run before the capture (they compile kernels and set libraries up) change whatever
-    `step` overwrites.
-    """
-    if device.type != "cuda":
-        return step
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(CAPTURE_WARMUP):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def fill(state: Any, position: int) -> None:

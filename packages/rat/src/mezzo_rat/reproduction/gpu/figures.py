@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo_core.papers import Published
+from mezzo_core.papers.cells import Layout, Result
 from mezzo_core.papers.figures import draw_lengths
-
-from mezzo_rat.reproduction.gpu.result import Layout, Result
 
 Lines = dict[str, list[tuple[float, float]]]
 

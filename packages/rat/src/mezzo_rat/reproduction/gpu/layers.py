@@ -2,24 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch._dynamo
 from mezzo_core.bench import measure
+from mezzo_core.layer_bench import Layer, check_layer
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.papers.cells import Result, Say, Timed, add_cell
 from torch import Tensor
 
-from mezzo_rat.bench import Layer
-from mezzo_rat.reproduction.gpu.check import check_layer
-from mezzo_rat.reproduction.gpu.result import OOM, Key, Result
 from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale, paper_layers
 
-Say = Callable[[str], None]
-"""Called with a line about what was just measured."""
-Timed = tuple[list[float] | str, dict[str, Any]]
-"""The values of a cell, one a pass, or OOM; and what else is kept about it."""
 RECOMPILATIONS = 64
 """More than the lengths of a run: past torch's own limit (8) a whole graph raises an error."""
 
@@ -104,20 +98,3 @@ def time_layer(
         measure(work, device, seconds=scale.seconds, warmup=1, least=2) for _ in range(scale.passes)
     ]
     return [timing.ms for timing in timings], {"B": batch, "peak_gb": timings[-1].peak_gb}
-
-
-def add_cell(result: Result, key: Key, work: Callable[[], Timed], say: Say) -> None:
-    """Measure a cell and add it; what does not fit the GPU is OOM."""
-    try:
-        values, details = work()
-    except torch.OutOfMemoryError:
-        values, details = OOM, {}
-    result.add(key, values, **details)
-    say(f"{result.layout.name}  {' '.join(filter(None, key))}  {describe(values, details)}")
-
-
-def describe(values: list[float] | str, details: Mapping[str, Any]) -> str:
-    """Write a cell as one line says it."""
-    text = values if isinstance(values, str) else " ".join(f"{value:.4g}" for value in values)
-    parts = (f"{k} {v:.4g}" for k, v in details.items() if isinstance(v, int | float))
-    return ", ".join([text, *parts])

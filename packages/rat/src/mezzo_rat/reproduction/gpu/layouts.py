@@ -1,7 +1,8 @@
 """What each result file of the speed tables holds, and which tables and claims it speaks to."""
 
+from mezzo_core.papers.cells import Layout
+
 from mezzo_rat.recipes import PAPER_NAMES
-from mezzo_rat.reproduction.gpu.result import Layout
 from mezzo_rat.reproduction.gpu.scale import MODELS, SpeedScale, paper_layers
 
 IDS = {

@@ -5,12 +5,12 @@ from typing import Any
 
 from mezzo_core.bench import environment
 from mezzo_core.papers import Published
+from mezzo_core.papers.cells import Result, Say
 
 from mezzo_rat.reproduction.gpu.decode import measure_decoding
 from mezzo_rat.reproduction.gpu.figures import draw
-from mezzo_rat.reproduction.gpu.layers import Say, measure_layers
+from mezzo_rat.reproduction.gpu.layers import measure_layers
 from mezzo_rat.reproduction.gpu.layouts import VIEWS, contexts, layouts
-from mezzo_rat.reproduction.gpu.result import Result
 from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale
 from mezzo_rat.reproduction.gpu.throughput import measure_throughput
 

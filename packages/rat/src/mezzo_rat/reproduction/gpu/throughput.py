@@ -5,16 +5,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from mezzo_core.bench import measure
+from mezzo_core.bench import captured, measure
+from mezzo_core.layer_bench import Layer, check_layer
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.papers.cells import Result, Say, Timed, add_cell
 
-from mezzo_rat.bench import Layer
 from mezzo_rat.recipes import PAPER_NAMES, recipe
-from mezzo_rat.reproduction.gpu.check import check_layer
-from mezzo_rat.reproduction.gpu.decode import captured, fill, rewind, tensors
-from mezzo_rat.reproduction.gpu.layers import Say, Timed, add_cell
-from mezzo_rat.reproduction.gpu.result import Result
+from mezzo_rat.reproduction.gpu.decode import fill, rewind, tensors
 from mezzo_rat.reproduction.gpu.scale import MODELS, Selection, SpeedScale
 
 BATCH_STEP = 8

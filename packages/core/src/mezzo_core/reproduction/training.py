@@ -1,9 +1,9 @@
-"""The six tiny trainings: same tokens, same seeds, same budget; only the mixers differ."""
+"""Tiny trainings of recipes: same tokens, same seeds, same budget; only the mixers differ."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,21 +11,46 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+
 from mezzo_core.eval.perplexity import perplexity
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
-
-from mezzo_rat.recipes import RECIPES
-from mezzo_rat.reproduction.scale import RECIPES_OF_MODELS, Scale
 
 MAX_PROCESSES = 6  # each holds a copy of torch, a model and its activations: about a gigabyte
 WINDOWS = 4
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What every training of a reproduction may spend.
+
+    Attributes:
+        seeds: of the weights; every model is trained with each.
+        steps, batch_size, seq_len: of each training.
+        eval_batches: validation batches of an evaluation; None reads the whole validation part.
+        test_lengths: T of evaluations at other lengths than the training's; none if empty.
+        parallel: train one model on each core, rather than one model on all cores.
+    """
+
+    seeds: tuple[int, ...]
+    steps: int
+    batch_size: int
+    seq_len: int
+    eval_batches: int | None = None
+    test_lengths: tuple[int, ...] = ()
+    parallel: bool = True
+
+
+CPU = Budget(seeds=(0, 1, 2), steps=300, batch_size=2, seq_len=512)
+"""A minute or two a model and seed on one core."""
+SMOKE = Budget(seeds=(0,), steps=3, batch_size=1, seq_len=64, eval_batches=1, parallel=False)
+"""Seconds: shows that everything runs."""
+
+
+@dataclass(frozen=True)
 class Job:
-    """One training: an architecture and a seed."""
+    """One training: a model, by the paper's name, and a seed."""
 
     model: str
     config: TrainConfig
@@ -48,24 +73,24 @@ class TrainedRun:
     out: Path
 
 
-def jobs(scale: Scale, out: Path) -> list[Job]:
-    """List the trainings of a scale, the first seed of every architecture first.
+def jobs(models: Mapping[str, TrainConfig], budget: Budget, out: Path) -> list[Job]:
+    """List the trainings of a budget, the first seed of every model first.
 
     The first seed's run is kept as `out/RECIPE`, another's as `out/RECIPE-seedN`.
     """
     return [
         Job(
             model=model,
-            config=configure(RECIPES[recipe](), scale, seed),
-            out=out / (recipe if seed == scale.seeds[0] else f"{recipe}-seed{seed}"),
-            test_lengths=scale.test_lengths,
+            config=configure(config, budget, seed),
+            out=out / (config.name if seed == budget.seeds[0] else f"{config.name}-seed{seed}"),
+            test_lengths=budget.test_lengths,
         )
-        for seed in scale.seeds
-        for model, recipe in RECIPES_OF_MODELS.items()
+        for seed in budget.seeds
+        for model, config in models.items()
     ]
 
 
-def configure(config: TrainConfig, scale: Scale, seed: int) -> TrainConfig:
+def configure(config: TrainConfig, budget: Budget, seed: int) -> TrainConfig:
     """Give a recipe the budget and the seed of a reproduction.
 
     The data keeps its own seed: every run reads the same tokens in the same order, and is
@@ -73,37 +98,46 @@ def configure(config: TrainConfig, scale: Scale, seed: int) -> TrainConfig:
     """
     return replace(
         config,
-        steps=scale.steps,
-        batch_size=scale.batch_size,
-        seq_len=scale.seq_len,
+        steps=budget.steps,
+        batch_size=budget.batch_size,
+        seq_len=budget.seq_len,
         micro_batch_size=None,
         seed=seed,
-        eval_every=scale.steps,
-        eval_batches=scale.eval_batches,
-        checkpoint_every=scale.steps,
+        eval_every=budget.steps,
+        eval_batches=budget.eval_batches,
+        checkpoint_every=budget.steps,
         keep_checkpoints=1,
     )
 
 
 def train_all(
-    scale: Scale, out: Path, on_progress: Callable[[int, int], None] | None = None
+    models: Mapping[str, TrainConfig],
+    budget: Budget,
+    out: Path,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[TrainedRun]:
     """Train every job, and return the runs in the order of `jobs`.
 
     Runs of an earlier reproduction in `out` are replaced. Small models gain little from a second
-    thread, so with `scale.parallel` each core trains a model of its own, with one thread each.
+    thread, so with `budget.parallel` each core trains a model of its own, with one thread each.
+
+    Args:
+        models: recipes by the paper's names.
+        budget: of each training.
+        out: the folder of all runs.
+        on_progress: called with the steps done and those of all trainings.
     """
-    work = jobs(scale, out)
+    work = jobs(models, budget, out)
     for job in work:
         shutil.rmtree(job.out, ignore_errors=True)
-    total = len(work) * scale.steps
+    total = len(work) * budget.steps
     report = on_progress or (lambda done, total: None)
     # Processes do not share one GPU well; there the trainings take turns.
-    if torch.cuda.is_available() or not scale.parallel:
+    if torch.cuda.is_available() or not budget.parallel:
         runs = []
         for job in work:
             runs.append(run_job(job))
-            report(len(runs) * scale.steps, total)
+            report(len(runs) * budget.steps, total)
         return runs
     workers = min(available_cores(), MAX_PROCESSES, len(work))
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
@@ -139,6 +173,8 @@ def losses_by_length(job: Job) -> dict[int, float]:
 
     Every length reads the same text: the first WINDOWS windows of the longest.
     """
+    if not job.test_lengths:
+        return {}
     model, _, _ = load_model(job.out / "model", device=torch.device("cpu"))
     longest = max(job.test_lengths)
     losses = {}

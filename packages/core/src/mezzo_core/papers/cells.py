@@ -1,4 +1,4 @@
-"""One result file of a speed table: an experiment that grows cell by cell.
+"""One result file of a table of speeds: an experiment that grows cell by cell.
 
 The file is what `mezzo_core.papers.results` reads, with `cells` beside its `rows`: each cell's
 values (one a pass, or "OOM"), the peak memory where it was counted, commit and date. It is written
@@ -6,10 +6,12 @@ again after each cell, so that a run that is killed keeps what it measured.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mezzo_core.errors import UserError
 
@@ -17,6 +19,10 @@ OOM = "OOM"
 MISSING = "-"
 Key = tuple[str, str, str]
 """Group, model and column of a cell."""
+Say = Callable[[str], None]
+"""Called with a line about what was just measured."""
+Timed = tuple[list[float] | str, dict[str, Any]]
+"""The values of a cell, one a pass, or OOM; and what else is kept about it."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,23 @@ class Result:
             whole.replace(self.path)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+
+def add_cell(result: Result, key: Key, work: Callable[[], Timed], say: Say) -> None:
+    """Measure a cell and add it; what does not fit the GPU is OOM."""
+    try:
+        values, details = work()
+    except torch.OutOfMemoryError:
+        values, details = OOM, {}
+    result.add(key, values, **details)
+    say(f"{result.layout.name}  {' '.join(filter(None, key))}  {describe(values, details)}")
+
+
+def describe(values: list[float] | str, details: Mapping[str, Any]) -> str:
+    """Write a cell as one line says it."""
+    text = values if isinstance(values, str) else " ".join(f"{value:.4g}" for value in values)
+    parts = (f"{k} {v:.4g}" for k, v in details.items() if isinstance(v, int | float))
+    return ", ".join([text, *parts])
 
 
 def significant(value: float) -> float:

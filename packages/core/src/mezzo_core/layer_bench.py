@@ -1,16 +1,29 @@
-"""No speed for a wrong layer: what is timed is first compared with a float32 layer on the CPU."""
+"""A layer as papers time it, and its check: no speed for a wrong one."""
 
 import copy
 
 import torch
-from mezzo_core.errors import UserError
-from torch import Tensor
+from torch import Tensor, nn
 
-from mezzo_rat.bench import Layer
+from mezzo_core.errors import UserError
+from mezzo_core.nn.mixer import AbstractMixer
 
 FACTOR = 3.0
 """How much worse than the reference in bf16, on the CPU, a layer may be."""
 TOKENS = 160  # two chunks of 128, ten of 16
+
+
+class Layer(nn.Module):
+    """What the paper times: norm, mixer with its projections, residual."""
+
+    def __init__(self, mixer: AbstractMixer, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.mixer = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix (B, T, C) along time, without a state."""
+        return x + self.mixer(self.norm(x))[0]
 
 
 def check_layer(layer: Layer) -> None:

@@ -1,0 +1,129 @@
+"""A run that starts from the weights of a model on disk."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.cli import start_from
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.checkpoint import copy_weights, describe_model, load_model, save_model
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.train.loop import train
+
+
+@pytest.fixture
+def start(tiny, tmp_path):
+    """A folder with a model of `tiny`'s kind, whose weights no seed of a run draws."""
+    torch.manual_seed(1234)
+    config = tiny().model
+    save_model(config.build(), config, tmp_path / "start", {"tokenizer": "byte"})
+    return tmp_path / "start"
+
+
+def test_the_first_loss_is_that_of_the_weights_on_disk(tiny, tmp_path, start, rows_of):
+    config = tiny(steps=2)
+    train(config, tmp_path / "drawn", quiet=True)
+    train(replace(config, init_from=str(start)), tmp_path / "read", quiet=True)
+    drawn, read = (rows_of(tmp_path / name)[0]["loss"] for name in ("drawn", "read"))
+    batch = config.data.build(32, None).train_batch(0, 4)
+    model, _, _ = load_model(start)
+    assert read == pytest.approx(model.loss(batch.tokens, batch.targets).item(), rel=1e-6)
+    assert read != drawn
+
+
+def test_a_run_goes_on_bit_for_bit_when_its_start_is_gone(tiny, tmp_path, start, rows_of):
+    config = tiny(init_from=str(start))
+    train(config, tmp_path / "whole", quiet=True)
+
+    def stop(row):
+        if row["step"] == 5:
+            raise InterruptedError
+
+    with pytest.raises(UserError, match="step-4"):  # the loop says where it can go on
+        train(config, tmp_path / "stopped", quiet=True, on_step=stop)
+    shutil.rmtree(start)
+    train(config, tmp_path / "stopped", quiet=True)
+    whole, stopped = (
+        [row["loss"] for row in rows_of(tmp_path / name)] for name in ("whole", "stopped")
+    )
+    assert stopped == whole
+
+
+@pytest.mark.slow
+def test_two_processes_start_from_the_same_weights(
+    tiny, tmp_path, start, rows_of, train_in_processes
+):
+    config = tiny(steps=2, init_from=str(start))
+    train(config, tmp_path / "one", quiet=True)
+    ended = train_in_processes(config, tmp_path / "two", size=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    for one, two in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
+
+
+def test_another_start_is_another_run(tiny, tmp_path, start):
+    train(tiny(steps=2), tmp_path / "run", quiet=True)
+    with pytest.raises(UserError, match="init_from is None there") as error:
+        train(tiny(steps=2, init_from=str(start)), tmp_path / "run", quiet=True)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_model_are_refused_in_one_line(tiny, tmp_path, start):
+    wider = replace(tiny().model, d_model=48)
+    with pytest.raises(UserError, match=r"embed.weight is \(257, 32\).*\(257, 48\)") as error:
+        train(tiny(model=wider, init_from=str(start)), tmp_path / "run", quiet=True)
+    assert "\n" not in str(error.value)
+    untied = replace(tiny().model, tie_embeddings=False)
+    with pytest.raises(UserError, match=r"missing weights head\.weight"):
+        train(tiny(model=untied, init_from=str(start)), tmp_path / "other", quiet=True)
+
+
+def test_a_start_that_is_not_there_is_refused_in_one_line(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"no model in .*nowhere"):
+        train(tiny(init_from=str(tmp_path / "nowhere")), tmp_path / "run", quiet=True)
+
+
+def test_refused_weights_leave_the_model_alone(tiny, start):
+    model = replace(tiny().model, d_model=48).build()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(UserError):
+        copy_weights(start, model)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_copied_weights_take_the_models_dtype_and_stay_tied(tmp_path, tie):
+    config = LMConfig(257, 32, (AttentionConfig(head_dim=16),), tie_embeddings=tie)
+    saved, model = config.build().to(torch.bfloat16), config.build()
+    save_model(saved, config, tmp_path / "model")
+    copy_weights(tmp_path / "model", model)
+    assert (model.head.weight is model.embed.weight) == tie
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, saved.state_dict()[name].float()), name
+
+
+def test_a_command_takes_model_and_tokenizer_from_the_folder(tiny, tmp_path):
+    config = tiny(model=replace(tiny().model, vocab_size=300), data=DataConfig(tokenizer="else"))
+    run = train(tiny(steps=1), tmp_path / "run", quiet=True).out
+    for folder in (run, run / "model"):
+        ours = start_from(config, folder)
+        assert ours.model == tiny().model == describe_model(run / "model")[0]
+        assert ours.init_from == str(run / "model")
+        assert ours.data == DataConfig(tokenizer="byte")
+        assert replace(ours, model=config.model, data=config.data, init_from=None) == config
+    with pytest.raises(UserError, match="holds no trained model"):
+        start_from(config, tmp_path / "nowhere")
+
+
+def test_a_run_of_before_goes_on(tiny, tmp_path):
+    """Its config.json knows no init_from."""
+    train(tiny(steps=2), tmp_path, quiet=True)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content["init_from"]
+    path.write_text(json.dumps(content))
+    assert train(tiny(steps=3), tmp_path, quiet=True).steps == 3

@@ -1,0 +1,100 @@
+"""Run the sweep of `mezzo-gsa mqar` within a few minutes of one GPU (Figure 3a).
+
+    python packages/gsa/benchmarks/mqar.py --out packages/gsa/results/nvidia-h200
+    python packages/gsa/benchmarks/mqar.py --out DIR --widths 64 128 --models gsa gla
+    python packages/gsa/benchmarks/mqar.py --dry-run --out DIR             # toy sizes, on a CPU
+
+The protocol's task, models and widths, but fewer rows, epochs and learning rates: mqar.json says
+under "left_out" what was cut. A folder goes on where it was left.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from mezzo_core.data.mqar import MQARConfig
+from mezzo_core.errors import UserError
+from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
+from mezzo_gsa.mqar.sweep import sweep
+from rich.console import Console
+
+WHOLE = SweepConfig()
+TOY = RecallTraining(
+    task=MQARConfig(vocab_size=64, seq_len=32, num_pairs=4),
+    train_rows=64,
+    test_rows=16,
+    batch_size=16,
+    epochs=1,
+)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Train what the command line selects; return 0, or 2 when the user can mend a mistake."""
+    arguments = parse(words)
+    say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+    try:
+        config = configure(arguments)
+        if not (arguments.dry_run or torch.cuda.is_available()):
+            raise UserError("this takes days without a CUDA GPU: --dry-run rehearses on a CPU")
+        device = "cpu" if arguments.dry_run else "cuda"
+        result = sweep(config, arguments.out, say, device=device)
+    except UserError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
+        return 2
+    if arguments.commit and result.path.exists():
+        content = {**json.loads(result.path.read_text()), "commit": arguments.commit}
+        result.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for run in result.best():
+        say(f"{run.model} C={run.d_model}: {run.accuracy:.4f} with lr {run.lr:g}")
+    for sentence in result.left_out():
+        say(f"left out: {sentence}")
+    return 0
+
+
+def configure(arguments: argparse.Namespace) -> SweepConfig:
+    """Return the sweep within the budget."""
+    training = replace(
+        TOY if arguments.dry_run else WHOLE.training,
+        seconds=arguments.seconds,
+        compile=arguments.compile,
+    )
+    if not arguments.dry_run:
+        training = replace(
+            training,
+            train_rows=arguments.train_rows,
+            test_rows=arguments.test_rows,
+            epochs=arguments.epochs,
+        )
+    return SweepConfig(
+        models=tuple(arguments.models),
+        widths=(16,) if arguments.dry_run else tuple(arguments.widths),
+        learning_rates=tuple(arguments.lr),
+        skip_solved=True,
+        training=training,
+    )
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the result")
+    models = list(WHOLE.models)
+    parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
+    parser.add_argument("--widths", nargs="+", type=int, default=list(WHOLE.widths))
+    parser.add_argument("--lr", nargs="+", type=float, default=[2.15e-3, 1e-2])
+    parser.add_argument("--train-rows", type=int, default=20_000)
+    parser.add_argument("--test-rows", type=int, default=1000)
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--seconds", type=float, help="of a run: none begins an epoch after that")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--commit", help="of the code, where no checkout tells it")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on a CPU")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""GSA: gated slot attention and its family; Transformers fine-tuned into RNNs."""
+
+from mezzo_gsa.abc import ABC as ABC
+from mezzo_gsa.abc import ABCConfig as ABCConfig
+from mezzo_gsa.gla import GLA as GLA
+from mezzo_gsa.gla import GLAConfig as GLAConfig
+from mezzo_gsa.gsa import GSA as GSA
+from mezzo_gsa.gsa import GSAConfig as GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2 as HGRN2
+from mezzo_gsa.hgrn2 import HGRN2Config as HGRN2Config
+from mezzo_gsa.retnet import RetNet as RetNet
+from mezzo_gsa.retnet import RetNetConfig as RetNetConfig

@@ -1,0 +1,193 @@
+"""ABC, attention with bounded-memory control: GSA's slots without its gates (section 2.2)."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.positions import sequence_positions
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mezzo_gsa.gsa import check_one_token, head_width, real_tokens
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa
+from mezzo_gsa.ops.gsa.elementwise import accumulation_dtype, gated_norm
+from mezzo_gsa.ops.gsa.step import step_gsa_
+
+NORM_EPS = 1e-5
+
+MIN_LOG_GATE = -30.0
+"""Stands for the log of zero at a sequence's first token: exp(-30) is nothing beside one."""
+
+
+@dataclass(frozen=True)
+class ABCConfig:
+    """ABC, "w/o decay" in the paper's Table 2, in one of the two readings that it leaves open."""
+
+    num_heads: int = 4
+    num_slots: int = 64
+    """M, the slots of a head's memory."""
+    reading: Literal["text", "code"] = "text"
+    """"text", equations 3 and 4: slots add up what is written, with strengths that shrink as the
+    sequence grows. "code", the authors' program: slots average what is written, so that older
+    tokens fade as newer ones come."""
+
+    def build(self, d_model: int) -> "ABC":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if the heads do not divide, a size is not positive, or `reading` is unknown.
+        """
+        return ABC(self, d_model)
+
+
+class ABCState(NamedTuple):
+    """What decoding carries; float32, or float64 for float64 weights."""
+
+    k: Tensor
+    """(B, H, M, D) slots of keys."""
+    v: Tensor
+    """(B, H, M, D) slots of values."""
+    z: Tensor
+    """(B, H, M) log of the sum of exp(logits) so far; -inf before the first token."""
+
+
+class ABC(AbstractMixer):
+    """The ABC mixer. With l = x Wφ and z[t] = log Σ_{j≤t} exp(l[j]), for each head and slot:
+
+        text:  K~[t] = K~[t-1] + φ[t] ⊗ k[t],                φ[t] = exp(l[t] - z[t])
+        code:  K~[t] = α[t] K~[t-1] + (1 - α[t]) ⊗ k[t],     α[t] = exp(z[t-1] - z[t])
+
+    V~ and o as in GSA. The paper calls ABC its model without decay and says no more; all else is
+    therefore GSA's: swish on q, k and v, RMSNorm and swish after, one projection (`in_proj`, rows
+    of Wq, Wk, Wv and Wφ in this order, by head), no bias.
+    """  # noqa: D415
+
+    def __init__(self, config: ABCConfig, d_model: int) -> None:
+        super().__init__()
+        H, M = config.num_heads, config.num_slots
+        self.head_dim = head_width(d_model, H)
+        if M < 1:
+            raise ValueError(f"num_slots must be 1 or more, got {M}")
+        if config.reading not in ("text", "code"):
+            raise ValueError(f'reading must be "text" or "code", got {config.reading!r}')
+        self.config, self.d_model = config, d_model
+        self.widths = (d_model, d_model, d_model, H * M)
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: ABCState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, ABCState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        q, k, v, logits = self._project(x)
+        before, z = running_lse(logits, None if state is None else state.z, cu_seqlens)
+        g, s = self._strengths(logits, before, z)
+        if lengths is not None:
+            real = real_tokens(x, lengths)
+            g, s = (part if part is None else torch.where(real, part, 0.0) for part in (g, s))
+        memory = None if state is None else GSAState(state.k, state.v)
+        out, after = chunk_gsa(q, k, v, g, s, initial_state=memory, cu_seqlens=cu_seqlens)
+        y = self._output(out)
+        if state is None:
+            return y, None
+        borders = torch.cat([state.z[:, None], z], dim=1)
+        if lengths is None:
+            return y, ABCState(*after, borders[:, -1])
+        seen = lengths[:, None, None, None].expand(-1, 1, *z.shape[2:])
+        return y, ABCState(*after, borders.gather(1, seen)[:, 0])
+
+    def step(self, x: Tensor, state: ABCState) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        check_one_token(x, self.d_model)
+        q, k, v, logits = self._project(x)
+        before, z = running_lse(logits, state.z, None)
+        g, s = (part if part is None else part[:, 0] for part in self._strengths(logits, before, z))
+        out = step_gsa_(q[:, 0], k[:, 0], v[:, 0], g, s, GSAState(state.k, state.v))
+        state.z.copy_(z[:, 0])
+        return self._output(out[:, None])
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v (B, T, H, D) and the logits l (B, T, H, M), in float32."""
+        parts = self.in_proj(x).split(self.widths, dim=-1)
+        *qkv, logits = (part.unflatten(-1, (self.config.num_heads, -1)) for part in parts)
+        q, k, v = (F.silu(part) for part in qkv)
+        return q, k, v, logits.to(accumulation_dtype(logits.dtype))
+
+    def _strengths(
+        self, logits: Tensor, before: Tensor, z: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return g and s of the op, (B, T, H, M) or None."""
+        if self.config.reading == "text":
+            return None, torch.exp(logits - z)
+        # exp(z[t-1] - z[t]) = sigmoid(z[t-1] - l[t]). The difference of two sums that are nearly
+        # equal would lose what a late token writes.
+        return F.logsigmoid(before - logits).clamp(min=MIN_LOG_GATE), None
+
+    def _output(self, out: Tensor) -> Tensor:
+        return self.out_proj(gated_norm(out.flatten(2), self.norm.weight, NORM_EPS))
+
+    def init_state(self, batch: int) -> ABCState:
+        """Return the state before the first token: empty memories, and a sum of nothing."""
+        weight = self.out_proj.weight
+        dtype = accumulation_dtype(weight.dtype)
+        shape = (batch, self.config.num_heads, self.config.num_slots)
+        k, v = (weight.new_zeros(*shape, self.head_dim, dtype=dtype) for _ in range(2))
+        return ABCState(k, v, weight.new_full(shape, float("-inf"), dtype=dtype))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: 2 M C + H M values, for any length."""
+        values = self.config.num_slots * (2 * self.d_model + self.config.num_heads)
+        return values * accumulation_dtype(self.out_proj.weight.dtype).itemsize
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token: projections, the update of the state, 4 M C to read it.
+
+        A number of state is h + s x ("text") or α h + s x ("code"). Activations, the running sum,
+        softmax and norm are not counted.
+        """
+        MC = self.config.num_slots * self.d_model
+        weights = self.in_proj.weight.numel() + self.out_proj.weight.numel()
+        update = 2 if self.config.reading == "text" else 3
+        return 2 * weights + update * 2 * MC + 4 * MC
+
+
+def running_lse(
+    logits: Tensor, z0: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return z[t-1] and z[t] for every token, z[t] = log Σ_{j≤t} exp(logits[j]). Differentiable.
+
+    Args:
+        logits: (B, T, ...).
+        z0: (B, ...), z before the first token; None: -inf, an empty sum.
+        cu_seqlens: (S + 1,) borders of packed sequences; the sum begins anew at each, from -inf.
+    """
+    if cu_seqlens is not None:
+        return _packed_lse(logits, cu_seqlens)
+    z0 = torch.full_like(logits[:, :1], float("-inf")) if z0 is None else z0[:, None]
+    z = torch.logaddexp(z0, torch.logcumsumexp(logits, dim=1))
+    return torch.cat([z0, z[:, :-1]], dim=1)[:, : z.shape[1]], z
+
+
+def _packed_lse(logits: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up within sequences only: after the step of width d each z holds its last 2d tokens.
+
+    Differences of one sum over the whole row would cancel, and a loop over the sequences would
+    wait for the GPU to know their borders.
+    """
+    T = logits.shape[1]
+    place = sequence_positions(T, cu_seqlens).to(logits.device)
+    place = place.view(1, T, *[1] * (logits.ndim - 2))
+    z, width = logits, 1
+    while width < T:
+        earlier = z.roll(width, dims=1)
+        z = torch.where(place >= width, torch.logaddexp(z, earlier), z)
+        width *= 2
+    return torch.where(place > 0, z.roll(1, dims=1), float("-inf")), z

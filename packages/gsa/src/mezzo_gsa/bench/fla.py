@@ -1,0 +1,106 @@
+"""fla (flash-linear-attention), the library of the paper's authors, where it is installed.
+
+Nothing of this package needs it: it is what the benchmarks measure beside our own.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.nn.lm import LM
+from torch import Tensor, nn
+
+
+def is_installed() -> bool:
+    """Tell whether fla can be imported."""
+    return importlib.util.find_spec("fla") is not None
+
+
+@contextmanager
+def excused(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say that something of fla's fails, and go on: its faults are not ours to mend."""
+    try:
+        yield
+    except Exception as error:
+        say(f"fla: {what} is not measured: {type(error).__name__}: {error}")
+
+
+def gsa_ops(scale: float) -> dict[str, Callable[..., Tensor]]:
+    """Return fla's op, as it comes and with the states kept for the backward.
+
+    It takes the write strengths s = 1 - exp(g) as an argument: making them is not timed.
+    """
+    from fla.ops.gsa import chunk_gsa  # type: ignore[import-not-found, unused-ignore]
+
+    def run(level: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
+        return chunk_gsa(q, k, v, s, g, scale=scale, checkpoint_level=level)[0]
+
+    return {"fla": partial(run, 2), "fla, states kept": partial(run, 0)}
+
+
+def gla_op(scale: float) -> Callable[..., Tensor]:
+    """Return fla's chunk_gla."""
+    from fla.ops.gla import chunk_gla  # type: ignore[import-not-found, unused-ignore]
+
+    return lambda q, k, v, g: chunk_gla(q, k, v, g, scale=scale)[0]
+
+
+def layers(
+    d_model: int, num_heads: int, num_slots: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, nn.Module]:
+    """Return fla's layers of the paper's models.
+
+    Raises:
+        UserError: if what they need beside fla's ops is not installed.
+    """
+    try:
+        from fla.layers import (  # type: ignore[import-not-found, unused-ignore]
+            GatedLinearAttention,
+            GatedSlotAttention,
+        )
+    except ImportError as error:
+        raise UserError(f"fla's layers cannot be imported: {error}") from error
+
+    shared = {"hidden_size": d_model, "num_heads": num_heads, "layer_idx": 0}
+    with device:
+        gsa = GatedSlotAttention(num_slots=num_slots, **shared)
+        gla = GatedLinearAttention(**shared)
+    return {"gsa": gsa.to(dtype), "gla": gla.to(dtype)}
+
+
+def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    """Mix (B, T, C) along time, as in training."""
+    return layer(x)[0]
+
+
+def step(layer: nn.Module, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
+    """Return what decodes x (1, 1, C) after a prompt (1, T, C)."""
+    from fla.models.utils import Cache  # type: ignore[import-not-found, unused-ignore]
+
+    cache = Cache()
+    layer(prompt, past_key_values=cache, use_cache=True)
+    return partial(layer, x, past_key_values=cache, use_cache=True)
+
+
+class FlaMixer(nn.Module):
+    """A layer of fla's in the place of a mixer, for training alone."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: None = None, **_: Any) -> tuple[Tensor, None]:
+        """Mix (B, T, C) along time."""
+        return run_layer(self.layer, x), None
+
+
+def replace_mixers(model: LM, d_model: int, num_heads: int, num_slots: int) -> None:
+    """Put fla's layers into a GSA model."""
+    weight = model.embed.weight
+    for block in model.blocks:
+        made = layers(d_model, num_heads, num_slots, weight.device, weight.dtype)
+        block.mixer = FlaMixer(made["gsa"])  # type: ignore[assignment]

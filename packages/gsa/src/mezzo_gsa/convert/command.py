@@ -1,0 +1,51 @@
+"""`mezzo-gsa convert`: a Transformer on disk becomes the start of a run, `train --init-from`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.nn.checkpoint import save_model
+from rich.console import Console
+
+from mezzo_gsa.convert.convert import TARGETS, convert
+from mezzo_gsa.convert.source import read_transformer
+
+
+def convert_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with a Llama or Mistral checkpoint (config.json, *.safetensors), "
+            "hub:NAME, or a training run of softmax attention."
+        ),
+    ],
+    to: Annotated[str, typer.Option(help=f"What attention becomes: {', '.join(TARGETS)}.")],
+    out: Annotated[Path, typer.Option(help="The new model's folder.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer's file or folder, or hub:NAME. Default: the model's own."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights that are new.")] = 0,
+) -> None:
+    """Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.
+
+    Then: `train t2r_gsa --init-from OUT`, and `generate` with the run that makes.
+    """
+    if to not in TARGETS:
+        raise UserError(f"--to takes {', '.join(TARGETS)}, got {to!r}{nearest(to, TARGETS)}")
+    transformer = read_transformer(source, tokenizer)
+    config, weights = convert(transformer.config, transformer.weights, TARGETS[to], seed=seed)
+    with torch.device("meta"):
+        model = config.build()
+        before = transformer.config.build().num_parameters()
+    extra = {**transformer.extra, "converted_from": source, "step": 0}
+    save_model(model, config, out, extra, weights=weights)
+    added = model.num_parameters() - before
+    Console().print(
+        f"{source}: {before:,} weights of a Transformer, {added:,} new ones of {to}; "
+        f"the model is in {out}",
+        soft_wrap=True,
+        markup=False,
+    )

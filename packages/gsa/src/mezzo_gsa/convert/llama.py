@@ -1,0 +1,256 @@
+"""Llama's and Mistral's checkpoints: a folder of safetensors, read into our LM with exact logits.
+
+Their rotation pairs dimension i of a head with i + D/2, as `mezzo_core.positions` does, so queries'
+and keys' rows are copied in the order in which they are stored. A window of W keys counts the
+token itself in both.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.mlp import MLPConfig
+from torch import Tensor
+
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# What an architecture takes where config.json says nothing.
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+}
+# What each of these must be, if it is there: our LM has nothing for another value.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
+_OURS = {
+    "model.embed_tokens": "embed",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
+_OURS_OF_A_LAYER = {
+    "input_layernorm": "mixer_norm",
+    "self_attn.q_proj": "mixer.wq",
+    "self_attn.k_proj": "mixer.wk",
+    "self_attn.v_proj": "mixer.wv",
+    "self_attn.o_proj": "mixer.wo",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+
+
+def load_llama(folder: str | Path) -> tuple[LMConfig, dict[str, Tensor]]:
+    """Read a Llama or Mistral checkpoint in the layout of the Hugging Face hub.
+
+    Args:
+        folder: config.json and model.safetensors, or several files of weights beside
+            model.safetensors.index.json. Nothing pickled is read.
+
+    Returns:
+        The configuration of an LM of softmax attention, and its `state_dict` in the dtype that was
+        stored. A tied head is under its own name too.
+
+    Raises:
+        UserError: if a file is missing or damaged, the model is of another architecture or has
+            what our LM has not (scaled RoPE, biases, other activations, quantized weights), or the
+            weights are not those that config.json describes.
+    """
+    folder = Path(folder)
+    path = folder / CONFIG
+    config = llama_config(_read_json(path), path)
+    names = _names(len(config.mixers), config.tie_embeddings)
+    weights = {
+        names[name]: weight for name, weight in _read_weights(folder, names, config.tie_embeddings)
+    }
+    _check_shapes(folder, config, names, weights)
+    if config.tie_embeddings:
+        weights["head.weight"] = weights["embed.weight"]
+    return config, weights
+
+
+def is_llama(folder: str | Path) -> bool:
+    """Tell whether a folder holds a model in the hub's layout, of whatever architecture."""
+    path = Path(folder) / CONFIG
+    return path.is_file() and "model_type" in _read_json(path)
+
+
+def llama_config(found: Mapping[str, Any], path: Path) -> LMConfig:
+    """Turn the hub's description of a Llama or Mistral model into ours.
+
+    Args:
+        found: what is in its config.json.
+        path: where that is, for messages.
+
+    Raises:
+        UserError: if our LM cannot be this model; the message names the key and its value.
+    """
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        raise UserError(f"{path}: model_type must be {' or '.join(_DEFAULTS)}, got {kind!r}")
+    for architecture in found.get("architectures") or ():
+        if not str(architecture).endswith("ForCausalLM"):
+            raise UserError(f"{path}: only language models are read, got {architecture}")
+    for key, allowed in _ONLY.items():
+        if key in found and found[key] not in allowed:
+            raise UserError(f"{path}: {key} must be {allowed[0]!r}, got {found[key]!r}")
+    found = {**_DEFAULTS[kind], **found}
+    d_model, heads = _count(found, path, "hidden_size"), _count(found, path, "num_attention_heads")
+    head_dim = _count_or_none(found, path, "head_dim") or d_model // heads
+    if head_dim * heads != d_model:
+        raise UserError(
+            f"{path}: {heads} heads of width {head_dim} must fill hidden_size = {d_model}"
+        )
+    mixer = AttentionConfig(
+        head_dim=head_dim,
+        num_kv_heads=_count_or_none(found, path, "num_key_value_heads") or heads,
+        # Llama's attention has no window, whatever its description says.
+        window_size=_count_or_none(found, path, "sliding_window") if kind == "mistral" else None,
+        rope_base=_rope_base(found, path),
+    )
+    try:
+        return LMConfig(
+            vocab_size=_count(found, path, "vocab_size"),
+            d_model=d_model,
+            mixers=(mixer,) * _count(found, path, "num_hidden_layers"),
+            mlp=MLPConfig("swiglu", hidden=_count(found, path, "intermediate_size")),
+            norm_eps=found.get("rms_norm_eps", 1e-6),
+            tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _count(found: Mapping[str, Any], path: Path, key: str) -> int:
+    value = found.get(key)
+    if type(value) is not int or value < 1:
+        raise UserError(f"{path}: {key} must be a whole number of 1 or more, got {value!r}")
+    return value
+
+
+def _count_or_none(found: Mapping[str, Any], path: Path, key: str) -> int | None:
+    return None if found.get(key) is None else _count(found, path, key)
+
+
+def _rope_base(found: Mapping[str, Any], path: Path) -> float:
+    """Return RoPE's base, from `rope_parameters` (transformers 5) or `rope_theta` (before)."""
+    base = found.get("rope_theta", 10_000.0)
+    for key in ("rope_scaling", "rope_parameters"):
+        parameters = found.get(key) or {}
+        is_plain = isinstance(parameters, dict) and (
+            parameters.get("rope_type", parameters.get("type", "default")) == "default"
+            and parameters.get("partial_rotary_factor", 1.0) == 1.0
+        )
+        if not is_plain:
+            raise UserError(
+                f"{path}: RoPE has neither scaling nor parts here: {key} {parameters!r}"
+            )
+        base = parameters.get("rope_theta", base)
+    if not isinstance(base, int | float) or not base > 0:
+        raise UserError(f"{path}: rope_theta must be positive, got {base!r}")
+    return float(base)
+
+
+def _names(num_layers: int, tied: bool) -> dict[str, str]:
+    """Map the hub's name of every weight to ours; a tied head has none of its own."""
+    names = {
+        f"{theirs}.weight": f"{ours}.weight"
+        for theirs, ours in _OURS.items()
+        if not (tied and ours == "head")
+    }
+    for i in range(num_layers):
+        for theirs, ours in _OURS_OF_A_LAYER.items():
+            names[f"model.layers.{i}.{theirs}.weight"] = f"blocks.{i}.{ours}.weight"
+    return names
+
+
+def _read_weights(
+    folder: Path, names: Mapping[str, str], tied: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight that `names` lists, by the hub's name, file by file."""
+    from safetensors import SafetensorError, safe_open
+
+    files = _files(folder)
+    missing = [name for name in names if name not in files]
+    # Old checkpoints store the rotation's frequencies, and a tied head may be stored twice.
+    known = {*names, "lm_head.weight"} if tied else set(names)
+    unknown = [
+        name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")
+    ]
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}"
+        more = len(missing) + len(unknown) - 1
+        raise UserError(
+            f"{folder} {what}{f' and {more} more problems' if more else ''}: these are not the "
+            f"weights of the model that {CONFIG} describes"
+        )
+    for file in dict.fromkeys(files.values()):
+        try:
+            with safe_open(folder / file, framework="pt") as stored:
+                for name in (name for name in names if files[name] == file):
+                    yield name, stored.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / file} cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return the file of every weight."""
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX).is_file():
+        files = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            raise UserError(f"{folder / INDEX}: weight_map must name files beside it")
+        return files
+    if (folder / WHOLE).is_file():
+        try:
+            with safe_open(folder / WHOLE, framework="pt") as stored:
+                return dict.fromkeys(stored.keys(), WHOLE)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / WHOLE} cannot be read: {error}") from error
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    instead = f"; {pickled[0]} is pickled, which is never read" if pickled else ""
+    raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}{instead}")
+
+
+def _check_shapes(
+    folder: Path, config: LMConfig, names: Mapping[str, str], weights: Mapping[str, Tensor]
+) -> None:
+    try:
+        with torch.device("meta"):
+            expected = config.build().state_dict()
+    except ValueError as error:  # heads that do not divide
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    for theirs, ours in names.items():
+        found, wanted = weights[ours], expected[ours]
+        if found.shape != wanted.shape or not found.is_floating_point():
+            raise UserError(
+                f"{folder}: {theirs} is {found.dtype} of shape {tuple(found.shape)}, {CONFIG} says "
+                f"{tuple(wanted.shape)}"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no model in {path.parent}: {path.name} is missing")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found

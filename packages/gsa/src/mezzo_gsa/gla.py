@@ -1,0 +1,130 @@
+"""GLA, the mixer: gated linear attention, a baseline of the paper and a target of T2R."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from torch import Tensor, nn
+
+from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
+from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gla.padding import skip_padding
+
+
+@dataclass(frozen=True)
+class GLAConfig:
+    """Gated linear attention (arXiv:2312.06635); the defaults are the paper's baseline.
+
+    T2R's form is `expand_k=1.0, feature_map="relu", output_gate=False`.
+    """
+
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    """Heads of keys, values and gates; as many as query heads when None."""
+    expand_k: float = 0.5
+    """Width of all queries, in units of d_model."""
+    expand_v: float = 1.0
+    """Width of all heads' outputs, in units of d_model."""
+    gate_rank: int = 16
+    """Rank of the forget gate's projection."""
+    damping: float = 16.0
+    """Divides the forget gate's log: larger remembers longer."""
+    feature_map: FeatureMap | None = None
+    """What queries and keys go through."""
+    output_gate: bool = True
+    """Multiply the normalized output by a swish gate; without, it is normalized alone."""
+    norm_eps: float = 1e-5
+
+    def build(self, d_model: int) -> "GLA":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if the widths do not divide, or a size is not positive.
+        """
+        return GLA(self, d_model)
+
+
+class GLAState(NamedTuple):
+    """What decoding carries."""
+
+    h: Tensor
+    """(B, H, K, V) float32: the memory of each key-value head."""
+
+
+class GLA(AbstractMixer):
+    """q, k, v = x Wq, x Wk, x Wv;  g = logsigmoid(x W1 W2 + b) / damping.
+
+    y = (RMSNorm(GLA(q, k, v, g)) ⊙ swish(x Wz)) Wo, the norm over each head, scale K^-1/2.
+    """
+
+    def __init__(self, config: GLAConfig, d_model: int) -> None:
+        super().__init__()
+        check_feature_map(config.feature_map)
+        if config.gate_rank < 1:
+            raise ValueError(f"gate_rank must be 1 or more, got {config.gate_rank}")
+        if not config.damping > 0:
+            raise ValueError(f"damping must be positive, got {config.damping}")
+        self.config, self.d_model = config, d_model
+        HQ, H, K, V = self.heads = plan_heads(
+            d_model, config.num_heads, config.num_kv_heads, config.expand_k, config.expand_v
+        )
+        self.q_proj = nn.Linear(d_model, HQ * K, bias=False)
+        self.k_proj = nn.Linear(d_model, H * K, bias=False)
+        self.v_proj = nn.Linear(d_model, H * V, bias=False)
+        self.g_proj = nn.Sequential(
+            nn.Linear(d_model, config.gate_rank, bias=False), nn.Linear(config.gate_rank, H * K)
+        )
+        self.z_proj = nn.Linear(d_model, HQ * V, bias=False) if config.output_gate else None
+        self.norm = nn.RMSNorm(V, eps=config.norm_eps)
+        self.o_proj = nn.Linear(HQ * V, d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        HQ, H, K, V = self.heads
+        q = apply_feature_map(self.q_proj(x).unflatten(-1, (HQ, K)), self.config.feature_map)
+        k = apply_feature_map(self.k_proj(x).unflatten(-1, (H, K)), self.config.feature_map)
+        v = self.v_proj(x).unflatten(-1, (H, V))
+        logits = self.g_proj(x).unflatten(-1, (H, K))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        k, g = skip_padding(k, F.logsigmoid(logits) / self.config.damping, lengths)
+        out, h = chunk_gla(
+            q, k, v, g, scale=K**-0.5, initial_state=None if state is None else state.h,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        y = self.norm(out).flatten(2)
+        if self.z_proj is not None:
+            y = y * F.silu(self.z_proj(x))
+        return self.o_proj(y), None if state is None else GLAState(h)
+
+    def init_state(self, batch: int) -> GLAState:
+        """Return the state before the first token."""
+        _, H, K, V = self.heads
+        weight = self.o_proj.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: H K V values, for any length."""
+        _, H, K, V = self.heads
+        return H * K * V * torch.promote_types(self.o_proj.weight.dtype, torch.float32).itemsize
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token, as the recurrence takes them.
+
+        Two a weight; 3 K V a key-value head to decay and write its state; 2 K V a query head to
+        read it; the output gate's products. Norms, activations and biases are not counted.
+        """
+        HQ, H, K, V = self.heads
+        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
+        gate = HQ * V if self.config.output_gate else 0
+        return 2 * weights + 3 * H * K * V + 2 * HQ * K * V + gate

@@ -1,0 +1,225 @@
+"""GSA, the mixer: projections around the op (the paper's section 3.3)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
+from mezzo_gsa.ops.gsa.elementwise import accumulation_dtype, gated_norm, log_gate
+from mezzo_gsa.ops.gsa.step import step_gsa_packed_
+
+SPANS = (2.0, 2048.0)
+"""The shortest and the longest memory, in tokens, that slots with constant gates start with."""
+
+
+@dataclass(frozen=True)
+class GSAConfig:
+    """Gated slot attention. The defaults are the paper's 1.3B model (2.7B has 5 heads)."""
+
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    """Heads of keys, values and gates, each shared by num_heads / num_kv_heads query heads in a
+    row; None: as many as queries."""
+    num_slots: int = 64
+    """M, the slots of a head's memory."""
+    damping: float = 8.0
+    """Forget gates are sigmoid(logits)^(1 / damping), so that they start near one."""
+    gate: Literal["token", "constant"] = "token"
+    """Forget gates that look at the token, or the ablation with data-independent decay: a constant
+    for each head and slot, which is learned."""
+    between: Between = "softmax"
+    """What turns K~ q into the slots' weights; all but softmax are the paper's ablation."""
+    feature_map: Literal["swish", "none"] = "swish"
+    """What q, k and v go through."""
+    output_norm: bool = True
+    """RMSNorm after the output's swish."""
+    norm_eps: float = 1e-5
+    keep_states: bool = False
+    """Keep the memories at the chunks' borders for the backward: faster, for more memory."""
+
+    def build(self, d_model: int) -> "GSA":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if heads do not divide, a size is not positive, or a choice is unknown.
+        """
+        return GSA(self, d_model)
+
+
+class GSA(AbstractMixer):
+    """The GSA mixer: y = RMSNorm(swish(o)) Wo, o from swish(x Wq), swish(x Wk), swish(x Wv), x Wα.
+
+    The rows of `in_proj.weight`, with D = C / num_heads and H heads of keys and values: C rows of
+    Wq, H·D of Wk, H·D of Wv, and with gates by token H·M of Wα. Each is ordered by head, then by
+    channel or slot. `out_proj` is Wo, and `norm` weighs all C channels. Nothing has a bias.
+
+    Constant gates have no Wα but `gate_logits` (H·M). `init_gates` starts the slots of each head
+    with memories of 2 to 2048 tokens, in geometric steps: α = 1 - 1/span. Slots that start alike
+    would stay alike for good, since nothing else tells them apart.
+    """
+
+    def __init__(self, config: GSAConfig, d_model: int) -> None:
+        super().__init__()
+        HQ, M = config.num_heads, config.num_slots
+        H = HQ if config.num_kv_heads is None else config.num_kv_heads
+        D = head_width(d_model, HQ)
+        if H < 1 or HQ % H:
+            raise ValueError(f"num_kv_heads must divide the {HQ} heads, got {H}")
+        _check(config)
+        self.config, self.d_model, self.num_kv_heads = config, d_model, H
+        by_token = config.gate == "token"
+        self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        # One dimension: weight decay would pull a constant gate to a half to the power 1/τ.
+        self.gate_logits = None if by_token else nn.Parameter(torch.empty(H * M))
+        self.norm = nn.RMSNorm(d_model, eps=config.norm_eps) if config.output_norm else None
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_gates()
+
+    @torch.no_grad()
+    def init_gates(self) -> None:
+        """Spread constant gates over memories of 2 to 2048 tokens; see the class."""
+        if self.gate_logits is None:
+            return
+        M, (short, long) = self.config.num_slots, (math.log(x) for x in SPANS)
+        spans = torch.linspace(short, long, M, dtype=torch.float64).exp()
+        power = self.config.damping * torch.log1p(-1 / spans)  # log of α^τ = sigmoid(logit)
+        logits = power - torch.log(-torch.expm1(power))
+        self.gate_logits.copy_(logits.repeat(self.num_kv_heads))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: GSAState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, GSAState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        qkvg = self.in_proj(x)
+        op: dict[str, Any] = {
+            "between": self.config.between,
+            "initial_state": state,
+            "cu_seqlens": cu_seqlens,
+            "keep_states": self.config.keep_states,
+        }
+        if self.gate_logits is None and lengths is None:
+            out, after = chunk_gsa_packed(qkvg, **self._packing(), **op)
+        else:
+            q, k, v, g = self._split(qkvg)
+            if lengths is not None:
+                g = torch.where(real_tokens(x, lengths), g, 0.0)
+            out, after = chunk_gsa(q, k, v, g, **op)
+        return self.out_proj(self._normed(out)), None if state is None else after
+
+    def step(self, x: Tensor, state: GSAState) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        check_one_token(x, self.d_model)
+        config = self.config
+        y = step_gsa_packed_(
+            self.in_proj(x).squeeze(1),
+            state,
+            num_heads=config.num_heads,
+            gate_logits=self.gate_logits,
+            damping=config.damping,
+            norm_weight=None if self.norm is None else self.norm.weight,
+            norm_eps=config.norm_eps,
+            swish=config.feature_map == "swish",
+            between=config.between,
+        )
+        return self.out_proj(y[:, None])
+
+    def _packing(self) -> dict[str, Any]:
+        """Return what the op must know of a projection to read it as it is."""
+        return {
+            "num_heads": self.config.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "num_slots": self.config.num_slots,
+            "damping": self.config.damping,
+            "swish": self.config.feature_map == "swish",
+        }
+
+    def _split(self, qkvg: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q (B, T, HQ, D), k, v (B, T, H, D) and g (B, T, H, M), the log of the gates."""
+        *qkv, logits = qkvg.split(self.widths, dim=-1)
+        D = self.d_model // self.config.num_heads
+        if self.config.feature_map == "swish":
+            qkv = [F.silu(part) for part in qkv]
+        q, k, v = (part.unflatten(-1, (-1, D)) for part in qkv)
+        if self.gate_logits is not None:
+            logits = self.gate_logits.expand(*qkvg.shape[:2], -1)
+        g = log_gate(logits, self.config.damping)
+        return q, k, v, g.unflatten(-1, (self.num_kv_heads, -1))
+
+    def _normed(self, out: Tensor) -> Tensor:
+        """Return what Wo multiplies, (B, T, C), from the heads' outputs (B, T, HQ, D)."""
+        weight = None if self.norm is None else self.norm.weight
+        return gated_norm(out.flatten(2), weight, self.config.norm_eps)
+
+    def init_state(self, batch: int) -> GSAState:
+        """Return the state before the first token: empty memories."""
+        weight = self.out_proj.weight
+        D = self.d_model // self.config.num_heads
+        shape = (batch, self.num_kv_heads, self.config.num_slots, D)
+        dtype = accumulation_dtype(weight.dtype)
+        return GSAState(*(weight.new_zeros(shape, dtype=dtype) for _ in GSAState._fields))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: 2 M H D values, for any length."""
+        values = 2 * self.config.num_slots * self.widths[1]
+        return values * accumulation_dtype(self.out_proj.weight.dtype).itemsize
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token: projections, 3 a number of state, 4 M C to read it.
+
+        A number of state is α h + s x; queries read K~ and V~ with 2 M C each. Activations, gates,
+        softmax and norm are not counted, nor what the form by chunks computes besides.
+        """
+        M, C = self.config.num_slots, self.d_model
+        weights = self.in_proj.weight.numel() + self.out_proj.weight.numel()
+        return 2 * weights + 3 * 2 * M * self.widths[1] + 4 * M * C
+
+
+def head_width(d_model: int, num_heads: int) -> int:
+    """Return D = C / num_heads.
+
+    Raises:
+        ValueError: if that is no whole number.
+    """
+    if num_heads < 1 or d_model % num_heads:
+        raise ValueError(f"num_heads must divide d_model = {d_model}, got {num_heads}")
+    return d_model // num_heads
+
+
+def check_one_token(x: Tensor, d_model: int) -> None:
+    """Raise a ValueError if x is not one token of each row, (B, 1, C)."""
+    check_mixer_input(x, d_model, None, None, None)
+    if x.shape[1] != 1:
+        raise ValueError(f"x must hold one token of each row, got {x.shape[1]}")
+
+
+def real_tokens(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return which tokens of x (B, T, C) are no padding, (B, T, 1, 1)."""
+    return (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None, None]
+
+
+def _check(config: GSAConfig) -> None:
+    if config.num_slots < 1:
+        raise ValueError(f"num_slots must be 1 or more, got {config.num_slots}")
+    for name in ("damping", "norm_eps"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    choices = {
+        "gate": ("token", "constant"),
+        "between": get_args(Between),
+        "feature_map": ("swish", "none"),
+    }
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {getattr(config, name)!r}")

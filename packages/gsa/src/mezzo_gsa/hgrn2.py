@@ -1,0 +1,113 @@
+"""HGRN2, the mixer: gated linear attention whose keys are what the forget gates leave."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from torch import Tensor, nn
+
+from mezzo_gsa.gla import GLAState
+from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gla.padding import skip_padding
+
+
+@dataclass(frozen=True)
+class HGRN2Config:
+    """HGRN2 (arXiv:2404.07904), a baseline of the paper."""
+
+    head_dim: int = 128
+    """Width of a head's keys and values."""
+    lower_bound: float = 0.0
+    """The smallest forget gate; `lower_bounds` gives the layers' of a model."""
+    norm_eps: float = 1e-5
+
+    def build(self, d_model: int) -> "HGRN2":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if `head_dim` does not divide `d_model`, or the bound is not in [0, 1).
+        """
+        return HGRN2(self, d_model)
+
+
+def lower_bounds(num_layers: int) -> list[float]:
+    """Return the lower bounds of the forget gates of a model's layers, the first at 0.
+
+    HGRN2 learns them, as sums over the layers below of a softmax over all layers, so that upper
+    layers remember longer. A mixer has no weights in common with others: these are the numbers from
+    which that learning starts (all logits equal), and here they stay.
+
+    Raises:
+        ValueError: if there is no layer.
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be 1 or more, got {num_layers}")
+    return [layer / num_layers for layer in range(num_layers)]
+
+
+class HGRN2(AbstractMixer):
+    """α = β + (1 - β) sigmoid(x Wg) with the lower bound β;  q = swish(x Wq), v = x Wv.
+
+    S[t] = Diag(α) S[t-1] + (1 - α) ⊗ v;  y = RMSNorm(concat_h S[t]ᵀ q) Wo, over all C channels.
+    """
+
+    def __init__(self, config: HGRN2Config, d_model: int) -> None:
+        super().__init__()
+        D = config.head_dim
+        if D < 1 or d_model % D:
+            raise ValueError(f"head_dim must divide d_model = {d_model}, got {D}")
+        if not 0 <= config.lower_bound < 1:
+            raise ValueError(f"lower_bound must be in [0, 1), got {config.lower_bound}")
+        self.config, self.d_model, self.num_heads = config, d_model, d_model // D
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.g_proj = nn.Linear(d_model, d_model, bias=False)
+        self.norm = nn.RMSNorm(d_model, eps=config.norm_eps)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        q, v, logits = (
+            part.unflatten(-1, (self.num_heads, -1))
+            for part in (F.silu(self.q_proj(x)), self.v_proj(x), self.g_proj(x))
+        )
+        k, g = self._gate(logits)
+        k, g = skip_padding(k.to(v.dtype), g, lengths)
+        out, h = chunk_gla(
+            q, k, v, g, initial_state=None if state is None else state.h, cu_seqlens=cu_seqlens
+        )
+        return self.o_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
+
+    def _gate(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 - α and log α in float32, both with all their digits."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        bound = self.config.lower_bound
+        g = F.logsigmoid(logits)
+        if bound > 0:
+            g = torch.logaddexp(g + math.log1p(-bound), torch.full_like(g, math.log(bound)))
+        return (1 - bound) * torch.sigmoid(-logits), g
+
+    def init_state(self, batch: int) -> GLAState:
+        """Return the state before the first token."""
+        weight, D = self.o_proj.weight, self.config.head_dim
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return GLAState(weight.new_zeros(batch, self.num_heads, D, D, dtype=dtype))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: C D values, for any length."""
+        itemsize = torch.promote_types(self.o_proj.weight.dtype, torch.float32).itemsize
+        return self.d_model * self.config.head_dim * itemsize
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token: projections 2·4C², the state's 5 C D."""
+        return 8 * self.d_model**2 + 5 * self.d_model * self.config.head_dim

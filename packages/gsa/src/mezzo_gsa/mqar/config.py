@@ -1,0 +1,99 @@
+"""What is trained on MQAR and how; the defaults are Zoology's protocol, in full."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from mezzo_core.data.mqar import MQARConfig
+from mezzo_core.errors import UserError, nearest
+
+from mezzo_gsa.mqar.model import MIXERS
+
+Precision = Literal["auto", "bf16", "fp32"]
+
+
+@dataclass(frozen=True)
+class RecallTraining:
+    """How every run of a sweep trains; the defaults are Zoology's protocol.
+
+    Attributes:
+        task: the rows.
+        train_rows: drawn once, for all epochs.
+        test_rows: held out; accuracy is measured on them after every epoch.
+        batch_size: rows a step.
+        epochs: at most; the learning rate falls from epoch to epoch along half a cosine to 0.
+        seconds: no epoch begins when a run has lasted so long; None for no limit.
+        num_layers: of the model.
+        seed: of the weights, the order of the rows and dropout.
+        precision: "bf16" multiplies matrices in bfloat16, "fp32" is the protocol's; "auto" is
+            "bf16" on a GPU.
+        compile: use torch.compile.
+        graph: on a GPU, replay each step as a CUDA graph; small models are slow without.
+
+    Raises:
+        UserError: if a number is out of its range.
+    """
+
+    task: MQARConfig = field(default_factory=MQARConfig)
+    train_rows: int = 100_000
+    test_rows: int = 3_000
+    batch_size: int = 128
+    epochs: int = 64
+    seconds: float | None = None
+    num_layers: int = 2
+    seed: int = 123
+    precision: Precision = "auto"
+    compile: bool = False
+    graph: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("train_rows", "test_rows", "batch_size", "epochs", "num_layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.train_rows < self.batch_size:
+            raise UserError(
+                f"train_rows must fill a batch of {self.batch_size}, got {self.train_rows}"
+            )
+        if self.seconds is not None and not self.seconds > 0:
+            raise UserError(f"seconds must be positive, got {self.seconds}")
+        if self.precision not in get_args(Precision):
+            raise UserError(
+                f"precision must be one of {get_args(Precision)}, got {self.precision!r}"
+            )
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What is swept over.
+
+    Attributes:
+        models: names of mixers.
+        widths: model widths C.
+        learning_rates: tried for each model and width, the best of which is reported.
+        skip_solved: leave out a model's remaining learning rates at a width where one has solved
+            the task already: the best accuracy could hardly change.
+        training: what all runs share.
+
+    Raises:
+        UserError: if a list is empty or repeats itself, or a value is unknown or out of its range.
+    """
+
+    models: tuple[str, ...] = tuple(MIXERS)
+    widths: tuple[int, ...] = (64, 128, 256, 512)
+    learning_rates: tuple[float, ...] = (1e-4, 4.64e-4, 2.15e-3, 1e-2)
+    skip_solved: bool = False
+    training: RecallTraining = field(default_factory=RecallTraining)
+
+    def __post_init__(self) -> None:
+        for name in ("models", "widths", "learning_rates"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise UserError(f"{name} must be one or more different values, got {values}")
+        for model in self.models:
+            if model not in MIXERS:
+                raise UserError(f"no model is named {model!r}{nearest(model, MIXERS)}")
+        for width in self.widths:
+            if width < 1:
+                raise UserError(f"widths must be at least 1, got {width}")
+        for lr in self.learning_rates:
+            if not lr > 0:
+                raise UserError(f"learning_rates must be positive, got {lr}")

@@ -1,0 +1,110 @@
+"""The small model that MQAR is asked of: an embedding, mixers behind norms, a tied head."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch.nn.functional as F
+from mezzo_core.nn import AbstractMixer, AttentionConfig, MixerConfig, init_weights
+from torch import Tensor, nn
+
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
+from mezzo_gsa.retnet import RetNetConfig
+
+DROPOUT = 0.1
+"""Of the embeddings."""
+
+
+def _attention(d_model: int, bound: float) -> MixerConfig:
+    return AttentionConfig(head_dim=d_model, rope_base=None)
+
+
+def _gsa(d_model: int, bound: float) -> MixerConfig:
+    return GSAConfig(num_heads=1)
+
+
+def _gla(d_model: int, bound: float) -> MixerConfig:
+    return GLAConfig(num_heads=1)
+
+
+def _hgrn2(d_model: int, bound: float) -> MixerConfig:
+    # Wider models have several heads: its state is head_dim * C whatever their number.
+    return HGRN2Config(head_dim=min(d_model, 128), lower_bound=bound)
+
+
+def _retnet(d_model: int, bound: float) -> MixerConfig:
+    return RetNetConfig(num_heads=1)
+
+
+MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
+    "attention": _attention,
+    "gsa": _gsa,
+    "gla": _gla,
+    "hgrn2": _hgrn2,
+    "retnet": _retnet,
+}
+"""The mixer of each name, from the model's width and the layer's lower bound of HGRN2's gates."""
+
+
+class RecallModel(nn.Module):
+    """A model that answers the questions of a row.
+
+    As Zoology's protocol has it: each layer is `x + mixer(norm x)` and nothing else, the norms are
+    LayerNorms, the head shares the embedding's weight, and attention alone, which has
+    no other way to tell a token's neighbours, adds a learned embedding of the position.
+    """
+
+    def __init__(
+        self,
+        mixers: Sequence[AbstractMixer],
+        d_model: int,
+        *,
+        vocab_size: int,
+        num_positions: int | None,
+    ) -> None:
+        """Draw the weights by `init_weights`; `num_positions` is None for no such embedding."""
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, d_model)
+        self.embed_position = nn.Embedding(num_positions, d_model) if num_positions else None
+        self.dropout = nn.Dropout(DROPOUT)
+        self.norms = nn.ModuleList(nn.LayerNorm(d_model) for _ in mixers)
+        self.mixers = cast(Sequence[AbstractMixer], nn.ModuleList(mixers))
+        self.last_norm = nn.LayerNorm(d_model)
+        init_weights(self)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Answer at some positions: the head is most of the model, and its other logits unused.
+
+        Args:
+            tokens: (B, T) int64.
+            positions: (B, P) int64, in [0, T).
+
+        Returns:
+            logits (B, P, vocab).
+        """
+        x = self.embed(tokens)
+        if self.embed_position is not None:
+            x = x + self.embed_position.weight[: tokens.shape[1]]
+        x = self.dropout(x)
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            x = x + mixer(norm(x))[0]
+        asked = x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[-1]))
+        return F.linear(self.last_norm(asked), self.embed.weight)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that one row needs after `num_tokens` tokens."""
+        return sum(mixer.state_bytes(num_tokens) for mixer in self.mixers)
+
+
+def build_model(
+    name: str, d_model: int, *, vocab_size: int, seq_len: int, num_layers: int
+) -> RecallModel:
+    """Build the model whose mixers are named so in `MIXERS`, on torch's default device.
+
+    Raises:
+        ValueError: if the mixer cannot have this width.
+    """
+    mixers = [MIXERS[name](d_model, bound).build(d_model) for bound in lower_bounds(num_layers)]
+    num_positions = seq_len if name == "attention" else None
+    return RecallModel(mixers, d_model, vocab_size=vocab_size, num_positions=num_positions)

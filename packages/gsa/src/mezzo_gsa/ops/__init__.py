@@ -1,0 +1,1 @@
+"""The ops of GSA and its family: functions on tensors, without weights."""

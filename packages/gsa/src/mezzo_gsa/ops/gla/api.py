@@ -1,0 +1,169 @@
+"""The public ops of gated linear attention: arguments checked, who computes."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from torch import Tensor
+
+from mezzo_gsa.ops.gla import registered
+from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
+from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
+
+MAX_K, MAX_V = 256, 512
+"""The widest heads that the kernels are made for."""
+
+
+class GLAOutput(NamedTuple):
+    """What `chunk_gla` and `recurrent_gla` return."""
+
+    out: Float[Tensor, "B T HQ V"]
+    final_state: Float[Tensor, "S H K V"]
+
+
+def recurrent_gla(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K_or_1"],
+    *,
+    scale: float = 1.0,
+    initial_state: Float[Tensor, "S H K V"] | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+) -> GLAOutput:
+    """Compute gated linear attention token by token: the definition (GSA paper, section 2.3).
+
+    For each head, with S (K, V) and α = exp(g):
+
+        S[t] = Diag(α[t]) S[t-1] + k[t] ⊗ v[t]        o[t] = scale S[t]ᵀ q[t]
+
+    Arguments, results and errors are those of `chunk_gla`, which is the form to train with.
+    """
+    g, state = _prepare("recurrent_gla", q, k, v, g, initial_state, cu_seqlens)
+    with torch.autocast(q.device.type, enabled=False):
+        state = _zeros(k, v, g, cu_seqlens) if state is None else state
+        return GLAOutput(*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens))
+
+
+def chunk_gla(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K_or_1"],
+    *,
+    scale: float = 1.0,
+    initial_state: Float[Tensor, "S H K V"] | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+    impl: Impl = "auto",
+) -> GLAOutput:
+    """Compute gated linear attention by chunks, for training and prefill.
+
+    It equals `recurrent_gla` for any gates, -inf included. Differentiable in q, k, v, g and the
+    initial state, through both results; not twice by the kernels.
+
+    Args:
+        q: (B, T, HQ, K) queries; query head h reads head h // (HQ // H).
+        k: (B, T, H, K) keys.
+        v: (B, T, H, V) values.
+        g: (B, T, H, K), the log of each key channel's forget gate, or (B, T, H, 1), of each
+            head's; at most 0, float32 (other dtypes are converted). A token with g = 0 and k = 0
+            leaves the state as it is.
+        scale: multiplies q.
+        initial_state: S before the first token, (B, H, K, V), or (S, H, K, V) when packed; None:
+            zeros.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
+            at 0, ends at T, never decreases. Its values are checked on the CPU only.
+        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, K up to
+            256 and V up to 512.
+
+    Returns:
+        out (B, T, HQ, V) in the dtype of q, and the state after each sequence's last token, float32
+        (float64 for float64): its initial state if it has none.
+
+    Raises:
+        TypeError: if a tensor's dtype is not one of those above.
+        ValueError: if a shape, a device, `cu_seqlens` or `impl` is not as above.
+    """
+    g, state = _prepare("chunk_gla", q, k, v, g, initial_state, cu_seqlens)
+    if resolve_impl("chunk_gla", impl, q.device, _unsupported(q, v)) == "triton":
+        return GLAOutput(*registered.gla(q, k, v, g, state, cu_seqlens, scale))
+    state = _zeros(k, v, g, cu_seqlens) if state is None else state
+    if q.shape[1] == 0:
+        return GLAOutput(q.new_zeros(*q.shape[:3], v.shape[3]), state)
+    # Autocast would take the products of float32 states in 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        return GLAOutput(*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens))
+
+
+def _unsupported(q: Tensor, v: Tensor) -> str | None:
+    """Say why the kernels cannot take this call, or return None if they can."""
+    K, V = q.shape[3], v.shape[3]
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{q.dtype}; supported: float32, bfloat16, float16"
+    if K > MAX_K or V > MAX_V:
+        return f"heads of K = {K}, V = {V}; supported: K up to {MAX_K}, V up to {MAX_V}"
+    return "empty tensors" if q.numel() == 0 or v.numel() == 0 else None
+
+
+def _prepare(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments; return g and the initial state in float32 (float64 for float64)."""
+    _check_inputs(op, q, k, v, g)
+    if cu_seqlens is not None:
+        check_cu_seqlens(op, cu_seqlens, q)
+        check_borders(op, cu_seqlens, q.shape[1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if initial_state is None:
+        return g.to(dtype), None
+    shape = _state_shape(k, v, cu_seqlens)
+    if not initial_state.is_floating_point():
+        raise TypeError(f"{op}: initial_state must be floating-point, got {initial_state.dtype}")
+    if initial_state.shape != shape or initial_state.device != q.device:
+        raise ValueError(
+            f"{op}: initial_state must be {shape} on {q.device}, "
+            f"got {tuple(initial_state.shape)} on {initial_state.device}"
+        )
+    return g.to(dtype), initial_state.to(dtype)
+
+
+def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
+    num_states = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return num_states, k.shape[2], k.shape[3], v.shape[3]
+
+
+def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the state of those who were given none."""
+    return g.new_zeros(_state_shape(k, v, cu_seqlens))
+
+
+def _check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
+    """Raise a ValueError or TypeError that names the tensor which does not fit the others."""
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
+    B, T, HQ, K = q.shape
+    if k.ndim != 4 or (*k.shape[:2], k.shape[3]) != (B, T, K) or not k.shape[2] or HQ % k.shape[2]:
+        raise ValueError(
+            f"{op}: k must be ({B}, {T}, H, {K}) with H a divisor of {HQ}, got {tuple(k.shape)}"
+        )
+    H = k.shape[2]
+    if v.ndim != 4 or v.shape[:3] != (B, T, H):
+        raise ValueError(f"{op}: v must be ({B}, {T}, {H}, V), got {tuple(v.shape)}")
+    if g.shape not in ((B, T, H, K), (B, T, H, 1)):
+        raise ValueError(f"{op}: g must be {(B, T, H, K)} or {(B, T, H, 1)}, got {tuple(g.shape)}")
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        if not x.is_floating_point():
+            raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")

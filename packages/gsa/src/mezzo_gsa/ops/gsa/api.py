@@ -1,0 +1,230 @@
+"""The public ops of gated slot attention: arguments checked, defaults filled in, who computes."""
+
+import torch
+from jaxtyping import Float, Int
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.packed import check_borders
+from torch import Tensor
+from torch.nn import functional as F
+
+from mezzo_gsa.ops.gsa import registered
+from mezzo_gsa.ops.gsa.between import Between
+from mezzo_gsa.ops.gsa.checks import check_inputs, check_state, unsupported
+from mezzo_gsa.ops.gsa.chunked import chunked_gsa
+from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
+from mezzo_gsa.ops.gsa.state import GSAOutput, GSAState
+
+
+def recurrent_gsa(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H M"] | None = None,
+    s: Float[Tensor, "B T H M"] | None = None,
+    *,
+    scale: float = 1.0,
+    between: Between = "softmax",
+    initial_state: GSAState | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+) -> GSAOutput:
+    """Compute gated slot attention token by token: the definition (GSA paper, section 3.1).
+
+    For each head, with α = exp(g) and the slots as rows of two memories:
+
+        K~[t] = Diag(α[t]) K~[t-1] + s[t] ⊗ k[t]
+        V~[t] = Diag(α[t]) V~[t-1] + s[t] ⊗ v[t]        o[t] = V~[t]ᵀ between(scale K~[t] q[t])
+
+    Arguments, results and errors are those of `chunk_gsa`, which is the form to train with.
+    """
+    _check("recurrent_gsa", q, k, v, g, s, between, initial_state, cu_seqlens)
+    if cu_seqlens is not None:
+        check_borders("recurrent_gsa", cu_seqlens, q.shape[1])
+    g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
+    # Autocast would take the products of float32 memories in 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        results = recurrent_gsa_reference(q, k, v, g, s, scale, between, state, cu_seqlens)
+    return GSAOutput(*results)
+
+
+def chunk_gsa(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H M"] | None = None,
+    s: Float[Tensor, "B T H M"] | None = None,
+    *,
+    scale: float = 1.0,
+    between: Between = "softmax",
+    initial_state: GSAState | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+    keep_states: bool = False,
+    impl: Impl = "auto",
+) -> GSAOutput:
+    """Compute gated slot attention by chunks, for training and prefill (GSA paper, algorithm 1).
+
+    It equals `recurrent_gsa`, for any gates. Differentiable in q, k, v, g, s and the initial
+    state, through both results; not twice.
+
+    Args:
+        q: (B, T, HQ, K) queries; query head h reads head h // (HQ // H).
+        k: (B, T, H, K) keys.
+        v: (B, T, H, V) values.
+        g: (B, T, H, M) log of the forget gate, at most 0, float32 (other dtypes are converted);
+            None: nothing decays, and s must be given.
+        s: (B, T, H, M) write strength; None: 1 - exp(g). A token with g = 0 and no s leaves the
+            memory as it is.
+        scale: multiplies q.
+        between: what turns K~ q into the weights of the slots; "softmax" is GSA, the others are
+            the paper's ablation (Table 2).
+        initial_state: K~ and V~ before the first token, (B, H, M, K) and (B, H, M, V), or S in
+            place of B when packed; None: zeros.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
+            at 0, ends at T, never decreases. Its values are checked on the CPU only.
+        keep_states: keep the memories at the chunks' borders for the backward, which else computes
+            them once more: faster, for 2 M (K + V) bytes more a chunk and head (bfloat16).
+        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, M up to
+            128, K and V up to 512.
+
+    Returns:
+        out (B, T, HQ, V) in the dtype of q, and the final state, float32 (float64 for float64).
+
+    Raises:
+        TypeError: if a tensor's dtype is not one of those above.
+        ValueError: if a shape, a device, `between`, `cu_seqlens` or `impl` is not as above, or
+            neither g nor s is given.
+    """
+    _check("chunk_gsa", q, k, v, g, s, between, initial_state, cu_seqlens)
+    gates = s if g is None else g
+    assert gates is not None
+    no = unsupported(q.dtype, q.shape[1], gates.shape[3], k.shape[3], v.shape[3])
+    if resolve_impl("chunk_gsa", impl, q.device, no) == "reference":
+        if cu_seqlens is not None:
+            check_borders("chunk_gsa", cu_seqlens, q.shape[1])
+        g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
+        with torch.autocast(q.device.type, enabled=False):
+            return GSAOutput(*chunked_gsa(q, k, v, g, s, scale, between, state, cu_seqlens))
+    g = torch.zeros_like(gates, dtype=torch.float32) if g is None else g.float()
+    s = None if s is None else s.float()
+    first = (None, None) if initial_state is None else (x.float() for x in initial_state)
+    tensors = (q, k, v, g, s, *first)
+    out, k_last, v_last, *_ = registered.gsa(
+        *tensors, cu_seqlens, scale, between, keep_states, _is_differentiable(*tensors)
+    )
+    return GSAOutput(out, GSAState(k_last, v_last))
+
+
+def chunk_gsa_packed(
+    x: Float[Tensor, "B T W"],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    num_slots: int,
+    damping: float = 8.0,
+    scale: float = 1.0,
+    between: Between = "softmax",
+    swish: bool = True,
+    initial_state: GSAState | None = None,
+    cu_seqlens: Int[Tensor, "borders"] | None = None,
+    keep_states: bool = False,
+    impl: Impl = "auto",
+) -> GSAOutput:
+    """Compute `chunk_gsa` from the projection that holds its inputs, read as it is.
+
+    With q, k, v and the gate's logits side by side in x, it is
+    `chunk_gsa(swish(q), swish(k), swish(v), logsigmoid(logits) / damping)`; the kernels apply swish
+    and the gate where they read, and x gets one gradient.
+
+    Args:
+        x: (B, T, W), W = (HQ + 2 H) D + H M: q, k, v of heads of D channels, and H·M logits.
+        num_heads: HQ.
+        num_kv_heads: H, which divides HQ.
+        num_slots: M.
+        damping: τ, which divides the log of the gate.
+        scale: as in `chunk_gsa`, like all that follow but `swish`.
+        between: see `chunk_gsa`.
+        swish: whether q, k and v go through swish.
+        initial_state: see `chunk_gsa`.
+        cu_seqlens: see `chunk_gsa`.
+        keep_states: see `chunk_gsa`.
+        impl: see `chunk_gsa`.
+
+    Returns:
+        out (B, T, HQ, D) and the final state.
+
+    Raises:
+        TypeError: if x is not floating-point.
+        ValueError: if W does not hold the heads, or as `chunk_gsa`.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"chunk_gsa_packed: x must be floating-point, got {x.dtype}")
+    width = x.shape[-1] - num_kv_heads * num_slots
+    heads = num_heads + 2 * num_kv_heads
+    if x.ndim != 3 or width < heads or width % heads:
+        raise ValueError(
+            f"chunk_gsa_packed: x must be (B, T, W) with W = ({num_heads} + 2 · {num_kv_heads}) D "
+            f"+ {num_kv_heads} · {num_slots}, got {tuple(x.shape)}"
+        )
+    q, k, v, logits = registered.unpack(x, num_heads, num_kv_heads, num_slots)
+    _check("chunk_gsa_packed", q, k, v, logits, None, between, initial_state, cu_seqlens)
+    D = q.shape[3]
+    no = unsupported(x.dtype, x.shape[1], num_slots, D, D)
+    if resolve_impl("chunk_gsa_packed", impl, x.device, no) == "reference":
+        if swish:
+            q, k, v = (F.silu(part) for part in (q, k, v))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        g = F.logsigmoid(logits.to(dtype)) / damping
+        return chunk_gsa(
+            q, k, v, g, scale=scale, between=between, initial_state=initial_state,
+            cu_seqlens=cu_seqlens, impl="reference",
+        )  # fmt: skip
+    first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
+    out, k_last, v_last, *_ = registered.gsa_packed(
+        x, *first, cu_seqlens, num_heads, num_kv_heads, num_slots, scale, between, damping, swish,
+        keep_states, _is_differentiable(x, *first),
+    )  # fmt: skip
+    return GSAOutput(out, GSAState(k_last, v_last))
+
+
+def _check(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    between: str,
+    initial_state: GSAState | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
+    check_inputs(op, q, k, v, g, s, between)
+    H, M = (g if g is not None else s).shape[2:]  # type: ignore[union-attr]
+    check_state(op, initial_state, q, cu_seqlens, (H, M, k.shape[3], v.shape[3]))
+
+
+def _fill_in(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    initial_state: GSAState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, GSAState]:
+    """Return g, s and the first memories, with defaults, in the reference's precision."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if g is None:
+        assert s is not None
+        g = torch.zeros_like(s)
+    g = g.to(dtype)
+    s = -torch.expm1(g) if s is None else s.to(dtype)
+    if initial_state is not None:
+        return g, s, GSAState(*(x.to(dtype) for x in initial_state))
+    S = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    H, M = g.shape[2:]
+    return g, s, GSAState(*(x.new_zeros(S, H, M, x.shape[3], dtype=dtype) for x in (k, v)))
+
+
+def _is_differentiable(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -1,0 +1,86 @@
+"""What the ops of gated slot attention accept, and what their kernels do."""
+
+from typing import get_args
+
+import torch
+from mezzo_core.ops.packed import check_cu_seqlens
+from torch import Tensor
+
+from mezzo_gsa.ops.gsa.between import Between
+from mezzo_gsa.ops.gsa.state import GSAState
+
+
+def check_inputs(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, between: str
+) -> None:
+    """Raise a ValueError or TypeError that names the tensor which does not fit the others."""
+    if between not in get_args(Between):
+        raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
+    if g is None and s is None:
+        raise ValueError(f"{op}: g or s must be given, got neither")
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("s", s)):
+        if x is None:
+            continue
+        if not x.is_floating_point():
+            raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
+        if x.ndim != q.ndim or x.shape[: q.ndim - 2] != q.shape[: q.ndim - 2]:
+            raise ValueError(
+                f"{op}: {name} must have the batch and tokens of q {tuple(q.shape)}, "
+                f"got {tuple(x.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    if q.ndim < 3:
+        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
+    H = k.shape[-2]
+    if k.shape[-1] != q.shape[-1] or H < 1 or q.shape[-2] % H:
+        raise ValueError(
+            f"{op}: k must be as wide as q, with a number of heads that divides q's: "
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
+    M = (g if g is not None else s).shape[-1]  # type: ignore[union-attr]
+    for name, x, width in (("v", v, v.shape[-1]), ("g", g, M), ("s", s, M)):
+        if x is not None and x.shape[-2:] != (H, width):
+            raise ValueError(
+                f"{op}: {name} must end in (H, {'M' if name != 'v' else 'V'}) = {(H, width)}, "
+                f"got {tuple(x.shape)}"
+            )
+
+
+def check_state(
+    op: str,
+    state: GSAState | None,
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    sizes: tuple[int, int, int, int],
+) -> None:
+    """Raise an error if the borders are bad, or the state does not fit (H, M, K, V)."""
+    num_states = q.shape[0]
+    if cu_seqlens is not None:
+        check_cu_seqlens(op, cu_seqlens, q)
+        num_states = cu_seqlens.shape[0] - 1
+    if state is None:
+        return
+    H, M, K, V = sizes
+    for name, x, D in (("k", state.k, K), ("v", state.v, V)):
+        if not x.is_floating_point():
+            raise TypeError(f"{op}: initial_state.{name} must be floating-point, got {x.dtype}")
+        if x.shape != (num_states, H, M, D) or x.device != q.device:
+            raise ValueError(
+                f"{op}: initial_state.{name} must be {(num_states, H, M, D)} on {q.device}, "
+                f"got {tuple(x.shape)} on {x.device}"
+            )
+
+
+def unsupported(dtype: torch.dtype, num_tokens: int, M: int, K: int, V: int) -> str | None:
+    """Return what the kernels cannot do of a request, or None if they can."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{dtype}; supported: float32, bfloat16, float16"
+    if num_tokens == 0:
+        return "rows of no tokens"
+    if M > 128 or max(K, V) > 512:
+        return f"M = {M}, K = {K}, V = {V}; supported: M up to 128, K and V up to 512"
+    return None

@@ -1,0 +1,83 @@
+"""Gated slot attention, token by token: the definition (section 3.1 of the GSA paper)."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mezzo_gsa.ops.gsa.between import Between, apply_between
+from mezzo_gsa.ops.gsa.state import GSAState
+
+
+def recurrent_gsa_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    s: Tensor,
+    scale: float,
+    between: Between,
+    initial_state: GSAState,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, GSAState]:
+    """Run the recurrence (arguments as in `recurrent_gsa`, g and s filled in and float32)."""
+    if cu_seqlens is None:
+        return _run(q, k, v, g, s, scale, between, initial_state)
+    outs, states = [], []
+    borders = cu_seqlens.tolist()
+    for i, (start, stop) in enumerate(pairwise(borders)):
+        first = GSAState(*(x[i : i + 1] for x in initial_state))
+        row = (
+            q[:, start:stop],
+            k[:, start:stop],
+            v[:, start:stop],
+            g[:, start:stop],
+            s[:, start:stop],
+        )
+        out, last = _run(*row, scale, between, first)
+        outs.append(out)
+        states.append(last)
+    return torch.cat(outs, dim=1), GSAState(*(torch.cat(x) for x in zip(*states, strict=True)))
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    s: Tensor,
+    scale: float,
+    between: Between,
+    state: GSAState,
+) -> tuple[Tensor, GSAState]:
+    outs = []
+    for t in range(q.shape[1]):
+        out, state = gsa_step(q[:, t], k[:, t], v[:, t], g[:, t], s[:, t], scale, between, state)
+        outs.append(out)
+    out = torch.stack(outs, dim=1) if outs else q.new_empty(*q.shape[:3], v.shape[3])
+    return out.to(q.dtype), state
+
+
+def gsa_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    s: Tensor,
+    scale: float,
+    between: Between,
+    state: GSAState,
+) -> tuple[Tensor, GSAState]:
+    """Take one token, q (B, HQ, K), k (B, H, K), v (B, H, V), g and s (B, H, M): equations 6-8.
+
+    Returns:
+        o (B, HQ, V) in the state's dtype, and the next state.
+    """
+    dtype = state.k.dtype
+    keep, write = torch.exp(g)[..., None], s[..., None]
+    slots_k = keep * state.k + write * k.to(dtype)[:, :, None, :]
+    slots_v = keep * state.v + write * v.to(dtype)[:, :, None, :]
+    groups = q.to(dtype).unflatten(1, (k.shape[1], -1))
+    logits = scale * torch.einsum("bhmk,bhgk->bhgm", slots_k, groups)
+    out = torch.einsum("bhgm,bhmv->bhgv", apply_between(logits, between), slots_v)
+    return out.flatten(1, 2), GSAState(slots_k, slots_v)

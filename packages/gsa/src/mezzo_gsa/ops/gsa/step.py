@@ -1,0 +1,292 @@
+"""One decoding token of gated slot attention, in place: from q, k, v, g, or from a projection."""
+
+from typing import get_args
+
+import torch
+from jaxtyping import Float
+from mezzo_core.ops.impl import Impl, resolve_impl
+from torch import Tensor
+from torch.nn import functional as F
+
+from mezzo_gsa.ops.gsa.api import recurrent_gsa
+from mezzo_gsa.ops.gsa.between import Between
+from mezzo_gsa.ops.gsa.checks import check_inputs, unsupported
+from mezzo_gsa.ops.gsa.elementwise import gated_norm, log_gate
+from mezzo_gsa.ops.gsa.state import GSAState
+
+
+def step_gsa_(
+    q: Float[Tensor, "B HQ K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B H V"],
+    g: Float[Tensor, "B H M"] | None,
+    s: Float[Tensor, "B H M"] | None,
+    state: GSAState,
+    *,
+    scale: float = 1.0,
+    between: Between = "softmax",
+    impl: Impl = "auto",
+) -> Float[Tensor, "B HQ V"]:
+    """Take one token of every row, and overwrite the state with the one after it.
+
+    It equals `recurrent_gsa` with T = 1, whose arguments it takes without the axis of tokens. It
+    has no gradients, waits for nothing, and a CUDA graph can hold it.
+
+    Args:
+        q: (B, HQ, K) queries; query head h reads head h // (HQ // H).
+        k: (B, H, K) keys.
+        v: (B, H, V) values.
+        g: (B, H, M) log of the forget gate, at most 0; None: nothing decays.
+        s: (B, H, M) write strength; None: 1 - exp(g).
+        state: K~ (B, H, M, K) and V~ (B, H, M, V), float32 (float64 for float64 inputs).
+        scale: multiplies q.
+        between: as in `chunk_gsa`.
+        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, M up to
+            128, K and V up to 512, and a contiguous state.
+
+    Returns:
+        out (B, HQ, V) in the dtype of q.
+
+    Raises:
+        RuntimeError: if a gradient would be needed.
+        TypeError: if a tensor's dtype is not one of those above.
+        ValueError: if a shape, a device, `between` or `impl` is not as above, or neither g nor s
+            is given.
+    """
+    op = "step_gsa_"
+    check_inputs(op, q, k, v, g, s, between)
+    if q.ndim != 3:
+        raise ValueError(f"{op}: q must be (B, HQ, K), got {tuple(q.shape)}")
+    gates = g if g is not None else s
+    assert gates is not None
+    B, H, M = gates.shape
+    _check_state(op, state, q, (B, H, M, k.shape[2]), (B, H, M, v.shape[2]))
+    _check_no_gradients(op, q, k, v, g, s, *state)
+    if resolve_impl(op, impl, q.device, _unsupported(q.dtype, state)) == "triton":
+        g, s = (x if x is None else x.float() for x in (g, s))
+        return gsa_step_(q, k, v, g, s, state.k, state.v, scale, between)
+    out, after = recurrent_gsa(
+        q[:, None],
+        k[:, None],
+        v[:, None],
+        None if g is None else g[:, None],
+        None if s is None else s[:, None],
+        scale=scale,
+        between=between,
+        initial_state=state,
+    )
+    for old, new in zip(state, after, strict=True):
+        old.copy_(new)
+    return out[:, 0]
+
+
+def step_gsa_packed_(
+    x: Float[Tensor, "B W"],
+    state: GSAState,
+    *,
+    num_heads: int,
+    damping: float,
+    gate_logits: Float[Tensor, "HM"] | None = None,
+    norm_weight: Float[Tensor, "C"] | None = None,
+    norm_eps: float = 1e-5,
+    swish: bool = True,
+    scale: float = 1.0,
+    between: Between = "softmax",
+    impl: Impl = "auto",
+) -> Float[Tensor, "B C"]:
+    """Take one token of every row through all that a GSA layer does between its two projections.
+
+    That is swish on q, k and v, g = logsigmoid(logits) / damping, `step_gsa_`, RMSNorm(swish(o)):
+    three kernels on a GPU.
+
+    Args:
+        x: (B, W) rows as the layer's first projection leaves them: HQ·K channels of q, H·K of k,
+            H·V of v, and H·M gate logits unless `gate_logits` are given; H, M, K and V are those
+            of the state.
+        state: K~ (B, H, M, K) and V~ (B, H, M, V), overwritten.
+        num_heads: HQ, heads of queries.
+        damping: τ.
+        gate_logits: (H·M,) logits that are the same for every token.
+        norm_weight: (HQ·V,) of the norm; None: no norm.
+        norm_eps: of the norm.
+        swish: whether q, k and v go through swish; the output does in any case.
+        scale: multiplies what q has become.
+        between: as in `chunk_gsa`.
+        impl: as in `step_gsa_`.
+
+    Returns:
+        y (B, C) in the dtype of x, C = HQ·V.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as `step_gsa_`, naming the argument.
+    """
+    op = "step_gsa_packed_"
+    B, H, M, K, V = _packed_sizes(op, x, state, num_heads, gate_logits, norm_weight)
+    if between not in get_args(Between):
+        raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
+    _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
+    _check_no_gradients(op, x, gate_logits, norm_weight, *state)
+    if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
+        return gsa_step_packed_(
+            x,
+            gate_logits,
+            norm_weight,
+            state.k,
+            state.v,
+            num_heads,
+            damping,
+            norm_eps,
+            swish,
+            scale,
+            between,
+        )
+    q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
+    if swish:
+        q, k, v = (F.silu(part) for part in (q, k, v))
+    g = log_gate(logits, damping)
+    out = step_gsa_(q, k, v, g, None, state, scale=scale, between=between, impl="reference")
+    return gated_norm(out.flatten(1), norm_weight, norm_eps)
+
+
+def split_packed(
+    x: Tensor, state: GSAState, num_heads: int, gate_logits: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return views of q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M)."""
+    _, H, M, K = state.k.shape
+    V = state.v.shape[3]
+    if gate_logits is None:
+        widths = [num_heads * K, H * K, H * V, H * M]
+        q, k, v, logits = x.split(widths, dim=-1)
+    else:
+        q, k, v = x.split([num_heads * K, H * K, H * V], dim=-1)
+        logits = gate_logits.expand(x.shape[0], -1)
+    return (
+        q.unflatten(-1, (num_heads, K)),
+        k.unflatten(-1, (H, K)),
+        v.unflatten(-1, (H, V)),
+        logits.unflatten(-1, (H, M)),
+    )
+
+
+@torch.library.custom_op("mezzo_gsa::gsa_step_", mutates_args=("slots_k", "slots_v"))
+def gsa_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    scale: float,
+    between: str,
+) -> Tensor:
+    """Take one token by kernels; return out (B, HQ, V)."""
+    from mezzo_gsa.ops.gsa import triton_step
+
+    state = GSAState(slots_k, slots_v)
+    return triton_step.step(q, k, v, g, s, state, scale, between)
+
+
+@gsa_step_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+@torch.library.custom_op("mezzo_gsa::gsa_step_packed_", mutates_args=("slots_k", "slots_v"))
+def gsa_step_packed_(
+    x: Tensor,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    num_heads: int,
+    damping: float,
+    norm_eps: float,
+    swish: bool,
+    scale: float,
+    between: str,
+) -> Tensor:
+    """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
+    from mezzo_gsa.ops.gsa import triton_step
+
+    state = GSAState(slots_k, slots_v)
+    q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
+    return triton_step.step_layer(
+        q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between
+    )
+
+
+@gsa_step_packed_.register_fake
+def _(
+    x: Tensor,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    num_heads: int,
+    *rest: object,
+) -> Tensor:
+    return x.new_empty(x.shape[0], num_heads * slots_v.shape[3])
+
+
+def _packed_sizes(
+    op: str,
+    x: Tensor,
+    state: GSAState,
+    num_heads: int,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+) -> tuple[int, int, int, int, int]:
+    """Return B, H, M, K and V."""
+    if state.k.ndim != 4 or state.v.ndim != 4:
+        raise ValueError(
+            f"{op}: state must be (B, H, M, K) and (B, H, M, V), "
+            f"got {tuple(state.k.shape)} and {tuple(state.v.shape)}"
+        )
+    _, H, M, K = state.k.shape
+    V = state.v.shape[3]
+    if num_heads < 1 or num_heads % H:
+        raise ValueError(f"{op}: num_heads must be a multiple of the state's {H}, got {num_heads}")
+    W = (num_heads + H) * K + H * V + (H * M if gate_logits is None else 0)
+    if x.ndim != 2 or x.shape[1] != W:
+        raise ValueError(f"{op}: x must be (B, {W}) for this state, got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: x must be floating-point, got {x.dtype}")
+    widths = (("gate_logits", gate_logits, H * M), ("norm_weight", norm_weight, num_heads * V))
+    for name, part, width in widths:
+        if part is not None and (part.shape != (width,) or part.device != x.device):
+            raise ValueError(
+                f"{op}: {name} must be ({width},) on {x.device}, "
+                f"got {tuple(part.shape)} on {part.device}"
+            )
+    return x.shape[0], H, M, K, V
+
+
+def _check_state(
+    op: str, state: GSAState, x: Tensor, shape_k: tuple[int, ...], shape_v: tuple[int, ...]
+) -> None:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    for name, part, shape in (("k", state.k, shape_k), ("v", state.v, shape_v)):
+        if part.shape != shape or part.device != x.device:
+            raise ValueError(
+                f"{op}: state.{name} must be {shape} on {x.device}, "
+                f"got {tuple(part.shape)} on {part.device}"
+            )
+        if part.dtype != dtype:
+            raise TypeError(f"{op}: state.{name} must be {dtype}, got {part.dtype}")
+
+
+def _check_no_gradients(op: str, *inputs: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise RuntimeError(
+            f"{op} overwrites the state, so it has no gradients: "
+            "call it under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+def _unsupported(dtype: torch.dtype, state: GSAState) -> str | None:
+    """Tell what the kernels cannot do, or None."""
+    if not all(part.is_contiguous() for part in state):
+        return "a state that is not contiguous"
+    _, _, M, K = state.k.shape
+    return unsupported(dtype, 1, M, K, state.v.shape[3])

@@ -1,0 +1,73 @@
+"""What the gates of a chunk come to: running sums, write strengths, what the chunk keeps."""
+
+import triton
+import triton.language as tl
+
+from mezzo_gsa.ops.triton_states import locate_chunk
+
+
+@triton.jit
+def log_sigmoid(b_x):
+    """Return min(x, 0) - log(1 + e), e = exp(-|x|), in float32.
+
+    log(1 + e) is 2 atanh(e / (2 + e)), by its series: a logarithm near one loses digits.
+    """
+    b_e = tl.exp(-tl.abs(b_x))
+    b_w = b_e / (2.0 + b_e)  # at most 1/3
+    b_w2 = b_w * b_w
+    b_sum = 1.0 / 15.0
+    b_sum = b_sum * b_w2 + 1.0 / 13.0
+    b_sum = b_sum * b_w2 + 1.0 / 11.0
+    b_sum = b_sum * b_w2 + 1.0 / 9.0
+    b_sum = b_sum * b_w2 + 1.0 / 7.0
+    b_sum = b_sum * b_w2 + 1.0 / 5.0
+    b_sum = b_sum * b_w2 + 1.0 / 3.0
+    b_sum = b_sum * b_w2 + 1.0
+    return tl.minimum(b_x, 0.0) - 2.0 * b_w * b_sum
+
+
+@triton.jit
+def load_gate(g, o_gate, m, DAMPING: tl.constexpr):
+    """Return the log forget gate (L, BM) in float32: as it is, or from its logits."""
+    b_g = tl.load(g + o_gate, mask=m, other=0.0).to(tl.float32)
+    if DAMPING is not None:
+        b_g = tl.where(m, log_sigmoid(b_g) / DAMPING, 0.0)
+    return tl.maximum(b_g, -100.0)  # nothing is left at -100, and sums keep their digits
+
+
+@triton.jit
+def write_strength(b_g):
+    """Return 1 - exp(g) (L, BM) without losing digits where g is near 0: its series there."""
+    b_series = -b_g * (1 + b_g * (0.5 + b_g * (1 / 6 + b_g * (1 / 24 + b_g / 120))))
+    return tl.where(b_g > -0.1, b_series, 1.0 - tl.exp(b_g))
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def gate_kernel(
+    g, s, chunk_table, running, strength, write, decay, rough, T, N, stride_g,
+    H: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
+    MILD: tl.constexpr, DAMPING: tl.constexpr,
+):  # fmt: skip
+    """Sum the log gates g (or logits of them) of one chunk and head; s None: 1 - exp(g).
+
+    `rough`: whether the chunk decays by more than exp(-MILD) in some slot.
+    """
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
+    o_t, o_m = start + tl.arange(0, L), tl.arange(0, BM)
+    m = (tl.arange(0, L) < length)[:, None] & (o_m < M)[None, :]
+    o_row = (o_t[:, None] * H + i_h) * M + o_m[None, :]
+    b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
+    b_s = write_strength(b_g)
+    if s is not None:
+        b_s = tl.load(s + o_row, mask=m, other=0.0).to(tl.float32)
+    b_running = tl.cumsum(b_g.to(running.dtype.element_ty), 0)
+    # Padding has g = 0: the last row is the sum of all.
+    b_total = tl.sum(tl.where((tl.arange(0, L) == L - 1)[:, None], b_running, 0.0), 0)
+    b_write = b_s * tl.exp((b_total[None, :] - b_running).to(tl.float32))
+    tl.store(running + o_row, b_running, mask=m)
+    tl.store(strength + o_row, b_s.to(strength.dtype.element_ty), mask=m)
+    tl.store(write + o_row, b_write.to(write.dtype.element_ty), mask=m)
+    p_decay = decay + (i_c.to(tl.int64) * H + i_h) * M + o_m
+    tl.store(p_decay, tl.exp(b_total.to(tl.float32)), mask=o_m < M)
+    tl.store(rough + i_c * H + i_h, (tl.min(b_total) < -MILD).to(tl.int32))

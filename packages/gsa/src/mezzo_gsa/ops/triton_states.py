@@ -1,0 +1,131 @@
+"""States at the borders of chunks: along segments, then along the segments of a sequence.
+
+    h[c + 1] = d[c] ⊙ h[c] + W[c]ᵀ x[c]
+
+W (tokens, H, M) are decayed write strengths, d (chunks, H, M) what a chunk keeps, x (tokens, H, D)
+keys, values, or what their gradients come from; backward in time the same holds for gradients.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate_chunk(i_c, table, T, N, L: tl.constexpr, SEGMENT: tl.constexpr):
+    """Return a chunk's first token (of all rows), its number of tokens, and its segment."""
+    if table is not None:
+        start = tl.load(table + i_c * 3).to(tl.int64)
+        return start, tl.load(table + i_c * 3 + 1), tl.load(table + i_c * 3 + 2)
+    i_b, i_n = i_c // N, i_c % N
+    start = i_b.to(tl.int64) * T + i_n * L
+    return start, tl.minimum(L, T - i_n * L), i_b * tl.cdiv(N, SEGMENT) + i_n // SEGMENT
+
+
+@triton.jit
+def load_state(
+    states, starts, kept, i_c, i_s, i_h, o_m, o_d,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Return h (BM, BD) in float32 where chunk i_c begins, or its gradient where it ends."""
+    m = (o_m < M)[:, None] & (o_d < D)[None, :]
+    o_h = (i_c.to(tl.int64) * H + i_h) * M
+    o_tile = o_m[:, None] * D + o_d[None, :]
+    b_h = tl.load(states + o_h * D + o_tile, mask=m, other=0.0).to(tl.float32)
+    if starts is not None:
+        b_kept = tl.load(kept + o_h + o_m, mask=o_m < M, other=0.0)
+        p_start = starts + (i_s.to(tl.int64) * H + i_h) * M * D
+        b_start = tl.load(p_start + o_tile, mask=m, other=0.0)
+        b_h += b_kept[:, None] * b_start.to(tl.float32)
+    return b_h
+
+
+@triton.jit
+def swish(x):
+    """Return x sigmoid(x) in float32."""
+    x = x.to(tl.float32)
+    return x * tl.sigmoid(x)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def segment_states_kernel(
+    x, write, decay, chunk_table, segment_table, states, last, kept, whole,
+    T, N, stride_x,
+    H: tl.constexpr, HD: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, SEGMENT: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Run a tile (BM, BD) of the states along a segment, from zero.
+
+    `decay` has HD heads, each shared by H / HD.
+    """
+    i_d, i_m, i_sh = tl.program_id(1), tl.program_id(2), tl.program_id(0)
+    i_s, i_h = i_sh // H, i_sh % H
+    if segment_table is not None:
+        first, count = tl.load(segment_table + i_s * 2), tl.load(segment_table + i_s * 2 + 1)
+    else:
+        per_row = tl.cdiv(N, SEGMENT)
+        first = i_s // per_row * N + i_s % per_row * SEGMENT
+        count = tl.minimum(SEGMENT, N - i_s % per_row * SEGMENT)
+    o_m, o_d, o_l = i_m * BM + tl.arange(0, BM), i_d * BD + tl.arange(0, BD), tl.arange(0, L)
+    m_m, m_d = o_m < M, o_d < D
+    m_tile = m_m[:, None] & m_d[None, :]
+    o_tile = o_m[:, None] * D + o_d[None, :]
+    p_x = x + i_h * D + o_d[None, :]
+    b_h = tl.zeros([BM, BD], tl.float32)
+    b_kept = tl.full([BM], 1.0, tl.float32)
+    for j in range(count):
+        i_c = first + (count - 1 - j if REVERSE else j)
+        start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
+        m_l = o_l < length
+        o_state = (i_c.to(tl.int64) * H + i_h) * M
+        o_decay = (i_c.to(tl.int64) * HD + i_h // (H // HD)) * M
+        tl.store(states + o_state * D + o_tile, b_h.to(states.dtype.element_ty), mask=m_tile)
+        if i_d == 0:
+            tl.store(kept + o_state + o_m, b_kept, mask=m_m)
+        b_decay = tl.load(decay + o_decay + o_m, mask=m_m, other=0.0)
+        p_w = write + ((start + o_l)[:, None] * H + i_h) * M + o_m[None, :]
+        b_w = tl.load(p_w, mask=m_l[:, None] & m_m[None, :], other=0.0)
+        b_x = tl.load(p_x + (start + o_l)[:, None] * stride_x, mask=m_l[:, None] & m_d[None, :],
+                      other=0.0)  # fmt: skip
+        b_h = tl.dot(tl.trans(b_w), b_x, b_h * b_decay[:, None], input_precision=PRECISION)
+        b_kept *= b_decay
+    o_last = (i_s.to(tl.int64) * H + i_h) * M
+    tl.store(last + o_last * D + o_tile, b_h, mask=m_tile)
+    if i_d == 0:
+        tl.store(whole + o_last + o_m, b_kept, mask=m_m)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def join_segments_kernel(
+    last, whole, initial, sequence_table, starts, final, num_segments,
+    H: tl.constexpr, HI: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Run along the segments of a sequence; write the state each begins with, and the final one.
+
+    `initial` has HI heads, each for the first of H / HI, whose sum is what is wanted.
+    """
+    i_b, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_d, i_m = tl.program_id(1), tl.program_id(2)
+    if sequence_table is not None:
+        first = tl.load(sequence_table + i_b * 2)
+        num_segments = tl.load(sequence_table + i_b * 2 + 1)
+    else:
+        first = i_b * num_segments
+    o_m, o_d = i_m * BM + tl.arange(0, BM), i_d * BD + tl.arange(0, BD)
+    m = (o_m < M)[:, None] & (o_d < D)[None, :]
+    o_tile = o_m[:, None] * D + o_d[None, :]
+    b_h = tl.zeros([BM, BD], tl.float32)
+    if initial is not None:
+        p_initial = initial + (i_b.to(tl.int64) * HI + i_h // (H // HI)) * M * D
+        b_h += tl.load(p_initial + o_tile, mask=m & (i_h % (H // HI) == 0), other=0.0)
+    for j in range(num_segments):
+        i_s = first + (num_segments - 1 - j if REVERSE else j)
+        o_s = (i_s.to(tl.int64) * H + i_h) * M
+        if starts is not None:
+            tl.store(starts + o_s * D + o_tile, b_h.to(starts.dtype.element_ty), mask=m)
+        b_whole = tl.load(whole + o_s + o_m, mask=o_m < M, other=0.0)
+        b_h = b_h * b_whole[:, None] + tl.load(last + o_s * D + o_tile, mask=m, other=0.0)
+    o_final = (i_b.to(tl.int64) * H + i_h) * M * D
+    tl.store(final + o_final + o_tile, b_h, mask=m)

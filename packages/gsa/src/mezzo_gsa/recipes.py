@@ -1,0 +1,263 @@
+"""Every training run of the paper, and a tiny one, as functions that return a `TrainConfig`.
+
+A recipe's name is `<setting>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. A variant of one
+is `dataclasses.replace(RECIPES[name](), ...)`.
+
+| Setting | Model                          | Trains on                           | T    |
+|---------|--------------------------------|-------------------------------------|------|
+| tiny    | C 128, 4 layers, 2 heads, 1.1M | embedded novels, bytes              | 512  |
+| 340m    | C 1024, 24 layers, 4 heads     | 10B tokens of SlimPajama (Table 2)  | 2048 |
+| 1p3b    | C 2048, 24 layers, 4 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
+| 2p7b    | C 2560, 32 layers, 5 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
+
+Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). It does not
+state T, the tokens of a batch and the shape of the 340M model: these are what its authors' GLA
+models of these sizes use. AdamW's betas, the clipping and eps are our defaults.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.train.config import OptimConfig, TrainConfig
+
+from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.convert.convert import TARGETS
+from mezzo_gsa.convert.recipe import t2r
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
+from mezzo_gsa.retnet import RetNetConfig
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the architectures of one comparison share.
+
+    Attributes:
+        vocab_size, d_model, num_layers: of the model.
+        num_heads, num_slots: of GSA and ABC.
+        key_width: K of a head in GLA and RetNet, whose heads follow from it (appendix C.1).
+        hgrn2_width: of a head in HGRN2.
+        attention_width: of a head in softmax attention.
+        seq_len, batch_size, steps, micro_batch_size: of the training.
+        data, optim: of the training.
+        eval_every, eval_batches, checkpoint_every, compile: of the training.
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_slots: int
+    key_width: int
+    hgrn2_width: int
+    attention_width: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    data: DataConfig
+    optim: OptimConfig
+    micro_batch_size: int | None = None
+    eval_every: int = 100
+    eval_batches: int | None = None
+    checkpoint_every: int = 100
+    compile: bool = False
+
+    def gsa(self, num_slots: int | None = None) -> GSAConfig:
+        """Return GSA as in the paper's main models, or with another number of slots."""
+        return GSAConfig(num_heads=self.num_heads, num_slots=num_slots or self.num_slots)
+
+    def attention(self) -> AttentionConfig:
+        """Return the softmax attention of Transformer++: RoPE by token."""
+        return AttentionConfig(head_dim=self.attention_width)
+
+    def hgrn2(self) -> tuple[HGRN2Config, ...]:
+        """Return HGRN2, each layer with its lower bound of the forget gates."""
+        return tuple(
+            HGRN2Config(self.hgrn2_width, bound) for bound in lower_bounds(self.num_layers)
+        )
+
+
+# One tuple of mixers, repeated through the depth.
+ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
+    "gsa": lambda s: (s.gsa(),),
+    "gsa_m32": lambda s: (s.gsa(32),),
+    "gsa_m128": lambda s: (s.gsa(128),),
+    "gsa_constant_decay": lambda s: (replace(s.gsa(), gate="constant"),),
+    "gsa_between_none": lambda s: (replace(s.gsa(), between="none"),),
+    "gsa_between_swish": lambda s: (replace(s.gsa(), between="swish"),),
+    "gsa_between_relu": lambda s: (replace(s.gsa(), between="relu"),),
+    "gsa_between_relu_squared": lambda s: (replace(s.gsa(), between="relu_squared"),),
+    "abc": lambda s: (ABCConfig(num_heads=s.num_heads, num_slots=s.num_slots),),
+    "gla": lambda s: (GLAConfig(num_heads=s.d_model // (2 * s.key_width)),),
+    "hgrn2": lambda s: s.hgrn2(),
+    "retnet": lambda s: (RetNetConfig(num_heads=s.d_model // s.key_width),),
+    "attention": lambda s: (s.attention(),),
+    "gsa_attention": lambda s: (s.gsa(), s.attention()),
+}
+
+PAPER_NAMES = {
+    "attention": "Xfmr++",
+    "retnet": "RetNet",
+    "gla": "GLA",
+    "hgrn2": "HGRN2",
+    "gsa": "GSA",
+}
+"""What Tables 1 and 3b call the architectures."""
+ABLATION = {
+    "gsa": "GSA w/ 64 slots",
+    "abc": "w/o decay (i.e., ABC)",
+    "gsa_constant_decay": "w/ data-independent decay",
+    "gsa_between_none": "- softmax",
+    "gsa_between_swish": "- softmax + Swish",
+    "gsa_between_relu": "- softmax + ReLU",
+    "gsa_between_relu_squared": "- softmax + ReLU^2",
+    "gsa_m32": "w/ 32 slots",
+    "gsa_m128": "w/ 128 slots",
+}
+"""What the rows of Table 2 call the architectures."""
+
+
+def tiny() -> Setting:
+    """About a million weights: trains in minutes on a laptop, with no network.
+
+    The warm-up takes a fifth of the few steps. With 16 slots the gate has 0.25 C² weights, twice
+    the paper's share.
+    """
+    return Setting(
+        vocab_size=257,
+        d_model=128,
+        num_layers=4,
+        num_heads=2,
+        num_slots=16,
+        key_width=32,
+        hgrn2_width=32,
+        attention_width=32,
+        seq_len=512,
+        batch_size=8,
+        steps=300,
+        data=DataConfig(),
+        optim=OptimConfig(lr=3e-3, warmup_fraction=0.2),
+    )
+
+
+def paper(
+    *, d_model: int, num_layers: int, num_heads: int, tokens: float, batch_tokens: int
+) -> Setting:
+    """One of the paper's settings; the warm-up takes 1B tokens in each."""
+    seq_len = 2048
+    return Setting(
+        vocab_size=32_000,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_slots=64,
+        key_width=256,
+        hgrn2_width=128,
+        attention_width=64,
+        seq_len=seq_len,
+        batch_size=batch_tokens // seq_len,
+        micro_batch_size=8,
+        steps=int(tokens) // batch_tokens,
+        data=DataConfig(
+            source="hub:cerebras/SlimPajama-627B",
+            tokenizer="hub:mistralai/Mistral-7B-v0.1",
+            streaming=True,
+        ),
+        optim=OptimConfig(lr=3e-4, min_lr=3e-5, warmup_fraction=1e9 / tokens, weight_decay=0.01),
+        eval_every=1000,
+        eval_batches=20,
+        checkpoint_every=1000,
+        compile=True,
+    )
+
+
+_EVERY = tuple(ARCHITECTURES)
+_TINY = tuple(name for name in _EVERY if name not in ("gsa_m32", "gsa_m128"))
+_MAIN = (*PAPER_NAMES, "gsa_m32", "gsa_m128", "gsa_attention")
+SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
+    "tiny": (tiny, _TINY),
+    "340m": (
+        partial(paper, d_model=1024, num_layers=24, num_heads=4, tokens=1e10, batch_tokens=2**19),
+        _EVERY,
+    ),
+    "1p3b": (
+        partial(paper, d_model=2048, num_layers=24, num_heads=4, tokens=1e11, batch_tokens=2**21),
+        _MAIN,
+    ),
+    "2p7b": (
+        partial(paper, d_model=2560, num_layers=32, num_heads=5, tokens=1e11, batch_tokens=2**21),
+        _MAIN,
+    ),
+}
+"""Each setting with the architectures that are trained in it."""
+
+
+def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
+    """Return the run of one architecture in a setting, which may be a changed copy of one above."""
+    mixers = ARCHITECTURES[architecture](s)
+    return TrainConfig(
+        name=name,
+        model=LMConfig(
+            vocab_size=s.vocab_size,
+            d_model=s.d_model,
+            mixers=tuple(mixers[i % len(mixers)] for i in range(s.num_layers)),
+            mlp=mlp(s.d_model, architecture),
+            tie_embeddings=False,
+        ),
+        data=s.data,
+        optim=s.optim,
+        seq_len=s.seq_len,
+        batch_size=s.batch_size,
+        micro_batch_size=s.micro_batch_size,
+        steps=s.steps,
+        eval_every=s.eval_every,
+        eval_batches=s.eval_batches,
+        checkpoint_every=s.checkpoint_every,
+        compile=s.compile,
+    )
+
+
+def mlp(d_model: int, architecture: str) -> MLPConfig:
+    """Return SwiGLU, 8C/3 wide; half of that for RetNet.
+
+    RetNet's mixer has 8C² weights where the others have 4C²; so all blocks have about 12C².
+    """
+    if architecture != "retnet":
+        return MLPConfig("swiglu")
+    return MLPConfig("swiglu", hidden=256 * -(-4 * d_model // (3 * 256)))
+
+
+def recipe(setting: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture in one setting; any pair of the two tables will do."""
+    make, _ = SETTINGS[setting]
+    return train_config(f"{setting}_{architecture}", make(), architecture)
+
+
+RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
+    **{
+        f"{setting}_{architecture}": partial(recipe, setting, architecture)
+        for setting, (_, architectures) in SETTINGS.items()
+        for architecture in architectures
+    },
+    **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},
+}
+"""All recipes by name; `t2r_*` fine-tune a converted Transformer (section 4.2)."""
+
+
+def find_recipe(name: str) -> TrainConfig:
+    """Return the recipe of this name.
+
+    Raises:
+        UserError: if there is none; the message shows the names that come nearest.
+    """
+    if name not in RECIPES:
+        raise UserError(f"no recipe is named {name!r}{nearest(name, RECIPES)}")
+    return RECIPES[name]()

@@ -1,0 +1,135 @@
+"""Checks of the method that need no training: the forms agree, and the limits of the gates.
+
+All are equalities in float64: what they compare can differ by rounding alone.
+"""
+
+from functools import partial
+
+import torch
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.papers import Finding
+from mezzo_core.reproduction import checks
+from torch import Tensor
+from torch.nn import functional as F
+
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
+from mezzo_gsa.ops.gsa.step import step_gsa_
+from mezzo_gsa.reproduction.definition import gsa_by_definition
+
+T, H, M, D = 75, 2, 6, 8
+equality = partial(checks.equality, tolerance=1e-12)
+
+
+def definition() -> Finding:
+    """The op by chunks is the paper's recurrence."""
+    q, k, v, g = _inputs()
+    return equality(
+        "gsa.check.definition",
+        f"GSA by chunks is the recurrence of section 3.1, T = {T} not a multiple of a chunk",
+        chunk_gsa(q, k, v, g).out[0],
+        gsa_by_definition(q[0], k[0], v[0], g[0].exp()),
+    )
+
+
+def forms_agree() -> Finding:
+    """By chunks, token by token and in place; the output and the state after."""
+    q, k, v, g = _inputs()
+    out, state = chunk_gsa(q, k, v, g)
+    slow, after = recurrent_gsa(q, k, v, g)
+    memory = GSAState(*(torch.zeros_like(field) for field in state))
+    steps = [step_gsa_(q[:, t], k[:, t], v[:, t], g[:, t], None, memory) for t in range(T)]
+    return equality(
+        "gsa.check.forms_agree",
+        "by chunks, token by token, and step by step in place are one function, states included",
+        torch.cat([x.flatten() for x in (out, *state, out, *state)]),
+        torch.cat([x.flatten() for x in (slow, *after, torch.stack(steps, 1), *memory)]),
+    )
+
+
+def second_pass_is_gla() -> Finding:
+    """Given the weights of the slots, what is left is gated linear attention (section 3.2)."""
+    q, k, v, g = _inputs()
+    s = -torch.expm1(g)
+    keys, memory = [], torch.zeros(1, H, M, D, dtype=torch.float64)
+    for t in range(T):
+        memory = g[:, t, :, :, None].exp() * memory + s[:, t, :, :, None] * k[:, t, :, None]
+        keys.append(memory)
+    weights = torch.einsum("bthmd,bthd->bthm", torch.stack(keys, 1), q).softmax(-1)
+    return equality(
+        "gsa.check.second_pass_is_gla",
+        "GSA's second pass is gated linear attention with the slots' weights for queries",
+        chunk_gsa(q, k, v, g).out,
+        chunk_gla(weights, s, v, g).out,
+    )
+
+
+def gates_at_one() -> Finding:
+    """Gates at 1 write nothing: every token reads the memory that was there."""
+    q, k, v, g = _inputs()
+    memory = GSAState(*_normal((1, H, M, D), (1, H, M, D)))
+    out, after = chunk_gsa(q, k, v, torch.zeros_like(g), initial_state=memory)
+    weights = torch.einsum("bhmd,bthd->bthm", memory.k, q).softmax(-1)
+    expected = torch.einsum("bthm,bhmd->bthd", weights, memory.v)
+    return equality(
+        "gsa.check.gates_at_one",
+        "with gates at 1 the memory stays, and queries read it by softmax",
+        torch.cat([x.flatten() for x in (out, *after)]),
+        torch.cat([x.flatten() for x in (expected, *memory)]),
+    )
+
+
+def gates_at_zero() -> Finding:
+    """Gates at 0 keep one token: every slot is the current one, and so is the output."""
+    q, k, v, g = _inputs()
+    return equality(
+        "gsa.check.gates_at_zero",
+        "with gates at 0 all slots hold the current token: the output is v",
+        chunk_gsa(q, k, v, torch.full_like(g, -50.0)).out,
+        v,
+    )
+
+
+def one_slot_a_token() -> Finding:
+    """Without decay and with a slot for each token, the last query sees softmax attention."""
+    q, k, v, _ = _inputs()
+    s = torch.eye(T, dtype=torch.float64)[None, :, None].expand(1, T, H, T)
+    weights = torch.einsum("bhd,bshd->bhs", q[:, -1], k).softmax(-1)
+    return equality(
+        "gsa.check.one_slot_a_token",
+        f"with {T} slots, one for each token and none fading, the last output is softmax attention",
+        chunk_gsa(q, k, v, None, s).out[:, -1],
+        torch.einsum("bhs,bshd->bhd", weights, v),
+    )
+
+
+def decode_equals_prefill() -> Finding:
+    """Logits step by step, and after an uneven prefill, are those of one full forward."""
+    hybrid = (GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16))
+    model = LMConfig(vocab_size=64, d_model=64, mixers=hybrid)
+    id = "gsa.check.decode_equals_prefill"
+    return checks.decode_equals_prefill(id, model, "GSA and attention layers")
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v (1, T, H, D) and g (1, T, H, M), with gates as the layer makes them."""
+    q, k, v, logits = _normal(*((1, T, H, D),) * 3, (1, T, H, M))
+    return q, k, v, F.logsigmoid(logits) / 8
+
+
+def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+CHECKS = {
+    "gsa.check.definition": definition,
+    "gsa.check.forms_agree": forms_agree,
+    "gsa.check.second_pass_is_gla": second_pass_is_gla,
+    "gsa.check.gates_at_one": gates_at_one,
+    "gsa.check.gates_at_zero": gates_at_zero,
+    "gsa.check.one_slot_a_token": one_slot_a_token,
+    "gsa.check.decode_equals_prefill": decode_equals_prefill,
+}

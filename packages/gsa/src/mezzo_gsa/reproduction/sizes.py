@@ -1,0 +1,137 @@
+"""Weights, states and settings: the paper's numbers against our recipes, which nothing trains."""
+
+import torch
+from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status
+from mezzo_core.reproduction.checks import compare_setup
+from mezzo_core.train.config import TrainConfig
+
+from mezzo_gsa.convert.recipe import t2r
+from mezzo_gsa.gsa import GSA
+from mezzo_gsa.recipes import PAPER_NAMES, RECIPES
+
+SETTINGS = ("1p3b", "2p7b")
+TOKENS = {"tokens": 0.01, "warm-up tokens": 0.01}
+"""Counts of tokens are printed rounded; the recipes take powers of two near them."""
+
+
+def state_size(claim: Claim) -> Finding:
+    """Count the numbers in the states of the 1.3B and the 2.7B models."""
+    printed = {label: float(value) for label, value in claim.labelled().items()}
+    rows, right = [], True
+    for architecture, name in PAPER_NAMES.items():
+        if name not in printed:
+            continue
+        counted = [_state_numbers(RECIPES[f"{s}_{architecture}"]()) for s in SETTINGS]
+        right &= counted == [printed[name]] * len(SETTINGS)
+        rows.append(ResultRow(name, ((printed[name], *counted),)))
+    return Finding(
+        claim.id,
+        "claim",
+        Status.REPRODUCED if right else Status.DIFFERS,
+        "the states of our models hold as many numbers as printed, "
+        + ", ".join(f"{row.model} {row.values[1]:g} Ld" for row in rows)
+        + "; Mamba is not in this package",
+        (
+            Measurement(
+                ("printed", *SETTINGS),
+                tuple(rows),
+                "numbers in all layers' states over layers times model dimension, counted in their "
+                "tensors",
+                unit="Ld",
+            ),
+        ),
+    )
+
+
+def gate_params(claim: Claim) -> Finding:
+    """Count the weights of one GSA layer of the 1.3B model."""
+    mixer = _gsa(RECIPES["1p3b_gsa"]())
+    d = mixer.d_model
+    H, M = mixer.config.num_heads, mixer.config.num_slots
+    weights = sum(weight.numel() for weight in mixer.parameters() if weight.ndim == 2)
+    ours = {
+        "slots m": M,
+        "heads H": H,
+        "H x m": H * M,
+        "model dimension d": d,
+        "total parameters": weights / d**2,
+        "overhead": weights / d**2 - 4,
+    }
+    return compare_setup(claim, ours, "one layer of recipe 1p3b_gsa, its matrices", {})
+
+
+def damping(claim: Claim) -> Finding:
+    """Compare the damping of the gate."""
+    ours = {"tau": _gsa(RECIPES["1p3b_gsa"]()).config.damping}
+    return compare_setup(claim, ours, "recipe 1p3b_gsa", {})
+
+
+def state_details(claim: Claim) -> Finding:
+    """Compare the widths behind the sizes of the states, counted in the states' tensors."""
+    states = {name: _first_mixer(RECIPES[f"1p3b_{name}"]()).init_state(1) for name in PAPER_NAMES}
+    ours = {
+        "RetNet query/key head dimension": states["retnet"].h.shape[2],
+        "GLA query/key head dimension": states["gla"].h.shape[2],
+        "HGRN2 head dimension": states["hgrn2"].h.shape[2],
+        "GSA slots": states["gsa"].k.shape[2],
+    }
+    return compare_setup(claim, ours, "recipes 1p3b_retnet, 1p3b_gla, 1p3b_hgrn2, 1p3b_gsa", {})
+
+
+def setup_lm(claim: Claim) -> Finding:
+    """Compare the 1.3B and 2.7B recipes; what they are called is less than all their weights."""
+    small, large = (RECIPES[f"{setting}_gsa"]() for setting in SETTINGS)
+    tokens = small.steps * small.batch_size * small.seq_len
+    ours = {
+        "small model parameters": _parameters(small),
+        "large model parameters": _parameters(large),
+        "tokens": tokens,
+        "weight decay": small.optim.weight_decay,
+        "peak learning rate": small.optim.lr,
+        "final learning rate": small.optim.min_lr,
+        "warm-up tokens": small.optim.warmup_fraction * tokens,
+        "heads 1.3B": _gsa(small).config.num_heads,
+        "heads 2.7B": _gsa(large).config.num_heads,
+        "slots": _gsa(small).config.num_slots,
+    }
+    rounded = {**TOKENS, "small model parameters": 0.06, "large model parameters": 0.02}
+    recipes = "recipes 1p3b_gsa, 2p7b_gsa; weights within 6% and 2%, as both are printed rounded"
+    return compare_setup(claim, ours, recipes, rounded)
+
+
+def setup_t2r(claim: Claim) -> Finding:
+    """Compare the recipe of fine-tuning from Mistral 7B."""
+    config = t2r("gsa")
+    ours = {
+        "peak learning rate": config.optim.lr,
+        "warm-up steps": config.optim.warmup_fraction * config.steps,
+        "training length": config.seq_len,
+        "batch tokens": config.batch_size * config.seq_len,
+    }
+    rounded = {"warm-up steps": 1e-6, "training length": 0.03, "batch tokens": 0.05}
+    return compare_setup(claim, ours, "recipe t2r_gsa", rounded)
+
+
+def _state_numbers(config: TrainConfig) -> float:
+    """Return the floating-point numbers of a model's state, in L d; counters are left out."""
+    with torch.device("meta"):
+        states = config.model.build().init_state(1)
+    numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())
+    return numbers / (len(states) * config.model.d_model)
+
+
+def _parameters(config: TrainConfig) -> int:
+    with torch.device("meta"):
+        return config.model.build().num_parameters()
+
+
+def _first_mixer(config: TrainConfig) -> AbstractMixer:
+    with torch.device("meta"):
+        return config.model.mixers[0].build(config.model.d_model)
+
+
+def _gsa(config: TrainConfig) -> GSA:
+    mixer = _first_mixer(config)
+    assert isinstance(mixer, GSA)
+    return mixer

@@ -1,0 +1,146 @@
+"""RetNet's retention, the mixer: linear attention with a fixed decay a head, and rotary places."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
+from torch import Tensor, nn
+
+from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
+from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gla.padding import skip_padding
+
+
+@dataclass(frozen=True)
+class RetNetConfig:
+    """Multi-scale retention (arXiv:2307.08621); the defaults are the paper's baseline.
+
+    T2R's form is `expand_v=1.0, feature_map="relu", output_gate=False`.
+    """
+
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    """Heads of keys and values, shared by groups of query heads; None: one for each."""
+    expand_k: float = 1.0
+    """Width of all queries, in units of d_model."""
+    expand_v: float = 2.0
+    """Width of all heads' outputs, in units of d_model."""
+    feature_map: FeatureMap | None = None
+    """What queries and keys go through, before they are rotated."""
+    output_gate: bool = True
+    """Multiply the normalized output by a swish gate; without, it is normalized alone."""
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def build(self, d_model: int) -> "RetNet":
+        """Build the mixer.
+
+        Raises:
+            ValueError: if the widths do not divide, or a head's keys have an odd width.
+        """
+        return RetNet(self, d_model)
+
+
+class RetNetState(NamedTuple):
+    """What decoding carries."""
+
+    h: Tensor
+    """(B, HQ, K, V) float32: a memory for each query head, as each has its own decay."""
+    lengths: Tensor
+    """(B,) int64: the tokens that each row has seen."""
+
+
+class RetNet(AbstractMixer):
+    """Head h, from 0 on, decays by γ = 1 - 2^(-5-h) a token; queries and keys are rotated.
+
+    y = (RMSNorm(retention) ⊙ swish(x Wz)) Wo, the norm over each head, scale K^-1/2.
+    """
+
+    def __init__(self, config: RetNetConfig, d_model: int) -> None:
+        super().__init__()
+        check_feature_map(config.feature_map)
+        self.config, self.d_model = config, d_model
+        HQ, H, K, V = self.heads = plan_heads(
+            d_model, config.num_heads, config.num_kv_heads, config.expand_k, config.expand_v
+        )
+        if K % 2:
+            raise ValueError(f"rotary places need keys of an even width, got {K} channels a head")
+        self.q_proj = nn.Linear(d_model, HQ * K, bias=False)
+        self.k_proj = nn.Linear(d_model, H * K, bias=False)
+        self.v_proj = nn.Linear(d_model, H * V, bias=False)
+        self.z_proj = nn.Linear(d_model, HQ * V, bias=False) if config.output_gate else None
+        self.norm = nn.RMSNorm(V, eps=config.norm_eps)
+        self.o_proj = nn.Linear(HQ * V, d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RetNetState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, RetNetState | None]:
+        """Mix (B, T, C) along time; see AbstractMixer."""
+        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        T = x.shape[1]
+        HQ, H, K, V = self.heads
+        start = None if state is None else state.lengths
+        positions = sequence_positions(T, cu_seqlens, start, x.device)
+        angles = rope_angles(positions, K, self.config.rope_base)
+        q, k = (
+            apply_rope(apply_feature_map(part, self.config.feature_map), *angles)
+            for part in (
+                self.q_proj(x).unflatten(-1, (HQ, K)),
+                self.k_proj(x).unflatten(-1, (H, K)),
+            )
+        )
+        v = self.v_proj(x).unflatten(-1, (H, V))
+        if H < HQ:
+            k, v = (part.repeat_interleave(HQ // H, dim=2) for part in (k, v))
+        g = self._log_decay(x.device).expand(*x.shape[:2], HQ)[..., None]
+        k, g = skip_padding(k, g, lengths)
+        out, h = chunk_gla(
+            q, k, v, g, scale=K**-0.5, initial_state=None if state is None else state.h,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        y = self.norm(out).flatten(2)
+        if self.z_proj is not None:
+            y = y * F.silu(self.z_proj(x))
+        if state is not None:
+            state = RetNetState(h, state.lengths + (T if lengths is None else lengths))
+        return self.o_proj(y), state
+
+    def _log_decay(self, device: torch.device) -> Tensor:
+        """Return log γ of each query head, (HQ,) float32; γ itself would lose its digits."""
+        heads = torch.arange(self.heads.HQ, device=device, dtype=torch.float32)
+        return torch.log1p(-torch.exp2(-5 - heads))
+
+    def init_state(self, batch: int) -> RetNetState:
+        """Return the state before the first token."""
+        HQ, _, K, V = self.heads
+        weight = self.o_proj.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return RetNetState(
+            weight.new_zeros(batch, HQ, K, V, dtype=dtype),
+            torch.zeros(batch, dtype=torch.int64, device=weight.device),
+        )
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence: HQ K V values and a counter, at any length."""
+        HQ, _, K, V = self.heads
+        itemsize = torch.promote_types(self.o_proj.weight.dtype, torch.float32).itemsize
+        return HQ * K * V * itemsize + 8
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token, as the recurrence takes them.
+
+        Two a weight; 5 K V a head to decay, write and read its state; the output gate's products.
+        Rotation, norms and activations are not counted.
+        """
+        HQ, _, K, V = self.heads
+        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
+        gate = HQ * V if self.config.output_gate else 0
+        return 2 * weights + 5 * HQ * K * V + gate

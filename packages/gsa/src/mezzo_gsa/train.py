@@ -1,0 +1,8 @@
+"""`python -m mezzo_gsa.train RECIPE`: what `torchrun` starts on each process."""
+
+import sys
+
+from mezzo_gsa.__main__ import main
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])

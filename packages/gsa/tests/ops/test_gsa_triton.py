@@ -1,0 +1,372 @@
+"""Gated slot attention's kernels against the reference: here in the interpreter, or on a GPU.
+
+The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from mezzo_core.testing import assert_close, grads
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
+from mezzo_gsa.ops.gsa.chunked import chunked_gsa
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
+DTYPES = [torch.float32, torch.float16]
+BETWEEN = ["softmax", "none", "swish", "relu", "relu_squared"]
+gpu = pytest.mark.gpu
+
+
+def normal(*shape, seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=draws).to(DEVICE)
+
+
+def mix(gates, seed=9):
+    """Put a gate of -50 in the place of 30 % of them."""
+    return torch.where(normal(*gates.shape, seed=seed) > 0.52, -50.0, gates)
+
+
+def draw(
+    B, T, HQ=2, H=1, K=16, V=24, M=10, *, dtype=torch.float32, strength=False, state=False, seed=0
+):
+    """Draw inputs by name; `state` rows of initial memories, B of them if True, none if False."""
+    S = B if state is True else state
+    shapes = {"q": (HQ, K), "k": (H, K), "v": (H, V), "g": (H, M), "s": (H, M)}
+    x = {n: normal(B, T, *shape, seed=seed + i) for i, (n, shape) in enumerate(shapes.items())}
+    return {
+        **{name: x[name].to(dtype) for name in "qkv"},
+        "g": F.logsigmoid(x["g"]) / 8,
+        "s": x["s"].sigmoid() if strength else None,
+        "k0": normal(S, H, M, K, seed=seed + 5) if state else None,
+        "v0": normal(S, H, M, V, seed=seed + 6) if state else None,
+    }
+
+
+def call(op, k0=None, v0=None, **x):
+    """Call an op with the memories apart; return its results by name."""
+    out, (k, v) = op(**x, initial_state=None if k0 is None else GSAState(k0, v0))
+    return out, k, v
+
+
+def in_one_dtype(
+    q, k, v, g, s=None, k0=None, v0=None, *, scale=1.0, between="softmax", cu_seqlens=None
+):
+    """Run the reference's chunk form with every number in the dtype of q."""
+    dtype, (B, _, H, M) = q.dtype, g.shape
+    s = (-torch.expm1(g) if s is None else s).to(dtype)
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    zeros = (q.new_zeros(S, H, M, x.shape[3]) for x in (k, v))
+    state = GSAState(*zeros) if k0 is None else GSAState(k0.to(dtype), v0.to(dtype))
+    out, last = chunked_gsa(q, k, v, g.to(dtype), s, scale, between, state, cu_seqlens)
+    return out, *last
+
+
+def pull(fn, inputs, *, through_state):
+    """Return all results and gradients by name."""
+    k0, dtype = inputs["k0"], inputs["q"].dtype
+    shape = (*inputs["q"].shape[:3], inputs["v"].shape[3])
+    douts = [normal(*shape, seed=20).to(dtype), None, None]
+    if through_state:
+        shapes = (inputs[name].shape for name in ("k0", "v0"))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        douts[1:] = (normal(*shape, seed=21 + i).to(wide) for i, shape in enumerate(shapes))
+    if k0 is None:
+        inputs = {name: x for name, x in inputs.items() if name not in ("k0", "v0")}
+    results, found = grads(fn, inputs, tuple(douts))
+    named = dict(zip(("out", "final k", "final v"), results, strict=True))
+    return {**named, **{f"d{name}": x for name, x in found.items()}}
+
+
+def check(inputs, *, through_state=False, vanishes=(), truth=torch.float64, **form):
+    """Compare results and gradients with the reference, by the numerics rule.
+
+    The truth is the definition, or where that takes too long, the chunk form; the yardstick is the
+    chunk form with every number in the dtype of the inputs. What `vanishes` is zero on paper, and
+    the rounding of 16 bits in practice.
+    """
+    dtype, T = inputs["q"].dtype, inputs["q"].shape[1]
+
+    def run(fn, to=None):
+        x = {n: x if x is None or to is None else x.to(to) for n, x in inputs.items()}
+        return pull(fn, x, through_state=through_state)
+
+    def definition(**x):
+        return call(recurrent_gsa, **x, **form) if T <= 200 else in_one_dtype(**x, **form)
+
+    ours = run(lambda **x: call(chunk_gsa, **x, **form, impl="triton"))
+    low = {} if dtype == torch.float32 else run(lambda **x: in_one_dtype(**x, **form))
+    for name, expected in run(definition, truth).items():
+        rtol = 8e-3 if name in ("dg", "ds") and dtype != torch.float32 else LOW[dtype]
+        atol = 1e-3 if name in vanishes and dtype != torch.float32 else 1e-6
+        yardstick = None if name in vanishes else low.get(name)
+        assert_close(name, ours[name], expected, rtol=rtol, low=yardstick, factor=3, atol=atol)
+
+
+SHAPES = [  # T, HQ, H, K, V, M
+    (1, 1, 1, 16, 16, 16),
+    (63, 4, 2, 16, 40, 16),
+    (65, 2, 1, 24, 16, 5),
+    (130, 2, 2, 8, 72, 24),
+    (100, 1, 1, 40, 32, 64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_results_and_gradients_equal_the_reference(sizes, dtype):
+    check(draw(2 if sizes[0] == 63 else 1, *sizes, dtype=dtype), scale=sizes[3] ** -0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_flow_through_both_states(dtype):
+    check(draw(2, 70, dtype=dtype, state=True), through_state=True, scale=0.3)
+
+
+def test_memories_flow_from_segment_to_segment():
+    inputs = draw(1, 1100, 2, 1, 8, 8, 5, state=True, strength=True)  # 18 chunks: a segment has 16
+    inputs["g"] *= 0.02
+    check(inputs, through_state=True, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_strengths_and_every_way_between_the_passes(between, dtype):
+    inputs = draw(1, 70, dtype=dtype, strength=True)
+    check(inputs, between=between, scale=0.2)
+
+
+def test_without_gates_nothing_decays():
+    inputs = draw(1, 70, strength=True, state=True)
+    inputs["g"] = None
+    given = {**inputs, "g": torch.zeros_like(inputs["s"])}
+    for ours, expected in zip(
+        call(chunk_gsa, **inputs, impl="triton"), call(recurrent_gsa, **given), strict=True
+    ):
+        assert_close("result", ours, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[40, 0, 1, 65], [0, 16, 17], [64, 64, 0], [1]])
+@pytest.mark.parametrize("state", [False, True])
+def test_packed_sequences_equal_the_reference(lengths, state):
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    inputs = draw(1, sum(lengths), 2, 1, state=len(lengths) if state else False, strength=True)
+    check(inputs, through_state=state, cu_seqlens=borders, scale=0.3)
+
+
+@pytest.mark.parametrize("strength", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [0.0, -1e-4, -0.3, -1.0, -50.0, -1e4])
+def test_extreme_gates_equal_the_reference(gate, dtype, strength):
+    inputs = draw(1, 80, dtype=dtype, strength=strength, state=True)
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    vanishes = ("dg", "dk0", "dv0") if gate <= -50 else ()  # all is forgotten at once
+    check(inputs, through_state=True, vanishes=vanishes, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strength", [False, True])
+def test_mixtures_of_gates_equal_the_reference(strength, dtype):
+    inputs = draw(1, 130, 2, 1, dtype=dtype, strength=strength, state=True)
+    check({**inputs, "g": mix(inputs["g"])}, through_state=True, scale=0.3)
+
+
+def test_a_gate_that_is_not_a_number_shows():
+    inputs = draw(1, 70, 2, 2)
+    inputs["g"][0, 3, 0, 0] = float("nan")
+    out, k, _ = call(chunk_gsa, **inputs, impl="triton")
+    assert out[0, 3:, 0].isnan().all()
+    assert k[0, 0].isnan().any()
+    assert out[0, :, 1].isfinite().all(), "heads are apart"
+
+
+def run_all(inputs, **form):
+    """Return all results and gradients, with gradients through the state where there is one."""
+    through = inputs["k0"] is not None
+    fn = lambda **x: call(chunk_gsa, **x, **form, impl="triton")  # noqa: E731
+    return pull(fn, inputs, through_state=through)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_kept_memories_and_repeats_change_no_bit(state, packed):
+    borders = torch.tensor([0, 30, 70], device=DEVICE) if packed else None
+    inputs = draw(1, 70, state=2 if packed and state else state, strength=True)
+    once = run_all(inputs, cu_seqlens=borders)
+    for keep_states in (False, True):
+        again = run_all(inputs, cu_seqlens=borders, keep_states=keep_states)
+        assert all(torch.equal(once[name], again[name]) for name in once), keep_states
+
+
+def test_rows_do_not_depend_on_their_batch():
+    inputs = draw(3, 66, state=True)
+    inputs["g"][1] = mix(inputs["g"][1])
+    whole = run_all(inputs)
+    for row in range(3):
+        alone = {name: x if x is None else x[row : row + 1] for name, x in inputs.items()}
+        fn = lambda **x: call(chunk_gsa, **x, impl="triton")  # noqa: E731
+        for name, x in zip(("out", "final k", "final v"), fn(**alone), strict=True):
+            assert torch.equal(whole[name][row : row + 1], x), name
+
+
+def test_a_change_leaves_the_past_bit_equal():
+    inputs = draw(1, 80, strength=True)
+    out = call(chunk_gsa, **inputs, impl="triton")[0]
+    for t in (1, 50, 64):
+        for name in "qkvgs":
+            other = inputs[name].clone()
+            other[:, t:] -= 1.0
+            changed = call(chunk_gsa, **{**inputs, name: other}, impl="triton")[0]
+            assert torch.equal(changed[:, :t], out[:, :t]), f"{name} at {t} reached the past"
+            assert not torch.equal(changed[:, t:], out[:, t:]), f"{name} at {t} reached nothing"
+
+
+def test_inputs_may_be_parts_of_wider_tensors_and_expanded():
+    inputs = draw(2, 70, 2, 2, 16, 16)
+    wide = torch.cat([inputs[name].flatten(2) for name in "qkv"], -1)
+    parts = dict(zip("qkv", (x.unflatten(-1, (2, -1)) for x in wide.split(32, -1)), strict=True))
+    g = inputs["g"][:1, :1].expand(2, 70, -1, -1)
+    ours = call(chunk_gsa, **parts, g=g, impl="triton")
+    ref = call(chunk_gsa, **{**inputs, "g": g.contiguous()}, impl="triton")
+    assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))
+
+
+def test_single_tokens_of_turned_batches_are_read_where_they_are():
+    inputs = draw(1, 3, 2, 2)
+    turned = {name: inputs[name].transpose(0, 1) for name in "qkvg"}  # (3, 1, H, ·)
+    ours, ref = (call(chunk_gsa, **turned, impl=impl) for impl in ("triton", "reference"))
+    for x, y in zip(ours, ref, strict=True):
+        assert_close("result", x, y, rtol=1e-5)
+
+
+def test_gradients_come_through_one_result_alone():
+    inputs = {name: x for name, x in draw(1, 40).items() if name not in ("s", "k0", "v0")}
+    for through in range(3):
+        found = []
+        for impl in ("triton", "reference"):
+            fn = lambda i=impl, **x: call(chunk_gsa, **x, impl=i)  # noqa: E731
+            douts = [
+                normal(*x.shape, seed=30) if i == through else None
+                for i, x in enumerate(fn(**inputs))
+            ]
+            found.append(grads(fn, inputs, tuple(douts))[1])
+        for name, expected in found[1].items():
+            assert_close(f"d{name}", found[0][name], expected, rtol=1e-5, atol=1e-6)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("T", "state"), [(1000, True), (16_384, False)])
+def test_on_a_gpu_at_the_papers_widths(T, state, dtype):
+    inputs = draw(1, T, 4, 4, 512, 512, 64, dtype=dtype, state=state)
+    check(inputs, through_state=state, truth=torch.float32, scale=512**-0.5)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("HQ", "H", "K", "V", "M"),
+    [
+        (4, 4, 32, 32, 16),
+        (8, 2, 64, 64, 32),
+        (4, 2, 128, 128, 64),
+        (2, 1, 256, 256, 128),
+        (2, 2, 512, 512, 128),
+        (3, 1, 96, 160, 100),
+        (2, 2, 512, 32, 20),
+    ],
+)
+def test_on_a_gpu_every_width_in_every_dtype(HQ, H, K, V, M, dtype):
+    check(draw(2, 300, HQ, H, K, V, M, dtype=dtype), scale=K**-0.5)
+
+
+@gpu
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("strength", [False, True])
+def test_on_a_gpu_every_way_between_the_passes(strength, between):
+    inputs = draw(2, 500, 4, 2, 64, 64, 64, dtype=torch.bfloat16, strength=strength, state=True)
+    check(inputs, through_state=True, between=between, scale=0.05)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("gate", [0.0, -1e-4, -0.3, -1.0, -50.0, "mixture"])
+def test_on_a_gpu_extreme_gates(gate, dtype):
+    inputs = draw(1, 300, 2, 1, 64, 64, 64, dtype=dtype, state=True)
+    g = inputs["g"]
+    inputs["g"] = mix(g) if gate == "mixture" else torch.full_like(g, gate)
+    vanishes = ("dg", "dk0", "dv0") if gate == -50.0 else ()
+    check(inputs, through_state=True, vanishes=vanishes, scale=0.125)
+
+
+@gpu
+def test_on_a_gpu_packed_in_bfloat16():
+    lengths = [0, 900, 1, 5000, 63, 2200, 0]
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda")
+    inputs = draw(1, sum(lengths), 4, 2, 64, 96, 64, dtype=torch.bfloat16, state=len(lengths))
+    check(inputs, through_state=True, cu_seqlens=borders, scale=0.125)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_beyond_65536_tokens(dtype):
+    inputs = draw(1, 70_001, 2, 1, 32, 32, 16, dtype=dtype)
+    check(inputs, scale=32**-0.5)
+
+
+@gpu
+@pytest.mark.parametrize("state", [False, True])
+def test_on_a_gpu_rows_do_not_depend_on_their_batch(state):
+    inputs = draw(8, 1000, 4, 2, 128, 128, 64, dtype=torch.bfloat16)
+    inputs["g"][1] = mix(inputs["g"][1])
+    alone = {name: x if x is None else x[1:2] for name, x in inputs.items()}
+    results, row = (run_all(x, keep_states=state) for x in (inputs, alone))
+    again = run_all(inputs, keep_states=not state)
+    for name, x in results.items():
+        assert torch.equal(x, again[name]), name
+        if name in row and x.shape[0] == 8:
+            assert torch.equal(x[1:2], row[name]), name
+
+
+@gpu
+def test_on_a_gpu_a_change_leaves_the_past_bit_equal():
+    inputs = draw(1, 400, 2, 2, 128, 128, 64, dtype=torch.bfloat16)
+    out = call(chunk_gsa, **inputs, impl="triton")[0]
+    for t in (1, 100, 128, 300):
+        for name in "qkvg":
+            other = inputs[name].clone()
+            other[:, t:] -= 1.0
+            changed = call(chunk_gsa, **{**inputs, name: other}, impl="triton")[0]
+            assert torch.equal(changed[:, :t], out[:, :t]), f"{name} at {t} reached the past"
+            assert not torch.equal(changed[:, t:], out[:, t:]), f"{name} at {t} reached nothing"
+
+
+@gpu
+def test_on_a_gpu_a_new_length_compiles_nothing():
+    compiled = []
+
+    def train(B, T):
+        run_all(draw(B, T, 4, 2, 64, 64, 32, dtype=torch.bfloat16))
+
+    train(2, 1000)
+    train(1, 5000)  # several segments
+    hooks, before = triton.knobs.runtime, triton.knobs.runtime.jit_cache_hook
+    hooks.jit_cache_hook = lambda **call: compiled.append(call["fn"].name)
+    try:
+        for B, T in ((1, 1), (3, 2048), (1, 16_001), (2, 4097)):
+            train(B, T)
+        assert not compiled
+        run_all(draw(1, 100, 4, 2, 64, 64, 16, dtype=torch.bfloat16))
+        assert compiled, "the hook sees a compilation"
+    finally:
+        hooks.jit_cache_hook = before
+
+
+@gpu
+def test_on_a_gpu_the_reference_does_what_the_kernels_cannot():
+    inputs = draw(1, 70, 2, 1, M=129)
+    ours, ref = (call(chunk_gsa, **inputs, impl=impl) for impl in ("auto", "reference"))
+    assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))

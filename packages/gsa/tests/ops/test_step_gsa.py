@@ -1,0 +1,368 @@
+"""One decoding token in place: the reference, and the kernels in the interpreter or on a GPU.
+
+The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
+from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_packed_
+from mezzo_gsa.ops.gsa.triton_step import tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
+gpu = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
+BETWEEN = ["softmax", "none", "swish", "relu", "relu_squared"]
+SIZES = [  # B, HQ, H, M, K, V
+    (1, 2, 2, 16, 32, 32),
+    (2, 4, 2, 20, 40, 72),
+    (3, 3, 1, 64, 96, 32),
+    (1, 1, 1, 128, 32, 144),
+    pytest.param((1, 4, 4, 64, 512, 512), marks=gpu),
+    pytest.param((64, 32, 8, 64, 128, 128), marks=gpu),
+]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=draws).to(DEVICE, dtype)
+
+
+def draw(sizes, dtype):
+    B, HQ, H, M, K, V = sizes
+    return {
+        "q": normal(B, HQ, K, seed=1, dtype=dtype),
+        "k": normal(B, H, K, seed=2, dtype=dtype),
+        "v": normal(B, H, V, seed=3, dtype=dtype),
+        "g": normal(B, H, M, seed=4).sub(2).sigmoid().log() / 8,
+        "s": normal(B, H, M, seed=5).sigmoid(),
+        "state": GSAState(normal(B, H, M, K, seed=6), normal(B, H, M, V, seed=7)),
+    }
+
+
+def copy(state):
+    return GSAState(*(part.clone() for part in state))
+
+
+def upcast(inputs):
+    return {
+        name: x if x is None or isinstance(x, GSAState) else x.float() for name, x in inputs.items()
+    }
+
+
+def run(inputs, impl, **form):
+    """Return the output and the state afterwards, of a copy."""
+    state = copy(inputs["state"])
+    places = [part.data_ptr() for part in state]
+    with torch.no_grad():
+        out = step_gsa_(**{**inputs, "state": state}, impl=impl, **form)
+    assert [part.data_ptr() for part in state] == places
+    return out, state
+
+
+def check(inputs, **form):
+    dtype = inputs["q"].dtype
+    out, state = run(inputs, "triton", **form)
+    truth, after = run(upcast(inputs), "reference", **form)
+    low = None if dtype == torch.float32 else run(inputs, "reference", **form)[0]
+    assert out.dtype == dtype
+    assert_close("out", out, truth, rtol=LOW[dtype], low=low)
+    for name in ("k", "v"):
+        assert_close(f"state.{name}", getattr(state, name), getattr(after, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_kernels_equal_the_reference(sizes, dtype):
+    check({**draw(sizes, dtype), "s": None}, scale=sizes[4] ** -0.5)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_kernels_have_every_way_between_the_passes(between):
+    check({**draw((2, 4, 2, 20, 40, 72), torch.float32), "s": None}, scale=0.2, between=between)
+
+
+@pytest.mark.parametrize("missing", [(), ("g",), ("s",)], ids=str)
+def test_kernels_take_strengths_and_do_without_gates(missing):
+    inputs = draw((2, 4, 2, 20, 40, 72), torch.float32)
+    check({**inputs, **dict.fromkeys(missing)}, scale=0.2)
+
+
+@pytest.mark.parametrize("gate", [0.0, -1e-7, -1e-4, -0.1, -0.5, -50.0])
+def test_extreme_gates_write_their_exact_share(gate):
+    inputs = draw((1, 2, 2, 16, 32, 32), torch.float32)
+    empty = GSAState(*(torch.zeros_like(part) for part in inputs["state"]))
+    check({**inputs, "g": torch.full_like(inputs["g"], gate), "s": None, "state": empty})
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_steps_equal_the_recurrence(impl):
+    B, T, HQ, H, M, K, V = 2, 5, 4, 2, 20, 40, 24
+    q, k, v = normal(B, T, HQ, K, seed=1), normal(B, T, H, K, seed=2), normal(B, T, H, V, seed=3)
+    g = normal(B, T, H, M, seed=4).sigmoid().log()
+    expected = recurrent_gsa(q, k, v, g, scale=0.2)
+    state = GSAState(*(normal(B, H, M, D).zero_() for D in (K, V)))
+    outs = [
+        step_gsa_(q[:, t], k[:, t], v[:, t], g[:, t], None, state, scale=0.2, impl=impl)
+        for t in range(T)
+    ]
+    assert_close("out", torch.stack(outs, 1), expected.out, rtol=1e-5)
+    for name, old, new in zip(("k", "v"), state, expected.final_state, strict=True):
+        assert_close(f"state.{name}", old, new, rtol=1e-5)
+
+
+def draw_packed(sizes, dtype, *, constant=False, norm=True):
+    B, HQ, H, M, K, V = sizes
+    width = (HQ + H) * K + H * V + (0 if constant else H * M)
+    return {
+        "x": normal(B, width, seed=1, dtype=dtype),
+        "gate_logits": normal(H * M, seed=2) * 4 if constant else None,
+        "norm_weight": normal(HQ * V, seed=3).abs() if norm else None,
+        "num_heads": HQ,
+        "damping": 8.0,
+    }
+
+
+def run_packed(inputs, state, impl, **form):
+    state = copy(state)
+    with torch.no_grad():
+        y = step_gsa_packed_(**inputs, state=state, impl=impl, **form)
+    return y, state
+
+
+def check_packed(sizes, dtype, *, constant=False, norm=True, **form):
+    inputs = draw_packed(sizes, dtype, constant=constant, norm=norm)
+    state = draw(sizes, dtype)["state"]
+    y, after = run_packed(inputs, state, "triton", **form)
+    wide = {**inputs, "x": inputs["x"].float()}
+    truth, expected = run_packed(wide, state, "reference", **form)
+    low = None if dtype == torch.float32 else run_packed(inputs, state, "reference", **form)[0]
+    assert y.dtype == dtype
+    assert_close("y", y, truth, rtol=LOW[dtype], low=low)
+    for name in ("k", "v"):
+        assert_close(f"state.{name}", getattr(after, name), getattr(expected, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_layer_s_kernels_equal_the_reference(sizes, dtype):
+    check_packed(sizes, dtype, scale=0.2)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"constant": True},
+        {"norm": False},
+        {"swish": False},
+        {"between": "relu", "constant": True, "norm": False},
+    ],
+    ids=str,
+)
+def test_the_layer_s_kernels_have_every_form(form):
+    check_packed((2, 4, 2, 20, 40, 72), torch.float32, **form)
+
+
+@pytest.mark.parametrize("logit", [-100.0, -1.0, 0.0, 1.0, 9.0, 40.0])
+def test_the_layer_s_kernels_keep_the_digits_of_extreme_gates(logit):
+    sizes = (1, 2, 2, 16, 32, 32)
+    inputs = draw_packed(sizes, torch.float32, norm=False)
+    inputs["x"][:, -2 * 16 :] = logit
+    empty = GSAState(*(torch.zeros_like(part) for part in draw(sizes, torch.float32)["state"]))
+    (y, after), (truth, expected) = (
+        run_packed(inputs, empty, impl) for impl in ("triton", "reference")
+    )
+    assert_close("state.v", after.v, expected.v, rtol=2e-6)
+    assert_close("y", y, truth, rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_rows_of_a_wider_matrix_are_read_in_place(impl):
+    sizes = (3, 2, 1, 16, 32, 32)
+    inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    wide = normal(3, inputs["x"].shape[1] + 5)
+    wide[:, :-5] = inputs["x"]
+    y, _ = run_packed({**inputs, "x": wide[:, :-5]}, state, impl)
+    assert torch.equal(y, run_packed(inputs, state, impl)[0])
+
+
+def test_repeats_are_bit_equal_and_rows_do_not_mix():
+    sizes = (3, 4, 2, 20, 40, 72)
+    inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    y, _ = run_packed(inputs, state, "triton")
+    assert torch.equal(y, run_packed(inputs, state, "triton")[0])
+    row = GSAState(*(part[1:2] for part in state))
+    alone, _ = run_packed({**inputs, "x": inputs["x"][1:2]}, row, "triton")
+    assert_close("row 1", y[1:2], alone, rtol=1e-6)
+
+
+def test_a_gate_that_is_not_a_number_shows():
+    sizes = (2, 2, 2, 16, 32, 32)
+    inputs, state = (
+        draw_packed(sizes, torch.float32, norm=False),
+        draw(sizes, torch.float32)["state"],
+    )
+    inputs["x"][1, -1] = float("nan")  # row 1, head 1, last slot
+    y, after = run_packed(inputs, state, "triton")
+    assert y[1, 32:].isnan().all()
+    assert y[0].isfinite().all()
+    assert y[1, :32].isfinite().all()
+    assert after.k[1, 1, 15].isnan().all()
+    assert after.k[1, 1, :15].isfinite().all()
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 64, 4096])
+@pytest.mark.parametrize("width", [32, 100, 512])
+def test_tiles_fill_a_gpu_and_stay_wide_where_rows_do(num_heads, width):
+    size = tile(num_heads, width)
+    assert size in (16, 32, 64)
+    assert size == 16 or num_heads * -(-width // size) >= 256
+    assert size == 64 or num_heads * -(-width // (2 * size)) < 256
+
+
+def test_registered_ops_are_sound():
+    sizes = (2, 4, 2, 16, 32, 32)
+    inputs, packed = draw(sizes, torch.float32), draw_packed(sizes, torch.float32)
+    ops = torch.ops.mezzo_gsa
+    parts = [inputs[name] for name in "qkvg"]
+    torch.library.opcheck(ops.gsa_step_, (*parts, None, *inputs["state"], 0.2, "softmax"))
+    torch.library.opcheck(
+        ops.gsa_step_packed_,
+        (
+            *(packed[name] for name in ("x", "gate_logits", "norm_weight")),
+            *inputs["state"],
+            *(4, 8.0, 1e-5, True, 1.0, "softmax"),
+        ),
+    )
+
+
+def test_a_compiled_step_is_one_graph():
+    sizes = (2, 4, 2, 16, 32, 32)
+    inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    ours = copy(state)
+    compiled = torch.compile(step_gsa_packed_, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        y = compiled(**inputs, state=ours, impl="triton")
+    expected, after = run_packed(inputs, state, "triton")
+    assert torch.equal(y, expected)
+    assert torch.equal(ours.k, after.k)
+    assert torch.equal(ours.v, after.v)
+
+
+@gpu
+@pytest.mark.parametrize("gate", ["token", "constant"])
+def test_a_graph_of_the_layer_s_step_equals_its_forward(gate):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        mixer = GSAConfig(4, num_slots=64, gate=gate).build(2048).bfloat16()
+    prompt, tokens = (
+        normal(1, 30, 2048, dtype=torch.bfloat16),
+        normal(1, 8, 2048, seed=1).bfloat16(),
+    )
+    with torch.inference_mode():
+        whole, _ = mixer(torch.cat([prompt, tokens], 1))
+        _, start = mixer(prompt, mixer.init_state(1))
+        state = mixer.reserve(start, 8)
+        x = tokens[:, :1].clone()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mixer.step(x, state)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = mixer.step(x, state)
+        for own, first in zip(state, start, strict=True):
+            own.copy_(first)
+        outs = []
+        for t in range(8):
+            x.copy_(tokens[:, t : t + 1])
+            graph.replay()
+            outs.append(y.clone())
+    assert_close("steps", torch.cat(outs, 1), whole[:, 30:], rtol=1e-2)
+
+
+def test_what_needs_gradients_is_refused():
+    inputs = draw((1, 2, 2, 16, 32, 32), torch.float32)
+    with pytest.raises(RuntimeError, match="step_gsa_ overwrites the state"):
+        step_gsa_(**{**inputs, "v": inputs["v"].requires_grad_()})
+    packed = draw_packed((1, 2, 2, 16, 32, 32), torch.float32)
+    packed["norm_weight"].requires_grad_()
+    with pytest.raises(RuntimeError, match="step_gsa_packed_ overwrites the state"):
+        step_gsa_packed_(**packed, state=inputs["state"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda i: {"q": i["q"][:, None]}, ValueError, "k must have the batch"),
+        (lambda i: {"k": i["k"][..., :8]}, ValueError, "k must be as wide as q"),
+        (lambda i: {"v": i["v"].half()}, TypeError, "v must have the dtype of q"),
+        (lambda i: {"g": None, "s": None}, ValueError, "g or s must be given"),
+        (lambda i: {"g": i["g"][:, :1]}, ValueError, r"g must end in \(H, M\)"),
+        (lambda i: {"between": "max"}, ValueError, "between must be one of"),
+        (lambda i: {"state": GSAState(i["state"].v, i["state"].v)}, ValueError, r"state\.k must"),
+        (
+            lambda i: {"state": GSAState(i["state"].k, i["state"].v.double())},
+            TypeError,
+            r"state\.v must be torch\.float32, got torch\.float64",
+        ),
+        (lambda i: {"impl": "fast"}, ValueError, "impl must be one of"),
+        (
+            lambda i: {"state": GSAState(i["state"].k.mT.contiguous().mT, i["state"].v)},
+            ValueError,
+            "does not support a state that is not contiguous",
+        ),
+    ],
+)
+def test_input_that_does_not_fit_is_named(change, error, message):
+    inputs = {**draw((1, 2, 2, 16, 32, 40), torch.float32), "impl": "triton"}
+    with pytest.raises(error, match=message):
+        step_gsa_(**{**inputs, **change(inputs)})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_heads": 3}, ValueError, "num_heads must be a multiple of the state's 2, got 3"),
+        ({"num_heads": 4}, ValueError, r"x must be \(B, 304\) for this state"),
+        ({"x": torch.zeros(1, 240, dtype=torch.int32)}, TypeError, "x must be floating-point"),
+        ({"gate_logits": torch.zeros(32)}, ValueError, r"x must be \(B, 208\)"),
+        ({"norm_weight": torch.zeros(3)}, ValueError, r"norm_weight must be \(80,\)"),
+        ({"between": "max"}, ValueError, "between must be one of"),
+        ({"x": torch.zeros(2, 240)}, ValueError, r"state\.k must be \(2, 2, 16, 32\)"),
+    ],
+)
+def test_a_projection_that_does_not_fit_is_named(change, error, message):
+    sizes = (1, 2, 2, 16, 32, 40)
+    state = draw(sizes, torch.float32)["state"]
+    change = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}
+    with pytest.raises(error, match=message):
+        step_gsa_packed_(**{**draw_packed(sizes, torch.float32), **change}, state=state)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((1, 1, 1, 129, 32, 32), "M = 129"), ((1, 1, 1, 16, 32, 520), "V = 520")],
+)
+def test_sizes_without_a_kernel_are_named_and_run_by_the_reference(sizes, message):
+    inputs = {**draw(sizes, torch.float32), "s": None}
+    with pytest.raises(ValueError, match=f'impl="triton" does not support .*{message}'):
+        run(inputs, "triton")
+    assert torch.equal(run(inputs, "auto")[0], run(inputs, "reference")[0])
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_and_once_for_all_batches():
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[1] / "children" / "compile_step.py"
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

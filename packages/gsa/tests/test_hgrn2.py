@@ -1,0 +1,132 @@
+"""The HGRN2 mixer: the contract of a mixer, its definition, its lower bounds and its sizes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.init import init_weights
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+    check_step,
+)
+from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
+
+C = 16
+CONFIGS = [HGRN2Config(head_dim=4), HGRN2Config(head_dim=8, lower_bound=0.75)]
+
+
+@pytest.fixture(params=CONFIGS, ids=str)
+def mixer(request):
+    torch.manual_seed(0)
+    mixer = request.param.build(C)
+    init_weights(mixer, std=0.5)
+    return mixer
+
+
+def test_it_keeps_every_law_of_a_mixer(mixer):
+    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_causal(mixer, d_model=C, num_tokens=14)
+    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+    check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, C, [2, 0, 1, 4, 9], 6)
+    check_state_bytes(mixer, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lower_bound", [0.0, 0.75])
+def test_it_keeps_every_law_on_a_gpu(lower_bound):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        mixer = HGRN2Config(head_dim=64, lower_bound=lower_bound).build(128)
+    init_weights(mixer, std=0.2)
+    check_segments(mixer, d_model=128, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_causal(mixer, d_model=128, num_tokens=14)
+    check_packed(mixer, 128, [5, 0, 1, 4, 9, 0])
+    check_ragged(mixer, 128, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, 128, [2, 0, 1, 4, 9], 6)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.25])
+def test_it_is_the_definition(bound):
+    torch.manual_seed(0)
+    mixer = HGRN2Config(head_dim=4, lower_bound=bound).build(4).double()
+    init_weights(mixer, std=0.5)
+    x = torch.randn(1, 6, 4, dtype=torch.float64)
+    q, v = F.silu(mixer.q_proj(x)[0]), mixer.v_proj(x)[0]
+    alpha = bound + (1 - bound) * torch.sigmoid(mixer.g_proj(x)[0])
+    S, outs = torch.zeros(4, 4, dtype=torch.float64), []
+    for t in range(6):
+        S = alpha[t, :, None] * S + torch.outer(1 - alpha[t], v[t])
+        outs.append(S.T @ q[t])
+    o = torch.stack(outs)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_close("y", mixer(x)[0][0], mixer.o_proj(o), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.25])
+def test_gates_keep_their_digits_where_nothing_or_all_is_forgotten(bound):
+    mixer = HGRN2Config(head_dim=4, lower_bound=bound).build(4)
+    logits = torch.tensor([-200.0, -20.0, 0.0, 20.0, 80.0])
+    k, g = mixer._gate(logits)
+    forgotten = (1 - bound) * torch.sigmoid(-logits.double())
+    assert_close("1 - alpha", k, forgotten, rtol=1e-6)
+    assert torch.allclose(-torch.expm1(g.double()), forgotten, rtol=1e-5, atol=1e-7)
+    assert (g <= 0).all()
+
+
+def test_bounds_rise_with_depth_from_zero():
+    assert lower_bounds(4) == [0.0, 0.25, 0.5, 0.75]
+    assert lower_bounds(1) == [0.0]
+    # what the paper's softmax over layers, summed below each, gives for equal logits
+    share = torch.zeros(5, dtype=torch.float64).softmax(0)
+    assert lower_bounds(5) == pytest.approx((share.cumsum(0) - share[0]).tolist())
+    with pytest.raises(ValueError, match="num_layers must be 1 or more, got 0"):
+        lower_bounds(0)
+
+
+def test_no_gate_falls_below_the_bound():
+    torch.manual_seed(0)
+    mixer = HGRN2Config(head_dim=4, lower_bound=0.5).build(4)
+    _, g = mixer._gate(30 * torch.randn(1000))
+    assert g.exp().min() >= 0.5 - 1e-6
+    assert g.exp().max() <= 1.0
+
+
+def test_a_layer_of_the_paper_has_four_squares_and_128_d_numbers_of_state():
+    with torch.device("meta"):
+        mixer = HGRN2Config().build(2048)
+    assert sum(p.numel() for p in mixer.parameters()) == 4 * 2048**2 + 2048  # norm: C
+    assert mixer.state_bytes(1) == mixer.state_bytes(10**6) == 4 * 128 * 2048
+    assert mixer.flops_per_token(7) == 8 * 2048**2 + 5 * 128 * 2048
+
+
+def test_gradients_reach_every_weight(mixer):
+    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
+    for name, weight in mixer.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+def test_bfloat16_weights_give_bfloat16_outputs_and_a_float32_state():
+    mixer = HGRN2Config(head_dim=8, lower_bound=0.5).build(C).bfloat16()
+    y, state = mixer(torch.randn(2, 6, C, dtype=torch.bfloat16), mixer.init_state(2))
+    assert y.dtype == torch.bfloat16
+    assert state.h.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (HGRN2Config(), "head_dim must divide d_model = 16, got 128"),
+        (HGRN2Config(head_dim=0), "head_dim must divide d_model = 16, got 0"),
+        (HGRN2Config(head_dim=4, lower_bound=1.0), r"lower_bound must be in \[0, 1\), got 1.0"),
+        (HGRN2Config(head_dim=4, lower_bound=-0.1), r"lower_bound must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_impossible_configurations_are_refused_when_they_are_built(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.build(C)

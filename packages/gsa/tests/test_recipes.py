@@ -1,0 +1,121 @@
+"""The recipes: the paper's models and settings, and that all of them can be built."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.errors import UserError
+from mezzo_core.nn import AttentionConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SETTINGS, find_recipe
+
+
+@cache
+def on_meta(name):
+    with torch.device("meta"):
+        return RECIPES[name]().model.build()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_its_model_and_bears_its_name(name):
+    config = find_recipe(name)
+    assert config.name == name
+    assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
+    assert len(on_meta(name).blocks) == len(config.model.mixers)
+
+
+@pytest.mark.parametrize(
+    ("setting", "C", "F", "layers", "H", "said"),
+    [("1p3b", 2048, 5632, 24, 4, 1.3e9), ("2p7b", 2560, 6912, 32, 5, 2.7e9)],
+)
+def test_the_papers_models_have_the_papers_sizes(setting, C, F, layers, H, said):
+    norms, embeddings = (2 * layers + 1) * C, 2 * 32_000 * C
+    attention = layers * (4 * C**2 + 3 * C * F) + embeddings + norms
+    gsa = attention + layers * (C * H * 64 + C)
+    assert on_meta(f"{setting}_attention").num_parameters() == attention
+    assert on_meta(f"{setting}_gsa").num_parameters() == gsa
+    assert on_meta(f"{setting}_hgrn2").num_parameters() == attention + layers * C
+    assert gsa == pytest.approx(said, rel=0.06)  # 1.38B and 2.73B: the paper's names are round
+
+
+@pytest.mark.parametrize("setting", ["1p3b", "2p7b"])
+def test_models_of_one_size_have_about_as_many_weights(setting):
+    counts = {name: on_meta(f"{setting}_{name}").num_parameters() for name in PAPER_NAMES}
+    assert max(counts.values()) < 1.02 * min(counts.values())
+
+
+@pytest.mark.parametrize("setting", ["340m", "1p3b", "2p7b"])
+@pytest.mark.parametrize(
+    ("architecture", "size"), [("retnet", 512), ("gla", 256), ("hgrn2", 128), ("gsa", 128)]
+)
+def test_states_have_the_sizes_of_appendix_c(setting, architecture, size):
+    model = on_meta(f"{setting}_{architecture}")
+    numbers = sum(x.numel() for s in model.init_state(1) for x in s if x.is_floating_point())
+    assert numbers == size * len(model.blocks) * model.embed.embedding_dim
+
+
+def test_a_layer_of_the_small_model_has_4_125_d2_weights():
+    mixer = on_meta("1p3b_gsa").blocks[0].mixer
+    assert sum(w.numel() for w in mixer.parameters() if w.ndim == 2) == 4.125 * 2048**2
+
+
+@pytest.mark.parametrize(
+    ("setting", "tokens", "batch"), [("340m", 1e10, 2**19), ("1p3b", 1e11, 2**21)]
+)
+def test_models_train_as_the_paper_says(setting, tokens, batch):
+    config = find_recipe(f"{setting}_gsa")
+    assert config.seq_len * config.batch_size == batch
+    assert config.steps * batch == pytest.approx(tokens, rel=1e-3)
+    optim = config.optim
+    assert (optim.lr, optim.min_lr, optim.weight_decay) == (3e-4, 3e-5, 0.01)
+    assert optim.warmup_fraction * tokens == pytest.approx(1e9)
+    assert (config.model.vocab_size, config.model.init_std) == (32_000, 0.02)
+    assert not config.model.tie_embeddings
+
+
+def test_the_ablation_of_table_2_changes_one_thing_at_a_time():
+    gsa = find_recipe("340m_gsa")
+    base = gsa.model.mixers[0]
+    changes = {
+        "gsa_constant_decay": {"gate": "constant"},
+        "gsa_between_none": {"between": "none"},
+        "gsa_between_swish": {"between": "swish"},
+        "gsa_between_relu": {"between": "relu"},
+        "gsa_between_relu_squared": {"between": "relu_squared"},
+        "gsa_m32": {"num_slots": 32},
+        "gsa_m128": {"num_slots": 128},
+    }
+    assert {*changes, "gsa", "abc"} == set(ABLATION)
+    assert base == GSAConfig(num_heads=4, num_slots=64, damping=8.0)
+    for architecture, change in changes.items():
+        other = find_recipe(f"340m_{architecture}")
+        mixers = (replace(base, **change),) * 24
+        model = replace(gsa.model, mixers=mixers)
+        assert other == replace(gsa, name=other.name, model=model)
+
+
+def test_hybrids_alternate_gsa_and_attention():
+    mixers = find_recipe("1p3b_gsa_attention").model.mixers
+    assert mixers == (GSAConfig(num_heads=4), AttentionConfig(head_dim=64)) * 12
+
+
+def test_upper_layers_of_hgrn2_remember_longer():
+    bounds = [mixer.lower_bound for mixer in find_recipe("2p7b_hgrn2").model.mixers]
+    assert bounds[0] == 0
+    assert bounds == sorted(set(bounds))
+
+
+@pytest.mark.parametrize("architecture", SETTINGS["tiny"][1])
+def test_tiny_models_have_about_a_million_weights(architecture):
+    assert 0.9e6 < on_meta(f"tiny_{architecture}").num_parameters() < 1.3e6
+
+
+def test_every_architecture_is_trained_somewhere():
+    assert {name for _, names in SETTINGS.values() for name in names} == set(ARCHITECTURES)
+
+
+def test_a_misspelt_recipe_is_answered_with_the_nearest_names():
+    with pytest.raises(UserError, match=r"'tiny_gas'; did you mean tiny_gsa"):
+        find_recipe("tiny_gas")

@@ -1,0 +1,143 @@
+"""The RetNet mixer: the contract of a mixer, its definition, its decays, its sizes and costs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.init import init_weights
+from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+    check_step,
+)
+from mezzo_gsa.retnet import RetNetConfig
+
+C = 16
+CONFIGS = [
+    RetNetConfig(num_heads=2),
+    RetNetConfig(
+        num_heads=4, num_kv_heads=2, expand_v=1.0, feature_map="relu", output_gate=False
+    ),
+    RetNetConfig(num_heads=1, expand_k=0.25, rope_base=100.0),
+]  # fmt: skip
+
+
+@pytest.fixture(params=CONFIGS, ids=str)
+def mixer(request):
+    torch.manual_seed(0)
+    mixer = request.param.build(C)
+    init_weights(mixer, std=0.5)
+    return mixer
+
+
+def test_it_keeps_every_law_of_a_mixer(mixer):
+    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_causal(mixer, d_model=C, num_tokens=14)
+    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+    check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, C, [2, 0, 1, 4, 9], 6)
+    check_state_bytes(mixer, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_it_keeps_every_law_on_a_gpu(config):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        mixer = config.build(128)
+    init_weights(mixer, std=0.2)
+    check_segments(mixer, d_model=128, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_causal(mixer, d_model=128, num_tokens=14)
+    check_packed(mixer, 128, [5, 0, 1, 4, 9, 0])
+    check_ragged(mixer, 128, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, 128, [2, 0, 1, 4, 9], 6)
+
+
+def test_it_is_the_definition_as_a_decayed_product_of_rotated_queries_and_keys():
+    torch.manual_seed(0)
+    mixer = RetNetConfig(num_heads=2, num_kv_heads=1).build(8).double()
+    init_weights(mixer, std=0.5)
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    angles = rope_angles(torch.arange(7), 4)
+    q = apply_rope(mixer.q_proj(x).unflatten(-1, (2, 4)), *angles)
+    k = apply_rope(mixer.k_proj(x).unflatten(-1, (1, 4)), *angles)
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).clamp(min=0)
+    gamma = torch.tensor([1 - 2**-5, 1 - 2**-6], dtype=torch.float64)
+    decay = (gamma[:, None, None] ** distance).tril()
+    scores = torch.einsum("thk,sk->hts", q[0], k[0, :, 0]) / 4**0.5 * decay
+    o = torch.einsum("hts,sv->thv", scores, mixer.v_proj(x)[0])
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = mixer.o_proj(o.flatten(1) * F.silu(mixer.z_proj(x)[0]))
+    assert_close("y", mixer(x)[0][0], expected, rtol=1e-6)
+
+
+def test_many_heads_decay_by_less_than_float32_can_tell_from_one():
+    mixer = RetNetConfig(num_heads=32).build(64)
+    log_decay = mixer._log_decay(torch.device("cpu")).double()
+    expected = torch.log1p(-(2.0 ** (-5 - torch.arange(32, dtype=torch.float64))))
+    assert_close("log decay", log_decay, expected, rtol=1e-6)
+    assert (log_decay < 0).all()
+
+
+def test_places_go_on_from_the_state():
+    torch.manual_seed(0)
+    mixer = RetNetConfig(num_heads=2).build(C)
+    _, state = mixer(torch.randn(2, 5, C), mixer.init_state(2), lengths=torch.tensor([5, 2]))
+    assert state.lengths.tolist() == [5, 2]
+    x = torch.randn(2, 3, C)
+    fresh = state._replace(lengths=torch.zeros_like(state.lengths))
+    assert not torch.allclose(mixer(x, state)[0], mixer(x, fresh)[0])
+
+
+def test_a_layer_of_the_paper_has_eight_squares_and_512_d_numbers_of_state():
+    with torch.device("meta"):
+        mixer = RetNetConfig(num_heads=8).build(2048)  # the paper's key heads are 256 wide
+    assert sum(p.numel() for p in mixer.parameters()) == 8 * 2048**2 + 512  # norm: V
+    assert mixer.heads == (8, 8, 256, 512)
+    assert mixer.state_bytes(1) == mixer.state_bytes(10**6) == 4 * 512 * 2048 + 8
+
+
+def test_flops_are_the_weights_twice_and_the_state_five_times():
+    with torch.device("meta"):
+        mixer = RetNetConfig(num_heads=8).build(2048)
+    assert mixer.flops_per_token(7) == 2 * 8 * 2048**2 + 5 * 512 * 2048 + 2 * 2048
+
+
+def test_t2r_adds_no_weights_but_the_norm():
+    config = RetNetConfig(32, 8, expand_v=1.0, feature_map="relu", output_gate=False)
+    with torch.device("meta"):
+        mixer = config.build(4096)
+    projections = 2 * 4096**2 + 2 * 4096 * 1024  # q and o; k and v of 8 heads
+    assert sum(p.numel() for p in mixer.parameters()) == projections + 128
+
+
+def test_gradients_reach_every_weight(mixer):
+    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
+    for name, weight in mixer.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+def test_bfloat16_weights_give_bfloat16_outputs_and_a_float32_state():
+    mixer = RetNetConfig().build(C).bfloat16()
+    y, state = mixer(torch.randn(2, 6, C, dtype=torch.bfloat16), mixer.init_state(2))
+    assert y.dtype == torch.bfloat16
+    assert state.h.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RetNetConfig(num_heads=3), "expand_k must give each of the 3 heads a whole number"),
+        (RetNetConfig(num_heads=16), "keys of an even width, got 1 channels a head"),
+        (RetNetConfig(num_kv_heads=3), "num_kv_heads must divide num_heads = 4, got 3"),
+        (RetNetConfig(feature_map="exp"), "feature_map must be None or 'relu', got 'exp'"),
+    ],
+)
+def test_impossible_configurations_are_refused_when_they_are_built(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.build(C)
