@@ -19,6 +19,10 @@ import torch
 
 FLUSHED_BYTES = 2**29
 """Ten times the L2 cache of a Hopper GPU."""
+AHEAD = 16
+"""Flushes before a timed call: 2 ms of work, in which the host gets ahead of a Hopper GPU. Else an
+op of many short kernels would be timed by how fast Python launches them."""
+MOST_CALLS = 200
 CAPTURE_WARMUP = 2
 
 
@@ -46,7 +50,8 @@ def measure(
 ) -> Timing:
     """Time `fn` for about `seconds` after `warmup` calls.
 
-    On a GPU the L2 cache is flushed before each timed call, which also lets the host get ahead.
+    On a GPU the L2 cache is flushed before each timed call, which also lets the host get ahead; no
+    more than MOST_CALLS are timed.
 
     Args:
         fn: what is timed.
@@ -81,7 +86,7 @@ def _measure_cuda(
     start = time.perf_counter()
     fn()
     torch.cuda.synchronize()
-    calls = max(least, int(seconds / (time.perf_counter() - start)))
+    calls = max(least, min(MOST_CALLS, int(seconds / (time.perf_counter() - start))))
     peak_gb = torch.cuda.max_memory_allocated() / 1e9
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     events = [
@@ -89,7 +94,8 @@ def _measure_cuda(
     ]
     for first, last in zip(*events, strict=True):
         reset()
-        flush.zero_()
+        for _ in range(AHEAD):
+            flush.zero_()
         first.record()
         fn()
         last.record()

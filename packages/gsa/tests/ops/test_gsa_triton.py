@@ -167,6 +167,22 @@ def test_extreme_gates_equal_the_reference(gate, dtype, strength):
     check(inputs, through_state=True, vanishes=vanishes, scale=0.3)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *itertools.product([1e-4, 1e-2], DTYPES),
+        (1e-6, torch.float32),
+    ],  # float16 has few digits there
+)
+def test_gates_near_one_write_their_exact_share(size, dtype):
+    inputs = draw(1, 70, dtype=dtype)
+    inputs["g"] = -size * inputs["g"].exp()  # nothing but what they write is in the memories
+    exact = {name: x if x is None else x.double() for name, x in inputs.items()}
+    ours, ref = call(chunk_gsa, **inputs, impl="triton"), call(recurrent_gsa, **exact)
+    for name, x, expected in zip(("out", "final k", "final v"), ours, ref, strict=True):
+        assert_close(name, x, expected, rtol=LOW[dtype])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strength", [False, True])
 def test_mixtures_of_gates_equal_the_reference(strength, dtype):

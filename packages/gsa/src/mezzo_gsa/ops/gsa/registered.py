@@ -42,9 +42,11 @@ Flat = tuple[
 ]  # fmt: skip
 
 
-def chunk_length(dtype: torch.dtype) -> int:
-    """Return L: float32 has longer rows, and gets shorter chunks."""
-    return 64 if dtype == torch.float32 else 128
+def chunk_length(dtype: torch.dtype, num_slots: int) -> int:
+    """Return L: as long as what a program holds of a chunk fits on the chip."""
+    if dtype == torch.float32:
+        return 64 if num_slots <= 64 else 32
+    return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -75,7 +77,7 @@ def _forward(
         check_borders("chunk_gsa", cu_seqlens, parts[0].shape[1])
     x = _inputs(parts, s)
     B, T = x.q.shape[:2]
-    chunks = lay_chunks(B, T, chunk_length(x.q.dtype), cu_seqlens)
+    chunks = lay_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
     with torch.cuda.device_of(x.q):
         first = _contiguous(k0), _contiguous(v0)
         memory, *last = triton.run_memory(x, *first, triton.Form(*form), chunks)
@@ -86,7 +88,7 @@ def _forward(
     # No two results may be one tensor, not even an empty one.
     swished = x.q.new_empty(0)
     made = [x.q.new_empty(0) if m is None else m for m in (*made, *kept)]
-    return Results(o, *last, *made, swished)
+    return Results(*(o, *last, *made, swished))
 
 
 def _fake_forward(
@@ -98,11 +100,12 @@ def _fake_forward(
 ) -> Flat:
     q, _, v, g = parts
     (B, T, HQ, K), (H, V, M) = q.shape, (*v.shape[2:], g.shape[3])
-    length = chunk_length(q.dtype)
+    length = chunk_length(q.dtype, M)
     chunks = lay_chunks(B, T, length, cu_seqlens)
     N, NS, S = chunks.num_chunks, chunks.num_segments, chunks.num_sequences
     fp32, dtype = torch.float32, q.dtype
     sums = torch.float64 if dtype == fp32 else fp32
+    strengths = fp32 if dtype == torch.float16 else dtype
     states = keep_states and differentiable
     starts = states and (chunks.is_split or k0 is not None)
     return Results(
@@ -112,7 +115,7 @@ def _fake_forward(
         q.new_empty(B, T, HQ, M, dtype=fp32) if differentiable else q.new_empty(0),
         q.new_empty(B, T, HQ, M) if differentiable else q.new_empty(0),
         q.new_empty(B, T, H, M, dtype=sums) if states else q.new_empty(0),
-        q.new_empty(B, T, H, M) if states else q.new_empty(0),
+        q.new_empty(B, T, H, M, dtype=strengths) if states else q.new_empty(0),
         q.new_empty(B, T, H, M) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(N, H, dtype=torch.int32) if states else q.new_empty(0),
@@ -145,7 +148,7 @@ def _backward(
 
     x = _inputs(parts, s)
     (B, T, HQ), H = x.q.shape[:3], x.k.shape[2]
-    chunks = lay_chunks(B, T, chunk_length(x.q.dtype), cu_seqlens)
+    chunks = lay_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
     logits, weights, *kept, _ = kept
     grouped = HQ > H
     dq, dk, dv, dg = grads
@@ -389,8 +392,8 @@ def gsa_packed_bwd(
         y = kept[-1] if kept[-1].numel() else _swished(x)
     q, k, v, _ = unpack(y, num_heads, num_kv_heads, num_slots)
     first = _backward(
-        do, dk_last, dv_last, (q, k, v, raw[3]), raw if swish else None, None, k0, v0, cu_seqlens, kept, grads,
-        None, (scale, between, damping),
+        do, dk_last, dv_last, (q, k, v, raw[3]), raw if swish else None, None, k0, v0, cu_seqlens,
+        kept, grads, None, (scale, between, damping),
     )  # fmt: skip
     return (dx, *first)
 

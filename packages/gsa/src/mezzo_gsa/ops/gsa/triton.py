@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
@@ -18,8 +19,13 @@ from mezzo_gsa.ops.gsa.triton_slots import slots_bwd_kernel, slots_fwd_kernel
 from mezzo_gsa.ops.gsa.triton_tokens import swish_kernel, tokens_kernel
 from mezzo_gsa.ops.states import padded, precision, run_states
 
-MILD = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 10.0}
+MILD = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
 """Where a chunk has decayed by less than exp(-MILD), factors of exp(MILD / 2) lose no digits."""
+
+
+def inner_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of factors and strengths: float16 has too few exponents for them."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class Form(NamedTuple):
@@ -65,7 +71,8 @@ def run_memory(
     # One precision up: differences of running sums must keep the digits that results have.
     sums = torch.float64 if dtype == torch.float32 else torch.float32
     running = torch.empty((B, T, H, M), dtype=sums, device=x.k.device)
-    strength, write = (torch.empty_like(running, dtype=dtype) for _ in range(2))
+    write = torch.empty_like(running, dtype=dtype)
+    strength = torch.empty_like(running, dtype=inner_dtype(dtype))
     decay = torch.empty((chunks.num_chunks, H, M), device=x.k.device)
     rough = torch.empty((chunks.num_chunks, H), dtype=torch.int32, device=x.k.device)
     gate_kernel[(chunks.num_chunks * H,)](
@@ -199,19 +206,25 @@ def _chunk_settings(x: Inputs, chunks: Chunks) -> dict[str, Any]:
         "BM": padded(x.g.shape[3]),
         "SEGMENT": SEGMENT,
         "PRECISION": precision(x.q.dtype),
-        "num_warps": 8,
+        "num_warps": 4 if chunks.length < 128 and x.g.shape[3] <= 64 else 8,
         "num_stages": 2,
     }
 
 
 def _levels(x: Inputs, chunks: Chunks) -> dict[str, Any]:
-    return {"LEVELS": chunks.length.bit_length() - 1, "MILD": MILD[x.q.dtype]}
+    inner = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
+    return {
+        "LEVELS": chunks.length.bit_length() - 1,
+        "MILD": MILD[x.q.dtype],
+        "INNER": inner[x.q.dtype],
+    }
 
 
 def _squares(x: Inputs, chunks: Chunks) -> Tensor:
     """Return room for what tokens read of each other: (chunks · HQ, L, L)."""
     L = chunks.length
-    return x.q.new_empty(chunks.num_chunks * x.q.shape[2], L, L)
+    shape = (chunks.num_chunks * x.q.shape[2], L, L)
+    return x.q.new_empty(shape, dtype=inner_dtype(x.q.dtype))
 
 
 def _tile(x: Tensor) -> int:

@@ -8,7 +8,8 @@ depends on what came before t only, so outputs never depend on the future, not i
 
 Each kernel has two forms: with levels (EXACT), for chunks that are `rough` in some slot, and
 without, whose registers levels would cost. Both are launched, and each leaves the other's chunks
-alone. With the gates of trained models nearly all chunks are mild.
+alone. With the gates of trained models nearly all chunks are mild. Factors have the type INNER, as
+float16 has too few exponents for them.
 """
 
 import triton
@@ -89,7 +90,7 @@ def slots_fwd_kernel(
     HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     L: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     SEGMENT: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr,
-    MILD: tl.constexpr, BETWEEN: tl.constexpr, PRECISION: tl.constexpr,
+    MILD: tl.constexpr, INNER: tl.constexpr, BETWEEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the slots' weights in one chunk and query head.
 
@@ -123,16 +124,16 @@ def slots_fwd_kernel(
     b_s = tl.load(strength + (o_t[:, None] * H + i_h) * M + o_m[None, :], mask=m, other=0.0)
     b_keep = tl.exp(b_running.to(tl.float32))
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_near = causal(b_a, L).to(dtype)
-    b_near = tl.dot(b_near, (b_down * b_s).to(dtype), input_precision=PRECISION)
+    b_near = causal(b_a, L).to(INNER)
+    b_near = tl.dot(b_near, (b_down * b_s).to(INNER), input_precision=PRECISION)
     b_logits = b_logits * b_keep + b_up * b_near
     if EXACT:
         b_logits += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_a, L)
-        b_a = b_a.to(dtype)
+        b_a = b_a.to(INNER)
         for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_part = at_level(b_a, parting(L), level).to(dtype)
-            b_part = tl.dot(b_part, (b_x * b_s).to(dtype), input_precision=PRECISION)
+            b_part = at_level(b_a, parting(L), level).to(INNER)
+            b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
             b_logits += tl.where(b_running >= -MILD, 0.0, b_x) * b_part
     b_logits *= scale
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
@@ -142,18 +143,18 @@ def slots_fwd_kernel(
         tl.store(logits + o_hq, b_logits, mask=m)
 
     b_b = tl.dot(
-        (b_p * b_up).to(dtype), tl.trans((b_down * b_s).to(dtype)), input_precision=PRECISION
+        (b_p * b_up).to(INNER), tl.trans((b_down * b_s).to(INNER)), input_precision=PRECISION
     )
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_p * b_s), 1), L)
         for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_px = tl.where(b_running >= -MILD, 0.0, b_p * b_x).to(dtype)
-            b_far = tl.dot(b_px, tl.trans((b_x * b_s).to(dtype)), input_precision=PRECISION)
+            b_px = tl.where(b_running >= -MILD, 0.0, b_p * b_x).to(INNER)
+            b_far = tl.dot(b_px, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
             b_b += at_level(b_far, parting(L), level)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
-    tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(dtype))
+    tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def slots_bwd_kernel(
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     L: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
     SEGMENT: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr,
-    MILD: tl.constexpr, BETWEEN: tl.constexpr, DAMPING: tl.constexpr,
+    MILD: tl.constexpr, INNER: tl.constexpr, BETWEEN: tl.constexpr, DAMPING: tl.constexpr,
     OWN_STRENGTH: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pull gradients back through one pass, in one chunk and query head.
@@ -222,20 +223,20 @@ def slots_bwd_kernel(
     p_running = running + (start * H + i_h) * M + o_m[None, :]
     o_h = (o_t[:, None] * H + i_h) * M + o_m[None, :]
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
-    b_near = causal(b_a, L).to(dtype)
+    b_near = causal(b_a, L).to(INNER)
     if VALUES:
         b_running = load_running(p_running, o_l, m_m, length, H * M)
         b_up, b_down = mild_factors(b_running, EXACT, MILD)
         b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
         b_keep = tl.exp(b_running.to(tl.float32))
-        b_inside = tl.dot(b_near, (b_down * b_s).to(dtype), input_precision=PRECISION)
+        b_inside = tl.dot(b_near, (b_down * b_s).to(INNER), input_precision=PRECISION)
         b_dp = b_dp * b_keep + b_up * b_inside
         if EXACT:
             b_dp += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_near.to(tl.float32), L)
             for level in range(LEVELS):
                 b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-                b_part = at_level(b_near, parting(L), level).to(dtype)
-                b_part = tl.dot(b_part, (b_x * b_s).to(dtype), input_precision=PRECISION)
+                b_part = at_level(b_near, parting(L), level).to(INNER)
+                b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
                 b_dp += tl.where(b_running >= -MILD, 0.0, b_x) * b_part
         b_logits = tl.load(logits + o_hq, mask=m, other=0.0)
         b_w = tl.where(m, weights_of(b_logits, m_m, BETWEEN), 0.0)
@@ -254,13 +255,13 @@ def slots_bwd_kernel(
     b_ds *= tl.exp((b_total[None, :] - b_running).to(tl.float32))
     b_end = b_end * tl.exp(b_total.to(tl.float32)) + tl.sum(b_s * b_ds, 0)
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_ds += b_down * tl.dot(tl.trans(b_near), (b_w * b_up).to(dtype), input_precision=PRECISION)
+    b_ds += b_down * tl.dot(tl.trans(b_near), (b_w * b_up).to(INNER), input_precision=PRECISION)
     if EXACT:
         b_ds += tl.where(b_running >= -MILD, 0.0, b_w) * diagonal(b_near.to(tl.float32), L)
         for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(dtype)
-            b_past = tl.trans(at_level(b_near, parting(L), level).to(dtype))
+            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
+            b_past = tl.trans(at_level(b_near, parting(L), level).to(INNER))
             b_ds += b_x * tl.dot(b_past, b_wx, input_precision=PRECISION)
     b_flow = -b_s * b_ds
     if VALUES:
@@ -289,15 +290,15 @@ def slots_bwd_kernel(
     b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
     b_b = tl.dot(
-        (b_w * b_up).to(dtype), tl.trans((b_down * b_s).to(dtype)), input_precision=PRECISION
+        (b_w * b_up).to(INNER), tl.trans((b_down * b_s).to(INNER)), input_precision=PRECISION
     )
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_w * b_s), 1), L)
         for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(dtype)
-            b_far = tl.dot(b_wx, tl.trans((b_x * b_s).to(dtype)), input_precision=PRECISION)
+            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
+            b_far = tl.dot(b_wx, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
             b_b += at_level(b_far, parting(L), level)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
-    tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(dtype))
+    tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))

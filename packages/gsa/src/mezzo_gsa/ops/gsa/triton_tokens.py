@@ -61,14 +61,14 @@ def tokens_kernel(
         if right is not None:
             b_x = tl.load(x + o_t[:, None] * stride_x + o_x, mask=m_d, other=0.0)
             b_dh = load_state(dstates, dstarts, dkept, i_c, i_s, i_hq, o_m, o_d, HQ, M, D)
-            b_right = tl.dot(b_turned, b_x, input_precision=PRECISION)
+            b_right = tl.dot(b_turned, b_x.to(b_square.dtype), input_precision=PRECISION)
             b_right = tl.dot(b_write, b_dh.to(dtype), b_right, input_precision=PRECISION)
             o_grad, o_raw = o_t[:, None] * stride_right + o_x, o_t[:, None] * stride_raw + o_y
             store_through_swish(right, raw_y, o_grad, o_raw, m_d, b_right)
         if left is not None:
             b_y = tl.load(y + o_t[:, None] * stride_y + o_y, mask=m_d, other=0.0)
             b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_m, o_d, H, M, D)
-            b_left = tl.dot(b_square, b_y, input_precision=PRECISION)
+            b_left = tl.dot(b_square, b_y.to(b_square.dtype), input_precision=PRECISION)
             b_left = tl.dot(b_weights, b_h.to(dtype), b_left, input_precision=PRECISION)
             o_grad, o_raw = o_t[:, None] * stride_left + o_x, o_t[:, None] * stride_raw + o_x
             store_through_swish(left, raw_x, o_grad, o_raw, m_d, b_left)
