@@ -303,7 +303,9 @@ def test_on_a_gpu_every_width_in_every_dtype(HQ, H, K, V, M, dtype):
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("strength", [False, True])
 def test_on_a_gpu_every_way_between_the_passes(strength, between):
-    inputs = draw(2, 500, 4, 2, 64, 64, 64, dtype=torch.bfloat16, strength=strength, state=True)
+    # The slope of ReLU jumps where a logit is rounded across zero: in float32 hardly any is.
+    dtype = torch.float32 if between == "relu" else torch.bfloat16
+    inputs = draw(2, 500, 4, 2, 64, 64, 64, dtype=dtype, strength=strength, state=True)
     check(inputs, through_state=True, between=between, scale=0.05)
 
 
@@ -314,7 +316,7 @@ def test_on_a_gpu_extreme_gates(gate, dtype):
     inputs = draw(1, 300, 2, 1, 64, 64, 64, dtype=dtype, state=True)
     g = inputs["g"]
     inputs["g"] = mix(g) if gate == "mixture" else torch.full_like(g, gate)
-    vanishes = ("dg", "dk0", "dv0") if gate == -50.0 else ()
+    vanishes = ("dq", "dk", "dg", "dk0", "dv0") if gate == -50.0 else ()
     check(inputs, through_state=True, vanishes=vanishes, scale=0.125)
 
 

@@ -39,6 +39,19 @@ def causal(b_x, L: tl.constexpr):
 
 
 @triton.jit
+def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
+    """Multiply b_a with float32 factors b_x: one product for their high bits, one for the rest.
+
+    A softmax's gradient is a small difference of what these products give for each slot.
+    """
+    if b_a.dtype == tl.float32:
+        return tl.dot(b_a, b_x, input_precision=PRECISION)
+    b_high = b_x.to(b_a.dtype)
+    b_y = tl.dot(b_a, b_high, input_precision=PRECISION)
+    return tl.dot(b_a, (b_x - b_high).to(b_a.dtype), b_y, input_precision=PRECISION)
+
+
+@triton.jit
 def diagonal(b_x, L: tl.constexpr):
     """Return the diagonal (L, 1) of a square."""
     o_l = tl.arange(0, L)
@@ -229,7 +242,7 @@ def slots_bwd_kernel(
         b_up, b_down = mild_factors(b_running, EXACT, MILD)
         b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
         b_keep = tl.exp(b_running.to(tl.float32))
-        b_inside = tl.dot(b_near, (b_down * b_s).to(INNER), input_precision=PRECISION)
+        b_inside = dot_wide(b_near, b_down * b_s, PRECISION)
         b_dp = b_dp * b_keep + b_up * b_inside
         if EXACT:
             b_dp += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_near.to(tl.float32), L)
@@ -255,7 +268,7 @@ def slots_bwd_kernel(
     b_ds *= tl.exp((b_total[None, :] - b_running).to(tl.float32))
     b_end = b_end * tl.exp(b_total.to(tl.float32)) + tl.sum(b_s * b_ds, 0)
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_ds += b_down * tl.dot(tl.trans(b_near), (b_w * b_up).to(INNER), input_precision=PRECISION)
+    b_ds += b_down * dot_wide(tl.trans(b_near), b_w * b_up, PRECISION)
     if EXACT:
         b_ds += tl.where(b_running >= -MILD, 0.0, b_w) * diagonal(b_near.to(tl.float32), L)
         for level in range(LEVELS):
@@ -289,9 +302,7 @@ def slots_bwd_kernel(
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
     b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
-    b_b = tl.dot(
-        (b_w * b_up).to(INNER), tl.trans((b_down * b_s).to(INNER)), input_precision=PRECISION
-    )
+    b_b = tl.dot(b_w * b_up, tl.trans(b_down * b_s), input_precision=PRECISION)
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_w * b_s), 1), L)
