@@ -2,10 +2,14 @@
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
 from mezzo_gsa.ops.triton_states import join_segments_kernel, segment_states_kernel
+
+INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
+"""The type of factors inside kernels: float16 has too few exponents for them."""
 
 
 def padded(size: int) -> int:

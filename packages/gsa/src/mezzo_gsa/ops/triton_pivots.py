@@ -30,3 +30,16 @@ def parting(L: tl.constexpr):
 def at_level(b_x, b_parting, level):
     """Keep the pairs that are parted at this level; zeros elsewhere."""
     return tl.where((b_parting >> level) == 1, b_x, 0.0)
+
+
+@triton.jit
+def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
+    """Multiply b_a with float32 factors b_x: one product for their high bits, one for the rest.
+
+    The gradients of gates, and of a softmax, are small differences of what such products give.
+    """
+    if b_a.dtype == tl.float32:
+        return tl.dot(b_a, b_x, input_precision=PRECISION)
+    b_high = b_x.to(b_a.dtype)
+    b_y = tl.dot(b_a, b_high, input_precision=PRECISION)
+    return tl.dot(b_a, (b_x - b_high).to(b_a.dtype), b_y, input_precision=PRECISION)

@@ -19,12 +19,12 @@ from mezzo_gsa.ops.gla.triton_chunks import (
     scores_kernel,
 )
 from mezzo_gsa.ops.gla.triton_gate import gate_kernel
-from mezzo_gsa.ops.states import precision, run_states
+from mezzo_gsa.ops.states import INNER, precision, run_states
 
 CHUNK = 64
 """L, tokens of a chunk."""
 
-MILD = {torch.float32: 16.0, torch.bfloat16: 60.0, torch.float16: 6.0}
+MILD = {torch.float32: 16.0, torch.bfloat16: 60.0, torch.float16: 16.0}
 """Where half a chunk has decayed by less than exp(-MILD), factors up to exp(MILD) do no harm."""
 
 
@@ -80,7 +80,7 @@ def run_parts(
     scores_kernel[(chunks.num_chunks * HQ,)](
         x.q, x.k, running, chunks.chunk_table, scores, weighted,
         T, chunks.per_row, x.q.stride(1), x.k.stride(1), scale,
-        HQ=HQ, H=H, K=K, KG=KG, BK=BK, num_warps=8, **_pairs(x, chunks),
+        HQ=HQ, H=H, K=K, KG=KG, BK=BK, num_warps=4, **_pairs(x, chunks),
     )  # fmt: skip
     return Parts(running, write, decay, (states, starts, kept), scores, weighted), final
 
@@ -125,7 +125,7 @@ def run_gradients(
     keys_bwd_kernel[(chunks.num_chunks * HQ, triton.cdiv(x.k.shape[3], BK))](
         do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
         grads.q, grads.k, grads.g, T, N, x.q.stride(1), x.k.stride(1), x.v.stride(1), scale,
-        K=x.k.shape[3], BK=BK, num_warps=8, **sizes, **_pairs(x, chunks),
+        K=x.k.shape[3], BK=BK, num_warps=4, **sizes, **_pairs(x, chunks),
     )  # fmt: skip
     return dinitial
 
@@ -164,6 +164,7 @@ def _pairs(x: Inputs, chunks: Chunks) -> dict[str, Any]:
         "SEGMENT": SEGMENT,
         "LEVELS": chunks.length.bit_length() - 2,  # that half a chunk is halved
         "MILD": MILD[x.q.dtype],
+        "INNER": INNER[x.q.dtype],
         "PRECISION": precision(x.q.dtype),
     }
 

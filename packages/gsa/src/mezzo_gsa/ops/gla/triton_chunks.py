@@ -39,12 +39,11 @@ def scores_kernel(
     q, k, running, chunk_table, scores, weighted, T, N, stride_q, stride_k, scale,
     HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KG: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, SEGMENT: tl.constexpr,
-    LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, MILD: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the scores of the pairs of a chunk, and the queries that read the state before it."""
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    dtype = q.dtype.element_ty
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
     o_l = tl.arange(0, L)
     m_l = o_l < length
@@ -65,7 +64,7 @@ def scores_kernel(
             b_a = tl.dot(b_q, tl.trans(b_k), b_a, input_precision=PRECISION)
         else:
             b_a += channel_scores(
-                b_q.to(tl.float32), b_k.to(tl.float32), b_g, p_g, o_l, m_k, length, H * KG, dtype,
+                b_q.to(tl.float32), b_k.to(tl.float32), b_g, p_g, o_l, m_k, length, H * KG, INNER,
                 L, LEVELS, MILD, PRECISION,
             )  # fmt: skip
     if KG == 1:
@@ -162,7 +161,7 @@ def keys_bwd_kernel(
     dq, dk, dg, T, N, stride_q, stride_k, stride_v, scale,
     HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
-    LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, MILD: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of channels of q, k and g, as one query head contributes.
 
@@ -201,7 +200,7 @@ def keys_bwd_kernel(
         b_dk = tl.dot(tl.trans(b_da), b_q.to(dtype), b_dk, input_precision=PRECISION)
     else:
         b_dq, b_dk = channel_scores_bwd(
-            b_da, b_dq, b_dk, b_q, b_k, b_g, p_g, o_l, m_k, length, H * KG, dtype,
+            b_da, b_dq, b_dk, b_q, b_k, b_g, p_g, o_l, m_k, length, H * KG, INNER,
             L, LEVELS, MILD, PRECISION,
         )  # fmt: skip
     b_dg = b_last + suffix_sum(b_q * b_dq - b_k * b_dk)

@@ -15,7 +15,7 @@ gate's gradient is never added.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_pivots import at_level, level_factor
+from mezzo_gsa.ops.triton_pivots import at_level, dot_wide, level_factor
 
 
 @triton.jit
@@ -103,13 +103,13 @@ def channel_scores_bwd(
         p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
     )
     b_parting = parting(L)
-    b_read = (b_q * b_up).to(dtype)
+    b_read = b_q * b_up
     b_near = tl.where((b_parting < L // 2) & ~m_steep, b_da, 0.0).to(dtype)
-    b_dread = tl.dot(b_near, (b_k * b_down).to(dtype), input_precision=PRECISION)
-    b_dk += b_down * tl.dot(tl.trans(b_near), b_read, input_precision=PRECISION)
+    b_dread = dot_wide(b_near, b_k * b_down, PRECISION)
+    b_dk += b_down * dot_wide(tl.trans(b_near), b_read, PRECISION)
     b_halves = at_level(b_da, b_parting, LEVELS).to(dtype)
-    b_dread = tl.dot(b_halves, (b_k * b_far).to(dtype), b_dread, input_precision=PRECISION)
-    b_dk += b_far * tl.dot(tl.trans(b_halves), b_read, input_precision=PRECISION)
+    b_dread += dot_wide(b_halves, b_k * b_far, PRECISION)
+    b_dk += b_far * dot_wide(tl.trans(b_halves), b_read, PRECISION)
     b_dq += b_up * b_dread
     for level in range(levels):
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)

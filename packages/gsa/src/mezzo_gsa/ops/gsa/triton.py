@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
 from mezzo_gsa.ops.gsa.triton_gate import gate_kernel
 from mezzo_gsa.ops.gsa.triton_slots import slots_bwd_kernel, slots_fwd_kernel
 from mezzo_gsa.ops.gsa.triton_tokens import swish_kernel, tokens_kernel
-from mezzo_gsa.ops.states import padded, precision, run_states
+from mezzo_gsa.ops.states import INNER, padded, precision, run_states
 
 MILD = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
 """Where a chunk has decayed by less than exp(-MILD), factors of exp(MILD / 2) lose no digits."""
@@ -212,11 +211,10 @@ def _chunk_settings(x: Inputs, chunks: Chunks) -> dict[str, Any]:
 
 
 def _levels(x: Inputs, chunks: Chunks) -> dict[str, Any]:
-    inner = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
     return {
         "LEVELS": chunks.length.bit_length() - 1,
         "MILD": MILD[x.q.dtype],
-        "INNER": inner[x.q.dtype],
+        "INNER": INNER[x.q.dtype],
     }
 
 

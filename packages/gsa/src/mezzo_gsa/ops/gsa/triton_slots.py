@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mezzo_gsa.ops.gsa.triton_gate import load_gate, write_strength
-from mezzo_gsa.ops.triton_pivots import at_level, level_factor, load_running, parting
+from mezzo_gsa.ops.triton_pivots import at_level, dot_wide, level_factor, load_running, parting
 from mezzo_gsa.ops.triton_states import load_state, locate_chunk
 
 
@@ -36,19 +36,6 @@ def causal(b_x, L: tl.constexpr):
     """Keep the pairs i <= t; zeros elsewhere."""
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] >= o_l[None, :], b_x, 0.0)
-
-
-@triton.jit
-def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
-    """Multiply b_a with float32 factors b_x: one product for their high bits, one for the rest.
-
-    A softmax's gradient is a small difference of what these products give for each slot.
-    """
-    if b_a.dtype == tl.float32:
-        return tl.dot(b_a, b_x, input_precision=PRECISION)
-    b_high = b_x.to(b_a.dtype)
-    b_y = tl.dot(b_a, b_high, input_precision=PRECISION)
-    return tl.dot(b_a, (b_x - b_high).to(b_a.dtype), b_y, input_precision=PRECISION)
 
 
 @triton.jit
