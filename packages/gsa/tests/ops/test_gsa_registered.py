@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mezzo_core.testing import assert_close, grads
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_packed, registered
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_packed, registered, registered_packed
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,7 +149,14 @@ def test_registered_ops_on_projections_keep_their_contract(packed, state, keep_s
     inputs, heads = draw(1, 5, 2, 1, state=state)
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
     form = (*heads.values(), 0.5, "softmax", 8.0, True)
-    opcheck(registered.gsa_packed, registered.gsa_packed_bwd, inputs, borders, form, keep_states)
+    opcheck(
+        registered_packed.gsa_packed,
+        registered_packed.gsa_packed_bwd,
+        inputs,
+        borders,
+        form,
+        keep_states,
+    )
 
 
 def assert_compiles(fn, inputs, douts):

@@ -86,7 +86,7 @@ def channel_scores(
     b_a = on_diagonal(tl.sum(b_q * b_k, 1)[:, None], L)
     b_a += tl.where((b_parting < L // 2) & ~m_steep, b_near, 0.0)
     b_a += at_level(b_far, b_parting, LEVELS)
-    for level in range(levels):
+    for level in tl.range(levels, num_stages=1):
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
         b_part = products(b_q * b_x, b_k * b_x, dtype, PRECISION)
         b_a += at_level(tl.where(m_steep, b_part, 0.0), b_parting, level)
@@ -111,7 +111,7 @@ def channel_scores_bwd(
     b_dread += dot_wide(b_halves, b_k * b_far, PRECISION)
     b_dk += b_far * dot_wide(tl.trans(b_halves), b_read, PRECISION)
     b_dq += b_up * b_dread
-    for level in range(levels):
+    for level in tl.range(levels, num_stages=1):
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
         b_part = at_level(tl.where(m_steep, b_da, 0.0), b_parting, level).to(dtype)
         b_dq += b_x * tl.dot(b_part, (b_k * b_x).to(dtype), input_precision=PRECISION)

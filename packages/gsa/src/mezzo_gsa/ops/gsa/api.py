@@ -7,7 +7,7 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.gsa import registered
+from mezzo_gsa.ops.gsa import registered, registered_packed
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_inputs, check_state, unsupported
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
@@ -178,7 +178,7 @@ def chunk_gsa_packed(
             cu_seqlens=cu_seqlens, impl="reference",
         )  # fmt: skip
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
-    out, k_last, v_last, *_ = registered.gsa_packed(
+    out, k_last, v_last, *_ = registered_packed.gsa_packed(
         x, *first, cu_seqlens, num_heads, num_kv_heads, num_slots, scale, between, damping, swish,
         keep_states, _is_differentiable(x, *first),
     )  # fmt: skip

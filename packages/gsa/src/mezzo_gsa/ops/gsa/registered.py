@@ -1,8 +1,4 @@
-"""The kernels as ops that PyTorch knows: shapes for tracing, and gradients.
-
-`gsa` takes q, k, v, g apart; `gsa_packed` takes the projection that holds them side by side, as it
-is, and gives one gradient, so that nothing is copied apart or together.
-"""
+"""The kernels as an op that PyTorch knows: shapes for tracing, and gradients."""
 
 from typing import Any, NamedTuple
 
@@ -61,7 +57,7 @@ def unpack(x: Tensor, num_heads: int, num_kv_heads: int, num_slots: int) -> Part
     return (*(part.unflatten(2, (-1, D)) for part in (q, k, v)), g.unflatten(2, (-1, num_slots)))
 
 
-def _forward(
+def run_forward(
     parts: Parts,
     s: Tensor | None,
     k0: Tensor | None,
@@ -71,6 +67,7 @@ def _forward(
     keep_states: bool,
     differentiable: bool,
 ) -> Flat:
+    """Run the kernels of the forward; keep what the backward needs where it is wanted."""
     from mezzo_gsa.ops.gsa import triton
 
     if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
@@ -91,13 +88,14 @@ def _forward(
     return Results(*(o, *last, *made, swished))
 
 
-def _fake_forward(
+def fake_forward(
     parts: Parts,
     k0: Tensor | None,
     cu_seqlens: Tensor | None,
     keep_states: bool,
     differentiable: bool,
 ) -> Flat:
+    """Return results of the right shapes, for tracing."""
     q, _, v, g = parts
     (B, T, HQ, K), (H, V, M) = q.shape, (*v.shape[2:], g.shape[3])
     length = chunk_length(q.dtype, M)
@@ -128,7 +126,7 @@ def _fake_forward(
     )
 
 
-def _backward(
+def run_backward(
     do: Tensor,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
@@ -208,7 +206,7 @@ def gsa(
 ) -> Flat:
     """Run the forward; see `chunk_gsa` for the tensors."""
     form = (scale, between, None)
-    return _forward((q, k, v, g), s, k0, v0, cu_seqlens, form, keep_states, differentiable)
+    return run_forward((q, k, v, g), s, k0, v0, cu_seqlens, form, keep_states, differentiable)
 
 
 @gsa.register_fake
@@ -226,7 +224,7 @@ def _(
     keep_states: bool,
     differentiable: bool,
 ) -> Flat:
-    return _fake_forward((q, k, v, g), k0, cu_seqlens, keep_states, differentiable)
+    return fake_forward((q, k, v, g), k0, cu_seqlens, keep_states, differentiable)
 
 
 @torch.library.custom_op("mezzo_gsa::gsa_bwd", mutates_args=())
@@ -250,7 +248,7 @@ def gsa_bwd(
     parts = q, k, v, g
     dq, dk, dv, dg = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts)
     ds = None if s is None else torch.empty(s.shape, device=s.device)
-    first = _backward(
+    first = run_backward(
         do, dk_last, dv_last, parts, None, s, k0, v0, cu_seqlens, kept, (dq, dk, dv, dg),
         ds, (scale, between, None),
     )  # fmt: skip
@@ -276,12 +274,11 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ds = g.new_empty(0 if s is None else s.shape, dtype=torch.float32)
     dq, dk, dv, dg = (x.new_empty(x.shape) for x in (q, k, v, g))
-    return dq, dk, dv, dg, ds, *_fake_first(k, v, g, cu_seqlens)
+    return dq, dk, dv, dg, ds, *fake_first(k, v, g, cu_seqlens)
 
 
-def _fake_first(
-    k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def fake_first(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return gradients of the first memories, for tracing."""
     S = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     H, M = g.shape[2:]
     first, second = (x.new_empty(S, H, M, x.shape[3], dtype=torch.float32) for x in (k, v))
@@ -309,133 +306,3 @@ def _gsa_backward(
 
 
 gsa.register_autograd(_gsa_backward, setup_context=_save)
-
-
-@torch.library.custom_op("mezzo_gsa::gsa_packed", mutates_args=())
-def gsa_packed(
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    scale: float,
-    between: str,
-    damping: float,
-    swish: bool,
-    keep_states: bool,
-    differentiable: bool,
-) -> Flat:
-    """Run the forward on a projection; see `chunk_gsa_packed`."""
-    x = x.contiguous()
-    y = _swished(x) if swish else x
-    q, k, v, _ = unpack(y, num_heads, num_kv_heads, num_slots)
-    g = unpack(x, num_heads, num_kv_heads, num_slots)[3]
-    form = (scale, between, damping)
-    results = _forward((q, k, v, g), None, k0, v0, cu_seqlens, form, keep_states, differentiable)
-    return (*results[:-1], y) if swish and keep_states and differentiable else results
-
-
-def _swished(x: Tensor) -> Tensor:
-    from mezzo_gsa.ops.gsa import triton
-
-    with torch.cuda.device_of(x):
-        return triton.apply_swish(x)
-
-
-@gsa_packed.register_fake
-def _(
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    scale: float,
-    between: str,
-    damping: float,
-    swish: bool,
-    keep_states: bool,
-    differentiable: bool,
-) -> Flat:
-    parts = unpack(x, num_heads, num_kv_heads, num_slots)
-    results = _fake_forward(parts, k0, cu_seqlens, keep_states, differentiable)
-    keeps = swish and keep_states and differentiable
-    return (*results[:-1], x.new_empty(x.shape)) if keeps else results
-
-
-@torch.library.custom_op("mezzo_gsa::gsa_packed_bwd", mutates_args=())
-def gsa_packed_bwd(
-    do: Tensor,
-    dk_last: Tensor | None,
-    dv_last: Tensor | None,
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    scale: float,
-    between: str,
-    damping: float,
-    swish: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward on a projection: one gradient, in its shape."""
-    x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    raw, grads = (unpack(y, num_heads, num_kv_heads, num_slots) for y in (x, dx))
-    y = x
-    if swish:
-        y = kept[-1] if kept[-1].numel() else _swished(x)
-    q, k, v, _ = unpack(y, num_heads, num_kv_heads, num_slots)
-    first = _backward(
-        do, dk_last, dv_last, (q, k, v, raw[3]), raw if swish else None, None, k0, v0, cu_seqlens,
-        kept, grads, None, (scale, between, damping),
-    )  # fmt: skip
-    return (dx, *first)
-
-
-@gsa_packed_bwd.register_fake
-def _(
-    do: Tensor,
-    dk_last: Tensor | None,
-    dv_last: Tensor | None,
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    scale: float,
-    between: str,
-    damping: float,
-    swish: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, k, v, g = unpack(x, num_heads, num_kv_heads, num_slots)
-    return (x.new_empty(x.shape), *_fake_first(k, v, g, cu_seqlens))
-
-
-def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
-    *tensors, ctx.form = *inputs[:4], inputs[4:11]
-    ctx.save_for_backward(*tensors, *output[3:])
-    ctx.set_materialize_grads(False)
-
-
-def _packed_backward(
-    ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    x, k0, v0, cu_seqlens, *kept = ctx.saved_tensors
-    if do is None:
-        q = unpack(x, *ctx.form[:3])[0]
-        do = q.new_zeros(()).expand(q.shape)
-    dx, dk0, dv0 = gsa_packed_bwd(do, dk_last, dv_last, x, k0, v0, cu_seqlens, kept, *ctx.form)
-    first = (None if k0 is None else dk0, None if v0 is None else dv0)
-    return (dx, *first, *(None,) * 10)
-
-
-gsa_packed.register_autograd(_packed_backward, setup_context=_save_packed)

@@ -206,7 +206,8 @@ def _chunk_settings(x: Inputs, chunks: Chunks) -> dict[str, Any]:
         "SEGMENT": SEGMENT,
         "PRECISION": precision(x.q.dtype),
         "num_warps": 4 if chunks.length < 128 and x.g.shape[3] <= 64 else 8,
-        "num_stages": 2,
+        # A loop of one tile has nothing to overlap.
+        "num_stages": 2 if max(x.k.shape[3], x.v.shape[3]) > 64 else 1,
     }
 
 
