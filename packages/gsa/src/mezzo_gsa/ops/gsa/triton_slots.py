@@ -130,7 +130,7 @@ def slots_fwd_kernel(
     if EXACT:
         b_logits += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_a, L)
         b_a = b_a.to(INNER)
-        for level in range(LEVELS):
+        for level in tl.range(LEVELS, num_stages=1):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_part = at_level(b_a, parting(L), level).to(INNER)
             b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
@@ -148,7 +148,7 @@ def slots_fwd_kernel(
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_p * b_s), 1), L)
-        for level in range(LEVELS):
+        for level in tl.range(LEVELS, num_stages=1):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_px = tl.where(b_running >= -MILD, 0.0, b_p * b_x).to(INNER)
             b_far = tl.dot(b_px, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
@@ -233,7 +233,7 @@ def slots_bwd_kernel(
         b_dp = b_dp * b_keep + b_up * b_inside
         if EXACT:
             b_dp += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_near.to(tl.float32), L)
-            for level in range(LEVELS):
+            for level in tl.range(LEVELS, num_stages=1):
                 b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
                 b_part = at_level(b_near, parting(L), level).to(INNER)
                 b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
@@ -258,7 +258,7 @@ def slots_bwd_kernel(
     b_ds += b_down * dot_wide(tl.trans(b_near), b_w * b_up, PRECISION)
     if EXACT:
         b_ds += tl.where(b_running >= -MILD, 0.0, b_w) * diagonal(b_near.to(tl.float32), L)
-        for level in range(LEVELS):
+        for level in tl.range(LEVELS, num_stages=1):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
             b_past = tl.trans(at_level(b_near, parting(L), level).to(INNER))
@@ -293,7 +293,7 @@ def slots_bwd_kernel(
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_w * b_s), 1), L)
-        for level in range(LEVELS):
+        for level in tl.range(LEVELS, num_stages=1):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
             b_far = tl.dot(b_wx, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
