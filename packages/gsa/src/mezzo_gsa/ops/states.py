@@ -3,10 +3,13 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.ptxas import require_ptxas
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
 from mezzo_gsa.ops.triton_states import join_segments_kernel, segment_states_kernel
+
+require_ptxas()  # every kernel that multiplies is launched by a module that imports this one
 
 INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
 """The type of factors inside kernels: float16 has too few exponents for them."""

@@ -13,10 +13,6 @@ from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
 
 MAX_K, MAX_V = 256, 512
-GPU_GRADIENTS = False
-"""Whether the kernels may be used for gradients on a GPU. They are right in the interpreter, but on
-an H200 (Triton 3.6) dq was wrong for two of twenty shapes in 16 bits, and one kernel left its
-memory; outputs were right everywhere. Until that is understood the chunk form in PyTorch trains."""
 """The widest heads that the kernels are made for."""
 
 
@@ -91,13 +87,7 @@ def chunk_gla(
         ValueError: if a shape, a device, `cu_seqlens` or `impl` is not as above.
     """
     g, state = _prepare("chunk_gla", q, k, v, g, initial_state, cu_seqlens)
-    no = _unsupported(q, v)
-    differentiable = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, g, state)
-    )
-    if no is None and differentiable and q.is_cuda and not GPU_GRADIENTS:
-        no = "gradients on a GPU; supported there: calls without gradients"
-    if resolve_impl("chunk_gla", impl, q.device, no) == "triton":
+    if resolve_impl("chunk_gla", impl, q.device, _unsupported(q, v)) == "triton":
         return GLAOutput(*registered.gla(q, k, v, g, state, cu_seqlens, scale))
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
     if q.shape[1] == 0:

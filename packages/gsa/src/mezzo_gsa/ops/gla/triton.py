@@ -12,13 +12,9 @@ import triton
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
-from mezzo_gsa.ops.gla.triton_chunks import (
-    keys_bwd_kernel,
-    outputs_kernel,
-    scores_bwd_kernel,
-    scores_kernel,
-)
+from mezzo_gsa.ops.gla.triton_chunks import outputs_kernel, scores_bwd_kernel, scores_kernel
 from mezzo_gsa.ops.gla.triton_gate import gate_kernel
+from mezzo_gsa.ops.gla.triton_keys import keys_bwd_kernel
 from mezzo_gsa.ops.states import INNER, precision, run_states
 
 CHUNK = 64
@@ -106,7 +102,9 @@ def run_gradients(
     All but that of q are those of each query head, (B, T, HQ, ·), to be summed over groups; that of
     a gate of each head has a column for each tile of K, to be summed, too.
     """
-    do, dlast = do.contiguous(), None if dlast is None else dlast.contiguous()
+    # A view of the flat numbers: contiguous() may keep any stride of an axis of length one.
+    do = do.contiguous().view(-1).view(do.shape)
+    dlast = None if dlast is None else dlast.contiguous()
     HQ, H, T, N = x.q.shape[2], x.k.shape[2], x.q.shape[1], chunks.per_row
     dstates, dstarts, dinitial, dkept = run_states(
         do, parts.weighted, parts.decay, dlast, chunks,
@@ -121,7 +119,7 @@ def run_gradients(
         L=chunks.length, SEGMENT=SEGMENT, PRECISION=precision(do.dtype), num_warps=4, **sizes,
     )  # fmt: skip
     # Where channels have gates of their own, a wider tile's factors would not fit in registers.
-    BK = _tile(x.k) if x.g.shape[3] == 1 else min(32, _tile(x.k))
+    BK = _tile(x.k) if x.g.shape[3] == 1 else min(16, _tile(x.k))
     keys_bwd_kernel[(chunks.num_chunks * HQ, triton.cdiv(x.k.shape[3], BK))](
         do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
         grads.q, grads.k, grads.g, T, N, x.q.stride(1), x.k.stride(1), x.v.stride(1), scale,

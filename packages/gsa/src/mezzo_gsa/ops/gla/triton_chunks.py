@@ -1,4 +1,4 @@
-"""Outputs and gradients of the chunks of gated linear attention.
+"""Scores and outputs of the chunks of gated linear attention.
 
 Scores (B, T, HQ, L) hold, for each token, a column for every token of its chunk. A program has one
 chunk and query head, and reads i_h, its key-value head; for wide results it has one tile of columns
@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 
 from mezzo_gsa.ops.gla.triton_gate import gate_columns
-from mezzo_gsa.ops.gla.triton_pairs import (
-    channel_scores,
-    channel_scores_bwd,
-    on_diagonal,
-    pair_decays,
-    parting,
-)
+from mezzo_gsa.ops.gla.triton_pairs import channel_scores, pair_decays
 from mezzo_gsa.ops.triton_states import load_state, locate_chunk
 
 
@@ -123,91 +117,3 @@ def scores_bwd_kernel(
     if KG == 1:
         b_da *= pair_decays(running + start * H + i_h, o_l, m_l, H, L)
     store_rows(dscores, o_t, m_l, HQ * L, i_hq, L, o_l, scale * b_da)
-
-
-@triton.jit
-def suffix_sum(b_x):
-    """Return the sum over each row of (L, D) and those after it."""
-    return tl.sum(b_x, 0, keep_dims=True) - tl.cumsum(b_x, 0) + b_x
-
-
-@triton.jit
-def borders_bwd(
-    do, v, states, starts, kept, dstates, dstarts, dkept, i_c, i_s, i_h, i_hq, o_t, m_l, o_k,
-    stride_v,
-    HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return do hᵀ and v dh'ᵀ (L, BK) at the chunk's start and end, and <h, dh'> (BK,)."""
-    b_dq = tl.zeros([L, BK], tl.float32)
-    b_dk = tl.zeros([L, BK], tl.float32)
-    b_end = tl.zeros([BK], tl.float32)
-    for d in range(0, V, BV):
-        o_v = d + tl.arange(0, BV)
-        b_do = load_rows(do, o_t, m_l, HQ * V, i_hq, V, o_v)
-        b_v = load_rows(v, o_t, m_l, stride_v, i_h, V, o_v)
-        b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_k, o_v, H, K, V)
-        b_dh = load_state(dstates, dstarts, dkept, i_c, i_s, i_hq, o_k, o_v, HQ, K, V)
-        b_h_trans, b_dh_trans = tl.trans(b_h.to(b_v.dtype)), tl.trans(b_dh.to(b_v.dtype))
-        b_dq = tl.dot(b_do, b_h_trans, b_dq, input_precision=PRECISION)
-        b_dk = tl.dot(b_v, b_dh_trans, b_dk, input_precision=PRECISION)
-        b_end += tl.sum(b_h * b_dh, 1)
-    return b_dq, b_dk, b_end
-
-
-@triton.jit(do_not_specialize=["T", "N", "scale"])
-def keys_bwd_kernel(
-    do, q, k, v, running, dscores, states, starts, kept, dstates, dstarts, dkept, chunk_table,
-    dq, dk, dg, T, N, stride_q, stride_k, stride_v, scale,
-    HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
-    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
-    LEVELS: tl.constexpr, MILD: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of a tile of channels of q, k and g, as one query head contributes.
-
-    The gate's: G[t] decays what t reads and saves what it wrote, which gives it q dq - k dk (own
-    pairs left out); g[t] is in G of all tokens from t on, and in the decay of the chunk's last
-    state h', to which <h', dh'> falls, for each channel. A gate of each head gets one column from
-    each tile.
-    """
-    i_c, i_hq, i_k = tl.program_id(0) // HQ, tl.program_id(0) % HQ, tl.program_id(1)
-    i_h = i_hq // (HQ // H)
-    dtype = q.dtype.element_ty
-    start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
-    o_l, o_k = tl.arange(0, L), i_k * BK + tl.arange(0, BK)
-    m_l, m_k = o_l < length, o_k < K
-    o_t = start + o_l
-    b_dq, b_dk, b_end = borders_bwd(
-        do, v, states, starts, kept, dstates, dstarts, dkept, i_c, i_s, i_h, i_hq, o_t, m_l, o_k,
-        stride_v, HQ, H, K, V, L, BK, BV, PRECISION,
-    )  # fmt: skip
-    p_g = running + (start * H + i_h) * KG + gate_columns(o_k, KG)[None, :]
-    m = m_l[:, None] & m_k[None, :]
-    b_g = tl.load(p_g + o_l[:, None] * (H * KG), mask=m, other=0.0)
-    m_last = m_k[None, :] & (length > 0)
-    b_total = tl.load(p_g + (length - 1) * (H * KG), mask=m_last, other=0.0)
-    b_q = load_rows(q, o_t, m_l, stride_q, i_hq, K, o_k).to(tl.float32)
-    b_k = load_rows(k, o_t, m_l, stride_k, i_h, K, o_k).to(tl.float32)
-    b_dq *= scale * tl.exp(b_g.to(tl.float32))
-    b_dk *= tl.exp(-tl.abs(b_total - b_g).to(tl.float32))
-    b_last = b_end[None, :] * tl.exp(b_total.to(tl.float32))
-    b_last += tl.sum(b_k * b_dk, 0, keep_dims=True)
-    b_da = load_rows(dscores, o_t, m_l, HQ * L, i_hq, L, o_l)
-    b_own = tl.sum(on_diagonal(b_da.to(tl.float32), L), 1, keep_dims=True)
-    if KG == 1:
-        b_da = tl.where(parting(L) < L, b_da, 0.0).to(dtype)
-        b_dq = tl.dot(b_da, b_k.to(dtype), b_dq, input_precision=PRECISION)
-        b_dk = tl.dot(tl.trans(b_da), b_q.to(dtype), b_dk, input_precision=PRECISION)
-    else:
-        b_dq, b_dk = channel_scores_bwd(
-            b_da, b_dq, b_dk, b_q, b_k, b_g, p_g, o_l, m_k, length, H * KG, INNER,
-            L, LEVELS, MILD, PRECISION,
-        )  # fmt: skip
-    b_dg = b_last + suffix_sum(b_q * b_dq - b_k * b_dk)
-    if KG == 1:
-        p_dg = dg + (o_t[:, None] * HQ + i_hq) * tl.num_programs(1) + i_k
-        tl.store(p_dg, tl.sum(b_dg, 1, keep_dims=True), mask=m_l[:, None])
-    else:
-        store_rows(dg, o_t, m_l, HQ * K, i_hq, K, o_k, b_dg)
-    store_rows(dq, o_t, m_l, HQ * K, i_hq, K, o_k, b_dq + b_own * b_k)
-    store_rows(dk, o_t, m_l, HQ * K, i_hq, K, o_k, b_dk + b_own * b_q)

@@ -94,27 +94,25 @@ def channel_scores(
 
 
 @triton.jit
-def channel_scores_bwd(
-    b_da, b_dq, b_dk, b_q, b_k, b_g, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
+def scores_bwd_of_half(
+    b_da, b_dq, b_dk, b_q, b_k, b_g, b_start, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dq and dk (L, BK) with what the scores of pairs i < t add; own pairs are left out."""
-    b_up, b_down, b_far, m_steep, levels = half_factors(
-        p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
-    )
-    b_parting = parting(L)
-    b_read = b_q * b_up
-    b_near = tl.where((b_parting < L // 2) & ~m_steep, b_da, 0.0).to(dtype)
-    b_dread = dot_wide(b_near, b_k * b_down, PRECISION)
-    b_dk += b_down * dot_wide(tl.trans(b_near), b_read, PRECISION)
-    b_halves = at_level(b_da, b_parting, LEVELS).to(dtype)
-    b_dread += dot_wide(b_halves, b_k * b_far, PRECISION)
-    b_dk += b_far * dot_wide(tl.trans(b_halves), b_read, PRECISION)
-    b_dq += b_up * b_dread
+    """Return dq and dk of the tokens o_l (L,) of a half, with what pairs i < t in it add to them.
+
+    b_da (L, L) is the gradient of their scores, b_start (1, BK) P at the half's start.
+    """
+    b_parting = tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 0)
+    b_since = tl.minimum(b_g - b_start, 0.0).to(tl.float32)
+    b_up, b_down = tl.exp(b_since), tl.exp(tl.minimum(-b_since, MILD))
+    m_steep = (tl.min(b_since, 1) < -MILD)[:, None]
+    levels = LEVELS * tl.max(tl.max(m_steep.to(tl.int32), 1), 0)
+    b_near = tl.where((b_parting > 0) & ~m_steep, b_da, 0.0).to(dtype)
+    b_dq += b_up * dot_wide(b_near, b_k * b_down, PRECISION)
+    b_dk += b_down * dot_wide(tl.trans(b_near), b_q * b_up, PRECISION)
     for level in tl.range(levels, num_stages=1):
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
         b_part = at_level(tl.where(m_steep, b_da, 0.0), b_parting, level).to(dtype)
-        b_dq += b_x * tl.dot(b_part, (b_k * b_x).to(dtype), input_precision=PRECISION)
-        b_part = tl.trans(b_part)
-        b_dk += b_x * tl.dot(b_part, (b_q * b_x).to(dtype), input_precision=PRECISION)
+        b_dq += b_x * dot_wide(b_part, b_k * b_x, PRECISION)
+        b_dk += b_x * dot_wide(tl.trans(b_part), b_q * b_x, PRECISION)
     return b_dq, b_dk
