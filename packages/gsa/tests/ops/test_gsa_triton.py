@@ -296,7 +296,12 @@ def test_on_a_gpu_at_the_papers_widths(T, state, dtype):
     ],
 )
 def test_on_a_gpu_every_width_in_every_dtype(HQ, H, K, V, M, dtype):
-    check(draw(2, 300, HQ, H, K, V, M, dtype=dtype), scale=K**-0.5)
+    inputs = draw(2, 300, HQ, H, K, V, M, dtype=dtype)
+    if dtype == torch.float16 and M > 64:
+        with pytest.raises(ValueError, match=r"does not support float16 with M = \d+ on a GPU"):
+            run_all(inputs)
+    else:
+        check(inputs, scale=K**-0.5)
 
 
 @gpu
@@ -341,12 +346,19 @@ def test_on_a_gpu_rows_do_not_depend_on_their_batch(state):
     inputs = draw(8, 1000, 4, 2, 128, 128, 64, dtype=torch.bfloat16)
     inputs["g"][1] = mix(inputs["g"][1])
     alone = {name: x if x is None else x[1:2] for name, x in inputs.items()}
-    results, row = (run_all(x, keep_states=state) for x in (inputs, alone))
-    again = run_all(inputs, keep_states=not state)
-    for name, x in results.items():
-        assert torch.equal(x, again[name]), name
-        if name in row and x.shape[0] == 8:
-            assert torch.equal(x[1:2], row[name]), name
+    dout = normal(8, 1000, 4, 128, seed=20).to(torch.bfloat16)
+
+    def run(x, dout, keep_states):
+        fn = lambda **x: call(chunk_gsa, **x, keep_states=keep_states, impl="triton")[0]  # noqa: E731
+        return grads(fn, {name: y for name, y in x.items() if y is not None}, dout)
+
+    results, again = run(inputs, dout, state), run(inputs, dout, not state)
+    row = run(alone, dout[1:2], state)
+    assert torch.equal(results[0], again[0])
+    assert torch.equal(results[0][1:2], row[0])
+    for name, x in results[1].items():
+        assert torch.equal(x, again[1][name]), name
+        assert torch.equal(x[1:2], row[1][name]), name
 
 
 @gpu

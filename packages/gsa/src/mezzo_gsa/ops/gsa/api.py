@@ -96,7 +96,8 @@ def chunk_gsa(
     _check("chunk_gsa", q, k, v, g, s, between, initial_state, cu_seqlens)
     gates = s if g is None else g
     assert gates is not None
-    no = unsupported(q.dtype, q.shape[1], gates.shape[3], k.shape[3], v.shape[3])
+    sizes = gates.shape[3], k.shape[3], v.shape[3]
+    no = unsupported(q.dtype, q.shape[1], *sizes, on_gpu=q.is_cuda)
     if resolve_impl("chunk_gsa", impl, q.device, no) == "reference":
         if cu_seqlens is not None:
             check_borders("chunk_gsa", cu_seqlens, q.shape[1])
@@ -167,7 +168,7 @@ def chunk_gsa_packed(
     q, k, v, logits = registered.unpack(x, num_heads, num_kv_heads, num_slots)
     _check("chunk_gsa_packed", q, k, v, logits, None, between, initial_state, cu_seqlens)
     D = q.shape[3]
-    no = unsupported(x.dtype, x.shape[1], num_slots, D, D)
+    no = unsupported(x.dtype, x.shape[1], num_slots, D, D, on_gpu=x.is_cuda)
     if resolve_impl("chunk_gsa_packed", impl, x.device, no) == "reference":
         if swish:
             q, k, v = (F.silu(part) for part in (q, k, v))

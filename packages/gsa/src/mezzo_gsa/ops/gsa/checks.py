@@ -75,12 +75,19 @@ def check_state(
             )
 
 
-def unsupported(dtype: torch.dtype, num_tokens: int, M: int, K: int, V: int) -> str | None:
-    """Return what the kernels cannot do of a request, or None if they can."""
+def unsupported(
+    dtype: torch.dtype, num_tokens: int, M: int, K: int, V: int, *, on_gpu: bool = False
+) -> str | None:
+    """Return what the kernels cannot do of a request, or None if they can.
+
+    `on_gpu`: they multiply there with instructions that ptxas 12.9 still gets wrong in one case.
+    """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{dtype}; supported: float32, bfloat16, float16"
     if num_tokens == 0:
         return "rows of no tokens"
     if M > 128 or max(K, V) > 512:
         return f"M = {M}, K = {K}, V = {V}; supported: M up to 128, K and V up to 512"
+    if on_gpu and dtype == torch.float16 and M > 64:
+        return f"float16 with M = {M} on a GPU; supported there: M up to 64, or bfloat16"
     return None
