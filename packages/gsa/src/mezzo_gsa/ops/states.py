@@ -67,7 +67,7 @@ def run_states(
         x, write, decay, chunks.chunk_table, chunks.segment_table, states, last, kept, whole,
         T, chunks.per_row, x.stride(1),
         H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=SEGMENT,
-        REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4, num_stages=3,
+        REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
     if not split:
         return states, None, last, kept

@@ -43,3 +43,13 @@ def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
     b_high = b_x.to(b_a.dtype)
     b_y = tl.dot(b_a, b_high, input_precision=PRECISION)
     return tl.dot(b_a, (b_x - b_high).to(b_a.dtype), b_y, input_precision=PRECISION)
+
+
+@triton.jit
+def suffix_sum(b_x, L: tl.constexpr, PRECISION: tl.constexpr):
+    """Return each row's sum (L, BM) with those that follow it."""
+    if PRECISION == "ieee":
+        return tl.sum(b_x, 0)[None, :] - tl.cumsum(b_x, 0) + b_x
+    o_l = tl.arange(0, L)  # a scan takes longer than two products with ones
+    b_ones = tl.where(o_l[:, None] <= o_l[None, :], 1.0, 0.0).to(tl.bfloat16)
+    return dot_wide(b_ones, b_x, PRECISION)

@@ -22,17 +22,22 @@ def locate_chunk(i_c, table, T, N, L: tl.constexpr, SEGMENT: tl.constexpr):
 
 
 @triton.jit
+def load_kept(kept, i_c, i_h, o_m, H: tl.constexpr, M: tl.constexpr):
+    """Return what chunk i_c has left of the flow into its segment, (BM,)."""
+    return tl.load(kept + (i_c.to(tl.int64) * H + i_h) * M + o_m, mask=o_m < M, other=0.0)
+
+
+@triton.jit
 def load_state(
-    states, starts, kept, i_c, i_s, i_h, o_m, o_d,
+    states, starts, b_kept, i_c, i_s, i_h, o_m, o_d,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Return h (BM, BD) in float32 where chunk i_c begins, or its gradient where it ends."""
     m = (o_m < M)[:, None] & (o_d < D)[None, :]
-    o_h = (i_c.to(tl.int64) * H + i_h) * M
     o_tile = o_m[:, None] * D + o_d[None, :]
-    b_h = tl.load(states + o_h * D + o_tile, mask=m, other=0.0).to(tl.float32)
+    p_state = states + (i_c.to(tl.int64) * H + i_h) * M * D
+    b_h = tl.load(p_state + o_tile, mask=m, other=0.0).to(tl.float32)
     if starts is not None:
-        b_kept = tl.load(kept + o_h + o_m, mask=o_m < M, other=0.0)
         p_start = starts + (i_s.to(tl.int64) * H + i_h) * M * D
         b_start = tl.load(p_start + o_tile, mask=m, other=0.0)
         b_h += b_kept[:, None] * b_start.to(tl.float32)
@@ -44,6 +49,13 @@ def swish(x):
     """Return x sigmoid(x) in float32."""
     x = x.to(tl.float32)
     return x * tl.sigmoid(x)
+
+
+@triton.jit
+def load_decay(p_decay, m_m, first, j, count, stride, REVERSE: tl.constexpr):
+    """Return what the j-th chunk of a segment keeps, (BM,); zeros past the last one."""
+    i_c = first + (count - 1 - j if REVERSE else j)
+    return tl.load(p_decay + i_c.to(tl.int64) * stride, mask=m_m & (j < count), other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -74,22 +86,25 @@ def segment_states_kernel(
     p_x = x + i_h * D + o_d[None, :]
     b_h = tl.zeros([BM, BD], tl.float32)
     b_kept = tl.full([BM], 1.0, tl.float32)
+    # A chunk ahead: products of tiles are loaded ahead by the compiler, their factors are not.
+    p_decay = decay + i_h // (H // HD) * M + o_m
+    b_decay = load_decay(p_decay, m_m, first, 0, count, HD * M, REVERSE)
     for j in range(count):
         i_c = first + (count - 1 - j if REVERSE else j)
+        b_ahead = load_decay(p_decay, m_m, first, j + 1, count, HD * M, REVERSE)
         start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
         m_l = o_l < length
         o_state = (i_c.to(tl.int64) * H + i_h) * M
-        o_decay = (i_c.to(tl.int64) * HD + i_h // (H // HD)) * M
         tl.store(states + o_state * D + o_tile, b_h.to(states.dtype.element_ty), mask=m_tile)
         if i_d == 0:
             tl.store(kept + o_state + o_m, b_kept, mask=m_m)
-        b_decay = tl.load(decay + o_decay + o_m, mask=m_m, other=0.0)
         p_w = write + ((start + o_l)[:, None] * H + i_h) * M + o_m[None, :]
         b_w = tl.load(p_w, mask=m_l[:, None] & m_m[None, :], other=0.0)
         b_x = tl.load(p_x + (start + o_l)[:, None] * stride_x, mask=m_l[:, None] & m_d[None, :],
                       other=0.0)  # fmt: skip
         b_h = tl.dot(tl.trans(b_w), b_x, b_h * b_decay[:, None], input_precision=PRECISION)
         b_kept *= b_decay
+        b_decay = b_ahead
     o_last = (i_s.to(tl.int64) * H + i_h) * M
     tl.store(last + o_last * D + o_tile, b_h, mask=m_tile)
     if i_d == 0:

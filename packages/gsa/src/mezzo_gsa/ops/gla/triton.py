@@ -118,12 +118,13 @@ def run_gradients(
         do, x.v, parts.running, chunks.chunk_table, dscores, T, N, x.v.stride(1), scale,
         L=chunks.length, SEGMENT=SEGMENT, PRECISION=precision(do.dtype), num_warps=4, **sizes,
     )  # fmt: skip
-    # Where channels have gates of their own, a wider tile's factors would not fit in registers.
-    BK = _tile(x.k) if x.g.shape[3] == 1 else min(16, _tile(x.k))
+    BK, num_warps = _tile(x.k), 4
+    if x.g.shape[3] > 1:  # channels with gates of their own need registers for their factors
+        BK, num_warps = (64, 8) if BK == 64 else (16, 4)
     keys_bwd_kernel[(chunks.num_chunks * HQ, triton.cdiv(x.k.shape[3], BK))](
         do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
         grads.q, grads.k, grads.g, T, N, x.q.stride(1), x.k.stride(1), x.v.stride(1), scale,
-        K=x.k.shape[3], BK=BK, num_warps=4, **sizes, **_pairs(x, chunks),
+        K=x.k.shape[3], BK=BK, num_warps=num_warps, **sizes, **_pairs(x, chunks),
     )  # fmt: skip
     return dinitial
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mezzo_gsa.ops.gla.triton_gate import gate_columns
 from mezzo_gsa.ops.gla.triton_pairs import channel_scores, pair_decays
-from mezzo_gsa.ops.triton_states import load_state, locate_chunk
+from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
 @triton.jit
@@ -90,7 +90,8 @@ def outputs_kernel(
         o_k = d + tl.arange(0, BK)
         b_w = load_rows(weights, o_t, m_l, HW * K, i_hq // (HQ // HW), K, o_k)
         i_h = i_hq // (HQ // HS)
-        b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_k, o_v, HS, K, V)
+        b_kept = load_kept(kept, i_c, i_h, o_k, HS, K)
+        b_h = load_state(states, starts, b_kept, i_c, i_s, i_h, o_k, o_v, HS, K, V)
         b_y = tl.dot(b_w, b_h.to(b_w.dtype), b_y, input_precision=PRECISION)
     store_rows(y, o_t, m_l, HQ * V, i_hq, V, o_v, b_y)
 

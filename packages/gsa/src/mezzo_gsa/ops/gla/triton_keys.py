@@ -11,8 +11,8 @@ import triton.language as tl
 from mezzo_gsa.ops.gla.triton_chunks import load_rows, store_rows
 from mezzo_gsa.ops.gla.triton_gate import gate_columns
 from mezzo_gsa.ops.gla.triton_pairs import on_diagonal, scores_bwd_of_half
-from mezzo_gsa.ops.triton_pivots import dot_wide
-from mezzo_gsa.ops.triton_states import load_state, locate_chunk
+from mezzo_gsa.ops.triton_pivots import dot_wide, suffix_sum
+from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
 @triton.jit
@@ -35,10 +35,12 @@ def borders_bwd(
     b_dq_l = tl.zeros([L // 2, BK], tl.float32)
     b_dq_r, b_dk_l, b_dk_r = b_dq_l, b_dq_l, b_dq_l
     b_end = tl.zeros([BK], tl.float32)
+    b_kept = load_kept(kept, i_c, i_h, o_k, H, K)
+    b_dkept = load_kept(dkept, i_c, i_hq, o_k, HQ, K)
     for d in range(0, V, BV):
         o_v = d + tl.arange(0, BV)
-        b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_k, o_v, H, K, V)
-        b_dh = load_state(dstates, dstarts, dkept, i_c, i_s, i_hq, o_k, o_v, HQ, K, V)
+        b_h = load_state(states, starts, b_kept, i_c, i_s, i_h, o_k, o_v, H, K, V)
+        b_dh = load_state(dstates, dstarts, b_dkept, i_c, i_s, i_hq, o_k, o_v, HQ, K, V)
         b_end += tl.sum(b_h * b_dh, 1)
         b_h, b_dh = tl.trans(b_h.to(v.dtype.element_ty)), tl.trans(b_dh.to(v.dtype.element_ty))
         b_do = load_rows(do, start + o_l, o_l < length, HQ * V, i_hq, V, o_v)
@@ -76,12 +78,6 @@ def store_half(
     b_own = tl.sum(on_diagonal(b_da.to(tl.float32), L), 1, keep_dims=True)
     store_rows(dq, o_t, m_l, HQ * K, i_hq, K, o_k, b_dq + b_own * b_k)
     store_rows(dk, o_t, m_l, HQ * K, i_hq, K, o_k, b_dk + b_own * b_q)
-
-
-@triton.jit
-def suffix_sum(b_x):
-    """Return the sum over each row of (L, D) and those after it."""
-    return tl.sum(b_x, 0, keep_dims=True) - tl.cumsum(b_x, 0) + b_x
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
@@ -150,13 +146,13 @@ def keys_bwd_kernel(
         b_dq_r += b_read * dot_wide(b_far, b_k_l * b_write, PRECISION)
         b_dk_l += b_write * dot_wide(tl.trans(b_far), b_q_r * b_read, PRECISION)
     b_x = b_q_r * b_dq_r - b_k_r * b_dk_r
-    b_dg = b_last + suffix_sum(b_x)
+    b_dg = b_last + suffix_sum(b_x, L // 2, PRECISION)
     store_half(
         dq, dk, dg, b_da_r, b_dq_r, b_dk_r, b_dg, b_q_r, b_k_r, start + o_r, m_r, i_hq, i_k, o_k,
         HQ, K, KG, L // 2,
     )  # fmt: skip
     b_last += tl.sum(b_x, 0, keep_dims=True)
-    b_dg = b_last + suffix_sum(b_q_l * b_dq_l - b_k_l * b_dk_l)
+    b_dg = b_last + suffix_sum(b_q_l * b_dq_l - b_k_l * b_dk_l, L // 2, PRECISION)
     store_half(
         dq, dk, dg, b_da_l, b_dq_l, b_dk_l, b_dg, b_q_l, b_k_l, start + o_l, m_l, i_hq, i_k, o_k,
         HQ, K, KG, L // 2,

@@ -86,7 +86,7 @@ def channel_scores(
     b_a = on_diagonal(tl.sum(b_q * b_k, 1)[:, None], L)
     b_a += tl.where((b_parting < L // 2) & ~m_steep, b_near, 0.0)
     b_a += at_level(b_far, b_parting, LEVELS)
-    for level in tl.range(levels, num_stages=1):
+    for level in range(levels):
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
         b_part = products(b_q * b_x, b_k * b_x, dtype, PRECISION)
         b_a += at_level(tl.where(m_steep, b_part, 0.0), b_parting, level)
@@ -110,7 +110,7 @@ def scores_bwd_of_half(
     b_near = tl.where((b_parting > 0) & ~m_steep, b_da, 0.0).to(dtype)
     b_dq += b_up * dot_wide(b_near, b_k * b_down, PRECISION)
     b_dk += b_down * dot_wide(tl.trans(b_near), b_q * b_up, PRECISION)
-    for level in tl.range(levels, num_stages=1):
+    for level in range(levels):
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
         b_part = at_level(tl.where(m_steep, b_da, 0.0), b_parting, level).to(dtype)
         b_dq += b_x * dot_wide(b_part, b_k * b_x, PRECISION)

@@ -78,7 +78,7 @@ def run_memory(
         x.g, x.s, chunks.chunk_table, running, strength, write, decay, rough,
         T, chunks.per_row, x.g.stride(1),
         H=H, M=M, BM=padded(M), L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
-        MILD=MILD[dtype], num_warps=8,
+        MILD=MILD[dtype], num_warps=4,
     )  # fmt: skip
     split = chunks.is_split or k0 is not None
     k_states, k_starts, k_last, kept = run_states(x.k, write, decay, k0, chunks, split=split)
@@ -107,12 +107,13 @@ def slots_fwd(
             memory.k_starts, memory.kept, chunks.chunk_table, squares, logits, weights,
             T, N, x.q.stride(1), x.k.stride(1), form.scale,
             **settings, **_levels(x, chunks), K=x.k.shape[3], BK=_tile(x.k),
-            BETWEEN=form.between, EXACT=exact,
+            BETWEEN=form.between, EXACT=exact, num_stages=3,
         )  # fmt: skip
     tokens_kernel[grid](
         squares, None, x.v, None, weights, memory.v_states, memory.v_starts, memory.kept,
         None, None, None, chunks.chunk_table, None, None, o, None,
         T, N, 0, x.v.stride(1), 0, o.stride(1), 0, **settings, D=x.v.shape[3], BD=_tile(x.v),
+        num_stages=3,
     )  # fmt: skip
     return o, logits, weights if differentiable else None
 
@@ -166,7 +167,7 @@ def gsa_bwd(
                 T, N, one.left.stride(1), one.right.stride(1), x.g.stride(1), grads.g.stride(1),
                 form.scale, **settings, **_levels(x, chunks), D=D, BD=_tile(one.right),
                 BETWEEN=form.between, DAMPING=form.damping, OWN_STRENGTH=x.s is not None,
-                VALUES=values, EXACT=exact,
+                VALUES=values, EXACT=exact, num_stages=3,
             )  # fmt: skip
         tokens_kernel[grid](
             squares, one.left, one.right, memory.write, k_weights, *borders,
@@ -174,6 +175,7 @@ def gsa_bwd(
             one.left.stride(1), one.right.stride(1), 0 if raw is None else raw.q.stride(1),
             0 if dleft is None else dleft.stride(1), dright.stride(1),
             **settings, D=D, BD=_tile(one.right),
+            num_stages=3 if values else 2,  # both sides' tiles are too large three at a time
         )  # fmt: skip
     dv0, dk0 = initial_gradients
     return dk0, dv0
@@ -206,8 +208,6 @@ def _chunk_settings(x: Inputs, chunks: Chunks) -> dict[str, Any]:
         "SEGMENT": SEGMENT,
         "PRECISION": precision(x.q.dtype),
         "num_warps": 4 if chunks.length < 128 and x.g.shape[3] <= 64 else 8,
-        # A loop of one tile has nothing to overlap.
-        "num_stages": 2 if max(x.k.shape[3], x.v.shape[3]) > 64 else 1,
     }
 
 

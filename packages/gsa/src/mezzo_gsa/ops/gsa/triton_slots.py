@@ -16,8 +16,15 @@ import triton
 import triton.language as tl
 
 from mezzo_gsa.ops.gsa.triton_gate import load_gate, write_strength
-from mezzo_gsa.ops.triton_pivots import at_level, dot_wide, level_factor, load_running, parting
-from mezzo_gsa.ops.triton_states import load_state, locate_chunk
+from mezzo_gsa.ops.triton_pivots import (
+    at_level,
+    dot_wide,
+    level_factor,
+    load_running,
+    parting,
+    suffix_sum,
+)
+from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
 @triton.jit
@@ -110,12 +117,13 @@ def slots_fwd_kernel(
 
     b_a = tl.zeros([L, L], tl.float32)
     b_logits = tl.zeros([L, BM], tl.float32)
+    b_kept = load_kept(kept, i_c, i_h, o_m, H, M)
     for d in range(0, K, BK):
         o_d = d + tl.arange(0, BK)
         m_d = m_l[:, None] & (o_d < K)[None, :]
         b_q = tl.load(q + o_t[:, None] * stride_q + i_hq * K + o_d[None, :], mask=m_d, other=0.0)
         b_k = tl.load(k + o_t[:, None] * stride_k + i_h * K + o_d[None, :], mask=m_d, other=0.0)
-        b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_m, o_d, H, M, K)
+        b_h = load_state(states, starts, b_kept, i_c, i_s, i_h, o_m, o_d, H, M, K)
         b_a = tl.dot(b_q, tl.trans(b_k), b_a, input_precision=PRECISION)
         b_logits = tl.dot(b_q, tl.trans(b_h.to(dtype)), b_logits, input_precision=PRECISION)
 
@@ -130,7 +138,7 @@ def slots_fwd_kernel(
     if EXACT:
         b_logits += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_a, L)
         b_a = b_a.to(INNER)
-        for level in tl.range(LEVELS, num_stages=1):
+        for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_part = at_level(b_a, parting(L), level).to(INNER)
             b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
@@ -148,7 +156,7 @@ def slots_fwd_kernel(
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_p * b_s), 1), L)
-        for level in tl.range(LEVELS, num_stages=1):
+        for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_px = tl.where(b_running >= -MILD, 0.0, b_p * b_x).to(INNER)
             b_far = tl.dot(b_px, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
@@ -205,13 +213,15 @@ def slots_bwd_kernel(
     b_ds = tl.zeros([L, BM], tl.float32)
     b_dp = tl.zeros([L, BM], tl.float32)
     b_end = tl.zeros([BM], tl.float32)
+    b_kept = load_kept(kept, i_c, i_h, o_m, H, M)
+    b_dkept = load_kept(dkept, i_c, i_hq, o_m, HQ, M)
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
         m_d = m_l[:, None] & (o_d < D)[None, :]
         b_x = tl.load(x + o_t[:, None] * stride_x + i_hq * D + o_d[None, :], mask=m_d, other=0.0)
         b_y = tl.load(y + o_t[:, None] * stride_y + i_h * D + o_d[None, :], mask=m_d, other=0.0)
-        b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_m, o_d, H, M, D)
-        b_dh = load_state(dstates, dstarts, dkept, i_c, i_s, i_hq, o_m, o_d, HQ, M, D)
+        b_h = load_state(states, starts, b_kept, i_c, i_s, i_h, o_m, o_d, H, M, D)
+        b_dh = load_state(dstates, dstarts, b_dkept, i_c, i_s, i_hq, o_m, o_d, HQ, M, D)
         b_a = tl.dot(b_x, tl.trans(b_y), b_a, input_precision=PRECISION)
         b_ds = tl.dot(b_y, tl.trans(b_dh.to(dtype)), b_ds, input_precision=PRECISION)
         if VALUES:
@@ -233,7 +243,7 @@ def slots_bwd_kernel(
         b_dp = b_dp * b_keep + b_up * b_inside
         if EXACT:
             b_dp += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_near.to(tl.float32), L)
-            for level in tl.range(LEVELS, num_stages=1):
+            for level in range(LEVELS):
                 b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
                 b_part = at_level(b_near, parting(L), level).to(INNER)
                 b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
@@ -258,7 +268,7 @@ def slots_bwd_kernel(
     b_ds += b_down * dot_wide(tl.trans(b_near), b_w * b_up, PRECISION)
     if EXACT:
         b_ds += tl.where(b_running >= -MILD, 0.0, b_w) * diagonal(b_near.to(tl.float32), L)
-        for level in tl.range(LEVELS, num_stages=1):
+        for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
             b_past = tl.trans(at_level(b_near, parting(L), level).to(INNER))
@@ -266,7 +276,7 @@ def slots_bwd_kernel(
     b_flow = -b_s * b_ds
     if VALUES:
         b_flow += tl.load(part_dg + o_hq, mask=m, other=0.0)
-    b_dg = b_end[None, :] + tl.sum(b_flow, 0)[None, :] - tl.cumsum(b_flow, 0) + b_flow
+    b_dg = b_end[None, :] + suffix_sum(b_flow, L, PRECISION)
     b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
     if not OWN_STRENGTH:
         b_dg -= tl.exp(b_g) * b_ds
@@ -293,7 +303,7 @@ def slots_bwd_kernel(
     b_b = causal(b_b, L)
     if EXACT:
         b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_w * b_s), 1), L)
-        for level in tl.range(LEVELS, num_stages=1):
+        for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
             b_far = tl.dot(b_wx, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_states import load_state, locate_chunk, swish
+from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk, swish
 
 
 @triton.jit
@@ -51,23 +51,25 @@ def tokens_kernel(
         b_turned = tl.trans(b_square)
         o_h = (o_t[:, None] * H + i_h) * M + o_m[None, :]
         b_write = tl.load(write + o_h, mask=m, other=0.0)
+        b_dkept = load_kept(dkept, i_c, i_hq, o_m, HQ, M)
     if left is not None:
         o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
         b_weights = tl.load(weights + o_hq, mask=m, other=0.0)
+        b_kept = load_kept(kept, i_c, i_h, o_m, H, M)
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
         m_d = m_l[:, None] & (o_d < D)[None, :]
         o_x, o_y = i_hq * D + o_d[None, :], i_h * D + o_d[None, :]
         if right is not None:
             b_x = tl.load(x + o_t[:, None] * stride_x + o_x, mask=m_d, other=0.0)
-            b_dh = load_state(dstates, dstarts, dkept, i_c, i_s, i_hq, o_m, o_d, HQ, M, D)
+            b_dh = load_state(dstates, dstarts, b_dkept, i_c, i_s, i_hq, o_m, o_d, HQ, M, D)
             b_right = tl.dot(b_turned, b_x.to(b_square.dtype), input_precision=PRECISION)
             b_right = tl.dot(b_write, b_dh.to(dtype), b_right, input_precision=PRECISION)
             o_grad, o_raw = o_t[:, None] * stride_right + o_x, o_t[:, None] * stride_raw + o_y
             store_through_swish(right, raw_y, o_grad, o_raw, m_d, b_right)
         if left is not None:
             b_y = tl.load(y + o_t[:, None] * stride_y + o_y, mask=m_d, other=0.0)
-            b_h = load_state(states, starts, kept, i_c, i_s, i_h, o_m, o_d, H, M, D)
+            b_h = load_state(states, starts, b_kept, i_c, i_s, i_h, o_m, o_d, H, M, D)
             b_left = tl.dot(b_square, b_y.to(b_square.dtype), input_precision=PRECISION)
             b_left = tl.dot(b_weights, b_h.to(dtype), b_left, input_precision=PRECISION)
             o_grad, o_raw = o_t[:, None] * stride_left + o_x, o_t[:, None] * stride_raw + o_x
