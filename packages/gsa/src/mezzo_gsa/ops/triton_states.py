@@ -39,13 +39,6 @@ def load_state(
     return b_h
 
 
-@triton.jit
-def swish(x):
-    """Return x sigmoid(x) in float32."""
-    x = x.to(tl.float32)
-    return x * tl.sigmoid(x)
-
-
 @triton.jit(do_not_specialize=["T", "N"])
 def segment_states_kernel(
     x, write, decay, chunk_table, segment_table, states, last, kept, whole,

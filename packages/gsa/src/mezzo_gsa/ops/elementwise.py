@@ -1,4 +1,4 @@
-"""What a GSA layer does to gates and outputs, number by number, around the recurrence."""
+"""What a layer does to gates and outputs, number by number, around the recurrence."""
 
 import torch
 from torch import Tensor
