@@ -116,9 +116,28 @@ def test_gradients_reach_every_weight(mixer):
 
 def test_bfloat16_weights_give_bfloat16_outputs_and_a_float32_state():
     mixer = GLAConfig().build(C).bfloat16()
-    y, state = mixer(torch.randn(2, 6, C, dtype=torch.bfloat16), mixer.init_state(2))
-    assert y.dtype == torch.bfloat16
+    x = torch.randn(2, 6, C, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y, state = mixer(x, mixer.init_state(2))
+        stepped = mixer.step(x[:, :1], state)
+    assert y.dtype == stepped.dtype == torch.bfloat16
     assert state.h.dtype == torch.float32
+
+
+def test_autocast_steps_equal_the_whole(mixer):
+    x = torch.randn(2, 11, C)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole, _ = mixer(x)
+        first, state = mixer(x[:, :6], mixer.init_state(2))
+        rest = [mixer.step(x[:, t : t + 1], state) for t in range(6, 11)]
+    assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
+
+
+def test_a_step_refuses_what_it_cannot_do(mixer):
+    with torch.no_grad(), pytest.raises(ValueError, match="one token of each row, got 3"):
+        mixer.step(torch.randn(2, 3, C), mixer.init_state(2))
+    with pytest.raises(RuntimeError, match="overwrites the state, so it has no gradients"):
+        mixer.step(torch.randn(2, 1, C), mixer.init_state(2))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mezzo_core.testing.mixers import (
     check_state_bytes,
     check_step,
 )
-from mezzo_gsa.retnet import RetNetConfig
+from mezzo_gsa.retnet import RetNetConfig, log_decay
 
 C = 16
 CONFIGS = [
@@ -76,11 +76,10 @@ def test_it_is_the_definition_as_a_decayed_product_of_rotated_queries_and_keys()
 
 
 def test_many_heads_decay_by_less_than_float32_can_tell_from_one():
-    mixer = RetNetConfig(num_heads=32).build(64)
-    log_decay = mixer._log_decay(torch.device("cpu")).double()
+    found = log_decay(32, torch.device("cpu")).double()
     expected = torch.log1p(-(2.0 ** (-5 - torch.arange(32, dtype=torch.float64))))
-    assert_close("log decay", log_decay, expected, rtol=1e-6)
-    assert (log_decay < 0).all()
+    assert_close("log decay", found, expected, rtol=1e-6)
+    assert (found < 0).all()
 
 
 def test_places_go_on_from_the_state():
@@ -124,9 +123,28 @@ def test_gradients_reach_every_weight(mixer):
 
 def test_bfloat16_weights_give_bfloat16_outputs_and_a_float32_state():
     mixer = RetNetConfig().build(C).bfloat16()
-    y, state = mixer(torch.randn(2, 6, C, dtype=torch.bfloat16), mixer.init_state(2))
-    assert y.dtype == torch.bfloat16
+    x = torch.randn(2, 6, C, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y, state = mixer(x, mixer.init_state(2))
+        stepped = mixer.step(x[:, :1], state)
+    assert y.dtype == stepped.dtype == torch.bfloat16
     assert state.h.dtype == torch.float32
+
+
+def test_autocast_steps_equal_the_whole(mixer):
+    x = torch.randn(2, 11, C)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole, _ = mixer(x)
+        first, state = mixer(x[:, :6], mixer.init_state(2))
+        rest = [mixer.step(x[:, t : t + 1], state) for t in range(6, 11)]
+    assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
+
+
+def test_a_step_refuses_what_it_cannot_do(mixer):
+    with torch.no_grad(), pytest.raises(ValueError, match="one token of each row, got 3"):
+        mixer.step(torch.randn(2, 3, C), mixer.init_state(2))
+    with pytest.raises(RuntimeError, match="overwrites the state, so it has no gradients"):
+        mixer.step(torch.randn(2, 1, C), mixer.init_state(2))
 
 
 @pytest.mark.parametrize(

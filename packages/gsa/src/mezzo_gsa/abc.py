@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import check_one_token, head_width, real_tokens
+from mezzo_gsa.ops.elementwise import accumulation_dtype, gated_norm
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa
-from mezzo_gsa.ops.gsa.elementwise import accumulation_dtype, gated_norm
 from mezzo_gsa.ops.gsa.step import step_gsa_
 
 NORM_EPS = 1e-5

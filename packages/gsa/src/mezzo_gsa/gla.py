@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from torch import Tensor, nn
 
+from mezzo_gsa.gsa import check_one_token
 from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
-from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gla.padding import skip_padding
 
 
@@ -70,6 +71,12 @@ class GLA(AbstractMixer):
         HQ, H, K, V = self.heads = plan_heads(
             d_model, config.num_heads, config.num_kv_heads, config.expand_k, config.expand_v
         )
+        self.form = LayerForm(
+            scale=K**-0.5,
+            feature_map=config.feature_map,
+            damping=config.damping,
+            norm_eps=config.norm_eps,
+        )
         self.q_proj = nn.Linear(d_model, HQ * K, bias=False)
         self.k_proj = nn.Linear(d_model, H * K, bias=False)
         self.v_proj = nn.Linear(d_model, H * V, bias=False)
@@ -98,13 +105,30 @@ class GLA(AbstractMixer):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         k, g = skip_padding(k, F.logsigmoid(logits) / self.config.damping, lengths)
         out, h = chunk_gla(
-            q, k, v, g, scale=K**-0.5, initial_state=None if state is None else state.h,
+            q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         y = self.norm(out).flatten(2)
         if self.z_proj is not None:
             y = y * F.silu(self.z_proj(x))
         return self.o_proj(y), None if state is None else GLAState(h)
+
+    def step(self, x: Tensor, state: GLAState) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        check_one_token(x, self.d_model)
+        x = x[:, 0]
+        HQ, H, K, V = self.heads
+        y = step_gla_layer_(
+            self.q_proj(x).unflatten(1, (HQ, K)),
+            self.k_proj(x).unflatten(1, (H, K)),
+            self.v_proj(x).unflatten(1, (H, V)),
+            self.g_proj(x).unflatten(1, (H, K)),
+            state.h,
+            self.form,
+            norm_weight=self.norm.weight,
+            z=None if self.z_proj is None else self.z_proj(x),
+        )
+        return self.o_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""

@@ -9,8 +9,8 @@ from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.elementwise import accumulation_dtype, gated_norm, log_gate
 from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
-from mezzo_gsa.ops.gsa.elementwise import accumulation_dtype, gated_norm, log_gate
 from mezzo_gsa.ops.gsa.step import step_gsa_packed_
 
 SPANS = (2.0, 2048.0)

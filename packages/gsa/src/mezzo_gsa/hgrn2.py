@@ -1,6 +1,5 @@
 """HGRN2, the mixer: gated linear attention whose keys are what the forget gates leave."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,9 @@ from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
-from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.gsa import check_one_token
+from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
+from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gla.padding import skip_padding
 
 
@@ -61,6 +62,12 @@ class HGRN2(AbstractMixer):
         if not 0 <= config.lower_bound < 1:
             raise ValueError(f"lower_bound must be in [0, 1), got {config.lower_bound}")
         self.config, self.d_model, self.num_heads = config, d_model, d_model // D
+        self.form = LayerForm(
+            feature_map="swish",
+            damping=1.0,
+            lower_bound=config.lower_bound,
+            norm_eps=config.norm_eps,
+        )
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
         self.g_proj = nn.Linear(d_model, d_model, bias=False)
@@ -90,12 +97,17 @@ class HGRN2(AbstractMixer):
 
     def _gate(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 - α and log α in float32, both with all their digits."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        bound = self.config.lower_bound
-        g = F.logsigmoid(logits)
-        if bound > 0:
-            g = torch.logaddexp(g + math.log1p(-bound), torch.full_like(g, math.log(bound)))
-        return (1 - bound) * torch.sigmoid(-logits), g
+        return bounded_gate(log_gate(logits, 1.0), self.config.lower_bound)
+
+    def step(self, x: Tensor, state: GLAState) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        check_one_token(x, self.d_model)
+        q, v, logits = (
+            proj(x[:, 0]).unflatten(1, (self.num_heads, -1))
+            for proj in (self.q_proj, self.v_proj, self.g_proj)
+        )
+        y = step_gla_layer_(q, None, v, logits, state.h, self.form, norm_weight=self.norm.weight)
+        return self.o_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""

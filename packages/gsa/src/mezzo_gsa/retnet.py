@@ -1,6 +1,7 @@
 """RetNet's retention, the mixer: linear attention with a fixed decay a head, and rotary places."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,9 @@ from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor, nn
 
+from mezzo_gsa.gsa import check_one_token
 from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
-from mezzo_gsa.ops.gla import chunk_gla
+from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gla.padding import skip_padding
 
 
@@ -68,6 +70,12 @@ class RetNet(AbstractMixer):
         )
         if K % 2:
             raise ValueError(f"rotary places need keys of an even width, got {K} channels a head")
+        self.form = LayerForm(
+            scale=K**-0.5,
+            feature_map=config.feature_map,
+            rope_base=config.rope_base,
+            norm_eps=config.norm_eps,
+        )
         self.q_proj = nn.Linear(d_model, HQ * K, bias=False)
         self.k_proj = nn.Linear(d_model, H * K, bias=False)
         self.v_proj = nn.Linear(d_model, H * V, bias=False)
@@ -100,10 +108,10 @@ class RetNet(AbstractMixer):
         v = self.v_proj(x).unflatten(-1, (H, V))
         if H < HQ:
             k, v = (part.repeat_interleave(HQ // H, dim=2) for part in (k, v))
-        g = self._log_decay(x.device).expand(*x.shape[:2], HQ)[..., None]
+        g = log_decay(HQ, x.device).expand(*x.shape[:2], HQ)[..., None]
         k, g = skip_padding(k, g, lengths)
         out, h = chunk_gla(
-            q, k, v, g, scale=K**-0.5, initial_state=None if state is None else state.h,
+            q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         y = self.norm(out).flatten(2)
@@ -113,10 +121,27 @@ class RetNet(AbstractMixer):
             state = RetNetState(h, state.lengths + (T if lengths is None else lengths))
         return self.o_proj(y), state
 
-    def _log_decay(self, device: torch.device) -> Tensor:
-        """Return log γ of each query head, (HQ,) float32; γ itself would lose its digits."""
-        heads = torch.arange(self.heads.HQ, device=device, dtype=torch.float32)
-        return torch.log1p(-torch.exp2(-5 - heads))
+    def step(self, x: Tensor, state: RetNetState) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        check_one_token(x, self.d_model)
+        x = x[:, 0]
+        HQ, H, K, V = self.heads
+        k, v = self.k_proj(x).unflatten(1, (H, K)), self.v_proj(x).unflatten(1, (H, V))
+        if H < HQ:
+            k, v = (part.repeat_interleave(HQ // H, dim=1) for part in (k, v))
+        y = step_gla_layer_(
+            self.q_proj(x).unflatten(1, (HQ, K)),
+            k,
+            v,
+            _decay_table(HQ, x.device).expand(x.shape[0], HQ)[..., None],
+            state.h,
+            self.form,
+            norm_weight=self.norm.weight,
+            z=None if self.z_proj is None else self.z_proj(x),
+            places=state.lengths,
+        )
+        state.lengths.add_(1)
+        return self.o_proj(y[:, None])
 
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""
@@ -144,3 +169,14 @@ class RetNet(AbstractMixer):
         weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
         gate = HQ * V if self.config.output_gate else 0
         return 2 * weights + 5 * HQ * K * V + gate
+
+
+def log_decay(num_heads: int, device: torch.device) -> Tensor:
+    """Return log γ of each head, (HQ,) float32; γ itself would lose its digits."""
+    heads = torch.arange(num_heads, device=device, dtype=torch.float32)
+    return torch.log1p(-torch.exp2(-5 - heads))
+
+
+# For steps: made once, and never freed, as graphs that were captured read it. Not for training,
+# which could not save what was made in inference mode.
+_decay_table = cache(log_decay)

@@ -14,7 +14,7 @@ from mezzo_core.testing import assert_close
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
 from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_packed_
-from mezzo_gsa.ops.gsa.triton_step import tile
+from mezzo_gsa.ops.triton_step import tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}

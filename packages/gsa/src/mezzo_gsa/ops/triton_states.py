@@ -45,13 +45,6 @@ def load_state(
 
 
 @triton.jit
-def swish(x):
-    """Return x sigmoid(x) in float32."""
-    x = x.to(tl.float32)
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
 def load_decay(p_decay, m_m, first, j, count, stride, REVERSE: tl.constexpr):
     """Return what the j-th chunk of a segment keeps, (BM,); zeros past the last one."""
     i_c = first + (count - 1 - j if REVERSE else j)

@@ -9,11 +9,9 @@ from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from torch import Tensor
 
 from mezzo_gsa.ops.gla import registered
+from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
-
-MAX_K, MAX_V = 256, 512
-"""The widest heads that the kernels are made for."""
 
 
 class GLAOutput(NamedTuple):
@@ -87,7 +85,7 @@ def chunk_gla(
         ValueError: if a shape, a device, `cu_seqlens` or `impl` is not as above.
     """
     g, state = _prepare("chunk_gla", q, k, v, g, initial_state, cu_seqlens)
-    if resolve_impl("chunk_gla", impl, q.device, _unsupported(q, v)) == "triton":
+    if resolve_impl("chunk_gla", impl, q.device, unsupported(q, v)) == "triton":
         return GLAOutput(*registered.gla(q, k, v, g, state, cu_seqlens, scale))
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
     if q.shape[1] == 0:
@@ -95,16 +93,6 @@ def chunk_gla(
     # Autocast would take the products of float32 states in 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         return GLAOutput(*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens))
-
-
-def _unsupported(q: Tensor, v: Tensor) -> str | None:
-    """Say why the kernels cannot take this call, or return None if they can."""
-    K, V = q.shape[3], v.shape[3]
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"{q.dtype}; supported: float32, bfloat16, float16"
-    if K > MAX_K or V > MAX_V:
-        return f"heads of K = {K}, V = {V}; supported: K up to {MAX_K}, V up to {MAX_V}"
-    return "empty tensors" if q.numel() == 0 or v.numel() == 0 else None
 
 
 def _prepare(
@@ -117,7 +105,9 @@ def _prepare(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments; return g and the initial state in float32 (float64 for float64)."""
-    _check_inputs(op, q, k, v, g)
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
+    check_inputs(op, q, k, v, g)
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, q)
         check_borders(op, cu_seqlens, q.shape[1])
@@ -143,27 +133,3 @@ def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
 def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the state of those who were given none."""
     return g.new_zeros(_state_shape(k, v, cu_seqlens))
-
-
-def _check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
-    """Raise a ValueError or TypeError that names the tensor which does not fit the others."""
-    if q.ndim != 4:
-        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
-    B, T, HQ, K = q.shape
-    if k.ndim != 4 or (*k.shape[:2], k.shape[3]) != (B, T, K) or not k.shape[2] or HQ % k.shape[2]:
-        raise ValueError(
-            f"{op}: k must be ({B}, {T}, H, {K}) with H a divisor of {HQ}, got {tuple(k.shape)}"
-        )
-    H = k.shape[2]
-    if v.ndim != 4 or v.shape[:3] != (B, T, H):
-        raise ValueError(f"{op}: v must be ({B}, {T}, {H}, V), got {tuple(v.shape)}")
-    if g.shape not in ((B, T, H, K), (B, T, H, 1)):
-        raise ValueError(f"{op}: g must be {(B, T, H, K)} or {(B, T, H, 1)}, got {tuple(g.shape)}")
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
-        if not x.is_floating_point():
-            raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")

@@ -8,11 +8,12 @@ from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa.api import recurrent_gsa
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_inputs, unsupported
-from mezzo_gsa.ops.gsa.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.step_checks import check_memory, check_no_gradients
 
 
 def step_gsa_(
@@ -61,7 +62,7 @@ def step_gsa_(
     assert gates is not None
     B, H, M = gates.shape
     _check_state(op, state, q, (B, H, M, k.shape[2]), (B, H, M, v.shape[2]))
-    _check_no_gradients(op, q, k, v, g, s, *state)
+    check_no_gradients(op, q, k, v, g, s, *state)
     if resolve_impl(op, impl, q.device, _unsupported(q.dtype, state)) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
         return gsa_step_(q, k, v, g, s, state.k, state.v, scale, between)
@@ -125,7 +126,7 @@ def step_gsa_packed_(
     if between not in get_args(Between):
         raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
-    _check_no_gradients(op, x, gate_logits, norm_weight, *state)
+    check_no_gradients(op, x, gate_logits, norm_weight, *state)
     if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
         return gsa_step_packed_(
             x,
@@ -265,23 +266,8 @@ def _packed_sizes(
 def _check_state(
     op: str, state: GSAState, x: Tensor, shape_k: tuple[int, ...], shape_v: tuple[int, ...]
 ) -> None:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    for name, part, shape in (("k", state.k, shape_k), ("v", state.v, shape_v)):
-        if part.shape != shape or part.device != x.device:
-            raise ValueError(
-                f"{op}: state.{name} must be {shape} on {x.device}, "
-                f"got {tuple(part.shape)} on {part.device}"
-            )
-        if part.dtype != dtype:
-            raise TypeError(f"{op}: state.{name} must be {dtype}, got {part.dtype}")
-
-
-def _check_no_gradients(op: str, *inputs: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        raise RuntimeError(
-            f"{op} overwrites the state, so it has no gradients: "
-            "call it under torch.inference_mode() or torch.no_grad()"
-        )
+    check_memory(op, "state.k", state.k, shape_k, x)
+    check_memory(op, "state.v", state.v, shape_v, x)
 
 
 def _unsupported(dtype: torch.dtype, state: GSAState) -> str | None:

@@ -15,7 +15,8 @@ float16 has too few exponents for them.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gsa.triton_gate import load_gate, write_strength
+from mezzo_gsa.ops.gsa.triton_gate import load_gate
+from mezzo_gsa.ops.triton_elementwise import write_strength
 from mezzo_gsa.ops.triton_pivots import (
     at_level,
     dot_wide,

@@ -12,12 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo_gsa.ops.gsa.state import GSAState
-from mezzo_gsa.ops.gsa.triton_gate import log_sigmoid, write_strength
 from mezzo_gsa.ops.gsa.triton_slots import weights_of
-from mezzo_gsa.ops.triton_states import swish
-
-# Programs that fill a large GPU, and the widths of tiles to choose from.
-PROGRAMS, NARROW, WIDE = 256, 16, 64
+from mezzo_gsa.ops.triton_elementwise import log_sigmoid, swish, write_strength
+from mezzo_gsa.ops.triton_step import load_mapped, norm_heads, rows, tile
 
 
 @triton.jit
@@ -35,18 +32,10 @@ def _gates(g, s, o_g, o_s, m, inverse_damping, LOGITS: tl.constexpr):
 
 
 @triton.jit
-def _loaded(x, o, m, SWISH: tl.constexpr):
-    b_x = tl.load(x + o, mask=m, other=0.0).to(tl.float32)
-    if SWISH:
-        b_x = swish(b_x)
-    return b_x
-
-
-@triton.jit
 def step_keys_kernel(
     q, k, g, s, slots, parts, stride_q, stride_k, stride_g, stride_s, inverse_damping,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, LOGITS: tl.constexpr, SWISH: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
     """Advance a tile of one head's K~, and give its part of K~ q for each query of the head."""
     N: tl.constexpr = (K + BK - 1) // BK
@@ -60,11 +49,11 @@ def step_keys_kernel(
     b_slots = tl.load(p, mask=m, other=0.0)
     o_g, o_s = i_b * stride_g + i_h * M + o_m, i_b * stride_s + i_h * M + o_m
     b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
-    b_k = _loaded(k, i_b * stride_k + i_h * K + o_k, m_k, SWISH)
+    b_k = load_mapped(k, i_b * stride_k + i_h * K + o_k, m_k, MAP)
     b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_k[None, :]
     tl.store(p, b_slots, mask=m)
     for j in range(G):
-        b_q = _loaded(q, i_b * stride_q + (i_h * G + j) * K + o_k, m_k, SWISH)
+        b_q = load_mapped(q, i_b * stride_q + (i_h * G + j) * K + o_k, m_k, MAP)
         b_part = tl.sum(b_slots * b_q[None, :], axis=1)
         tl.store(parts + ((i_bh * G + j) * N + i_n) * M + o_m, b_part, mask=m_m)
 
@@ -74,7 +63,7 @@ def step_values_kernel(
     v, g, s, slots, parts, out, stride_v, stride_g, stride_s, inverse_damping, scale,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     NK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
-    LOGITS: tl.constexpr, SWISH: tl.constexpr, BETWEEN: tl.constexpr, SWISH_OUT: tl.constexpr,
+    LOGITS: tl.constexpr, MAP: tl.constexpr, BETWEEN: tl.constexpr, SWISH_OUT: tl.constexpr,
 ):  # fmt: skip
     """Advance a tile of one head's V~, and read it with each query's weights of the slots."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -88,7 +77,7 @@ def step_values_kernel(
     b_slots = tl.load(p, mask=m, other=0.0)
     o_g, o_s = i_b * stride_g + i_h * M + o_m, i_b * stride_s + i_h * M + o_m
     b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
-    b_v = _loaded(v, i_b * stride_v + i_h * V + o_v, m_v, SWISH)
+    b_v = load_mapped(v, i_b * stride_v + i_h * V + o_v, m_v, MAP)
     b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_v[None, :]
     tl.store(p, b_slots, mask=m)
     for j in range(G):
@@ -100,18 +89,6 @@ def step_values_kernel(
             b_o = swish(b_o)
         p_out = out + (i_bh * G + j) * V + o_v
         tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_v)
-
-
-@triton.jit
-def step_norm_kernel(x, weight, y, eps, C: tl.constexpr, BC: tl.constexpr):
-    """Normalize one row of C channels by its root mean square."""
-    i_b = tl.program_id(0).to(tl.int64)
-    o_c = tl.arange(0, BC)
-    m = o_c < C
-    b_x = tl.load(x + i_b * C + o_c, mask=m, other=0.0)
-    b_w = tl.load(weight + o_c, mask=m, other=0.0).to(tl.float32)
-    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / C + eps) * b_w
-    tl.store(y + i_b * C + o_c, b_y.to(y.dtype.element_ty), mask=m)
 
 
 def step(
@@ -126,7 +103,7 @@ def step(
 ) -> Tensor:
     """Take one token into the state; arguments and result as in `step_gsa_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    layer = {"LOGITS": False, "SWISH": False}
+    layer = {"LOGITS": False, "MAP": None}
     _launch(q, k, v, g, s, state, out, 1.0, scale, between, swish_out=False, **layer)
     return out
 
@@ -165,16 +142,12 @@ def step_layer(
     B, C = q.shape[0], q.shape[1] * v.shape[2]
     y = torch.empty((B, C), dtype=q.dtype, device=q.device)
     out = y if norm_weight is None else torch.empty_like(y, dtype=torch.float32)
-    layer = {"LOGITS": True, "SWISH": swish}
+    layer = {"LOGITS": True, "MAP": "swish" if swish else None}
     _launch(
         q, k, v, logits, None, state, out, 1 / damping, scale, between, swish_out=True, **layer
     )  # fmt: skip
     if norm_weight is not None:
-        with torch.cuda.device_of(q):
-            step_norm_kernel[(B,)](
-                out, norm_weight.contiguous(), y, norm_eps, C=C, BC=triton.next_power_of_2(C),
-                num_warps=8,
-            )  # fmt: skip
+        norm_heads(out, norm_weight, None, y, norm_eps)
     return y
 
 
@@ -191,14 +164,14 @@ def _launch(
     between: str,
     *,
     swish_out: bool,
-    **layer: bool,
+    **layer: bool | str | None,
 ) -> None:
     """Run both passes over the state; out (B, HQ, V), or the same flattened."""
     B, H, M, K = state.k.shape
     G, V = q.shape[1] // H, state.v.shape[3]
     BK, BV = tile(B * H, K), tile(B * H, V)
     NK = triton.cdiv(K, BK)
-    inputs = [_rows(x) for x in (q, k, v, g, s)]
+    inputs = [rows(x) for x in (q, k, v, g, s)]
     strides = [0 if x is None else x.stride(0) for x in inputs]
     (x_q, x_k, x_v, x_g, x_s), (stride_q, stride_k, stride_v, *stride_gs) = inputs, strides
     parts = torch.empty((B, H, G, NK, M), dtype=torch.float32, device=q.device)
@@ -213,18 +186,3 @@ def _launch(
             V=V, NK=NK, BN=triton.next_power_of_2(NK), BV=BV, BETWEEN=between,
             SWISH_OUT=swish_out, **sizes,
         )  # fmt: skip
-
-
-def _rows(x: Tensor | None) -> Tensor | None:
-    """Return x (B, H, D) with rows that are contiguous, at any distance from each other."""
-    if x is None or (x.stride(2) == 1 and x.stride(1) == x.shape[2]):
-        return x
-    return x.contiguous()
-
-
-def tile(num_heads: int, width: int) -> int:
-    """Return how many channels a program takes: fewer where heads and rows are few."""
-    size = WIDE
-    while size > NARROW and num_heads * triton.cdiv(width, size) < PROGRAMS:
-        size //= 2
-    return size

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk, swish
+from mezzo_gsa.ops.triton_elementwise import swish
+from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
 @triton.jit

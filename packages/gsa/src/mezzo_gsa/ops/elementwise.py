@@ -1,4 +1,6 @@
-"""What a GSA layer does to gates and outputs, number by number, around the recurrence."""
+"""What a layer does to gates and outputs, number by number, around the recurrence."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -27,3 +29,16 @@ def gated_norm(o: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of gates, states and norms: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bounded_gate(g: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Return 1 - α and log α of α = β + (1 - β) exp(g), both with all their digits.
+
+    Args:
+        g: log gates, at most 0, float32 or float64.
+        bound: β, in [0, 1).
+    """
+    if bound == 0:
+        return -torch.expm1(g), g
+    log_gates = torch.logaddexp(g + math.log1p(-bound), torch.full_like(g, math.log(bound)))
+    return (bound - 1) * torch.expm1(g), log_gates

@@ -1,0 +1,45 @@
+"""What the ops of gated linear attention accept, and what their kernels do."""
+
+import torch
+from torch import Tensor
+
+MAX_K, MAX_V = 256, 512
+"""The widest heads that the kernels are made for."""
+
+
+def check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
+    """Raise a ValueError or TypeError that names the tensor which does not fit the others.
+
+    q is (..., HQ, K); all share its first axes.
+    """
+    *axes, HQ, K = q.shape
+    rows = ", ".join(map(str, axes))
+    H = k.shape[-2] if k.ndim == q.ndim else 0
+    if not H or HQ % H or k.shape != (*axes, H, K):
+        raise ValueError(
+            f"{op}: k must be ({rows}, H, {K}) with H a divisor of {HQ}, got {tuple(k.shape)}"
+        )
+    if v.ndim != q.ndim or v.shape[:-1] != (*axes, H):
+        raise ValueError(f"{op}: v must be ({rows}, {H}, V), got {tuple(v.shape)}")
+    if g.shape not in ((*axes, H, K), (*axes, H, 1)):
+        raise ValueError(
+            f"{op}: g must be {(*axes, H, K)} or {(*axes, H, 1)}, got {tuple(g.shape)}"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        if not x.is_floating_point():
+            raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+
+def unsupported(q: Tensor, v: Tensor) -> str | None:
+    """Say why the kernels cannot take this call, or return None if they can."""
+    K, V = q.shape[-1], v.shape[-1]
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{q.dtype}; supported: float32, bfloat16, float16"
+    if K > MAX_K or V > MAX_V:
+        return f"heads of K = {K}, V = {V}; supported: K up to {MAX_K}, V up to {MAX_V}"
+    return "empty tensors" if q.numel() == 0 or v.numel() == 0 else None

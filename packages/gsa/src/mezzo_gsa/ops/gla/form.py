@@ -1,0 +1,39 @@
+"""What a layer does around gated linear attention, between its projections."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+StepMap = Literal["relu", "swish"]
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """The forms of GLA, HGRN2 and RetNet, as `step_gla_layer_` takes them.
+
+    Raises:
+        ValueError: if a field is out of range; the message names it.
+    """
+
+    scale: float = 1.0
+    """Multiplies the queries."""
+    feature_map: StepMap | None = None
+    """What queries and keys go through."""
+    damping: float | None = None
+    """τ of the gates exp(g) = sigmoid(logits)^(1 / τ); None: g is given and no logits."""
+    lower_bound: float = 0.0
+    """β of the forget gates β + (1 - β) exp(g)."""
+    rope_base: float | None = None
+    """Queries and keys are turned to their token's place (`mezzo_core.positions`); None: no."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.feature_map is not None and self.feature_map not in get_args(StepMap):
+            raise ValueError(
+                f"feature_map must be None or one of {get_args(StepMap)}, got {self.feature_map!r}"
+            )
+        for name in ("damping", "rope_base"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if not 0 <= self.lower_bound < 1:
+            raise ValueError(f"lower_bound must be in [0, 1), got {self.lower_bound}")

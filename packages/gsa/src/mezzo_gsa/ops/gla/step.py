@@ -1,0 +1,238 @@
+"""One decoding token of gated linear attention, in place: from q, k, v, g, or from projections."""
+
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.positions import apply_rope, rope_angles
+from torch import Tensor
+from torch.nn import functional as F
+
+from mezzo_gsa.ops.elementwise import accumulation_dtype, bounded_gate, log_gate
+from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
+from mezzo_gsa.ops.gla.form import LayerForm, StepMap
+from mezzo_gsa.ops.gla.reference import gla_step
+from mezzo_gsa.ops.step_checks import check_memory, check_no_gradients
+
+
+def step_gla_(
+    q: Float[Tensor, "B HQ K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B H V"],
+    g: Float[Tensor, "B H K_or_1"],
+    state: Float[Tensor, "B H K V"],
+    *,
+    scale: float = 1.0,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B HQ V"]:
+    """Take one token of every row, and overwrite the state with the one after it.
+
+    It equals `recurrent_gla` with T = 1, whose arguments it takes without the axis of tokens. It
+    has no gradients, waits for nothing, and a CUDA graph can hold it.
+
+    Args:
+        q: (B, HQ, K) queries; query head h reads head h // (HQ // H).
+        k: (B, H, K) keys.
+        v: (B, H, V) values.
+        g: (B, H, K) log of each key channel's forget gate, or (B, H, 1), of each head's; at most 0.
+        state: (B, H, K, V), float32 (float64 for float64 inputs).
+        scale: multiplies q.
+        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, K up to
+            256, V up to 512, and a contiguous state.
+
+    Returns:
+        out (B, HQ, V) in the dtype of q.
+
+    Raises:
+        RuntimeError: if a gradient would be needed.
+        TypeError: if a tensor's dtype is not one of those above.
+        ValueError: if a shape, a device or `impl` is not as above.
+    """
+    op = "step_gla_"
+    _check(op, q, k, v, g, state)
+    check_no_gradients(op, q, k, v, g, state)
+    g = g.to(state.dtype)
+    if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
+        return gla_step_(q, k, v, g, state, scale)
+    return _reference(q, k, v, g, state, scale).to(q.dtype)
+
+
+def step_gla_layer_(
+    q: Float[Tensor, "B HQ K"],
+    k: Float[Tensor, "B H K"] | None,
+    v: Float[Tensor, "B H V"],
+    gates: Float[Tensor, "B H K_or_1"],
+    state: Float[Tensor, "B H K V"],
+    form: LayerForm,
+    *,
+    norm_weight: Float[Tensor, "D"],
+    z: Float[Tensor, "B C"] | None = None,
+    places: Int[Tensor, "B"] | None = None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B C"]:
+    """Take one token of every row through all that a layer does between its projections.
+
+    That is the form's feature map, gates and rotation, `step_gla_`, RMSNorm(o) ⊙ swish(z): two
+    kernels on a GPU. The projections may be parts of a wider one, and are not copied then.
+
+    Args:
+        q: (B, HQ, K) queries as projected.
+        k: (B, H, K) keys as projected; None: 1 - α, what the forget gates leave, as HGRN2 has them.
+        v: (B, H, V) values.
+        gates: (B, H, K) or (B, H, 1), logits or log gates, as `form` tells; without k (B, H, K).
+        state: (B, H, K, V), overwritten.
+        form: what the layer does.
+        norm_weight: (V,), a norm of each head; or (HQ·V,), one of all of them.
+        z: (B, HQ·V) logits of the output gate; None: no gate.
+        places: (B,) integers, the tokens of each row before this one, if the form has a rotation.
+        impl: as in `step_gla_`.
+
+    Returns:
+        y (B, C) in the dtype of q, C = HQ·V.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as `step_gla_`, naming the argument.
+    """
+    op = "step_gla_layer_"
+    if k is None and (gates.shape[-1] != q.shape[-1] or gates.dtype != q.dtype):
+        raise ValueError(
+            f"{op}: without k, gates must have the width and the dtype of q, "
+            f"{tuple(q.shape)} {q.dtype}, got {tuple(gates.shape)} {gates.dtype}"
+        )
+    _check(op, q, gates if k is None else k, v, gates, state)
+    _check_layer(op, q, v, norm_weight, z, places, form)
+    check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
+    if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
+        return gla_step_layer_(
+            q,
+            k,
+            v,
+            gates,
+            state,
+            norm_weight,
+            z,
+            places,
+            form.scale,
+            form.feature_map,
+            form.damping,
+            form.lower_bound,
+            form.rope_base,
+            form.norm_eps,
+        )
+    g = gates.to(state.dtype) if form.damping is None else log_gate(gates, form.damping)
+    left, g = bounded_gate(g, form.lower_bound)
+    q, k = _featured(q, places, form), left if k is None else _featured(k, places, form)
+    out = _reference(q, k, v, g, state, form.scale).to(q.dtype)
+    return _normed(out.flatten(1), norm_weight, z, form.norm_eps)
+
+
+@torch.library.custom_op("mezzo_gsa::gla_step_", mutates_args=("state",))
+def gla_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    """Take one token by a kernel; return out (B, HQ, V)."""
+    from mezzo_gsa.ops.gla import triton_step
+
+    return triton_step.step(q, k, v, g, state, scale)
+
+
+@gla_step_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+@torch.library.custom_op("mezzo_gsa::gla_step_layer_", mutates_args=("state",))
+def gla_step_layer_(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    gates: Tensor,
+    state: Tensor,
+    norm_weight: Tensor,
+    z: Tensor | None,
+    places: Tensor | None,
+    scale: float,
+    feature_map: str | None,
+    damping: float | None,
+    lower_bound: float,
+    rope_base: float | None,
+    norm_eps: float,
+) -> Tensor:
+    """Take one token by kernels, from what the projections gave to what the last takes (B, C)."""
+    from mezzo_gsa.ops.gla import triton_step
+
+    mapping = cast(StepMap | None, feature_map)
+    form = LayerForm(scale, mapping, damping, lower_bound, rope_base, norm_eps)
+    return triton_step.step_layer(q, k, v, gates, state, norm_weight, z, places, form)
+
+
+@gla_step_layer_.register_fake
+def _(q: Tensor, k: Tensor | None, v: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    """Take one token; return out (B, HQ, V) in the state's dtype."""
+    # Autocast would take the products of a float32 state in 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        out, after = gla_step(q, k, v, g, scale, state)
+    state.copy_(after)
+    return out
+
+
+def _featured(x: Tensor, places: Tensor | None, form: LayerForm) -> Tensor:
+    """Return what stands for queries or keys (B, H, K)."""
+    if form.feature_map is not None:
+        x = F.relu(x) if form.feature_map == "relu" else F.silu(x)
+    if form.rope_base is None or places is None:
+        return x
+    angles = rope_angles(places[:, None], x.shape[2], form.rope_base)
+    return apply_rope(x[:, None], *angles)[:, 0]
+
+
+def _normed(out: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor:
+    """Return RMSNorm(o) ⊙ swish(z), (B, C), in the dtype of o."""
+    dtype = accumulation_dtype(out.dtype)
+    y = out.to(dtype).unflatten(1, (-1, weight.shape[0]))
+    y = F.rms_norm(y, weight.shape, weight.to(dtype), eps).flatten(1)
+    return (y if z is None else y * F.silu(z.to(dtype))).to(out.dtype)
+
+
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> None:
+    if q.ndim != 3:
+        raise ValueError(f"{op}: q must be (B, HQ, K), got {tuple(q.shape)}")
+    check_inputs(op, q, k, v, g)
+    check_memory(op, "state", state, (*k.shape, v.shape[2]), q)
+
+
+def _check_layer(
+    op: str,
+    q: Tensor,
+    v: Tensor,
+    norm_weight: Tensor,
+    z: Tensor | None,
+    places: Tensor | None,
+    form: LayerForm,
+) -> None:
+    (B, HQ, _), V = q.shape, v.shape[2]
+    if norm_weight.shape not in ((V,), (HQ * V,)):
+        raise ValueError(
+            f"{op}: norm_weight must be ({V},) or ({HQ * V},), got {tuple(norm_weight.shape)}"
+        )
+    if z is not None and z.shape != (B, HQ * V):
+        raise ValueError(f"{op}: z must be {(B, HQ * V)}, got {tuple(z.shape)}")
+    if (places is None) != (form.rope_base is None):
+        raise ValueError(f"{op}: places and rope_base must be given both or neither")
+    if places is not None and q.shape[2] % 2:
+        raise ValueError(f"{op}: q must have an even width to be turned, got {tuple(q.shape)}")
+    if places is not None and (places.shape != (B,) or places.is_floating_point()):
+        raise ValueError(
+            f"{op}: places must be integers ({B},), got {places.dtype} {tuple(places.shape)}"
+        )
+    for name, x in (("norm_weight", norm_weight), ("z", z), ("places", places)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
+
+
+def _unsupported(q: Tensor, v: Tensor, state: Tensor) -> str | None:
+    """Tell what the kernels cannot do, or None."""
+    return unsupported(q, v) if state.is_contiguous() else "a state that is not contiguous"

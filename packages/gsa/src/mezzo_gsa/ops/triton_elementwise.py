@@ -1,0 +1,38 @@
+"""What kernels do to single numbers: activations, gates, and what gates leave."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def swish(x):
+    """Return x sigmoid(x) in float32."""
+    x = x.to(tl.float32)
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def log_sigmoid(b_x):
+    """Return min(x, 0) - log(1 + e), e = exp(-|x|), in float32.
+
+    log(1 + e) is 2 atanh(e / (2 + e)), by its series: a logarithm near one loses digits.
+    """
+    b_e = tl.exp(-tl.abs(b_x))
+    b_w = b_e / (2.0 + b_e)  # at most 1/3
+    b_w2 = b_w * b_w
+    b_sum = 1.0 / 15.0
+    b_sum = b_sum * b_w2 + 1.0 / 13.0
+    b_sum = b_sum * b_w2 + 1.0 / 11.0
+    b_sum = b_sum * b_w2 + 1.0 / 9.0
+    b_sum = b_sum * b_w2 + 1.0 / 7.0
+    b_sum = b_sum * b_w2 + 1.0 / 5.0
+    b_sum = b_sum * b_w2 + 1.0 / 3.0
+    b_sum = b_sum * b_w2 + 1.0
+    return tl.minimum(b_x, 0.0) - 2.0 * b_w * b_sum
+
+
+@triton.jit
+def write_strength(b_g):
+    """Return 1 - exp(g) without losing digits where g is near 0: its series there."""
+    b_series = -b_g * (1 + b_g * (0.5 + b_g * (1 / 6 + b_g * (1 / 24 + b_g / 120))))
+    return tl.where(b_g > -0.1, b_series, 1.0 - tl.exp(b_g))
