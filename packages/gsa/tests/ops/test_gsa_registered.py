@@ -1,7 +1,6 @@
 """The registered ops: their contract, compiled graphs, and the kernels that read a projection.
 
-Kernels run in the interpreter, or on a GPU; the interpreter multiplies bfloat16 wrongly, so that
-dtype is tested on a GPU only.
+Kernels run in the interpreter, or on a GPU.
 """
 
 import pytest
@@ -79,7 +78,7 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
         assert_close(name, ours[name], expected, rtol=rtol, low=low.get(name), factor=3, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("swish", [True, False])
 def test_a_projection_equals_the_reference(swish, dtype):
     check(*draw(2, 66, dtype=dtype, state=True), swish=swish, damping=3.0, scale=0.3)
