@@ -1,6 +1,6 @@
 """What a GSA layer does to gates and outputs, number by number, around the recurrence."""
 
-import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,8 +22,3 @@ def gated_norm(o: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None:
         y = F.rms_norm(y, weight.shape, weight.to(y.dtype), eps)
     return y.to(o.dtype)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gates, states and norms: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

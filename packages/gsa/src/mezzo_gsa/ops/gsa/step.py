@@ -5,6 +5,7 @@ from typing import get_args
 import torch
 from jaxtyping import Float
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -265,7 +266,7 @@ def _packed_sizes(
 def _check_state(
     op: str, state: GSAState, x: Tensor, shape_k: tuple[int, ...], shape_v: tuple[int, ...]
 ) -> None:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x.dtype)
     for name, part, shape in (("k", state.k, shape_k), ("v", state.v, shape_v)):
         if part.shape != shape or part.device != x.device:
             raise ValueError(
