@@ -104,6 +104,20 @@ def test_a_projection_that_is_part_of_a_wider_tensor_is_read_in_place():
     assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))
 
 
+def test_a_gradient_comes_through_the_final_state_alone():
+    inputs, heads = draw(1, 20)
+    douts = (None, *(normal(1, 2, 10, 12, seed=20 + i) for i in range(2)))
+    found, truth = (
+        grads(
+            lambda i=impl, **x: call(chunk_gsa_packed, **x, **heads, impl=i),
+            {"x": inputs["x"]},
+            douts,
+        )[1]
+        for impl in ("triton", "reference")
+    )
+    assert_close("dx", found["x"], truth["x"], rtol=1e-5)
+
+
 def test_kept_memories_and_repeats_change_no_bit():
     inputs, heads = draw(1, 70, state=True)
     douts = (torch.ones(1, 70, 4, 12, device=DEVICE), *(normal(1, 2, 10, 12, seed=9),) * 2)
