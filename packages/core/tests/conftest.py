@@ -1,12 +1,5 @@
-import os
-
 import pytest
 import torch
-
-# Triton reads this when a kernel is defined: without a GPU, kernels run in the interpreter.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from mezzo_core.testing.poison import poison_memory as poison_memory
 
 

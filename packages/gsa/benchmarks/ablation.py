@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mezzo_core.bench import environment
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers import compare_order, load_published
+from mezzo_core.papers.runs import read_runs, write_result
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import train
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Setting, tiny, train_config
@@ -186,30 +188,6 @@ def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
     )
 
 
-def read_runs(path: Path, origin: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the runs that are in a result file, by model and seed; none if there is no file.
-
-    Raises:
-        UserError: if it is no such file, or of another machine, software or setting.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            return {}
-        content = json.loads(path.read_text(encoding="utf-8"))
-        runs = {(run["model"], run["seed"]): run for run in content["runs"]}
-        there = {key: content[key] for key in ("gpu", "torch", "triton", "setting")}
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: no result of this benchmark: {error}") from error
-    for key, value in there.items():
-        if value != origin[key]:
-            raise UserError(
-                f"{path} holds runs of another {key} ({value}, this is {origin[key]}): "
-                "write into another folder, or remove it"
-            )
-    return runs
-
-
 def write(
     path: Path, origin: Mapping[str, Any], found: Mapping[tuple[str, int], Mapping[str, Any]]
 ) -> None:
@@ -236,13 +214,7 @@ def write(
         "orders": orders(found),
         "runs": runs,
     }
-    try:
-        whole = path.with_suffix(".part")
-        whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        whole.replace(path)
-        draw(runs, path.with_suffix(".png"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    write_result(path, content, partial(draw, runs))
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from mezzo_core.data.mqar import MQARConfig
 from mezzo_core.errors import UserError
+from mezzo_core.papers.runs import write_result
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
 from mezzo_gsa.mqar.sweep import sweep
 from rich.console import Console
@@ -47,7 +48,7 @@ def main(words: list[str] | None = None) -> int:
         return 2
     if arguments.commit and result.path.exists():
         content = {**json.loads(result.path.read_text()), "commit": arguments.commit}
-        result.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_result(result.path, content)
     for run in result.best():
         say(f"{run.model} C={run.d_model}: {run.accuracy:.4f} with lr {run.lr:g}")
     for sentence in result.left_out():

@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.papers.runs import SAME, read_runs, write_result
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import train
 from mezzo_gsa.convert import TARGETS, convert
@@ -112,7 +114,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     origin["commit"] = arguments.commit or origin["commit"]
     origin["setting"] = setting_words(arguments)
     report = arguments.out / "t2r.json"
-    runs = read_runs(report, origin)
+    runs = read_runs(report, origin, same=(*SAME, "commit"))
     for seed in arguments.seeds:
         bench = Bench(arguments, seed, device)
         for name, measure in plan(bench).items():
@@ -199,33 +201,6 @@ def setting_words(a: argparse.Namespace) -> str:
     )
 
 
-def read_runs(path: Path, origin: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the runs that are in a result file, by model and seed; none if there is no file.
-
-    Raises:
-        UserError: if it is no such file, or of another machine, software or setting.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be made ({error.strerror})") from error
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        runs = {(run["model"], run["seed"]): run for run in content["runs"]}
-        there = {key: content[key] for key in ("gpu", "torch", "triton", "commit", "setting")}
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: no result of this benchmark: {error}") from error
-    for key, value in there.items():
-        if value != origin[key]:
-            raise UserError(
-                f"{path} holds runs of another {key} ({value}, this is {origin[key]}): "
-                "write into another folder, or remove it"
-            )
-    return runs
-
-
 def write(
     path: Path, origin: Mapping[str, Any], found: Mapping[tuple[str, int], Mapping[str, Any]]
 ) -> None:
@@ -244,13 +219,7 @@ def write(
         **origin,
         "runs": runs,
     }
-    try:
-        whole = path.with_suffix(".part")
-        whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        whole.replace(path)
-        draw(runs, path.with_suffix(".png"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    write_result(path, content, partial(draw, runs))
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig
+from mezzo_core.train.recipes import find_recipe
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SETTINGS, find_recipe
+from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SETTINGS
 
 
 @cache
@@ -20,7 +21,7 @@ def on_meta(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_builds_its_model_and_bears_its_name(name):
-    config = find_recipe(name)
+    config = RECIPES[name]()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
     assert len(on_meta(name).blocks) == len(config.model.mixers)
@@ -65,7 +66,7 @@ def test_a_layer_of_the_small_model_has_4_125_d2_weights():
     ("setting", "tokens", "batch"), [("340m", 1e10, 2**19), ("1p3b", 1e11, 2**21)]
 )
 def test_models_train_as_the_paper_says(setting, tokens, batch):
-    config = find_recipe(f"{setting}_gsa")
+    config = RECIPES[f"{setting}_gsa"]()
     assert config.seq_len * config.batch_size == batch
     assert config.steps * batch == pytest.approx(tokens, rel=1e-3)
     optim = config.optim
@@ -76,7 +77,7 @@ def test_models_train_as_the_paper_says(setting, tokens, batch):
 
 
 def test_the_ablation_of_table_2_changes_one_thing_at_a_time():
-    gsa = find_recipe("340m_gsa")
+    gsa = RECIPES["340m_gsa"]()
     base = gsa.model.mixers[0]
     changes = {
         "gsa_constant_decay": {"gate": "constant"},
@@ -90,19 +91,19 @@ def test_the_ablation_of_table_2_changes_one_thing_at_a_time():
     assert {*changes, "gsa", "abc"} == set(ABLATION)
     assert base == GSAConfig(num_heads=4, num_slots=64, damping=8.0)
     for architecture, change in changes.items():
-        other = find_recipe(f"340m_{architecture}")
+        other = RECIPES[f"340m_{architecture}"]()
         mixers = (replace(base, **change),) * 24
         model = replace(gsa.model, mixers=mixers)
         assert other == replace(gsa, name=other.name, model=model)
 
 
 def test_hybrids_alternate_gsa_and_attention():
-    mixers = find_recipe("1p3b_gsa_attention").model.mixers
+    mixers = RECIPES["1p3b_gsa_attention"]().model.mixers
     assert mixers == (GSAConfig(num_heads=4), AttentionConfig(head_dim=64)) * 12
 
 
 def test_upper_layers_of_hgrn2_remember_longer():
-    bounds = [mixer.lower_bound for mixer in find_recipe("2p7b_hgrn2").model.mixers]
+    bounds = [mixer.lower_bound for mixer in RECIPES["2p7b_hgrn2"]().model.mixers]
     assert bounds[0] == 0
     assert bounds == sorted(set(bounds))
 
@@ -118,4 +119,4 @@ def test_every_architecture_is_trained_somewhere():
 
 def test_a_misspelt_recipe_is_answered_with_the_nearest_names():
     with pytest.raises(UserError, match=r"'tiny_gas'; did you mean tiny_gsa"):
-        find_recipe("tiny_gas")
+        find_recipe(RECIPES, "tiny_gas")

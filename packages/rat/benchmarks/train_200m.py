@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from matplotlib.figure import Figure
 from mezzo_core.bench import environment
 from mezzo_core.errors import UserError, nearest
+from mezzo_core.papers.runs import read_runs, write_result
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
 from mezzo_rat.recipes import PAPER_NAMES, Setting, paper_200m, train_config
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     configs = {name: configure(name, arguments) for name in arguments.models}
     origin["setting"] = setting_words(next(iter(configs.values())), arguments)
     report = arguments.out / "train_200m.json"
-    runs = read_runs(report, origin)
+    runs = {model: run for (model, _), run in read_runs(report, origin).items()}
     for name, config in configs.items():
         model = PAPER_NAMES[name]
         runs[model] = {
@@ -195,35 +197,6 @@ def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
     )
 
 
-def read_runs(path: Path, origin: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the runs that are in a result file, by model; none if there is no file.
-
-    The file's folder is made, so that one which cannot be is no surprise after the training.
-
-    Raises:
-        UserError: if it is no such file, or of another machine, software or setting.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be made ({error.strerror})") from error
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        runs = {run["model"]: run for run in content["runs"]}
-        there = {key: content[key] for key in ("gpu", "torch", "triton", "setting")}
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: no result of this benchmark: {error}") from error
-    for key, value in there.items():
-        if value != origin[key]:
-            raise UserError(
-                f"{path} holds runs of another {key} ({value}, this is {origin[key]}): "
-                "write into another folder, or remove it"
-            )
-    return runs
-
-
 def write(path: Path, origin: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the experiment and its figure, the models in the order of MODELS."""
     runs = [found[model] for model in map(PAPER_NAMES.__getitem__, MODELS) if model in found]
@@ -244,13 +217,7 @@ def write(path: Path, origin: Mapping[str, Any], found: Mapping[str, Mapping[str
         **origin,
         "runs": runs,
     }
-    try:
-        whole = path.with_suffix(".part")
-        whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        whole.replace(path)
-        draw(runs, path.with_suffix(".png"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    write_result(path, content, partial(draw, runs))
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -12,12 +12,14 @@ train_six_NAME.png after each run; rows of other models or seeds that are alread
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import torch
 from mezzo_core.bench import environment
 from mezzo_core.data import DataConfig
+from mezzo_core.papers.runs import write_result
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
 from mezzo_rat.recipes import PAPER_NAMES, mid, small, tiny, train_config
@@ -74,8 +76,7 @@ def main() -> None:
                 **environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
                 "runs": runs,
             }
-            report.write_text(json.dumps(content, indent=1) + "\n")
-            draw(runs, report.with_suffix(".png"))
+            write_result(report, content, partial(draw, runs))
 
 
 def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfig:

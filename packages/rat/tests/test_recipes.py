@@ -7,8 +7,9 @@ import torch
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.train.recipes import find_recipe
 from mezzo_rat import LinearRNNConfig, RATConfig
-from mezzo_rat.recipes import RECIPES, SIX, find_recipe
+from mezzo_rat.recipes import RECIPES, SIX
 
 
 def parameters(name):
@@ -18,7 +19,7 @@ def parameters(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_builds_its_model_and_bears_its_name(name):
-    config = find_recipe(name)
+    config = RECIPES[name]()
     with torch.device("meta"):
         model = config.model.build()
     assert config.name == name
@@ -52,7 +53,7 @@ def test_tiny_models_have_about_a_million_weights(architecture):
     ("setting", "seq_len"), [("200m", 8192), ("200m_16k", 16_384), ("200m_32k", 32_768)]
 )
 def test_200m_models_train_as_the_paper_says(setting, seq_len):
-    config = find_recipe(f"{setting}_rat_l64")
+    config = RECIPES[f"{setting}_rat_l64"]()
     assert (config.seq_len, config.batch_size * seq_len) == (seq_len, 2**20)
     assert config.steps * 2**20 == pytest.approx(15e9, rel=1e-4)
     optim = config.optim
@@ -64,7 +65,7 @@ def test_200m_models_train_as_the_paper_says(setting, seq_len):
     ("setting", "seq_len", "rope_base"), [("1p3b", 4096, 10_000.0), ("1p3b_16k", 16_384, 500_000.0)]
 )
 def test_1p3b_models_train_as_the_paper_says(setting, seq_len, rope_base):
-    config = find_recipe(f"{setting}_rat_swa")
+    config = RECIPES[f"{setting}_rat_swa"]()
     assert (config.seq_len, config.batch_size * seq_len) == (seq_len, 2**21)
     assert config.steps * 2**21 == pytest.approx(100e9, rel=1e-4)
     optim = config.optim
@@ -81,7 +82,7 @@ def test_hybrids_alternate_global_layers_and_windows():
         "rat_swa": RATConfig(16, head_dim=128),
     }
     for architecture, mixer in whole.items():
-        assert find_recipe(f"1p3b_{architecture}").model.mixers == (mixer, window) * 12
+        assert RECIPES[f"1p3b_{architecture}"]().model.mixers == (mixer, window) * 12
 
 
 def test_nope_drops_positions_in_the_global_layers_only():
@@ -89,34 +90,34 @@ def test_nope_drops_positions_in_the_global_layers_only():
         ("rat_swa", {"rope": None}),
         ("attention_swa", {"rope_base": None}),
     ):
-        plain = find_recipe(f"1p3b_{architecture}").model.mixers
-        nope = find_recipe(f"1p3b_{architecture}_nope").model.mixers
+        plain = RECIPES[f"1p3b_{architecture}"]().model.mixers
+        nope = RECIPES[f"1p3b_{architecture}_nope"]().model.mixers
         assert nope[1::2] == plain[1::2]
         assert nope[0::2] == tuple(replace(mixer, **change) for mixer in plain[0::2])
 
 
 @pytest.mark.parametrize("setting", ["tiny", "small", "mid"])
 def test_windows_of_smaller_settings_keep_the_papers_ratio(setting):
-    config = find_recipe(f"{setting}_rat_swa")
+    config = RECIPES[f"{setting}_rat_swa"]()
     assert config.model.mixers[1].window_size * 4 == config.seq_len
 
 
 def test_the_rnn_starts_with_memories_of_the_training_context():
-    assert find_recipe("200m_16k_rnn").model.mixers[0] == LinearRNNConfig(span=16_384)
+    assert RECIPES["200m_16k_rnn"]().model.mixers[0] == LinearRNNConfig(span=16_384)
 
 
 def test_reversed_models_have_the_number_of_chunks_of_their_names():
     for setting, name in (("200m", "c64"), ("200m_32k", "c16")):
-        config = find_recipe(f"{setting}_reversed_{name}")
+        config = RECIPES[f"{setting}_reversed_{name}"]()
         mixer = config.model.mixers[0]
         assert config.seq_len // mixer.chunk_size == mixer.span == int(name[1:])
-    assert find_recipe("200m_reversed_c64").model.mixers[0].chunk_size == 128  # appendix C.1
+    assert RECIPES["200m_reversed_c64"]().model.mixers[0].chunk_size == 128  # appendix C.1
 
 
 def test_six_architectures_of_a_setting_share_everything_but_their_mixers():
-    first = find_recipe("tiny_rnn")
+    first = RECIPES["tiny_rnn"]()
     for architecture in SIX[1:]:
-        other = find_recipe(f"tiny_{architecture}")
+        other = RECIPES[f"tiny_{architecture}"]()
         same = replace(
             other, name=first.name, model=replace(other.model, mixers=first.model.mixers)
         )
@@ -126,4 +127,4 @@ def test_six_architectures_of_a_setting_share_everything_but_their_mixers():
 
 def test_a_misspelt_recipe_is_answered_with_the_nearest_names():
     with pytest.raises(UserError, match=r"'tiny_rat_16'; did you mean tiny_rat_l16"):
-        find_recipe("tiny_rat_16")
+        find_recipe(RECIPES, "tiny_rat_16")

@@ -7,7 +7,7 @@ the user can mend into one line and exit code 2, and leaves real defects their t
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from mezzo_core.nn.checkpoint import describe_model, load_model
 from mezzo_core.nn.generate import stream
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
+from mezzo_core.train.recipes import Recipes, find_recipe
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Paper:
     Attributes:
         command: the program's name, such as "mezzo-rat".
         title: one line for the top of `--help`.
-        recipes: the names of its recipes.
-        find_recipe: gives the recipe of a name, or a UserError with the nearest names.
+        recipes: by name.
         bench: measures speed: (device, quick, out) -> rows, as `mezzo_core.bench` writes them.
         reproduce: runs tables and claims: (ids, scale, out).
         scales: the names that `--scale` takes, the default first.
@@ -43,8 +43,7 @@ class Paper:
 
     command: str
     title: str
-    recipes: Collection[str]
-    find_recipe: Callable[[str], TrainConfig]
+    recipes: Recipes
     bench: Callable[[torch.device, bool, Path | None], Any]
     reproduce: Callable[[Sequence[str] | None, str, Path], Any]
     scales: tuple[str, ...]
@@ -133,7 +132,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     ) -> None:
-        config = paper.find_recipe(recipe)
+        config = find_recipe(paper.recipes, recipe)
         if init_from is not None:
             config = start_from(config, init_from)
         run_options = {

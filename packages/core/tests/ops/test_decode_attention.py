@@ -78,15 +78,15 @@ def test_triton_equals_the_reference(data):
     assert_close("out", decode_attention(**inputs, impl="triton"), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("slopes", [False, True])
-def test_triton_in_low_precision_is_as_exact_as_the_reference(slopes):
+def test_triton_in_low_precision_is_as_exact_as_the_reference(slopes, dtype):
     pytest.importorskip("triton")
-    # No bfloat16: in the interpreter, a product of matrices takes its bits for integers.
-    inputs = problem([300, 77, 0, 1000], S=513, dtype=torch.float16, slopes=slopes)
+    inputs = problem([300, 77, 0, 1000], S=513, dtype=dtype, slopes=slopes)
     low = decode_attention(**inputs, impl="reference")
     ref = decode_attention(**upcast(inputs), impl="reference")
     out = decode_attention(**inputs, impl="triton")
-    assert out.dtype == torch.float16
+    assert out.dtype == dtype
     assert_close("out", out, ref, rtol=5e-3, low=low)
 
 

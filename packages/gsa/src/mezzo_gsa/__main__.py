@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from mezzo_gsa.bench import bench
         from mezzo_gsa.convert.command import convert_command
         from mezzo_gsa.mqar.command import mqar
-        from mezzo_gsa.recipes import RECIPES, find_recipe
+        from mezzo_gsa.recipes import RECIPES
         from mezzo_gsa.reproduce import SCALES, reproduce
     except ModuleNotFoundError as error:
         sys.exit(
@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     paper = Paper(
         command="mezzo-gsa",
         title="GSA: gated slot attention, its family, and Transformers fine-tuned into RNNs.",
-        recipes=tuple(RECIPES),
-        find_recipe=find_recipe,
+        recipes=RECIPES,
         bench=bench,
         reproduce=reproduce,
         scales=SCALES,

@@ -6,10 +6,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.elementwise import accumulation_dtype, gated_norm, log_gate
+from mezzo_gsa.ops.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
 from mezzo_gsa.ops.gsa.step import step_gsa_packed_
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mezzo_core.data import DataConfig
-from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mixer import MixerConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_core.train.recipes import Recipes
 
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.convert.convert import TARGETS
@@ -241,7 +241,7 @@ def recipe(setting: str, architecture: str) -> TrainConfig:
     return train_config(f"{setting}_{architecture}", make(), architecture)
 
 
-RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
+RECIPES: Recipes = {
     **{
         f"{setting}_{architecture}": partial(recipe, setting, architecture)
         for setting, (_, architectures) in SETTINGS.items()
@@ -250,14 +250,3 @@ RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
     **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},
 }
 """All recipes by name; `t2r_*` fine-tune a converted Transformer (section 4.2)."""
-
-
-def find_recipe(name: str) -> TrainConfig:
-    """Return the recipe of this name.
-
-    Raises:
-        UserError: if there is none; the message shows the names that come nearest.
-    """
-    if name not in RECIPES:
-        raise UserError(f"no recipe is named {name!r}{nearest(name, RECIPES)}")
-    return RECIPES[name]()

@@ -1,7 +1,4 @@
-"""Gated linear attention's kernels against the definition: in the interpreter, or on a GPU.
-
-The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
-"""
+"""Gated linear attention's kernels against the definition: in the interpreter, or on a GPU."""
 
 import itertools
 
@@ -70,7 +67,13 @@ HERE = [(1, *SHAPES[0]), (2, *SHAPES[1]), (1, *SHAPES[2]), (1, *SHAPES[3])]
 
 @pytest.mark.parametrize(
     ("gate", "dtype"),
-    [("channel", torch.float32), ("channel", torch.float16), ("head", torch.float16)],
+    [
+        ("channel", torch.float32),
+        ("channel", torch.float16),
+        ("channel", torch.bfloat16),
+        ("head", torch.float16),
+        ("head", torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize(("B", "T", "HQ", "H", "K", "V"), HERE)
 def test_results_and_gradients_equal_the_definition(B, T, HQ, H, K, V, gate, dtype):
@@ -104,7 +107,7 @@ def test_extreme_gates_equal_the_definition(value, gate):
     check(inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("gate", ["channel", "head"])
 def test_mixtures_of_extreme_gates_equal_the_definition(gate, dtype):
     inputs = draw(1, 80, 1, gate=gate, dtype=dtype)

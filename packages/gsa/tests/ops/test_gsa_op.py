@@ -338,9 +338,11 @@ def test_inputs_need_not_be_contiguous(op):
     assert_close("out", call(op, **turned)[0], call(op, **inputs)[0], rtol=1e-12)
 
 
-def test_the_chunk_form_compiles_without_a_graph_break():
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_chunk_form_compiles_without_a_graph_break(packed):
     torch._dynamo.reset()
-    inputs = draw(1, 70)
+    inputs = draw(1, 70, states=2 if packed else 1)
+    inputs["cu_seqlens"] = torch.tensor([0, 33, 70]) if packed else None
     compiled = torch.compile(chunk_gsa, fullgraph=True, backend="aot_eager")
     for ours, ref in zip(call(compiled, **inputs), call(chunk_gsa, **inputs), strict=True):
         assert_close("result", ours, ref, rtol=1e-12)

@@ -1,7 +1,6 @@
 """The registered ops: their contract, compiled graphs, and the kernels that read a projection.
 
-Kernels run in the interpreter, or on a GPU; the interpreter multiplies bfloat16 wrongly, so that
-dtype is tested on a GPU only.
+Kernels run in the interpreter, or on a GPU.
 """
 
 import pytest
@@ -79,7 +78,7 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
         assert_close(name, ours[name], expected, rtol=rtol, low=low.get(name), factor=3, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("swish", [True, False])
 def test_a_projection_equals_the_reference(swish, dtype):
     check(*draw(2, 66, dtype=dtype, state=True), swish=swish, damping=3.0, scale=0.3)
@@ -103,6 +102,20 @@ def test_a_projection_that_is_part_of_a_wider_tensor_is_read_in_place():
         call(chunk_gsa_packed, x=x, **heads, impl="triton") for x in (strided, inputs["x"])
     )
     assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))
+
+
+def test_a_gradient_comes_through_the_final_state_alone():
+    inputs, heads = draw(1, 20)
+    douts = (None, *(normal(1, 2, 10, 12, seed=20 + i) for i in range(2)))
+    found, truth = (
+        grads(
+            lambda i=impl, **x: call(chunk_gsa_packed, **x, **heads, impl=i),
+            {"x": inputs["x"]},
+            douts,
+        )[1]
+        for impl in ("triton", "reference")
+    )
+    assert_close("dx", found["x"], truth["x"], rtol=1e-5)
 
 
 def test_kept_memories_and_repeats_change_no_bit():

@@ -11,7 +11,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from mezzo_core.cli import Paper, make_app, run
 
         from mezzo_rat.bench import bench
-        from mezzo_rat.recipes import RECIPES, find_recipe
+        from mezzo_rat.recipes import RECIPES
         from mezzo_rat.reproduce import SCALES, reproduce
     except ModuleNotFoundError as error:
         sys.exit(
@@ -21,8 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     paper = Paper(
         command="mezzo-rat",
         title="RAT: a gated linear RNN inside chunks, softmax attention across chunk ends.",
-        recipes=tuple(RECIPES),
-        find_recipe=find_recipe,
+        recipes=RECIPES,
         bench=bench,
         reproduce=reproduce,
         scales=SCALES,

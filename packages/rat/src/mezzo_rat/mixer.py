@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
-from mezzo_rat.ops.forget_gate import accumulation_dtype
 from mezzo_rat.ops.rat_attention import (
     RATState,
     chunk_rat_attention_zvgqk,

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mezzo_core.data import DataConfig
-from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mixer import MixerConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_core.train.recipes import Recipes
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
@@ -260,20 +260,9 @@ def recipe(setting: str, architecture: str) -> TrainConfig:
     return train_config(f"{setting}_{architecture}", make(), architecture)
 
 
-RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
+RECIPES: Recipes = {
     f"{setting}_{architecture}": partial(recipe, setting, architecture)
     for setting, (_, architectures) in SETTINGS.items()
     for architecture in architectures
 }
 """All recipes by name."""
-
-
-def find_recipe(name: str) -> TrainConfig:
-    """Return the recipe of this name.
-
-    Raises:
-        UserError: if there is none; the message shows the names that come nearest.
-    """
-    if name not in RECIPES:
-        raise UserError(f"no recipe is named {name!r}{nearest(name, RECIPES)}")
-    return RECIPES[name]()

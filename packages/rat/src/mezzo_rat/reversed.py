@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.linear_scan import linear_scan
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
-from mezzo_rat.ops.forget_gate import accumulation_dtype, forget_gate
+from mezzo_rat.ops.forget_gate import forget_gate
 from mezzo_rat.ops.rat_attention.layout import packed_layout
 
 

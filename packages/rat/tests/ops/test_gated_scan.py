@@ -1,6 +1,5 @@
 """The gated scan: its definition, Triton against it, states, packing, padding, limits."""
 
-import os
 from itertools import accumulate, pairwise
 
 import pytest
@@ -11,9 +10,6 @@ from hypothesis import strategies as st
 from mezzo_core.testing import assert_close, grads
 from mezzo_rat.ops.gated_scan import gated_scan
 
-# Triton reads this when a kernel is defined: without a GPU, kernels run in the interpreter.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["reference", "triton"]
 # Name: (B, T, lengths of packed sequences, real tokens of each row).

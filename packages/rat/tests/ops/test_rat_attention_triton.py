@@ -1,7 +1,4 @@
-"""RAT attention's Triton kernels against the reference: here in the interpreter, or on a GPU.
-
-The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
-"""
+"""RAT attention's Triton kernels against the reference: here in the interpreter, or on a GPU."""
 
 import itertools
 
@@ -62,7 +59,7 @@ def check(inputs, *, H, G, cu_seqlens=None, **form):
         assert_close(name, ours[name], truth, rtol=rtol, low=yardstick, factor=3, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("T", "L", "H", "G", "D", "rope"),
     [

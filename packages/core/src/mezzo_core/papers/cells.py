@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mezzo_core.errors import UserError
+from mezzo_core.papers.runs import write_result
 
 OOM = "OOM"
 MISSING = "-"
@@ -85,7 +86,7 @@ class Result:
             **{name: value for name, value in details.items() if value is not None},
             **{name: self._origin[name] for name in ("commit", "date")},
         }
-        self._write()
+        write_result(self.path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Return the experiment."""
@@ -126,16 +127,6 @@ class Result:
         if machine != ours:
             raise UserError(f"{self.path} was measured on {machine}, this is {ours}")
         return cells
-
-    def _write(self) -> None:
-        text = json.dumps(self.to_json(), indent=1) + "\n"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            whole = self.path.with_suffix(".part")
-            whole.write_text(text, encoding="utf-8")
-            whole.replace(self.path)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
 
 
 def add_cell(result: Result, key: Key, work: Callable[[], Timed], say: Say) -> None:

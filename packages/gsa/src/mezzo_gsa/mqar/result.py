@@ -11,6 +11,7 @@ from mezzo_core.bench import environment
 from mezzo_core.config_json import to_json
 from mezzo_core.errors import UserError
 from mezzo_core.papers.figures import draw_bars, draw_curves
+from mezzo_core.papers.runs import write_result
 
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
 from mezzo_gsa.mqar.training import Epoch, RecallRun
@@ -76,14 +77,7 @@ class SweepResult:
             UserError: if they cannot be written.
         """
         self.runs.append(run)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self.path.with_suffix(".part")
-            scratch.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-            scratch.replace(self.path)
-            self._draw()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
+        write_result(self.path, self.to_json(), self._draw)
 
     def to_json(self) -> dict[str, Any]:
         """Return the experiment, with the training, all runs and what was left out."""
@@ -138,8 +132,7 @@ class SweepResult:
                 reason = " (another solved the task)" if solved else ""
                 yield f"{name} C={width} was not trained with lr {', '.join(missing)}{reason}"
 
-    def _draw(self) -> None:
-        figure = self.path.with_suffix(".png")
+    def _draw(self, figure: Path) -> None:
         best = self.best()
         if len({run.d_model for run in best}) == 1:  # a curve of one point is nothing to see
             draw_bars({run.model: [run.accuracy] for run in best}, figure, ylabel="accuracy")

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,11 +25,6 @@ def gated_norm(o: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None:
         y = F.rms_norm(y, weight.shape, weight.to(y.dtype), eps)
     return y.to(o.dtype)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gates, states and norms: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bounded_gate(g: Tensor, bound: float) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """What every decoding step in place asks of its inputs."""
 
 import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 
@@ -20,6 +21,6 @@ def check_memory(op: str, name: str, memory: Tensor, shape: tuple[int, ...], x: 
             f"{op}: {name} must be {shape} on {x.device}, "
             f"got {tuple(memory.shape)} on {memory.device}"
         )
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x.dtype)
     if memory.dtype != dtype:
         raise TypeError(f"{op}: {name} must be {dtype}, got {memory.dtype}")

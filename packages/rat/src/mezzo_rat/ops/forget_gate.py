@@ -1,6 +1,6 @@
 """The forget gate that every layer of this package shares, from its logits."""
 
-import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 
@@ -21,8 +21,3 @@ def forget_gate(g: Tensor, gate_bias: Tensor | None = None) -> tuple[Tensor, Ten
     if gate_bias is not None:
         logits = logits + gate_bias.to(logits.dtype)
     return logits.sigmoid(), (-logits).sigmoid()
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gates, states and softmax: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -10,6 +10,7 @@ from torch import Tensor
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.linear_scan import reference
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.precision import accumulation_dtype
 
 
 class ScanOutput(NamedTuple):
@@ -58,7 +59,7 @@ def linear_scan(
     num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     D = math.prod(dims)
     if initial_state is not None:
-        initial_state = initial_state.to(reference.accumulation_dtype(x)).reshape(num_states, D)
+        initial_state = initial_state.to(accumulation_dtype(x.dtype)).reshape(num_states, D)
     out, final_state = _linear_scan(
         a.reshape(B, T, D),
         x.reshape(B, T, D),
@@ -129,7 +130,7 @@ def _(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     num_states = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = x.new_empty(num_states, x.shape[2], dtype=reference.accumulation_dtype(x))
+    final = x.new_empty(num_states, x.shape[2], dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape), final
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.precision import accumulation_dtype
+
 
 def linear_scan_fwd(
     a: Tensor, x: Tensor, h0: Tensor | None, chunk_size: int, cu_seqlens: Tensor | None
@@ -29,7 +31,7 @@ def linear_scan_fwd(
     Returns:
         h (B, T, D) in x's dtype, and the last states, (B, D) or (S, D), at least float32.
     """
-    dtype = accumulation_dtype(x)
+    dtype = accumulation_dtype(x.dtype)
     h, decay = x.to(dtype, copy=True, memory_format=torch.contiguous_format), a.to(dtype)
     num_states = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     zeros = h.new_zeros(num_states, x.shape[2])
@@ -54,7 +56,7 @@ def linear_scan_bwd(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pull the gradients of `out` and of the last states back to a, x and h0."""
-    dtype = accumulation_dtype(out)
+    dtype = accumulation_dtype(out.dtype)
     dx, decay = dout.to(dtype, copy=True, memory_format=torch.contiguous_format), a.to(dtype)
     da, dh0 = torch.empty_like(dx), dfinal.to(dtype, copy=True)
     for tokens, state in _sequences(out.shape[1], cu_seqlens):
@@ -69,11 +71,6 @@ def linear_scan_bwd(
             dat[:, 0] = dxt[:, 0] * h0[state]
         dh0[state] = at[:, 0] * dxt[:, 0]
     return da.to(a.dtype), dx.to(out.dtype), dh0
-
-
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of states: float64 for float64, float32 for all narrower ones."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _sequences(num_tokens: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:

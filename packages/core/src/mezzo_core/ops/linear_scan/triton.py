@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo_core.ops.linear_scan.reference import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype
 
 # Tokens in a span, about: long enough to pay for starting a program.
 SPAN = 256
@@ -132,7 +132,7 @@ def linear_scan_fwd(
     a, x, h0 = _channels_last(a), _channels_last(x), None if h0 is None else h0.contiguous()
     num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    final = torch.empty((num_states, D), dtype=accumulation_dtype(x), device=x.device)
+    final = torch.empty((num_states, D), dtype=accumulation_dtype(x.dtype), device=x.device)
     if final.numel() == 0:
         return out, final
     grid, settings = _launch(x, num_states, chunk_size, packed=cu_seqlens is not None)

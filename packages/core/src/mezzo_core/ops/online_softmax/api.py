@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.online_softmax import reference
+from mezzo_core.ops.precision import accumulation_dtype
 
 
 class SoftmaxPart(NamedTuple):
@@ -44,7 +45,7 @@ def merge_softmax(a: SoftmaxPart, b: SoftmaxPart, *, impl: Impl = "auto") -> Sof
 
 
 def _check(a: SoftmaxPart, b: SoftmaxPart) -> None:
-    lse_dtype = torch.float64 if a.out.dtype == torch.float64 else torch.float32
+    lse_dtype = accumulation_dtype(a.out.dtype)
     for name, part in (("a", a), ("b", b)):
         if not part.out.is_floating_point() or part.out.dtype != a.out.dtype:
             raise TypeError(

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.ops.gla import registered
@@ -111,7 +112,7 @@ def _prepare(
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, q)
         check_borders(op, cu_seqlens, q.shape[1])
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(q.dtype)
     if initial_state is None:
         return g.to(dtype), None
     shape = _state_shape(k, v, cu_seqlens)

@@ -4,9 +4,11 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.elementwise import log_gate
 from mezzo_gsa.ops.gsa import registered, registered_packed
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_inputs, check_state, unsupported
@@ -172,11 +174,9 @@ def chunk_gsa_packed(
     if resolve_impl("chunk_gsa_packed", impl, x.device, no) == "reference":
         if swish:
             q, k, v = (F.silu(part) for part in (q, k, v))
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        g = F.logsigmoid(logits.to(dtype)) / damping
         return chunk_gsa(
-            q, k, v, g, scale=scale, between=between, initial_state=initial_state,
-            cu_seqlens=cu_seqlens, impl="reference",
+            q, k, v, log_gate(logits, damping), scale=scale, between=between,
+            initial_state=initial_state, cu_seqlens=cu_seqlens, impl="reference",
         )  # fmt: skip
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
     out, k_last, v_last, *_ = registered_packed.gsa_packed(
@@ -214,7 +214,7 @@ def _fill_in(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, GSAState]:
     """Return g, s and the first memories, with defaults, in the reference's precision."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(q.dtype)
     if g is None:
         assert s is not None
         g = torch.zeros_like(s)

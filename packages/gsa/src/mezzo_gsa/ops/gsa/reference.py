@@ -1,7 +1,5 @@
 """Gated slot attention, token by token: the definition (section 3.1 of the GSA paper)."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -23,21 +21,17 @@ def recurrent_gsa_reference(
     """Run the recurrence (arguments as in `recurrent_gsa`, g and s filled in and float32)."""
     if cu_seqlens is None:
         return _run(q, k, v, g, s, scale, between, initial_state)
-    outs, states = [], []
-    borders = cu_seqlens.tolist()
-    for i, (start, stop) in enumerate(pairwise(borders)):
-        first = GSAState(*(x[i : i + 1] for x in initial_state))
-        row = (
-            q[:, start:stop],
-            k[:, start:stop],
-            v[:, start:stop],
-            g[:, start:stop],
-            s[:, start:stop],
-        )
-        out, last = _run(*row, scale, between, first)
-        outs.append(out)
-        states.append(last)
-    return torch.cat(outs, dim=1), GSAState(*(torch.cat(x) for x in zip(*states, strict=True)))
+    lengths = cu_seqlens.diff().tolist()
+    rows = (x.split(lengths, dim=1) for x in (q, k, v, g, s))
+    firsts = map(GSAState, *(x.split(1) for x in initial_state))
+    outs, states = zip(
+        *(
+            _run(q, k, v, g, s, scale, between, first)
+            for q, k, v, g, s, first in zip(*rows, firsts, strict=True)
+        ),
+        strict=True,
+    )
+    return torch.cat(outs, dim=1), GSAState(*map(torch.cat, zip(*states, strict=True)))
 
 
 def _run(

@@ -85,7 +85,7 @@ def run_forward(
     # No two results may be one tensor, not even an empty one.
     swished = x.q.new_empty(0)
     made = [x.q.new_empty(0) if m is None else m for m in (*made, *kept)]
-    return Results(*(o, *last, *made, swished))
+    return Results._make((o, *last, *made, swished))
 
 
 def fake_forward(
@@ -127,7 +127,7 @@ def fake_forward(
 
 
 def run_backward(
-    do: Tensor,
+    do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
     parts: Parts,
@@ -145,7 +145,9 @@ def run_backward(
     from mezzo_gsa.ops.gsa import triton
 
     x = _inputs(parts, s)
-    (B, T, HQ), H = x.q.shape[:3], x.k.shape[2]
+    (B, T, HQ), (H, V) = x.q.shape[:3], x.v.shape[2:]
+    if do is None:
+        do = x.v.new_zeros(()).expand(B, T, HQ, V)
     chunks = lay_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
     logits, weights, *kept, _ = kept
     grouped = HQ > H
@@ -229,7 +231,7 @@ def _(
 
 @torch.library.custom_op("mezzo_gsa::gsa_bwd", mutates_args=())
 def gsa_bwd(
-    do: Tensor,
+    do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
     q: Tensor,
@@ -257,7 +259,7 @@ def gsa_bwd(
 
 @gsa_bwd.register_fake
 def _(
-    do: Tensor,
+    do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
     q: Tensor,
@@ -268,9 +270,7 @@ def _(
     k0: Tensor | None,
     v0: Tensor | None,
     cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    scale: float,
-    between: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ds = g.new_empty(0 if s is None else s.shape, dtype=torch.float32)
     dq, dk, dv, dg = (x.new_empty(x.shape) for x in (q, k, v, g))
@@ -296,8 +296,6 @@ def _gsa_backward(
     ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     q, k, v, g, s, k0, v0, cu_seqlens, *kept = ctx.saved_tensors
-    if do is None:
-        do = v.new_zeros(()).expand(*q.shape[:3], v.shape[3])
     dq, dk, dv, dg, ds, dk0, dv0 = gsa_bwd(
         do, dk_last, dv_last, q, k, v, g, s, k0, v0, cu_seqlens, kept, ctx.scale, ctx.between
     )

@@ -75,7 +75,7 @@ def _(
 
 @torch.library.custom_op("mezzo_gsa::gsa_packed_bwd", mutates_args=())
 def gsa_packed_bwd(
-    do: Tensor,
+    do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
     x: Tensor,
@@ -107,7 +107,7 @@ def gsa_packed_bwd(
 
 @gsa_packed_bwd.register_fake
 def _(
-    do: Tensor,
+    do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
     x: Tensor,
@@ -118,13 +118,10 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     num_slots: int,
-    scale: float,
-    between: str,
-    damping: float,
-    swish: bool,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, k, v, g = unpack(x, num_heads, num_kv_heads, num_slots)
-    return (x.new_empty(x.shape), *fake_first(k, v, g, cu_seqlens))
+    parts = unpack(x, num_heads, num_kv_heads, num_slots)
+    return (x.new_empty(x.shape), *fake_first(*parts[1:], cu_seqlens))
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
@@ -137,9 +134,6 @@ def _packed_backward(
     ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     x, k0, v0, cu_seqlens, *kept = ctx.saved_tensors
-    if do is None:
-        q = unpack(x, *ctx.form[:3])[0]
-        do = q.new_zeros(()).expand(q.shape)
     dx, dk0, dv0 = gsa_packed_bwd(do, dk_last, dv_last, x, k0, v0, cu_seqlens, kept, *ctx.form)
     first = (None if k0 is None else dk0, None if v0 is None else dv0)
     return (dx, *first, *(None,) * 10)

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_rat.ops.forget_gate import accumulation_dtype
 from mezzo_rat.ops.gated_scan.reference import gated_scan_reference
 
 STATE_EVERY = 8

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 
@@ -30,7 +31,7 @@ def init_state(
     batch: int, num_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
 ) -> RATState:
     """Return the state before the first token; it has no slots yet."""
-    running = torch.float64 if dtype == torch.float64 else torch.float32
+    running = accumulation_dtype(dtype)
     return RATState(
         k=torch.zeros(batch, num_heads, head_dim, dtype=running, device=device),
         v=torch.zeros(batch, num_heads, head_dim, dtype=running, device=device),

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+
+@triton.jit
+def product_kernel(p_a, p_b, p_out, BT: tl.constexpr):
+    places = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)
+    b_out = tl.load(p_out + places)
+    tl.store(p_out + places, tl.dot(tl.load(p_a + places), tl.load(p_b + places), b_out))
+
+
+@triton.jit
+def cast_kernel(p_x, p_out, BT: tl.constexpr):
+    places = tl.arange(0, BT)
+    tl.store(p_out + places, tl.load(p_x + places).to(p_out.dtype.element_ty))
+
+
+def cast(x, dtype):
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    cast_kernel[(1,)](x, out, x.numel())
+    return out
+
+
+def special_values(device):
+    exponents = torch.arange(-126, 128, device=device).float().exp2()
+    eighths = torch.arange(8, device=device) / 2**10  # of a unit in the last place
+    values = torch.outer(exponents, torch.cat([1 + eighths, 2 - eighths[1:]])).flatten()
+    values = torch.cat([values, torch.tensor([0.0, float("inf")], device=device)])
+    return torch.cat([values, -values, values.new_full((8192 - 2 * len(values),), float("nan"))])
+
+
+def test_products_of_bfloat16_are_sums_of_exact_products(device):
+    a, b, c = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    a, b = a.bfloat16(), b.bfloat16()
+    out = c.clone()
+    product_kernel[(1,)](a, b, out, 32)
+    torch.testing.assert_close(out, a.float() @ b.float() + c, rtol=1e-5, atol=1e-5)
+
+
+def test_casts_to_bfloat16_round_to_nearest_and_ties_to_even(device):
+    values = special_values(device)
+    expected = values.bfloat16()
+    assert expected.isnan().any()
+    assert expected.isinf().sum() > 2, "the largest numbers round to infinity"
+    torch.testing.assert_close(
+        cast(values, torch.bfloat16), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_casts_from_bfloat16_are_exact(device):
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
+    values = bits.view(torch.bfloat16)
+    torch.testing.assert_close(
+        cast(values, torch.float32), values.float(), rtol=0, atol=0, equal_nan=True
+    )
