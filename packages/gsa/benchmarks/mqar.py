@@ -66,6 +66,7 @@ def configure(arguments: argparse.Namespace) -> SweepConfig:
     if not arguments.dry_run:
         training = replace(
             training,
+            task=replace(training.task, vocab_size=arguments.vocab_size),
             train_rows=arguments.train_rows,
             test_rows=arguments.test_rows,
             epochs=arguments.epochs,
@@ -87,6 +88,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WHOLE.widths))
     parser.add_argument("--lr", nargs="+", type=float, default=[2.15e-3, 1e-2])
+    parser.add_argument("--vocab-size", type=int, default=WHOLE.training.task.vocab_size)
     parser.add_argument("--train-rows", type=int, default=20_000)
     parser.add_argument("--test-rows", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=16)

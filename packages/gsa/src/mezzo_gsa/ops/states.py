@@ -11,6 +11,9 @@ from mezzo_gsa.ops.triton_states import join_segments_kernel, segment_states_ker
 
 require_ptxas()  # every kernel that multiplies is launched by a module that imports this one
 
+FULL = 264
+"""Programs that fill a large GPU, two on each SM."""
+
 INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
 """The type of factors inside kernels: float16 has too few exponents for them."""
 
@@ -63,11 +66,13 @@ def run_states(
     final = torch.empty((chunks.num_sequences, H, M, D), device=device)
     BM, BD = min(64, padded(M)), min(64, padded(D))
     tiles = (triton.cdiv(D, BD), triton.cdiv(M, BM))
+    is_large = chunks.num_segments * H * tiles[0] * tiles[1] > FULL
     segment_states_kernel[(chunks.num_segments * H, tiles[0], tiles[1])](
         x, write, decay, chunks.chunk_table, chunks.segment_table, states, last, kept, whole,
         T, chunks.per_row, x.stride(1),
         H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=SEGMENT,
-        REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4, num_stages=2,
+        REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4,
+        num_stages=2 if is_large else 3,  # an SM holds three programs then, not two
     )  # fmt: skip
     if not split:
         return states, None, last, kept

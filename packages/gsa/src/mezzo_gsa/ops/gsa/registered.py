@@ -103,7 +103,6 @@ def fake_forward(
     N, NS, S = chunks.num_chunks, chunks.num_segments, chunks.num_sequences
     fp32, dtype = torch.float32, q.dtype
     sums = torch.float64 if dtype == fp32 else fp32
-    strengths = fp32 if dtype == torch.float16 else dtype
     states = keep_states and differentiable
     starts = states and (chunks.is_split or k0 is not None)
     return Results(
@@ -113,10 +112,10 @@ def fake_forward(
         q.new_empty(B, T, HQ, M, dtype=fp32) if differentiable else q.new_empty(0),
         q.new_empty(B, T, HQ, M) if differentiable else q.new_empty(0),
         q.new_empty(B, T, H, M, dtype=sums) if states else q.new_empty(0),
-        q.new_empty(B, T, H, M, dtype=strengths) if states else q.new_empty(0),
+        q.new_empty(B, T, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(B, T, H, M) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
-        q.new_empty(N, H, dtype=torch.int32) if states else q.new_empty(0),
+        q.new_empty(N, H, 2, dtype=torch.int32) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(N, H, M, K) if states else q.new_empty(0),
         q.new_empty(N, H, M, V) if states else q.new_empty(0),

@@ -22,11 +22,6 @@ MILD = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
 """Where a chunk has decayed by less than exp(-MILD), factors of exp(MILD / 2) lose no digits."""
 
 
-def inner_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of factors and strengths: float16 has too few exponents for them."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 class Form(NamedTuple):
     """What to compute, besides tensors."""
 
@@ -71,13 +66,14 @@ def run_memory(
     sums = torch.float64 if dtype == torch.float32 else torch.float32
     running = torch.empty((B, T, H, M), dtype=sums, device=x.k.device)
     write = torch.empty_like(running, dtype=dtype)
-    strength = torch.empty_like(running, dtype=inner_dtype(dtype))
+    # In 16 bits each slot's strengths would be wrong in their own way, which a softmax magnifies.
+    strength = torch.empty_like(running, dtype=torch.float32)
     decay = torch.empty((chunks.num_chunks, H, M), device=x.k.device)
-    rough = torch.empty((chunks.num_chunks, H), dtype=torch.int32, device=x.k.device)
-    gate_kernel[(chunks.num_chunks * H,)](
+    rough = torch.empty((chunks.num_chunks, H, 2), dtype=torch.int32, device=x.k.device)
+    gate_kernel[(chunks.num_chunks * H, 2)](
         x.g, x.s, chunks.chunk_table, running, strength, write, decay, rough,
         T, chunks.per_row, x.g.stride(1),
-        H=H, M=M, BM=padded(M), L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
+        H=H, M=M, BM=padded(M) // 2, L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
         MILD=MILD[dtype], num_warps=4,
     )  # fmt: skip
     split = chunks.is_split or k0 is not None
@@ -220,10 +216,10 @@ def _levels(x: Inputs, chunks: Chunks) -> dict[str, Any]:
 
 
 def _squares(x: Inputs, chunks: Chunks) -> Tensor:
-    """Return room for what tokens read of each other: (chunks · HQ, L, L)."""
-    L = chunks.length
+    """Return room for what tokens read of each other, (chunks · HQ, L, L) of the type INNER."""
+    L, dtype = chunks.length, x.q.dtype
     shape = (chunks.num_chunks * x.q.shape[2], L, L)
-    return x.q.new_empty(shape, dtype=inner_dtype(x.q.dtype))
+    return x.q.new_empty(shape, dtype=torch.float32 if dtype == torch.float16 else dtype)
 
 
 def _tile(x: Tensor) -> int:

@@ -15,7 +15,7 @@ float16 has too few exponents for them.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gsa.triton_gate import load_gate
+from mezzo_gsa.ops.gsa.triton_gate import is_rough, load_gate
 from mezzo_gsa.ops.triton_elementwise import write_strength
 from mezzo_gsa.ops.triton_pivots import (
     at_level,
@@ -107,7 +107,7 @@ def slots_fwd_kernel(
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    if (tl.load(rough + i_c * H + i_h) != 0) != EXACT:
+    if is_rough(rough, i_c, i_h, H) != EXACT:
         return
     dtype = q.dtype.element_ty
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -133,8 +133,7 @@ def slots_fwd_kernel(
     b_s = tl.load(strength + (o_t[:, None] * H + i_h) * M + o_m[None, :], mask=m, other=0.0)
     b_keep = tl.exp(b_running.to(tl.float32))
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_near = causal(b_a, L).to(INNER)
-    b_near = tl.dot(b_near, (b_down * b_s).to(INNER), input_precision=PRECISION)
+    b_near = dot_wide(causal(b_a, L).to(INNER), b_down * b_s, PRECISION)
     b_logits = b_logits * b_keep + b_up * b_near
     if EXACT:
         b_logits += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_a, L)
@@ -142,7 +141,7 @@ def slots_fwd_kernel(
         for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
             b_part = at_level(b_a, parting(L), level).to(INNER)
-            b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
+            b_part = dot_wide(b_part, b_x * b_s, PRECISION)
             b_logits += tl.where(b_running >= -MILD, 0.0, b_x) * b_part
     b_logits *= scale
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
@@ -201,7 +200,7 @@ def slots_bwd_kernel(
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    if (tl.load(rough + i_c * H + i_h) != 0) != EXACT:
+    if is_rough(rough, i_c, i_h, H) != EXACT:
         return
     dtype = y.dtype.element_ty
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -238,7 +237,7 @@ def slots_bwd_kernel(
     if VALUES:
         b_running = load_running(p_running, o_l, m_m, length, H * M)
         b_up, b_down = mild_factors(b_running, EXACT, MILD)
-        b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
+        b_s = tl.load(strength + o_h, mask=m, other=0.0)
         b_keep = tl.exp(b_running.to(tl.float32))
         b_inside = dot_wide(b_near, b_down * b_s, PRECISION)
         b_dp = b_dp * b_keep + b_up * b_inside
@@ -247,7 +246,7 @@ def slots_bwd_kernel(
             for level in range(LEVELS):
                 b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
                 b_part = at_level(b_near, parting(L), level).to(INNER)
-                b_part = tl.dot(b_part, (b_x * b_s).to(INNER), input_precision=PRECISION)
+                b_part = dot_wide(b_part, b_x * b_s, PRECISION)
                 b_dp += tl.where(b_running >= -MILD, 0.0, b_x) * b_part
         b_logits = tl.load(logits + o_hq, mask=m, other=0.0)
         b_w = tl.where(m, weights_of(b_logits, m_m, BETWEEN), 0.0)
@@ -261,7 +260,7 @@ def slots_bwd_kernel(
     b_running = load_running(p_running, o_l, m_m, length, H * M)
     b_total = tl.load(running + ((start + length - 1) * H + i_h) * M + o_m,
                       mask=m_m & (length > 0), other=0.0)  # fmt: skip
-    b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
+    b_s = tl.load(strength + o_h, mask=m, other=0.0)
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
     b_ds *= tl.exp((b_total[None, :] - b_running).to(tl.float32))
     b_end = b_end * tl.exp(b_total.to(tl.float32)) + tl.sum(b_s * b_ds, 0)
@@ -271,9 +270,9 @@ def slots_bwd_kernel(
         b_ds += tl.where(b_running >= -MILD, 0.0, b_w) * diagonal(b_near.to(tl.float32), L)
         for level in range(LEVELS):
             b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
+            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x)
             b_past = tl.trans(at_level(b_near, parting(L), level).to(INNER))
-            b_ds += b_x * tl.dot(b_past, b_wx, input_precision=PRECISION)
+            b_ds += b_x * dot_wide(b_past, b_wx, PRECISION)
     b_flow = -b_s * b_ds
     if VALUES:
         b_flow += tl.load(part_dg + o_hq, mask=m, other=0.0)
@@ -298,7 +297,7 @@ def slots_bwd_kernel(
     tl.debug_barrier()
     b_running = load_running(p_running, o_l, m_m, length, H * M)
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_s = tl.load(strength + o_h, mask=m, other=0.0).to(tl.float32)
+    b_s = tl.load(strength + o_h, mask=m, other=0.0)
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
     b_b = tl.dot(b_w * b_up, tl.trans(b_down * b_s), input_precision=PRECISION)
     b_b = causal(b_b, L)
