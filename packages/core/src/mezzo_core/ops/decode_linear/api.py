@@ -1,0 +1,114 @@
+"""The public op `decode_linear`: arguments checked, form chosen."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mezzo_core.ops.decode_linear import reference
+from mezzo_core.ops.impl import Impl, resolve_impl
+
+MAX_ROWS = 8
+"""Rows that the kernel takes; more are the library's, whose products use tensor cores."""
+
+TRITON_MAX_K = 16_384
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def decode_linear(
+    x: Float[Tensor, "*rows K"],
+    weight: Float[Tensor, "N K"],
+    bias: Float[Tensor, " N"] | None = None,
+    *,
+    norm_weight: Float[Tensor, " K"] | None = None,
+    norm_eps: float = 1e-6,
+    impl: Impl = "auto",
+) -> Float[Tensor, "*rows N"]:
+    """Return norm(x) Wᵀ + bias for few rows, where reading W is nearly all of the work.
+
+    `reference.py` is the definition. The kernel sums in float32, and a row's result does not depend
+    on the other rows, nor on how many there are. It has no backward and launches by shapes alone,
+    so that a CUDA graph can hold the call.
+
+    Args:
+        x: rows at any distance from each other; rounded to the dtype of `weight`, after the norm.
+        weight: W, as `nn.Linear` has it.
+        bias: in the dtype of `weight`.
+        norm_weight: of the RMS norm, which is computed in float32; None: no norm.
+        norm_eps: added to the mean of the squares.
+        impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; up to 8 rows; K up to
+            16,384; each row of W contiguous; no gradients, no autocast). The reference is
+            differentiable and follows autocast, and "auto" takes it for all that Triton cannot do.
+
+    Returns:
+        y in the dtype of `weight`, or of autocast.
+
+    Raises:
+        TypeError: if a tensor is not floating-point, or `bias` has not the dtype of `weight`.
+        ValueError: if shapes or devices disagree, or `impl` cannot do the request.
+    """
+    _check(x, weight, bias, norm_weight)
+    unsupported = _unsupported(x, weight, bias, norm_weight)
+    if resolve_impl("decode_linear", impl, x.device, unsupported) == "triton":
+        return _decode_linear(x, weight, bias, norm_weight, norm_eps)
+    return reference.decode_linear_fwd(x, weight, bias, norm_weight, norm_eps)
+
+
+def _unsupported(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None
+) -> str | None:
+    """Tell what the kernel cannot do, or None."""
+    K = weight.shape[1]
+    tensors = [part for part in (x, weight, bias, norm_weight) if part is not None]
+    for part in tensors:
+        if part.dtype not in TRITON_DTYPES:
+            return str(part.dtype)
+    if x.shape[:-1].numel() > MAX_ROWS:
+        return f"{x.shape[:-1].numel()} rows (it takes up to {MAX_ROWS})"
+    if not 1 <= K <= TRITON_MAX_K:
+        return f"K = {K} (it takes 1 to {TRITON_MAX_K})"
+    if weight.stride(1) != 1 and K > 1:
+        return "a weight whose rows are not contiguous"
+    if torch.is_grad_enabled() and any(part.requires_grad for part in tensors):
+        return "gradients: call it under torch.no_grad()"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast"
+    return None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None) -> None:
+    tensors = {"x": x, "weight": weight, "bias": bias, "norm_weight": norm_weight}
+    for name, part in tensors.items():
+        if part is not None and not part.is_floating_point():
+            raise TypeError(f"decode_linear: {name} must be floating-point, got {part.dtype}")
+        if part is not None and part.device != x.device:
+            raise ValueError(f"decode_linear: {name} is on {part.device}, x on {x.device}")
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "decode_linear: x must be (..., K) and weight (N, K), "
+            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    N, K = weight.shape
+    for name, part, size in (("bias", bias, N), ("norm_weight", norm_weight, K)):
+        if part is not None and part.shape != (size,):
+            raise ValueError(f"decode_linear: {name} must be ({size},), got {tuple(part.shape)}")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise TypeError(
+            "decode_linear: bias must have the dtype of weight, "
+            f"got {bias.dtype} and {weight.dtype}"
+        )
+
+
+@torch.library.custom_op("mezzo::decode_linear", mutates_args=())
+def _decode_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float
+) -> Tensor:
+    from mezzo_core.ops.decode_linear import triton
+
+    return triton.decode_linear_fwd(x, weight, bias, norm_weight, norm_eps)
+
+
+@_decode_linear.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float
+) -> Tensor:
+    return weight.new_empty(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,248 @@
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mezzo_core.ops.decode_linear import MAX_ROWS, decode_linear
+from mezzo_core.testing import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOW = [torch.float16, torch.bfloat16]
+IMPLS = [
+    "reference",
+    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton")),
+]
+impls = pytest.mark.parametrize("impl", IMPLS)
+some = settings(max_examples=20, deadline=None)
+
+
+def problem(R, N, K, *, bias=False, norm=False, dtype=torch.float32, x_dtype=None, seed=0):
+    """Random inputs by name; outputs are near 1."""
+    draw = torch.Generator().manual_seed(seed)
+    inputs = {
+        "x": torch.randn(R, K, generator=draw).to(DEVICE, x_dtype or dtype),
+        "weight": (torch.randn(N, K, generator=draw) / K**0.5).to(DEVICE, dtype),
+    }
+    if bias:
+        inputs["bias"] = torch.randn(N, generator=draw).to(DEVICE, dtype)
+    if norm:
+        inputs["norm_weight"] = torch.randn(K, generator=draw).to(DEVICE, dtype)
+    return inputs
+
+
+def upcast(inputs, dtype=torch.float32):
+    return {name: part.to(dtype) for name, part in inputs.items()}
+
+
+@impls
+def test_it_is_the_norm_and_the_layer_that_torch_has(impl):
+    inputs = problem(3, 20, 24, bias=True, norm=True)
+    norm, layer = torch.nn.RMSNorm(24, eps=1e-3), torch.nn.Linear(24, 20)
+    norm.weight.data = inputs["norm_weight"].double()
+    layer.weight.data, layer.bias.data = inputs["weight"].double(), inputs["bias"].double()
+    with torch.no_grad():
+        expected = layer(norm(inputs["x"].double()))
+        assert_close("y", decode_linear(**inputs, norm_eps=1e-3, impl=impl), expected, rtol=1e-6)
+
+
+@some
+@given(st.data())
+def test_triton_equals_the_reference(data):
+    pytest.importorskip("triton")
+    R, N = data.draw(st.integers(1, MAX_ROWS)), data.draw(st.integers(1, 70))
+    K = data.draw(st.integers(1, 600) | st.sampled_from([1024, 2049, 5504]))
+    bias, norm = data.draw(st.booleans()), data.draw(st.booleans())
+    inputs = problem(R, N, K, bias=bias, norm=norm, seed=data.draw(st.integers(0, 99)))
+    expected = decode_linear(**inputs, impl="reference")
+    assert_close("y", decode_linear(**inputs, impl="triton"), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("x_dtype", [None, torch.float32], ids=["", "float32 rows"])
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+def test_triton_in_low_precision_is_as_exact_as_the_reference(norm, x_dtype, dtype):
+    pytest.importorskip("triton")
+    inputs = problem(3, 130, 700, bias=True, norm=norm, dtype=dtype, x_dtype=x_dtype)
+    low = decode_linear(**inputs, impl="reference")
+    ref = decode_linear(**upcast(inputs), impl="reference")
+    y = decode_linear(**inputs, impl="triton")
+    assert y.dtype == low.dtype == dtype
+    assert_close("y", y, ref, rtol=5e-3, low=low)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+def test_a_row_is_the_same_to_the_bit_in_any_company(norm, dtype):
+    pytest.importorskip("triton")
+    inputs = problem(MAX_ROWS, 33, 2048, bias=True, norm=norm, dtype=dtype)
+    whole = decode_linear(**inputs, impl="triton")
+    for start, end in ((0, 1), (3, 4), (7, 8), (2, 5), (1, 8)):
+        part = decode_linear(**{**inputs, "x": inputs["x"][start:end]}, impl="triton")
+        assert torch.equal(part, whole[start:end])
+    assert torch.equal(decode_linear(**inputs, impl="triton"), whole)
+
+
+@impls
+def test_strides_and_axes_do_not_matter(impl):
+    inputs = problem(4, 20, 48, bias=True, norm=True)
+    expected = decode_linear(**inputs, impl=impl)
+    x, weight = inputs["x"], inputs["weight"]
+    forms = {
+        "a part of wider rows": {"x": torch.cat([x, x + 1], 1)[:, :48]},
+        "each second row": {"x": x.repeat_interleave(2, 0)[::2]},
+        "by columns": {"x": x.T.contiguous().T},
+        "a part of a wider weight": {"weight": torch.cat([weight, weight + 1], 1)[:, :48]},
+    }
+    for name, form in forms.items():
+        y = decode_linear(**{**inputs, **form}, impl=impl)
+        assert_close(name, y, expected, rtol=1e-6)
+    y = decode_linear(**{**inputs, "x": x.view(2, 1, 2, 48)}, impl=impl)
+    assert_close("three axes of rows", y, expected.view(2, 1, 2, 20), rtol=1e-6)
+    y = decode_linear(**{**inputs, "x": x[2]}, impl=impl)
+    assert_close("none", y, expected[2], rtol=1e-6)
+
+
+@impls
+@pytest.mark.parametrize(("R", "N"), [(0, 5), (2, 0)])
+def test_nothing_gives_nothing(impl, R, N):
+    assert decode_linear(**problem(R, N, 16), impl=impl).shape == (R, N)
+
+
+@pytest.mark.parametrize("K", [1, 100, 512, 2048, 2560, 4096, 8192, 16_384])
+@pytest.mark.parametrize("N", [1, 300, 2048, 6400, 50_000])
+def test_programs_fill_the_gpu_and_a_thread_holds_few_weights(N, K):
+    triton = pytest.importorskip("mezzo_core.ops.decode_linear.triton")
+    BN, BK, num_warps = triton.tiling(N, K)
+    assert BK // 2 < K <= BK
+    assert BN == 1 or -(-N // BN) >= triton.PROGRAMS
+    assert BN == 1 or triton.WEIGHTS * 32 * num_warps >= BN * BK
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_hopper_and_once_for_all_rows():
+    pytest.importorskip("triton")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "children" / "compile_decode_linear.py"
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton")
+def test_opcheck():
+    inputs = problem(2, 20, 24, bias=True, norm=True)
+    for x in (inputs["x"], inputs["x"][:, None]):
+        arguments = (x, *list(inputs.values())[1:], 1e-6)
+        torch.library.opcheck(torch.ops.mezzo.decode_linear.default, arguments)
+    arguments = (inputs["x"], inputs["weight"], None, None, 1e-6)
+    torch.library.opcheck(torch.ops.mezzo.decode_linear.default, arguments)
+
+
+@impls
+def test_compiles_to_one_graph(impl):
+    inputs = problem(2, 20, 24, bias=True, norm=True)
+
+    def apply(**inputs):
+        return decode_linear(**inputs, impl=impl)
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(apply, fullgraph=True, backend=backend)
+    assert_close("y", compiled(**inputs), apply(**inputs), rtol=1e-6)
+
+
+def test_gradients_are_the_reference_s():
+    inputs = upcast(problem(2, 3, 5, bias=True, norm=True), torch.float64)
+    tensors = [part.requires_grad_() for part in inputs.values()]
+    names = list(inputs)
+
+    def apply(*tensors):
+        return decode_linear(**dict(zip(names, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(apply, tensors)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "norm_weight"])
+def test_gradients_are_refused_by_the_kernel(name):
+    pytest.importorskip("triton")
+    inputs = problem(2, 20, 24, bias=True, norm=True)
+    inputs[name].requires_grad_()
+    assert decode_linear(**inputs).requires_grad
+    with pytest.raises(ValueError, match="does not support gradients"):
+        decode_linear(**inputs, impl="triton")
+    with torch.no_grad():
+        decode_linear(**inputs, impl="triton")
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("float64", lambda i: upcast(i, torch.float64)),
+        ("9 rows", lambda i: {"x": i["x"].new_zeros(3, 3, 24)}),
+        ("K = 16385", lambda i: {"x": torch.zeros(1, 16_385), "weight": torch.zeros(2, 16_385)}),
+        ("K = 0", lambda i: {"x": torch.zeros(1, 0), "weight": torch.zeros(2, 0)}),
+        ("rows are not contiguous", lambda i: {"weight": i["weight"].T.contiguous().T}),
+    ],
+)
+def test_what_triton_cannot_do_is_refused_when_asked_for_by_name(message, change):
+    pytest.importorskip("triton")
+    inputs = problem(2, 20, 24)
+    inputs = {name: part.to(DEVICE) for name, part in {**inputs, **change(inputs)}.items()}
+    with pytest.raises(ValueError, match=f"does not support .*{message}"):
+        decode_linear(**inputs, impl="triton")
+    assert torch.equal(decode_linear(**inputs), decode_linear(**inputs, impl="reference"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "x must be floating-point, got torch.int64", {"x": torch.int64}),
+        (TypeError, "bias must have the dtype of weight", {"bias": torch.float64}),
+        (ValueError, r"x must be \(\.\.\., K\) and weight \(N, K\)", {"x": (2, 16)}),
+        (ValueError, r"x must be .* got \(\) and", {"x": ()}),
+        (ValueError, r"weight \(N, K\), got \(2, 24\) and \(24,\)", {"weight": (24,)}),
+        (ValueError, r"bias must be \(20,\), got \(24,\)", {"bias": (24,)}),
+        (ValueError, r"norm_weight must be \(24,\), got \(1,\)", {"norm_weight": (1,)}),
+        (ValueError, "weight is on meta, x on", {"weight": torch.device("meta")}),
+    ],
+)
+def test_bad_arguments_are_named(error, message, changes):
+    inputs = problem(2, 20, 24, bias=True, norm=True)
+    for name, change in changes.items():
+        is_shape = isinstance(change, tuple)
+        inputs[name] = torch.ones(change, device=DEVICE) if is_shape else inputs[name].to(change)
+    with pytest.raises(error, match=message):
+        decode_linear(**inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("N", "K"), [(6400, 2048), (2048, 2048), (50_000, 2048), (2048, 16_384), (2560, 5504)]
+)
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+def test_triton_on_a_gpu_equals_the_reference(norm, N, K, dtype):
+    inputs = problem(MAX_ROWS, N, K, bias=True, norm=norm, dtype=dtype)
+    y = decode_linear(**inputs)
+    ref = decode_linear(**upcast(inputs), impl="reference")
+    if dtype == torch.float32:
+        assert_close("y", y, ref, rtol=1e-5)
+    else:
+        low = decode_linear(**inputs, impl="reference")
+        assert_close("y", y, ref, rtol=5e-3, low=low)
+    for rows in range(1, MAX_ROWS):
+        part = decode_linear(**{**inputs, "x": inputs["x"][:rows]})
+        assert torch.equal(part, y[:rows]), f"{rows} rows"
+
+
+@pytest.mark.gpu
+def test_autocast_is_followed():
+    inputs = problem(2, 20, 24, norm=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert decode_linear(**inputs).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="does not support autocast"):
+            decode_linear(**inputs, impl="triton")
