@@ -62,6 +62,17 @@ def test_decoding_in_place_equals_the_whole(mixer):
     check_step(mixer, C, [2, 0, 1, 4, 9], 6)
 
 
+def test_the_norm_is_the_same_before_the_projection_and_in_it(mixer):
+    x, states = torch.randn(9, 1, C), [mixer.init_state(rows) for rows in (9, 3, 3)]
+    with torch.no_grad():
+        many = mixer.step(x, states[0])  # more rows than the projection's kernel takes
+        few = mixer.step(x[:3], states[1])
+        mixer.out_proj.register_forward_hook(lambda *call: 2 * call[-1])
+        hooked = mixer.step(x[:3], states[2])
+    assert_close("3 of 9 rows", few, many[:3], rtol=1e-6)
+    assert_close("a layer with a hook", hooked, 2 * few, rtol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",

@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.project import project, suits_op
+from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -122,19 +124,25 @@ class GSA(AbstractMixer):
     def step(self, x: Tensor, state: GSAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         check_one_token(x, self.d_model)
-        config = self.config
+        config, out_proj = self.config, self.out_proj
+        weight = None if self.norm is None else self.norm.weight
+        # On few rows the projection's kernel does the norm too, which saves a launch.
+        norm_later = weight is not None and suits_op(out_proj, x)
         y = step_gsa_packed_(
-            self.in_proj(x).squeeze(1),
+            project(self.in_proj, x).squeeze(1),
             state,
             num_heads=config.num_heads,
             gate_logits=self.gate_logits,
             damping=config.damping,
-            norm_weight=None if self.norm is None else self.norm.weight,
+            norm_weight=None if norm_later else weight,
             norm_eps=config.norm_eps,
             swish=config.feature_map == "swish",
             between=config.between,
-        )
-        return self.out_proj(y[:, None])
+            out_dtype=accumulation_dtype(x.dtype) if norm_later else None,
+        )[:, None]
+        if not norm_later:
+            return project(out_proj, y)
+        return decode_linear(y, out_proj.weight, norm_weight=weight, norm_eps=config.norm_eps)
 
     def _packing(self) -> dict[str, Any]:
         """Return what the op must know of a projection to read it as it is."""

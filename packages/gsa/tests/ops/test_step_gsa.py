@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
@@ -252,6 +253,32 @@ def test_a_compiled_step_is_one_graph():
     assert torch.equal(y, expected)
     assert torch.equal(ours.k, after.k)
     assert torch.equal(ours.v, after.v)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_norm_that_comes_later_gets_all_digits(impl):
+    sizes = (2, 4, 2, 20, 40, 72)
+    inputs, state = draw_packed(sizes, torch.float16), draw(sizes, torch.float16)["state"]
+    weight, inputs["norm_weight"] = inputs["norm_weight"], None
+    rounded, after = run_packed(inputs, state, impl)
+    y, again = run_packed(inputs, state, impl, out_dtype=torch.float32)
+    assert (rounded.dtype, y.dtype) == (torch.float16, torch.float32)
+    assert not torch.equal(y, y.half().float())
+    assert torch.equal(y.half(), rounded)
+    assert torch.equal(after.k, again.k)
+    assert torch.equal(after.v, again.v)
+    identity = torch.eye(y.shape[1], dtype=torch.float16, device=DEVICE)
+    normed = decode_linear(y, identity, norm_weight=weight, norm_eps=1e-5, impl=impl)
+    expected, _ = run_packed({**inputs, "norm_weight": weight}, state, impl)
+    assert_close("norm", normed, expected, rtol=1e-3)
+
+
+def test_the_op_is_sound_with_a_dtype_of_its_own():
+    inputs = draw_packed((2, 4, 2, 16, 32, 32), torch.float16, norm=False)
+    state = draw((2, 4, 2, 16, 32, 32), torch.float16)["state"]
+    arguments = (inputs["x"], None, None, *state, 4, 8.0, 1e-5, True, 1.0, "softmax")
+    op = torch.ops.mezzo_gsa.gsa_step_packed_
+    torch.library.opcheck(op, (*arguments, torch.float32))
 
 
 @gpu

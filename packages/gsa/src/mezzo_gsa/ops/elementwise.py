@@ -13,18 +13,21 @@ def log_gate(logits: Tensor, damping: float) -> Tensor:
     return F.logsigmoid(logits.to(accumulation_dtype(logits.dtype))) / damping
 
 
-def gated_norm(o: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return RMSNorm(swish(o)) over the last dimension, equation 9, in the dtype of o.
+def gated_norm(
+    o: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return RMSNorm(swish(o)) over the last dimension, equation 9.
 
     Args:
         o: (..., C) all heads' outputs side by side.
         weight: (C,) of the norm; None: swish alone.
         eps: of the norm.
+        dtype: of the result; None: that of o.
     """
     y = F.silu(o.to(accumulation_dtype(o.dtype)))
     if weight is not None:
         y = F.rms_norm(y, weight.shape, weight.to(y.dtype), eps)
-    return y.to(o.dtype)
+    return y.to(dtype or o.dtype)
 
 
 def bounded_gate(g: Tensor, bound: float) -> tuple[Tensor, Tensor]:

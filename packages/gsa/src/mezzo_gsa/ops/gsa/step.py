@@ -93,12 +93,13 @@ def step_gsa_packed_(
     swish: bool = True,
     scale: float = 1.0,
     between: Between = "softmax",
+    out_dtype: torch.dtype | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B C"]:
     """Take one token of every row through all that a GSA layer does between its two projections.
 
     That is swish on q, k and v, g = logsigmoid(logits) / damping, `step_gsa_`, RMSNorm(swish(o)):
-    three kernels on a GPU.
+    three kernels on a GPU, two without the norm.
 
     Args:
         x: (B, W) rows as the layer's first projection leaves them: HQ·K channels of q, H·K of k,
@@ -113,10 +114,11 @@ def step_gsa_packed_(
         swish: whether q, k and v go through swish; the output does in any case.
         scale: multiplies what q has become.
         between: as in `chunk_gsa`.
+        out_dtype: of y; None: that of x. A norm that comes later needs float32.
         impl: as in `step_gsa_`.
 
     Returns:
-        y (B, C) in the dtype of x, C = HQ·V.
+        y (B, C), C = HQ·V.
 
     Raises:
         RuntimeError, TypeError, ValueError: as `step_gsa_`, naming the argument.
@@ -140,13 +142,14 @@ def step_gsa_packed_(
             swish,
             scale,
             between,
+            out_dtype,
         )
     q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = log_gate(logits, damping)
     out = step_gsa_(q, k, v, g, None, state, scale=scale, between=between, impl="reference")
-    return gated_norm(out.flatten(1), norm_weight, norm_eps)
+    return gated_norm(out.flatten(1), norm_weight, norm_eps, out_dtype)
 
 
 def split_packed(
@@ -206,6 +209,7 @@ def gsa_step_packed_(
     swish: bool,
     scale: float,
     between: str,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
     from mezzo_gsa.ops.gsa import triton_step
@@ -213,7 +217,7 @@ def gsa_step_packed_(
     state = GSAState(slots_k, slots_v)
     q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
     return triton_step.step_layer(
-        q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between
+        q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between, out_dtype
     )
 
 
@@ -225,9 +229,14 @@ def _(
     slots_k: Tensor,
     slots_v: Tensor,
     num_heads: int,
-    *rest: object,
+    damping: float,
+    norm_eps: float,
+    swish: bool,
+    scale: float,
+    between: str,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], num_heads * slots_v.shape[3])
+    return x.new_empty(x.shape[0], num_heads * slots_v.shape[3], dtype=out_dtype)
 
 
 def _packed_sizes(

@@ -120,6 +120,7 @@ def step_layer(
     swish: bool,
     scale: float,
     between: str,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
     """Take one token from the parts of a projection; as in `step_gsa_packed_`.
 
@@ -135,12 +136,13 @@ def step_layer(
         swish: whether q, k and v go through swish.
         scale: of q.
         between: what stands between the passes.
+        out_dtype: of y; None: that of q.
 
     Returns:
         y (B, HQ·V).
     """
     B, C = q.shape[0], q.shape[1] * v.shape[2]
-    y = torch.empty((B, C), dtype=q.dtype, device=q.device)
+    y = torch.empty((B, C), dtype=out_dtype or q.dtype, device=q.device)
     out = y if norm_weight is None else torch.empty_like(y, dtype=torch.float32)
     layer = {"LOGITS": True, "MAP": "swish" if swish else None}
     _launch(
