@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.project import project
 from torch import Tensor, nn
 
 from mezzo_gsa.gsa import check_one_token
@@ -119,16 +120,16 @@ class GLA(AbstractMixer):
         x = x[:, 0]
         HQ, H, K, V = self.heads
         y = step_gla_layer_(
-            self.q_proj(x).unflatten(1, (HQ, K)),
-            self.k_proj(x).unflatten(1, (H, K)),
-            self.v_proj(x).unflatten(1, (H, V)),
+            project(self.q_proj, x).unflatten(1, (HQ, K)),
+            project(self.k_proj, x).unflatten(1, (H, K)),
+            project(self.v_proj, x).unflatten(1, (H, V)),
             self.g_proj(x).unflatten(1, (H, K)),
             state.h,
             self.form,
             norm_weight=self.norm.weight,
-            z=None if self.z_proj is None else self.z_proj(x),
+            z=None if self.z_proj is None else project(self.z_proj, x),
         )
-        return self.o_proj(y[:, None])
+        return project(self.o_proj, y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.project import project
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
@@ -103,11 +104,11 @@ class HGRN2(AbstractMixer):
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         check_one_token(x, self.d_model)
         q, v, logits = (
-            proj(x[:, 0]).unflatten(1, (self.num_heads, -1))
+            project(proj, x[:, 0]).unflatten(1, (self.num_heads, -1))
             for proj in (self.q_proj, self.v_proj, self.g_proj)
         )
         y = step_gla_layer_(q, None, v, logits, state.h, self.form, norm_weight=self.norm.weight)
-        return self.o_proj(y[:, None])
+        return project(self.o_proj, y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.project import project
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor, nn
 
@@ -126,22 +127,23 @@ class RetNet(AbstractMixer):
         check_one_token(x, self.d_model)
         x = x[:, 0]
         HQ, H, K, V = self.heads
-        k, v = self.k_proj(x).unflatten(1, (H, K)), self.v_proj(x).unflatten(1, (H, V))
+        k = project(self.k_proj, x).unflatten(1, (H, K))
+        v = project(self.v_proj, x).unflatten(1, (H, V))
         if H < HQ:
             k, v = (part.repeat_interleave(HQ // H, dim=1) for part in (k, v))
         y = step_gla_layer_(
-            self.q_proj(x).unflatten(1, (HQ, K)),
+            project(self.q_proj, x).unflatten(1, (HQ, K)),
             k,
             v,
             _decay_table(HQ, x.device).expand(x.shape[0], HQ)[..., None],
             state.h,
             self.form,
             norm_weight=self.norm.weight,
-            z=None if self.z_proj is None else self.z_proj(x),
+            z=None if self.z_proj is None else project(self.z_proj, x),
             places=state.lengths,
         )
         state.lengths.add_(1)
-        return self.o_proj(y[:, None])
+        return project(self.o_proj, y[:, None])
 
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.project import project
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -102,7 +103,7 @@ class RAT(AbstractMixer):
     def step(self, x: Tensor, state: RATState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         y = step_rat_attention_(self._project(x), state, **self._form())
-        return self.out_proj(y.flatten(2))
+        return project(self.out_proj, y.flatten(2))
 
     def reserve(self, state: RATState, num_tokens: int) -> RATState:
         """Return the state with slots for `num_tokens` more tokens, in buffers of its own."""
@@ -117,11 +118,11 @@ class RAT(AbstractMixer):
 
     def _project(self, x: Tensor) -> Tensor:
         """Return z, v, g, q, k side by side, (B, T, (3 H + 2 G) D)."""
-        zvgqk = self.in_proj(x)
+        zvgqk = project(self.in_proj, x)
         if self.config.gate_rank is None:
             return zvgqk
         z, v, g, qk = zvgqk.split([*self.widths[:3], sum(self.widths[3:])], dim=-1)
-        return torch.cat([self.z_proj(z), v, self.g_proj(g), qk], dim=-1)
+        return torch.cat([project(self.z_proj, z), v, project(self.g_proj, g), qk], dim=-1)
 
     def _form(self) -> dict[str, Any]:
         """Return what the op takes besides tensors of the call."""

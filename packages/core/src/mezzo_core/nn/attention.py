@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.project import project
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.positions import (
@@ -140,7 +141,7 @@ class Attention(AbstractMixer):
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
         q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
         out = decode_attention(q, *state, alibi_slopes=self._slopes(x.device))
-        return self.wo(out.flatten(1)[:, None])
+        return project(self.wo, out.flatten(1)[:, None])
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
@@ -155,7 +156,7 @@ class Attention(AbstractMixer):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
         width = (-1, self.config.head_dim)
-        q, k, v = (w(x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (project(w, x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
         return q, k, v
 
     def _slopes(self, device: torch.device) -> Tensor | None:

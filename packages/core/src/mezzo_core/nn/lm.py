@@ -12,6 +12,7 @@ from mezzo_core.nn.block import Block
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.mixer import MixerConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.project import project
 
 IGNORE_INDEX = -100
 """A target that takes no part in the loss."""
@@ -171,7 +172,7 @@ class LM(nn.Module):
         x = self.embed(tokens)
         for block, block_state in zip(self.blocks, state, strict=True):
             x = block.step(x, block_state)
-        return self.head(self.norm(x))
+        return project(self.head, self.norm(x))
 
     def reserve(self, state: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
         """Return the state with room for `num_tokens` more tokens of every row, for `step`.

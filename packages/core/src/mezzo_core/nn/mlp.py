@@ -6,6 +6,8 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mezzo_core.nn.project import project
+
 MLPKind = Literal["gelu", "swiglu"]
 
 
@@ -50,7 +52,7 @@ class GELUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C), each token alone."""
-        return self.down(F.gelu(self.up(x)))
+        return project(self.down, F.gelu(project(self.up, x)))
 
 
 class SwiGLU(nn.Module):
@@ -64,4 +66,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C), each token alone."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return project(self.down, F.silu(project(self.gate, x)) * project(self.up, x))
