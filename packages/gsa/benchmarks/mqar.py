@@ -4,8 +4,9 @@
     python packages/gsa/benchmarks/mqar.py --out DIR --widths 64 128 --models gsa gla
     python packages/gsa/benchmarks/mqar.py --dry-run --out DIR             # toy sizes, on a CPU
 
-The protocol's task, models and widths, but fewer rows, epochs and learning rates: mqar.json says
-under "left_out" what was cut. A folder goes on where it was left.
+The protocol's task, models and widths, but fewer rows, epochs and learning rates, and most rows to
+train on have fewer pairs, from which models learn to recall within minutes: mqar.json says under
+"left_out" what was cut. A folder goes on where it was left.
 """
 
 import argparse
@@ -66,6 +67,7 @@ def configure(arguments: argparse.Namespace) -> SweepConfig:
     if not arguments.dry_run:
         training = replace(
             training,
+            train_pairs=tuple(arguments.train_pairs),
             task=replace(training.task, vocab_size=arguments.vocab_size),
             train_rows=arguments.train_rows,
             test_rows=arguments.test_rows,
@@ -89,6 +91,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", nargs="+", type=int, default=list(WHOLE.widths))
     parser.add_argument("--lr", nargs="+", type=float, default=[2.15e-3, 1e-2])
     parser.add_argument("--vocab-size", type=int, default=WHOLE.training.task.vocab_size)
+    parser.add_argument("--train-pairs", nargs="*", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--train-rows", type=int, default=20_000)
     parser.add_argument("--test-rows", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=16)

@@ -121,6 +121,21 @@ class WatchedStep(TrainStep):
         super().__call__(rows)
 
 
+def test_rows_of_fewer_pairs_ask_them_repeatedly():
+    task = replace(TINY.task, num_pairs=4)
+    training = replace(TINY, task=task, train_pairs=(2, 4), train_rows=20)
+    train, test = draw_rows(training, CPU)
+    assert {part.shape[0] for part in train} == {20}
+    assert train.positions.shape == train.values.shape == (20, 4)
+    few = train.positions[:10]
+    assert torch.equal(few[:, :2], few[:, 2:]), "two questions, twice"
+    asked = train.inputs.gather(1, train.positions)
+    places = (train.inputs[:, None, : 2 * 4] == asked[:, :, None]).int().argmax(2)  # of the keys
+    assert torch.equal(train.inputs.gather(1, places + 1), train.values)
+    alone = draw_rows(replace(training, train_pairs=()), CPU)
+    assert torch.equal(test.inputs, alone[1].inputs), "the test is the task's"
+
+
 def test_the_rate_falls_by_epoch_and_an_epoch_takes_no_row_twice(monkeypatch):
     monkeypatch.setattr(trainings, "TrainStep", WatchedStep)
     train_run("attention", 16, 1e-3, replace(TINY, epochs=4), *draw_rows(TINY, CPU))
@@ -251,12 +266,15 @@ def test_the_best_learning_rate_of_each_is_reported(tmp_path):
 
 
 def test_all_that_was_left_out_is_said(tmp_path):
-    training = RecallTraining(train_rows=20_000, seconds=60.0)
+    training = RecallTraining(train_rows=20_000, train_pairs=(16, 64), seconds=60.0)
     result = SweepResult(training, tmp_path, CPU)
     result.runs = [finished("gsa", 64, 1e-4, stopped="seconds"), finished(lr=2.15e-3)]
     result.runs += [finished("gla", 64, 1e-4, 0.995, "solved")]
     left_out = result.left_out()
-    assert left_out[0] == "train_rows is 20,000, the protocol's 100,000"
+    assert left_out[:2] == [
+        "rows to train on have 16, 64 pairs, in equal shares, the protocol's 64",
+        "train_rows is 20,000, the protocol's 100,000",
+    ]
     assert "gsa C=64 was not trained with lr 0.000464, 0.01" in left_out
     assert (
         "gla C=64 was not trained with lr 0.000464, 0.00215, 0.01 (another solved the task)"
@@ -308,6 +326,7 @@ def test_a_sweep_that_cannot_be_is_named(options, message):
     [
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"train_rows": 100}, "train_rows must fill a batch of 128, got 100"),
+        ({"train_pairs": (8, 3)}, "train_pairs must divide the task's 64, got 3"),
         ({"seconds": 0.0}, r"seconds must be positive, got 0\.0"),
         ({"precision": "fp16"}, "precision must be one of .* got 'fp16'"),
     ],

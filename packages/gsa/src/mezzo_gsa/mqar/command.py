@@ -33,6 +33,10 @@ def mqar(
     seq_len: Annotated[int | None, typer.Option(help="Tokens a row. Default: 512.")] = None,
     num_pairs: Annotated[int | None, typer.Option(help="Pairs a row. Default: 64.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Tokens known. Default: 8192.")] = None,
+    train_pairs: Annotated[
+        list[int] | None,
+        typer.Option(help="Pairs of rows to train on; repeat for several."),
+    ] = None,
     train_rows: Annotated[int | None, typer.Option(help="Default: 100,000.")] = None,
     test_rows: Annotated[int | None, typer.Option(help="Default: 3,000.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows a step. Default: 128.")] = None,
@@ -63,6 +67,7 @@ def mqar(
         RecallTraining(),
         task=task,
         train_rows=train_rows,
+        train_pairs=tuple(train_pairs) if train_pairs else None,
         test_rows=test_rows,
         batch_size=batch_size,
         epochs=epochs,

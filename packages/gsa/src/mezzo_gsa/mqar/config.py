@@ -18,6 +18,8 @@ class RecallTraining:
     Attributes:
         task: the rows.
         train_rows: drawn once, for all epochs.
+        train_pairs: pairs of the rows to train on, in equal shares, as rows of few pairs teach
+            soon what rows of many teach late; empty: the task's.
         test_rows: held out; accuracy is measured on them after every epoch.
         batch_size: rows a step.
         epochs: at most; the learning rate falls from epoch to epoch along half a cosine to 0.
@@ -35,6 +37,7 @@ class RecallTraining:
 
     task: MQARConfig = field(default_factory=MQARConfig)
     train_rows: int = 100_000
+    train_pairs: tuple[int, ...] = ()
     test_rows: int = 3_000
     batch_size: int = 128
     epochs: int = 64
@@ -49,6 +52,11 @@ class RecallTraining:
         for name in ("train_rows", "test_rows", "batch_size", "epochs", "num_layers"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for num_pairs in self.train_pairs:
+            if num_pairs < 1 or self.task.num_pairs % num_pairs:
+                raise UserError(
+                    f"train_pairs must divide the task's {self.task.num_pairs}, got {num_pairs}"
+                )
         if self.train_rows < self.batch_size:
             raise UserError(
                 f"train_rows must fill a batch of {self.batch_size}, got {self.train_rows}"

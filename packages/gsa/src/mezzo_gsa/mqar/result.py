@@ -175,8 +175,12 @@ def _differences(training: RecallTraining, protocol: RecallTraining) -> Iterator
         ours, theirs = getattr(training.task, name), getattr(protocol.task, name)
         if ours != theirs:
             yield f"{name} is {ours}, the protocol's {theirs}"
+    if training.train_pairs:
+        shares = ", ".join(map(str, training.train_pairs))
+        pairs = protocol.task.num_pairs
+        yield f"rows to train on have {shares} pairs, in equal shares, the protocol's {pairs}"
     for field in fields(training):
-        if field.name in {"task", "seconds", "precision", *HOW_IT_IS_COMPUTED}:
+        if field.name in {"task", "train_pairs", "seconds", "precision", *HOW_IT_IS_COMPUTED}:
             continue
         ours, theirs = getattr(training, field.name), getattr(protocol, field.name)
         if ours != theirs:

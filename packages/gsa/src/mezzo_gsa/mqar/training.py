@@ -3,13 +3,13 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from mezzo_core.bench import commit
-from mezzo_core.data.mqar import MQARRows
+from mezzo_core.data.mqar import MQARConfig, MQARRows
 from mezzo_core.train.device import autocast
 from torch import Tensor
 
@@ -35,14 +35,19 @@ class Rows(NamedTuple):
 
 def draw_rows(training: RecallTraining, device: torch.device) -> tuple[Rows, Rows]:
     """Draw the rows to train on and those to test on."""
-    task = training.task
-    train = task.generate(training.train_rows, TRAIN_SEED)
+    task, shares = training.task, training.train_pairs or (training.task.num_pairs,)
+    num_rows = training.train_rows // len(shares)
+    drawn = [replace(task, num_pairs=share).generate(num_rows, TRAIN_SEED) for share in shares]
+    parts = zip(*(_to_device(rows, task, device) for rows in drawn), strict=True)
     test = task.generate(training.test_rows, TEST_SEED)
-    return _to_device(train, device), _to_device(test, device)
+    return Rows(*map(torch.cat, parts)), _to_device(test, task, device)
 
 
-def _to_device(rows: MQARRows, device: torch.device) -> Rows:
-    return Rows(*(torch.from_numpy(part).to(device) for part in rows))
+def _to_device(rows: MQARRows, task: MQARConfig, device: torch.device) -> Rows:
+    """Return rows as tensors; in those of fewer pairs than the task's, all is asked repeatedly."""
+    inputs, *questions = (torch.from_numpy(part).to(device) for part in rows)
+    times = task.num_pairs // rows.values.shape[1]
+    return Rows(inputs, *(part.repeat(1, times) for part in questions))
 
 
 @dataclass(frozen=True)
