@@ -113,16 +113,6 @@ def test_nothing_gives_nothing(impl, R, N):
     assert decode_linear(**problem(R, N, 16), impl=impl).shape == (R, N)
 
 
-@pytest.mark.parametrize("K", [1, 100, 512, 2048, 2560, 4096, 8192, 16_384])
-@pytest.mark.parametrize("N", [1, 300, 2048, 6400, 50_000])
-def test_programs_fill_the_gpu_and_a_thread_holds_few_weights(N, K):
-    triton = pytest.importorskip("mezzo_core.ops.decode_linear.triton")
-    BN, BK, num_warps = triton.tiling(N, K)
-    assert BK // 2 < K <= BK
-    assert BN == 1 or -(-N // BN) >= triton.PROGRAMS
-    assert BN == 1 or triton.WEIGHTS * 32 * num_warps >= BN * BK
-
-
 @pytest.mark.slow
 def test_the_kernel_compiles_for_hopper_and_once_for_all_rows():
     pytest.importorskip("triton")

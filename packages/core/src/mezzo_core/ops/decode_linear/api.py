@@ -30,7 +30,8 @@ def decode_linear(
     so that a CUDA graph can hold the call.
 
     Args:
-        x: rows at any distance from each other; rounded to the dtype of `weight`, after the norm.
+        x: rows at any distance from each other; rounded to the dtype of `weight`, after the norm if
+            there is one (there the kernel keeps all digits).
         weight: W, as `nn.Linear` has it.
         bias: in the dtype of `weight`.
         norm_weight: of the RMS norm, which is computed in float32; None: no norm.

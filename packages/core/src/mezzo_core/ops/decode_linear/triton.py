@@ -1,10 +1,10 @@
-"""A linear layer on few rows, on a GPU: each weight is read once, and nothing else counts.
+"""A linear layer on few rows, on a GPU: reading the weights is nearly all of the work.
 
-A program owns BN rows of W with all of K, in one tile: every thread asks for its whole share of
-the weights before it waits for any, and then keeps them for all rows of x. Nothing is split over
-K, and the code for one row is the code for eight, so a row's result is the same to the bit in any
-company. The norm of x is computed again by each program: x is small and in the L2 cache, and one
-more launch would take longer.
+A program multiplies one row of x by one or a few rows of W, with all of K in one tile. Programs are
+small and many: that keeps more loads on their way than long ones do. Nothing is split over K, and
+rows are apart, so a row's result is the same to the bit in any company. The norm of x is computed
+again by each program, beside the products and not before them: x is small and in the L2 cache, and
+one more launch would take longer.
 """
 
 import torch
@@ -12,40 +12,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs that keep a large GPU busy (about four for each of 132 multiprocessors), and the weights
-# that a thread holds: enough loads in flight, without spilling.
-PROGRAMS = 512
-WEIGHTS = 64
+ROWS_WITH_NORM = 4
+"""Rows of W of a program that also computes the norm, whose x and weights it must read."""
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["N"])
 def decode_linear_fwd_kernel(
-    x, weight, bias, norm_weight, y, R, N, norm_eps, stride_x, stride_w,
+    x, weight, bias, norm_weight, y, N, norm_eps, stride_x, stride_w,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all R rows by BN rows of W."""
+    """Multiply a row of x by BN rows of W."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     m_n, m_k = o_n < N, o_k < K
     p_w = weight + o_n[:, None] * stride_w + o_k[None, :]
     m_w = m_n[:, None] & m_k[None, :]
-    b_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
-    b_x = tl.load(x + o_k, mask=m_k, other=0.0)
-    if bias is not None:
-        b_bias = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    for i_r in range(R):
-        # The next row is on its way while this one is summed.
-        b_next = tl.load(x + (i_r + 1) * stride_x + o_k, mask=m_k & (i_r + 1 < R), other=0.0)
-        b_x = b_x.to(tl.float32)
-        if norm_weight is not None:
-            b_norm = tl.load(norm_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / K + norm_eps) * b_norm
+    b_w = tl.load(p_w, mask=m_w, other=0.0)
+    b_x = tl.load(x + tl.program_id(1) * stride_x + o_k, mask=m_k, other=0.0)
+    if norm_weight is None:
         b_x = b_x.to(b_w.dtype).to(tl.float32)
         b_y = tl.sum(b_w.to(tl.float32) * b_x[None, :], axis=1)
-        if bias is not None:
-            b_y += b_bias
-        tl.store(y + i_r * N + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
-        b_x = b_next
+    else:
+        b_x = b_x.to(tl.float32)
+        b_norm = tl.load(norm_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_y = tl.sum(b_w.to(tl.float32) * (b_x * b_norm)[None, :], axis=1)
+        b_y *= tl.rsqrt(tl.sum(b_x * b_x, axis=0) / K + norm_eps)
+    if bias is not None:
+        b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(y + tl.program_id(1) * N + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
 
 
 def decode_linear_fwd(
@@ -61,21 +55,11 @@ def decode_linear_fwd(
         None if part is None else part.contiguous() for part in (bias, norm_weight)
     )
     if y.numel():
-        BN, BK, num_warps = tiling(N, K)
-        with torch.cuda.device_of(x):
-            decode_linear_fwd_kernel[(triton.cdiv(N, BN),)](
-                rows, weight, bias, norm_weight, y, rows.shape[0], N, norm_eps,
-                rows.stride(0), weight.stride(0), K=K, BN=BN, BK=BK, num_warps=num_warps,
+        BK = triton.next_power_of_2(K)
+        BN = 1 if norm_weight is None or BK > 4096 else ROWS_WITH_NORM
+        with torch.cuda.device_of(weight):
+            decode_linear_fwd_kernel[(triton.cdiv(N, BN), rows.shape[0])](
+                rows, weight, bias, norm_weight, y, N, norm_eps, rows.stride(0), weight.stride(0),
+                K=K, BN=BN, BK=BK, num_warps=4 if BK <= 8192 else 8,
             )  # fmt: skip
     return y
-
-
-def tiling(N: int, K: int) -> tuple[int, int, int]:
-    """Return BN and BK, the rows and columns of a program's tile of W, and its warps."""
-    BK = triton.next_power_of_2(K)
-    num_warps = min(max(BK // 512, 4), 16)
-    # Two programs of 16 warps have the registers for half as many weights each.
-    BN = max(WEIGHTS * 32 * min(num_warps, 8) // BK, 1)
-    while BN > 1 and triton.cdiv(N, BN) < PROGRAMS:
-        BN //= 2
-    return BN, BK, num_warps

@@ -77,11 +77,14 @@ def run_forward(
     chunks = lay_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
     with torch.cuda.device_of(x.q):
         first = _contiguous(k0), _contiguous(v0)
-        memory, *last = triton.run_memory(x, *first, triton.Form(*form), chunks)
+        keep_states = keep_states and differentiable
+        memory, *last = triton.run_memory(
+            x, *first, triton.Form(*form), chunks, for_backward=keep_states
+        )
         o, *made = triton.slots_fwd(
             x, memory, triton.Form(*form), chunks, differentiable=differentiable
         )
-    kept = memory if keep_states and differentiable else (None,) * len(memory)
+    kept = memory if keep_states else (None,) * len(memory)
     # No two results may be one tensor, not even an empty one.
     swished = x.q.new_empty(0)
     made = [x.q.new_empty(0) if m is None else m for m in (*made, *kept)]
@@ -115,7 +118,7 @@ def fake_forward(
         q.new_empty(B, T, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(B, T, H, M) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
-        q.new_empty(N, H, 2, dtype=torch.int32) if states else q.new_empty(0),
+        q.new_empty(N, H, dtype=torch.int32) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(N, H, M, K) if states else q.new_empty(0),
         q.new_empty(N, H, M, V) if states else q.new_empty(0),
@@ -163,7 +166,9 @@ def run_backward(
             memory = triton.Memory(*needed, *starts)
         else:
             first = _contiguous(k0), _contiguous(v0)
-            memory, _, _ = triton.run_memory(x, *first, triton.Form(*form), chunks)
+            memory, _, _ = triton.run_memory(
+                x, *first, triton.Form(*form), chunks, for_backward=True
+            )
         last = _contiguous(dk_last), _contiguous(dv_last)
         dk0, dv0 = triton.gsa_bwd(
             by_token(do), *last, x, None if raw is None else triton.Inputs(*raw, None), memory,

@@ -45,7 +45,8 @@ class Memory(NamedTuple):
     """The memories at the borders of chunks, and what the gates come to."""
 
     running: Tensor
-    strength: Tensor
+    strength: Tensor | None
+    """For the backward."""
     write: Tensor
     decay: Tensor
     rough: Tensor
@@ -57,7 +58,13 @@ class Memory(NamedTuple):
 
 
 def run_memory(
-    x: Inputs, k0: Tensor | None, v0: Tensor | None, form: Form, chunks: Chunks
+    x: Inputs,
+    k0: Tensor | None,
+    v0: Tensor | None,
+    form: Form,
+    chunks: Chunks,
+    *,
+    for_backward: bool,
 ) -> tuple[Memory, Tensor, Tensor]:
     """Return the memories at the chunks' borders, and the final K~ and V~ (S, H, M, ·)."""
     B, T, H, M = x.g.shape
@@ -67,13 +74,13 @@ def run_memory(
     running = torch.empty((B, T, H, M), dtype=sums, device=x.k.device)
     write = torch.empty_like(running, dtype=dtype)
     # In 16 bits each slot's strengths would be wrong in their own way, which a softmax magnifies.
-    strength = torch.empty_like(running, dtype=torch.float32)
+    strength = torch.empty_like(running, dtype=torch.float32) if for_backward else None
     decay = torch.empty((chunks.num_chunks, H, M), device=x.k.device)
-    rough = torch.empty((chunks.num_chunks, H, 2), dtype=torch.int32, device=x.k.device)
-    gate_kernel[(chunks.num_chunks * H, 2)](
+    rough = torch.empty((chunks.num_chunks, H), dtype=torch.int32, device=x.k.device)
+    gate_kernel[(chunks.num_chunks * H,)](
         x.g, x.s, chunks.chunk_table, running, strength, write, decay, rough,
         T, chunks.per_row, x.g.stride(1),
-        H=H, M=M, BM=padded(M) // 2, L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
+        H=H, M=M, BM=padded(M), L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
         MILD=MILD[dtype], num_warps=4,
     )  # fmt: skip
     split = chunks.is_split or k0 is not None
@@ -99,11 +106,11 @@ def slots_fwd(
     settings = {"HQ": HQ, "H": x.k.shape[2], "M": M, **_chunk_settings(x, chunks)}
     for exact in (False, True):
         slots_fwd_kernel[grid](
-            x.q, x.k, memory.running, memory.strength, memory.rough, memory.k_states,
+            x.q, x.k, x.g, x.s, memory.running, memory.rough, memory.k_states,
             memory.k_starts, memory.kept, chunks.chunk_table, squares, logits, weights,
-            T, N, x.q.stride(1), x.k.stride(1), form.scale,
+            T, N, x.q.stride(1), x.k.stride(1), x.g.stride(1), form.scale,
             **settings, **_levels(x, chunks), K=x.k.shape[3], BK=_tile(x.k),
-            BETWEEN=form.between, EXACT=exact, num_stages=3,
+            BETWEEN=form.between, DAMPING=form.damping, EXACT=exact, num_stages=3,
         )  # fmt: skip
     tokens_kernel[grid](
         squares, None, x.v, None, weights, memory.v_states, memory.v_starts, memory.kept,

@@ -16,38 +16,40 @@ def load_gate(g, o_gate, m, DAMPING: tl.constexpr):
     return tl.maximum(b_g, -100.0)  # nothing is left at -100, and sums keep their digits
 
 
+@triton.jit
+def own_strength(s, b_g, o_s, m):
+    """Return the write strengths (L, BM) in float32: as given, or s None: 1 - exp(g)."""
+    b_s = write_strength(b_g)
+    if s is not None:
+        b_s = tl.load(s + o_s, mask=m, other=0.0).to(tl.float32)
+    return b_s
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def gate_kernel(
     g, s, chunk_table, running, strength, write, decay, rough, T, N, stride_g,
     H: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
     MILD: tl.constexpr, DAMPING: tl.constexpr,
 ):  # fmt: skip
-    """Sum the log gates g (or logits of them) of half a head's slots in one chunk.
+    """Sum the log gates g (or logits of them) of one chunk and head; s None: 1 - exp(g).
 
-    s None: 1 - exp(g). `rough`: whether the chunk decays by more than exp(-MILD) in some slot.
+    `rough`: whether the chunk decays by more than exp(-MILD) in some slot. `strength` may be None.
     """
-    i_c, i_h, i_half = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
-    o_t, o_m = start + tl.arange(0, L), i_half * BM + tl.arange(0, BM)
+    o_t, o_m = start + tl.arange(0, L), tl.arange(0, BM)
     m = (tl.arange(0, L) < length)[:, None] & (o_m < M)[None, :]
     o_row = (o_t[:, None] * H + i_h) * M + o_m[None, :]
     b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
-    b_s = write_strength(b_g)
-    if s is not None:
-        b_s = tl.load(s + o_row, mask=m, other=0.0).to(tl.float32)
+    b_s = own_strength(s, b_g, o_row, m)
     b_running = tl.cumsum(b_g.to(running.dtype.element_ty), 0)
     # Padding has g = 0: the last row is the sum of all.
     b_total = tl.sum(tl.where((tl.arange(0, L) == L - 1)[:, None], b_running, 0.0), 0)
     b_write = b_s * tl.exp((b_total[None, :] - b_running).to(tl.float32))
     tl.store(running + o_row, b_running, mask=m)
-    tl.store(strength + o_row, b_s, mask=m)
+    if strength is not None:
+        tl.store(strength + o_row, b_s, mask=m)
     tl.store(write + o_row, b_write.to(write.dtype.element_ty), mask=m)
     p_decay = decay + (i_c.to(tl.int64) * H + i_h) * M + o_m
     tl.store(p_decay, tl.exp(b_total.to(tl.float32)), mask=o_m < M)
-    tl.store(rough + (i_c * H + i_h) * 2 + i_half, (tl.min(b_total) < -MILD).to(tl.int32))
-
-
-@triton.jit
-def is_rough(rough, i_c, i_h, H: tl.constexpr):
-    """Return whether a chunk is rough in either half of a head's slots."""
-    return tl.max(tl.load(rough + (i_c * H + i_h) * 2 + tl.arange(0, 2)), 0) != 0
+    tl.store(rough + i_c * H + i_h, (tl.min(b_total) < -MILD).to(tl.int32))

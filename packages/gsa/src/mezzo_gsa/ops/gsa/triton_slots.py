@@ -15,7 +15,7 @@ float16 has too few exponents for them.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gsa.triton_gate import is_rough, load_gate
+from mezzo_gsa.ops.gsa.triton_gate import load_gate, own_strength
 from mezzo_gsa.ops.triton_elementwise import write_strength
 from mezzo_gsa.ops.triton_pivots import (
     at_level,
@@ -93,12 +93,13 @@ def weights_bwd(b_logits, b_p, b_dp, BETWEEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
 def slots_fwd_kernel(
-    q, k, running, strength, rough, states, starts, kept, chunk_table,
-    squares, logits, weights, T, N, stride_q, stride_k, scale,
+    q, k, g, s, running, rough, states, starts, kept, chunk_table,
+    squares, logits, weights, T, N, stride_q, stride_k, stride_g, scale,
     HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     L: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     SEGMENT: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr,
-    MILD: tl.constexpr, INNER: tl.constexpr, BETWEEN: tl.constexpr, PRECISION: tl.constexpr,
+    MILD: tl.constexpr, INNER: tl.constexpr, BETWEEN: tl.constexpr, DAMPING: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the slots' weights in one chunk and query head.
 
@@ -107,7 +108,7 @@ def slots_fwd_kernel(
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    if is_rough(rough, i_c, i_h, H) != EXACT:
+    if (tl.load(rough + i_c * H + i_h) != 0) != EXACT:
         return
     dtype = q.dtype.element_ty
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -130,7 +131,8 @@ def slots_fwd_kernel(
 
     p_running = running + (start * H + i_h) * M + o_m[None, :]
     b_running = load_running(p_running, o_l, m_m, length, H * M)
-    b_s = tl.load(strength + (o_t[:, None] * H + i_h) * M + o_m[None, :], mask=m, other=0.0)
+    b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
+    b_s = own_strength(s, b_g, (o_t[:, None] * H + i_h) * M + o_m[None, :], m)
     b_keep = tl.exp(b_running.to(tl.float32))
     b_up, b_down = mild_factors(b_running, EXACT, MILD)
     b_near = dot_wide(causal(b_a, L).to(INNER), b_down * b_s, PRECISION)
@@ -200,7 +202,7 @@ def slots_bwd_kernel(
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    if is_rough(rough, i_c, i_h, H) != EXACT:
+    if (tl.load(rough + i_c * H + i_h) != 0) != EXACT:
         return
     dtype = y.dtype.element_ty
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
