@@ -126,7 +126,7 @@ class GSA(AbstractMixer):
         check_one_token(x, self.d_model)
         config, out_proj = self.config, self.out_proj
         weight = None if self.norm is None else self.norm.weight
-        # On few rows the projection's kernel does the norm too, which saves a launch.
+        # For one row the projection's kernel does the norm too, which saves a launch.
         norm_later = weight is not None and suits_op(out_proj, x)
         y = step_gsa_packed_(
             project(self.in_proj, x).squeeze(1),

@@ -7,9 +7,6 @@ from torch import Tensor
 from mezzo_core.ops.decode_linear import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 
-MAX_ROWS = 8
-"""Rows that the kernel takes; more are the library's, whose products use tensor cores."""
-
 TRITON_MAX_K = 16_384
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,11 +20,10 @@ def decode_linear(
     norm_eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Float[Tensor, "*rows N"]:
-    """Return norm(x) Wᵀ + bias for few rows, where reading W is nearly all of the work.
+    """Return norm(x) Wᵀ + bias, by a kernel for one row: from two on, the library is as fast.
 
-    `reference.py` is the definition. The kernel sums in float32, and a row's result does not depend
-    on the other rows, nor on how many there are. It has no backward and launches by shapes alone,
-    so that a CUDA graph can hold the call.
+    `reference.py` is the definition. The kernel sums in float32. It has no backward and launches by
+    shapes alone, so that a CUDA graph can hold the call.
 
     Args:
         x: rows at any distance from each other; rounded to the dtype of `weight`, after the norm if
@@ -36,7 +32,7 @@ def decode_linear(
         bias: in the dtype of `weight`.
         norm_weight: of the RMS norm, which is computed in float32; None: no norm.
         norm_eps: added to the mean of the squares.
-        impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; up to 8 rows; K up to
+        impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; one row; K up to
             16,384; each row of W contiguous; no gradients, no autocast). The reference is
             differentiable and follows autocast, and "auto" takes it for all that Triton cannot do.
 
@@ -63,8 +59,8 @@ def _unsupported(
     for part in tensors:
         if part.dtype not in TRITON_DTYPES:
             return str(part.dtype)
-    if x.shape[:-1].numel() > MAX_ROWS:
-        return f"{x.shape[:-1].numel()} rows (it takes up to {MAX_ROWS})"
+    if x.shape[:-1].numel() != 1:
+        return f"{x.shape[:-1].numel()} rows (it takes one)"
     if not 1 <= K <= TRITON_MAX_K:
         return f"K = {K} (it takes 1 to {TRITON_MAX_K})"
     if weight.stride(1) != 1 and K > 1:

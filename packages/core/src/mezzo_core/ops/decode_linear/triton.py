@@ -1,10 +1,9 @@
-"""A linear layer on few rows, on a GPU: reading the weights is nearly all of the work.
+"""A linear layer on one row, on a GPU: reading the weights is nearly all of the work.
 
-A program multiplies one row of x by one or a few rows of W, with all of K in one tile. Programs are
-small and many: that keeps more loads on their way than long ones do. Nothing is split over K, and
-rows are apart, so a row's result is the same to the bit in any company. The norm of x is computed
-again by each program, beside the products and not before them: x is small and in the L2 cache, and
-one more launch would take longer.
+A program multiplies x by one or a few rows of W, with all of K in one tile. Programs are small and
+many: that keeps more loads on their way than long ones do. The norm of x is computed again by each
+program, beside the products and not before them: x is small and in the L2 cache, and one more
+launch would take longer.
 """
 
 import torch
@@ -18,17 +17,17 @@ ROWS_WITH_NORM = 4
 
 @triton.jit(do_not_specialize=["N"])
 def decode_linear_fwd_kernel(
-    x, weight, bias, norm_weight, y, N, norm_eps, stride_x, stride_w,
+    x, weight, bias, norm_weight, y, N, norm_eps, stride_w,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a row of x by BN rows of W."""
+    """Multiply x by BN rows of W."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     m_n, m_k = o_n < N, o_k < K
     p_w = weight + o_n[:, None] * stride_w + o_k[None, :]
     m_w = m_n[:, None] & m_k[None, :]
     b_w = tl.load(p_w, mask=m_w, other=0.0)
-    b_x = tl.load(x + tl.program_id(1) * stride_x + o_k, mask=m_k, other=0.0)
+    b_x = tl.load(x + o_k, mask=m_k, other=0.0)
     if norm_weight is None:
         b_x = b_x.to(b_w.dtype).to(tl.float32)
         b_y = tl.sum(b_w.to(tl.float32) * b_x[None, :], axis=1)
@@ -39,7 +38,7 @@ def decode_linear_fwd_kernel(
         b_y *= tl.rsqrt(tl.sum(b_x * b_x, axis=0) / K + norm_eps)
     if bias is not None:
         b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    tl.store(y + tl.program_id(1) * N + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
+    tl.store(y + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
 
 
 def decode_linear_fwd(
@@ -48,9 +47,7 @@ def decode_linear_fwd(
     """Multiply; arguments and result as in `reference.decode_linear_fwd`."""
     N, K = weight.shape
     y = torch.empty((*x.shape[:-1], N), dtype=weight.dtype, device=x.device)
-    rows = x.reshape(-1, K)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    x = x.contiguous()
     bias, norm_weight = (
         None if part is None else part.contiguous() for part in (bias, norm_weight)
     )
@@ -58,8 +55,8 @@ def decode_linear_fwd(
         BK = triton.next_power_of_2(K)
         BN = 1 if norm_weight is None or BK > 4096 else ROWS_WITH_NORM
         with torch.cuda.device_of(weight):
-            decode_linear_fwd_kernel[(triton.cdiv(N, BN), rows.shape[0])](
-                rows, weight, bias, norm_weight, y, N, norm_eps, rows.stride(0), weight.stride(0),
+            decode_linear_fwd_kernel[(triton.cdiv(N, BN),)](
+                x, weight, bias, norm_weight, y, N, norm_eps, weight.stride(0),
                 K=K, BN=BN, BK=BK, num_warps=4 if BK <= 8192 else 8,
             )  # fmt: skip
     return y
