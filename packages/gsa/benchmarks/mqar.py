@@ -1,4 +1,4 @@
-"""Run the sweep of `mezzo-gsa mqar` within a few minutes of one GPU (Figure 3a).
+"""Run the sweep of `mezzo-gsa mqar` within an hour of one GPU (Figure 3a).
 
     python packages/gsa/benchmarks/mqar.py --out packages/gsa/results/nvidia-h200
     python packages/gsa/benchmarks/mqar.py --out DIR --widths 64 128 --models gsa gla
@@ -89,10 +89,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     models = list(WHOLE.models)
     parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WHOLE.widths))
-    parser.add_argument("--lr", nargs="+", type=float, default=[2.15e-3, 1e-2])
+    parser.add_argument("--lr", nargs="+", type=float, default=[4.64e-4])
     parser.add_argument("--vocab-size", type=int, default=WHOLE.training.task.vocab_size)
     parser.add_argument("--train-pairs", nargs="*", type=int, default=[4, 8, 16, 32, 64])
-    parser.add_argument("--train-rows", type=int, default=20_000)
+    parser.add_argument("--train-rows", type=int, default=50_000)
     parser.add_argument("--test-rows", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--seconds", type=float, help="of a run: none begins an epoch after that")

@@ -84,8 +84,8 @@ def chunk_gsa(
             at 0, ends at T, never decreases. Its values are checked on the CPU only.
         keep_states: keep the memories at the chunks' borders for the backward, which else computes
             them once more: faster, for 2 M (K + V) bytes more a chunk and head (bfloat16).
-        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, M up to
-            128, K and V up to 512.
+        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, M up to 128
+            (in float16 on a GPU 64), K and V up to 512.
 
     Returns:
         out (B, T, HQ, V) in the dtype of q, and the final state, float32 (float64 for float64).
