@@ -128,6 +128,9 @@ def test_figure_4_and_footnote_7_are_said_as_ratios():
     assert "training throughput with the states kept" in kept
     assert "1.25 at T = 2048" in kept
     assert "memory with the states kept" in said("gsa.claim.recompute", T, rows, "GiB")
+    blank = Finding("gsa.claim.recompute", "claim", Status.NOT_ATTEMPTED, "no GPU")
+    alone = experiment(T, {"GSA": rows["GSA"]}, (blank.id,))
+    assert results.with_results(blank, PUBLISHED, [alone]) == blank, "nothing to compare with"
     latency = said("gsa.claim.inference", ("512",), {"GSA": [(2.0,)], "RetNet": [(3.0,)]})
     assert "RetNet 1.50 at new tokens = 512" in latency
     rows = {"32 slots": [(50.0,)], "64 slots": [(40.0,)], "128 slots": [(30.0,)]}

@@ -8,16 +8,21 @@ from dataclasses import replace
 
 from mezzo_core.papers import Experiment, Finding, Measurement, Status
 
-Words = Callable[[Measurement], str]
-"""What a measurement says about one claim."""
+Words = Callable[[Measurement], str | None]
+"""What a measurement says about one claim; None: nothing."""
 Place = tuple[str, str]
 """The group and the column of a cell."""
 
 
 def with_words(
-    finding: Finding, experiment: Experiment, said: str, details: tuple[str, ...] = ()
+    finding: Finding, experiment: Experiment, said: str | None, details: tuple[str, ...] = ()
 ) -> Finding:
-    """Let a committed result of speed answer; what the finding said before stays beside it."""
+    """Let a committed result of speed answer, if it says anything.
+
+    What the finding said before stays beside it.
+    """
+    if said is None:
+        return finding
     ours = experiment.measurement
     attempted = finding.status is not Status.NOT_ATTEMPTED
     before = (f"Also: {finding.summary}",) if attempted else ()

@@ -53,32 +53,26 @@ def whole_column(published: Published) -> tuple[str, ...]:
     return tuple(row.model for row in sorted(rows, key=lambda row: float(row.values[0])))
 
 
-def train_throughput(ours: Measurement) -> str:
+def train_throughput(ours: Measurement) -> str | None:
     """State how fast GSA trains beside the other models, at each length."""
-    parts = (
-        f"{other} {listed(ratios(ours, GSA, other))}"
-        for other in (GLA, RETNET, TRANSFORMER)
-        if ratios(ours, GSA, other)
-    )
-    return f"GSA's training throughput over that of {'; '.join(parts) or 'nothing measured'}"
+    found = {other: ratios(ours, GSA, other) for other in (GLA, RETNET, TRANSFORMER)}
+    parts = [f"{other} {listed(speeds)}" for other, speeds in found.items() if speeds]
+    return f"GSA's training throughput over that of {'; '.join(parts)}" if parts else None
 
 
-def recompute(ours: Measurement) -> str:
+def recompute(ours: Measurement) -> str | None:
     """State what keeping the states costs in memory, or gains in throughput."""
     what = "memory" if ours.unit == "GiB" else "training throughput"
-    return f"{what} with the states kept over that with them computed again: " + listed(
-        ratios(ours, KEPT, GSA)
-    )
+    found = ratios(ours, KEPT, GSA)
+    said = f"{what} with the states kept over that with them computed again: {listed(found)}"
+    return said if found else None
 
 
-def inference(ours: Measurement) -> str:
+def inference(ours: Measurement) -> str | None:
     """State how long the other models take to generate, over GSA's time."""
-    parts = (
-        f"{other} {listed(ratios(ours, other, GSA), 'new tokens')}"
-        for other in (GLA, RETNET, TRANSFORMER)
-        if ratios(ours, other, GSA)
-    )
-    return f"time to generate over that of GSA: {'; '.join(parts) or 'nothing measured'}"
+    found = {other: ratios(ours, other, GSA) for other in (GLA, RETNET, TRANSFORMER)}
+    parts = [f"{other} {listed(times, 'new tokens')}" for other, times in found.items() if times]
+    return f"time to generate over that of GSA: {'; '.join(parts)}" if parts else None
 
 
 def slot_throughput(ours: Measurement) -> str:

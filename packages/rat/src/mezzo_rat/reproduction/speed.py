@@ -112,7 +112,9 @@ def table_words(table: Table, ours: Measurement) -> tuple[str, tuple[str, ...]]:
     return f"{counted or 'no column is compared'}; {speedup()(ours)}", tuple(details)
 
 
-def speedup(slow: str = ATTENTION, fast: str = RAT, *, longest: bool = False) -> Words:
+def speedup(
+    slow: str = ATTENTION, fast: str = RAT, *, longest: bool = False
+) -> Callable[[Measurement], str]:
     """State how many times as fast as one model another is, at each length or at the longest."""
 
     def say(ours: Measurement) -> str:
