@@ -1,68 +1,39 @@
-"""The GSA mixer: the contract of a mixer, the paper's equations around the op, sizes and costs."""
+"""The GSA mixer: the paper's equations around the op, sizes and costs."""
 
 import pytest
 import torch
-from mezzo_core.data.embedded import embedded_documents
-from mezzo_core.nn import LMConfig, init_weights
+from mezzo_core.nn import init_weights
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.mixers import (
-    check_causal,
-    check_packed,
-    check_ragged,
-    check_segments,
-    check_state_bytes,
-    check_step,
-)
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops.gsa import recurrent_gsa
 from torch import nn
 from torch.nn import functional as F
 
 C = 16
-CONFIGS = [
-    GSAConfig(2, num_slots=4),
-    GSAConfig(4, num_kv_heads=2, num_slots=5),
-    GSAConfig(2, num_slots=4, gate="constant"),
-    GSAConfig(2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0),
-    GSAConfig(1, num_slots=6, between="swish", keep_states=True),
-]
 
 
-def build(config, d_model=C, std=0.5):
+def build(config):
     torch.manual_seed(0)
-    mixer = config.build(d_model)
-    for part in mixer.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=std)
+    mixer = config.build(C)
+    init_weights(mixer, std=0.5)
     return mixer
 
 
-@pytest.fixture(params=CONFIGS, ids=str)
-def mixer(request):
-    return build(request.param)
-
-
-def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
-    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
-
-
-def test_a_change_leaves_the_past_bit_equal(mixer):
-    check_causal(mixer, d_model=C, num_tokens=14)
-
-
-def test_packed_sequences_equal_each_alone(mixer):
-    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
-
-
-def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
-    check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)
-
-
-def test_decoding_in_place_equals_the_whole(mixer):
-    check_step(mixer, C, [2, 0, 1, 4, 9], 6)
-
-
-def test_the_norm_is_the_same_before_the_projection_and_in_it(mixer):
+@pytest.mark.parametrize(
+    "config",
+    [
+        GSAConfig(2, num_slots=4),
+        GSAConfig(4, num_kv_heads=2, num_slots=5),
+        GSAConfig(2, num_slots=4, gate="constant"),
+        GSAConfig(
+            2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
+        ),
+        GSAConfig(1, num_slots=6, between="swish", keep_states=True),
+    ],
+    ids=str,
+)
+def test_the_norm_is_the_same_before_the_projection_and_in_it(config):
+    mixer = build(config)
     x, states = torch.randn(9, 1, C), [mixer.init_state(rows) for rows in (9, 3, 3)]
     with torch.no_grad():
         many = mixer.step(x, states[0])  # more rows than the projection's kernel takes
@@ -71,31 +42,6 @@ def test_the_norm_is_the_same_before_the_projection_and_in_it(mixer):
         hooked = mixer.step(x[:3], states[2])
     assert_close("3 of 9 rows", few, many[:3], rtol=1e-6)
     assert_close("a layer with a hook", hooked, 2 * few, rtol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "config",
-    [
-        GSAConfig(2, num_slots=32),
-        GSAConfig(4, num_kv_heads=2, num_slots=20, gate="constant"),
-        GSAConfig(2, num_slots=16, between="relu_squared", feature_map="none", output_norm=False),
-    ],
-    ids=str,
-)
-def test_kernels_keep_every_law(config):
-    with torch.device("cuda"):
-        mixer = build(config, 128, std=0.2)
-    check_segments(mixer, d_model=128, num_tokens=14, splits=[3, 0, 5, 1, 5])
-    check_causal(mixer, d_model=128, num_tokens=14)
-    check_packed(mixer, 128, [5, 0, 1, 4, 9, 0])
-    check_ragged(mixer, 128, [2, 0, 1, 4, 9], 6)
-    check_step(mixer, 128, [2, 0, 1, 4, 9], 6)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
-    check_state_bytes(mixer, num_tokens)
 
 
 def test_the_state_has_two_numbers_a_slot_and_channel():
@@ -156,49 +102,6 @@ def test_constant_gates_start_with_memories_of_2_to_2048_tokens_and_ignore_the_t
     assert torch.equal(again, g)
 
 
-def test_gradients_reach_every_weight(mixer):
-    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
-    for name, weight in mixer.named_parameters():
-        assert weight.grad is not None, name
-        assert weight.grad.abs().sum() > 0, name
-
-
-def test_training_through_padding_gives_finite_gradients(mixer):
-    x = torch.randn(2, 6, C, requires_grad=True)
-    y, _ = mixer(x, mixer.init_state(2), lengths=torch.tensor([0, 4]))
-    y[1, :4].sum().backward()
-    assert x.grad.isfinite().all()
-    assert not x.grad[0].any()
-    assert not x.grad[1, 4:].any()
-
-
-def test_bfloat16_weights_give_bfloat16_outputs_and_a_float32_state():
-    mixer = build(GSAConfig(2, num_slots=4)).bfloat16()
-    x = torch.randn(2, 6, C, dtype=torch.bfloat16)
-    with torch.no_grad():
-        y, state = mixer(x, mixer.init_state(2))
-        stepped = mixer.step(x[:, :1], state)
-    assert y.dtype == stepped.dtype == torch.bfloat16
-    assert {part.dtype for part in state} == {torch.float32}
-
-
-def test_autocast_keeps_the_law():
-    mixer, x = build(GSAConfig(2, num_slots=4)), torch.randn(2, 11, C)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        whole, _ = mixer(x)
-        first, state = mixer(x[:, :6], mixer.init_state(2))
-        rest = [mixer.step(x[:, t : t + 1], state) for t in range(6, 11)]
-    assert whole.dtype == torch.bfloat16
-    assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
-    assert_close("autocast", whole, mixer(x)[0].detach(), rtol=2e-2)
-
-
-def test_a_compiled_forward_is_one_graph():
-    mixer, x = build(GSAConfig(2, num_slots=4)), torch.randn(2, 9, C)
-    forward = torch.compile(mixer, fullgraph=True, backend="aot_eager")
-    assert_close("y", forward(x)[0], mixer(x)[0], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -217,30 +120,3 @@ def test_a_compiled_forward_is_one_graph():
 def test_a_config_that_cannot_be_built_says_why(config, message):
     with pytest.raises(ValueError, match=message):
         config.build(C)
-
-
-def test_input_that_does_not_fit_is_named():
-    mixer = GSAConfig(2, num_slots=4).build(C)
-    with pytest.raises(ValueError, match="x must be"):
-        mixer(torch.randn(2, 3, C + 1))
-    with pytest.raises(ValueError, match="lengths needs a state"):
-        mixer(torch.randn(2, 3, C), lengths=torch.tensor([1, 2]))
-    with torch.no_grad(), pytest.raises(ValueError, match="one token"):
-        mixer.step(torch.randn(2, 3, C), mixer.init_state(2))
-
-
-def test_a_small_model_learns():
-    torch.manual_seed(0)
-    model = LMConfig(256, 64, (GSAConfig(2, num_slots=16),) * 2, tie_embeddings=False).build()
-    text = torch.tensor(list(next(embedded_documents()).encode())[: 4 * 33]).view(4, 33)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    losses = []
-    for _ in range(30):
-        loss = model.loss(text[:, :-1], text[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(5.55, abs=0.2)  # log 256
-    shares = text.flatten().bincount().div(text.numel())
-    assert losses[-1] < torch.special.entr(shares).sum() - 0.3, losses

@@ -1,0 +1,245 @@
+"""What all mixers of the family share: GSA, ABC, GLA, HGRN2 and RetNet keep one contract."""
+
+import pytest
+import torch
+from mezzo_core.data.embedded import embedded_documents
+from mezzo_core.nn import LMConfig, init_weights
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.mixers import (
+    check_causal,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+    check_step,
+)
+from mezzo_core.testing.poison import poison_memory as poison_memory
+from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.retnet import RetNetConfig
+
+C = 16
+GLA = {
+    "gla": GLAConfig(2),
+    "gla, t2r": GLAConfig(4, num_kv_heads=2, expand_k=1.0, feature_map="relu", output_gate=False),
+    "gla, narrow keys": GLAConfig(1, expand_k=0.25, expand_v=2.0, gate_rank=2, damping=0.1),
+}
+RETNET = {
+    "retnet": RetNetConfig(2),
+    "retnet, t2r": RetNetConfig(
+        4, num_kv_heads=2, expand_v=1.0, feature_map="relu", output_gate=False
+    ),
+    "retnet, narrow keys": RetNetConfig(1, expand_k=0.25, rope_base=100.0),
+}
+CONFIGS = {  # on a CPU, C channels wide
+    "gsa": GSAConfig(2, num_slots=4),
+    "gsa, grouped": GSAConfig(4, num_kv_heads=2, num_slots=5),
+    "gsa, constant": GSAConfig(2, num_slots=4, gate="constant"),
+    "gsa, relu": GSAConfig(
+        2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
+    ),
+    "gsa, states kept": GSAConfig(1, num_slots=6, between="swish", keep_states=True),
+    "abc": ABCConfig(2, num_slots=5),
+    "abc, code": ABCConfig(4, num_slots=3, reading="code"),
+    "hgrn2": HGRN2Config(4),
+    "hgrn2, bound 0.5": HGRN2Config(8, lower_bound=0.5),
+    "hgrn2, bound 0.75": HGRN2Config(8, lower_bound=0.75),
+    **GLA,
+    "gla, defaults": GLAConfig(),
+    **RETNET,
+    "retnet, defaults": RetNetConfig(),
+}
+PLAIN = ["gsa", "abc", "gla", "hgrn2", "retnet"]
+ON_GPU = {  # 128 channels wide
+    "gsa": GSAConfig(2, num_slots=32),
+    "gsa, grouped, constant": GSAConfig(4, num_kv_heads=2, num_slots=20, gate="constant"),
+    "gsa, relu squared": GSAConfig(
+        2, num_slots=16, between="relu_squared", feature_map="none", output_norm=False
+    ),
+    "abc": ABCConfig(2, num_slots=20),
+    "abc, code": ABCConfig(2, num_slots=20, reading="code"),
+    "hgrn2": HGRN2Config(64),
+    "hgrn2, bound 0.75": HGRN2Config(64, lower_bound=0.75),
+    **GLA,
+    **RETNET,
+}
+LAWS = {
+    "segments": lambda mixer: check_segments(
+        mixer, d_model=mixer.d_model, num_tokens=14, splits=[3, 0, 5, 1, 5]
+    ),
+    "causal": lambda mixer: check_causal(mixer, d_model=mixer.d_model, num_tokens=14),
+    "packed": lambda mixer: check_packed(mixer, mixer.d_model, [5, 0, 1, 4, 9, 0]),
+    "ragged": lambda mixer: check_ragged(mixer, mixer.d_model, [2, 0, 1, 4, 9], 6),
+    "step": lambda mixer: check_step(mixer, mixer.d_model, [2, 0, 1, 4, 9], 6),
+}
+
+
+def build(config, d_model=C, std=0.5, device="cpu"):
+    torch.manual_seed(0)
+    with torch.device(device):
+        mixer = config.build(d_model)
+    init_weights(mixer, std)
+    return mixer
+
+
+@pytest.fixture(params=CONFIGS)
+def mixer(request):
+    return build(CONFIGS[request.param])
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept(mixer, law):
+    LAWS[law](mixer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_kernels_keep_every_law(name, law):
+    LAWS[law](build(ON_GPU[name], 128, std=0.2, device="cuda"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 7])
+def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
+    check_state_bytes(mixer, num_tokens)
+
+
+def test_gradients_reach_every_weight(mixer):
+    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
+    for name, weight in mixer.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
+        assert weight.grad.abs().sum() > 0, name
+
+
+def test_training_through_padding_gives_finite_gradients(mixer):
+    x = torch.randn(2, 6, C, requires_grad=True)
+    y, _ = mixer(x, mixer.init_state(2), lengths=torch.tensor([0, 4]))
+    y[1, :4].sum().backward()
+    assert x.grad.isfinite().all()
+    assert not x.grad[0].any()
+    assert not x.grad[1, 4:].any()
+
+
+def test_bfloat16_weights_give_bfloat16_outputs_and_a_float32_state(mixer):
+    mixer.bfloat16()
+    x = torch.randn(2, 6, C, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y, state = mixer(x, mixer.init_state(2))
+        stepped = mixer.step(x[:, :1], state)
+    assert y.dtype == stepped.dtype == torch.bfloat16
+    assert {part.dtype for part in state} - {torch.int64} == {torch.float32}  # but for counters
+
+
+def test_autocast_steps_equal_the_whole(mixer):
+    x = torch.randn(2, 11, C)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole, _ = mixer(x)
+        first, state = mixer(x[:, :6], mixer.init_state(2))
+        rest = [mixer.step(x[:, t : t + 1], state) for t in range(6, 11)]
+    assert whole.dtype == torch.bfloat16
+    assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_autocast_is_near_full_precision(name):
+    mixer, x = build(CONFIGS[name]), torch.randn(2, 11, C)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        low, _ = mixer(x)
+    assert_close("autocast", low, mixer(x)[0].detach(), rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_compiled_forward_is_one_graph(name):
+    torch._dynamo.reset()
+    mixer, x = build(CONFIGS[name]), torch.randn(2, 9, C)
+    forward = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    assert_close("training", forward(x)[0], mixer(x)[0], rtol=1e-6)
+    packed = {"x": x[:1], "cu_seqlens": torch.tensor([0, 3, 9])}
+    assert_close("packed", forward(**packed)[0], mixer(**packed)[0], rtol=1e-6)
+
+
+def test_input_that_does_not_fit_is_named(mixer):
+    with pytest.raises(ValueError, match="x must be"):
+        mixer(torch.randn(2, 3, C + 1))
+    with pytest.raises(ValueError, match="lengths needs a state"):
+        mixer(torch.randn(2, 3, C), lengths=torch.tensor([1, 2]))
+
+
+def test_a_step_refuses_what_it_cannot_do(mixer):
+    with torch.no_grad(), pytest.raises(ValueError, match="one token of each row, got 3"):
+        mixer.step(torch.randn(2, 3, C), mixer.init_state(2))
+    with pytest.raises(RuntimeError, match="overwrites the state, so it has no gradients"):
+        mixer.step(torch.randn(2, 1, C), mixer.init_state(2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GSAConfig(2, num_slots=16),
+        ABCConfig(2, num_slots=16),
+        ABCConfig(2, num_slots=16, reading="code"),
+        GLAConfig(2),
+        HGRN2Config(32),
+        RetNetConfig(2),
+    ],
+    ids=str,
+)
+def test_a_small_model_learns(config):
+    torch.manual_seed(0)
+    model = LMConfig(256, 64, (config,) * 2, tie_embeddings=False).build()
+    text = torch.tensor(list(next(embedded_documents()).encode())[: 4 * 33]).view(4, 33)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    losses = []
+    for _ in range(30):
+        loss = model.loss(text[:, :-1], text[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(5.55, abs=0.2)  # log 256
+    shares = text.flatten().bincount().div(text.numel())
+    assert losses[-1] < torch.special.entr(shares).sum() - 0.3, losses
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison_memory")
+@pytest.mark.parametrize(
+    "config",
+    [
+        GSAConfig(4, num_slots=64),
+        GSAConfig(4, num_slots=64, gate="constant"),
+        GLAConfig(4),
+        HGRN2Config(128),
+        RetNetConfig(8),
+        RetNetConfig(16, 4),
+    ],
+    ids=str,
+)
+def test_a_graph_of_the_step_equals_the_forward(config):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        mixer = config.build(2048).bfloat16()
+    prompt, tokens = torch.randn(1, 38, 2048).to("cuda", torch.bfloat16).split([30, 8], dim=1)
+    with torch.inference_mode():
+        whole, _ = mixer(torch.cat([prompt, tokens], 1))
+        _, start = mixer(prompt, mixer.init_state(1))
+        state = mixer.reserve(start, 8)
+        x = tokens[:, :1].clone()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mixer.step(x, state)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = mixer.step(x, state)
+        for own, first in zip(state, start, strict=True):
+            own.copy_(first)
+        outs = []
+        for t in range(8):
+            x.copy_(tokens[:, t : t + 1])
+            graph.replay()
+            outs.append(y.clone())
+    assert_close("steps", torch.cat(outs, 1), whole[:, 30:], rtol=1e-2)
