@@ -1,12 +1,12 @@
-"""Run the sweep of `mezzo-gsa mqar` within an hour of one GPU (Figure 3a).
+"""Run the sweep of `mezzo-gsa mqar` cut down for one GPU (Figure 3a).
 
     python packages/gsa/benchmarks/mqar.py --out packages/gsa/results/nvidia-h200
     python packages/gsa/benchmarks/mqar.py --out DIR --widths 64 128 --models gsa gla
     python packages/gsa/benchmarks/mqar.py --dry-run --out DIR             # toy sizes, on a CPU
 
 The protocol's task, models and widths, but fewer rows, epochs and learning rates, and most rows to
-train on have fewer pairs, from which models learn to recall within minutes: mqar.json says under
-"left_out" what was cut. A folder goes on where it was left.
+train on have fewer pairs, which is easier to learn: mqar.json says under "left_out" what was cut. A
+folder goes on where it was left.
 """
 
 import argparse

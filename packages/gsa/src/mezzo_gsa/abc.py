@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.gsa import check_one_token, head_width, real_tokens
+from mezzo_gsa.gsa import head_width, real_tokens
 from mezzo_gsa.ops.elementwise import gated_norm
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa
 from mezzo_gsa.ops.gsa.step import step_gsa_

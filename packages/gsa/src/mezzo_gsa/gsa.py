@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
 from mezzo_core.nn.project import project, suits_op
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.precision import accumulation_dtype
@@ -142,7 +142,9 @@ class GSA(AbstractMixer):
         )[:, None]
         if not norm_later:
             return project(out_proj, y)
-        return decode_linear(y, out_proj.weight, norm_weight=weight, norm_eps=config.norm_eps)
+        return decode_linear(
+            y, out_proj.weight, out_proj.bias, norm_weight=weight, norm_eps=config.norm_eps
+        )
 
     def _packing(self) -> dict[str, Any]:
         """Return what the op must know of a projection to read it as it is."""
@@ -204,13 +206,6 @@ def head_width(d_model: int, num_heads: int) -> int:
     if num_heads < 1 or d_model % num_heads:
         raise ValueError(f"num_heads must divide d_model = {d_model}, got {num_heads}")
     return d_model // num_heads
-
-
-def check_one_token(x: Tensor, d_model: int) -> None:
-    """Raise a ValueError if x is not one token of each row, (B, 1, C)."""
-    check_mixer_input(x, d_model, None, None, None)
-    if x.shape[1] != 1:
-        raise ValueError(f"x must hold one token of each row, got {x.shape[1]}")
 
 
 def real_tokens(x: Tensor, lengths: Tensor) -> Tensor:

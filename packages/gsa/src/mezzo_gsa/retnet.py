@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
 from mezzo_core.nn.project import project
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor, nn
 
-from mezzo_gsa.gsa import check_one_token
 from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
 from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gla.padding import skip_padding

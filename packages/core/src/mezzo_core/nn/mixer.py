@@ -125,3 +125,10 @@ def check_mixer_input(
                 f"lengths must be int64 of shape ({x.shape[0]},), got {lengths.dtype} "
                 f"of shape {tuple(lengths.shape)}"
             )
+
+
+def check_one_token(x: Tensor, d_model: int) -> None:
+    """Raise a ValueError if x is not one token of each row, (B, 1, C)."""
+    check_mixer_input(x, d_model, None, None, None)
+    if x.shape[1] != 1:
+        raise ValueError(f"x must hold one token of each row, got {x.shape[1]}")

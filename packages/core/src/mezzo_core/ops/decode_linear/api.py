@@ -20,7 +20,7 @@ def decode_linear(
     norm_eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Float[Tensor, "*rows N"]:
-    """Return norm(x) Wᵀ + bias, by a kernel for one row: from two on, the library is as fast.
+    """Return norm(x) Wᵀ + bias, by a kernel for one row; more rows are the library's.
 
     `reference.py` is the definition. The kernel sums in float32. It has no backward and launches by
     shapes alone, so that a CUDA graph can hold the call.
