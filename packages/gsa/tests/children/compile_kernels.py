@@ -53,7 +53,7 @@ with compile_only() as compiled:
     def run_measured(self, *arguments, **sizes):
         kernel = run(self, *arguments, **sizes)
         if kernel.metadata.shared > HOPPER:
-            form = {name: sizes.get(name) for name in ("M", "K", "V", "D", "EXACT", "VALUES")}
+            form = {name: sizes.get(name) for name in ("M", "K", "V", "D", "BANDS", "VALUES")}
             too_large.add(f"{self.fn.__name__}: {kernel.metadata.shared} bytes, {form}")
         return kernel
 

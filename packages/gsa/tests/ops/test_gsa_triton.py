@@ -186,6 +186,17 @@ def test_mixtures_of_gates_equal_the_reference(strength, dtype):
     check({**inputs, "g": mix(inputs["g"])}, through_state=True, scale=0.3)
 
 
+@pytest.mark.parametrize("part", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_on_the_borders_of_bands_belong_to_one(dtype, part):
+    from mezzo_gsa.ops.gsa.triton import BAND
+
+    inputs = draw(1, 80, dtype=dtype, strength=True, state=True)
+    jumps = torch.arange(80, device=DEVICE) % 5 == 0
+    inputs["g"] = torch.where(jumps[:, None, None], -BAND[dtype] / part, 0.0).expand(1, 80, 1, 10)
+    check(inputs, through_state=True, vanishes=("dk0", "dv0"), scale=0.3)
+
+
 def test_a_gate_that_is_not_a_number_shows():
     inputs = draw(1, 70, 2, 2)
     inputs["g"][0, 3, 0, 0] = float("nan")

@@ -20,13 +20,6 @@ def level_factor(p_running, b_running, o_l, m_m, length, stride, level):
 
 
 @triton.jit
-def parting(L: tl.constexpr):
-    """Return (L, L): for i < t, the bits in which they differ, whose highest is their level."""
-    o_l = tl.arange(0, L)
-    return tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 0)
-
-
-@triton.jit
 def at_level(b_x, b_parting, level):
     """Keep the pairs that are parted at this level; zeros elsewhere."""
     return tl.where((b_parting >> level) == 1, b_x, 0.0)

@@ -22,7 +22,7 @@ class Results(NamedTuple):
     strength: Tensor
     write: Tensor
     decay: Tensor
-    rough: Tensor
+    bands: Tensor
     kept: Tensor
     k_states: Tensor
     v_states: Tensor
@@ -43,6 +43,11 @@ def chunk_length(dtype: torch.dtype, num_slots: int) -> int:
     if dtype == torch.float32:
         return 64 if num_slots <= 64 else 32
     return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
+
+
+def gate_tiles(num_slots: int) -> int:
+    """Return in how many tiles of 32 slots a kernel takes the gates of a chunk, a power of two."""
+    return 1 << (-(-num_slots // 32) - 1).bit_length()
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -118,7 +123,7 @@ def fake_forward(
         q.new_empty(B, T, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(B, T, H, M) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
-        q.new_empty(N, H, dtype=torch.int32) if states else q.new_empty(0),
+        q.new_empty(N, H, gate_tiles(M), dtype=torch.int32) if states else q.new_empty(0),
         q.new_empty(N, H, M, dtype=fp32) if states else q.new_empty(0),
         q.new_empty(N, H, M, K) if states else q.new_empty(0),
         q.new_empty(N, H, M, V) if states else q.new_empty(0),

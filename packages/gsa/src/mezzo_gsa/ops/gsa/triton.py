@@ -13,13 +13,14 @@ import triton
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
+from mezzo_gsa.ops.gsa.registered import gate_tiles
 from mezzo_gsa.ops.gsa.triton_gate import gate_kernel
 from mezzo_gsa.ops.gsa.triton_slots import slots_bwd_kernel, slots_fwd_kernel
 from mezzo_gsa.ops.gsa.triton_tokens import swish_kernel, tokens_kernel
 from mezzo_gsa.ops.states import INNER, padded, precision, run_states
 
-MILD = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
-"""Where a chunk has decayed by less than exp(-MILD), factors of exp(MILD / 2) lose no digits."""
+BAND = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
+"""Width of a band of running sums: factors up to exp(BAND / 2) lose no digits."""
 
 
 class Form(NamedTuple):
@@ -49,7 +50,7 @@ class Memory(NamedTuple):
     """For the backward."""
     write: Tensor
     decay: Tensor
-    rough: Tensor
+    bands: Tensor
     kept: Tensor
     k_states: Tensor
     v_states: Tensor
@@ -76,18 +77,19 @@ def run_memory(
     # In 16 bits each slot's strengths would be wrong in their own way, which a softmax magnifies.
     strength = torch.empty_like(running, dtype=torch.float32) if for_backward else None
     decay = torch.empty((chunks.num_chunks, H, M), device=x.k.device)
-    rough = torch.empty((chunks.num_chunks, H), dtype=torch.int32, device=x.k.device)
-    gate_kernel[(chunks.num_chunks * H,)](
-        x.g, x.s, chunks.chunk_table, running, strength, write, decay, rough,
+    tiles = gate_tiles(M)
+    bands = torch.empty((chunks.num_chunks, H, tiles), dtype=torch.int32, device=x.k.device)
+    gate_kernel[(chunks.num_chunks * H, tiles)](
+        x.g, x.s, chunks.chunk_table, running, strength, write, decay, bands,
         T, chunks.per_row, x.g.stride(1),
-        H=H, M=M, BM=padded(M), L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
-        MILD=MILD[dtype], num_warps=4,
+        H=H, M=M, BM=padded(M) // tiles, L=chunks.length, SEGMENT=SEGMENT, DAMPING=form.damping,
+        WIDTH=BAND[dtype], num_warps=8,
     )  # fmt: skip
     split = chunks.is_split or k0 is not None
     k_states, k_starts, k_last, kept = run_states(x.k, write, decay, k0, chunks, split=split)
     v_states, v_starts, v_last, _ = run_states(x.v, write, decay, v0, chunks, split=split)
     memory = Memory(
-        running, strength, write, decay, rough, kept, k_states, v_states, k_starts, v_starts
+        running, strength, write, decay, bands, kept, k_states, v_states, k_starts, v_starts
     )
     return memory, k_last, v_last
 
@@ -104,13 +106,13 @@ def slots_fwd(
     squares = _squares(x, chunks)
     grid, N = (chunks.num_chunks * HQ,), chunks.per_row
     settings = {"HQ": HQ, "H": x.k.shape[2], "M": M, **_chunk_settings(x, chunks)}
-    for exact in (False, True):
+    for bands in _band_forms(M):
         slots_fwd_kernel[grid](
-            x.q, x.k, x.g, x.s, memory.running, memory.rough, memory.k_states,
+            x.q, x.k, x.g, x.s, memory.running, memory.bands, memory.k_states,
             memory.k_starts, memory.kept, chunks.chunk_table, squares, logits, weights,
             T, N, x.q.stride(1), x.k.stride(1), x.g.stride(1), form.scale,
-            **settings, **_levels(x, chunks), K=x.k.shape[3], BK=_tile(x.k),
-            BETWEEN=form.between, DAMPING=form.damping, EXACT=exact, num_stages=3,
+            **settings, **_factors(x), K=x.k.shape[3], BK=_tile(x.k),
+            BETWEEN=form.between, DAMPING=form.damping, BANDS=bands, num_stages=3,
         )  # fmt: skip
     tokens_kernel[grid](
         squares, None, x.v, None, weights, memory.v_states, memory.v_starts, memory.kept,
@@ -163,14 +165,14 @@ def gsa_bwd(
         borders = (
             one.states, one.starts, memory.kept, dstates, dstarts, dkept, chunks.chunk_table,
         )  # fmt: skip
-        for exact in (False, True):
+        for bands in _band_forms(M):
             slots_bwd_kernel[grid](
-                one.left, one.right, x.g, memory.running, memory.strength, memory.rough, logits,
+                one.left, one.right, x.g, memory.running, memory.strength, memory.bands, logits,
                 *borders, dlogits, k_weights, part_dg, part_ds, squares, grads.g, grads.s,
                 T, N, one.left.stride(1), one.right.stride(1), x.g.stride(1), grads.g.stride(1),
-                form.scale, **settings, **_levels(x, chunks), D=D, BD=_tile(one.right),
+                form.scale, **settings, **_factors(x), D=D, BD=_tile(one.right),
                 BETWEEN=form.between, DAMPING=form.damping, OWN_STRENGTH=x.s is not None,
-                VALUES=values, EXACT=exact, num_stages=3,
+                VALUES=values, BANDS=bands, num_stages=3,
             )  # fmt: skip
         tokens_kernel[grid](
             squares, one.left, one.right, memory.write, k_weights, *borders,
@@ -214,12 +216,14 @@ def _chunk_settings(x: Inputs, chunks: Chunks) -> dict[str, Any]:
     }
 
 
-def _levels(x: Inputs, chunks: Chunks) -> dict[str, Any]:
-    return {
-        "LEVELS": chunks.length.bit_length() - 1,
-        "MILD": MILD[x.q.dtype],
-        "INNER": INNER[x.q.dtype],
-    }
+def _band_forms(num_slots: int) -> tuple[str, ...]:
+    """Return the forms of a kernel that share the chunks: the one for one band spills at 128."""
+    return ("one", "more") if num_slots <= 64 else ("any",)
+
+
+def _factors(x: Inputs) -> dict[str, Any]:
+    tiles = gate_tiles(x.g.shape[3])
+    return {"WIDTH": BAND[x.q.dtype], "INNER": INNER[x.q.dtype], "M_TILES": tiles}
 
 
 def _squares(x: Inputs, chunks: Chunks) -> Tensor:

@@ -25,19 +25,26 @@ def own_strength(s, b_g, o_s, m):
     return b_s
 
 
+@triton.jit
+def load_bands(bands, i_c, i_h, H: tl.constexpr, M_TILES: tl.constexpr):
+    """Return how many bands the sums of a chunk and head reach, from those of its tiles."""
+    return tl.max(tl.load(bands + (i_c * H + i_h) * M_TILES + tl.arange(0, M_TILES)), 0)
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def gate_kernel(
-    g, s, chunk_table, running, strength, write, decay, rough, T, N, stride_g,
+    g, s, chunk_table, running, strength, write, decay, bands, T, N, stride_g,
     H: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
-    MILD: tl.constexpr, DAMPING: tl.constexpr,
+    WIDTH: tl.constexpr, DAMPING: tl.constexpr,
 ):  # fmt: skip
-    """Sum the log gates g (or logits of them) of one chunk and head; s None: 1 - exp(g).
+    """Sum the log gates g (or logits of them) of one chunk and tile of slots; s None: 1 - exp(g).
 
-    `rough`: whether the chunk decays by more than exp(-MILD) in some slot. `strength` may be None.
+    Writes `bands`, how many bands of WIDTH the sums reach (see `triton_slots`). `strength` may be
+    None.
     """
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_c, i_h, i_m = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
-    o_t, o_m = start + tl.arange(0, L), tl.arange(0, BM)
+    o_t, o_m = start + tl.arange(0, L), i_m * BM + tl.arange(0, BM)
     m = (tl.arange(0, L) < length)[:, None] & (o_m < M)[None, :]
     o_row = (o_t[:, None] * H + i_h) * M + o_m[None, :]
     b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
@@ -52,4 +59,5 @@ def gate_kernel(
     tl.store(write + o_row, b_write.to(write.dtype.element_ty), mask=m)
     p_decay = decay + (i_c.to(tl.int64) * H + i_h) * M + o_m
     tl.store(p_decay, tl.exp(b_total.to(tl.float32)), mask=o_m < M)
-    tl.store(rough + i_c * H + i_h, (tl.min(b_total) < -MILD).to(tl.int32))
+    b_bands = tl.floor(-tl.min(b_total).to(tl.float32) / WIDTH).to(tl.int32) + 1
+    tl.store(bands + (i_c * H + i_h) * tl.num_programs(1) + i_m, b_bands)

@@ -1,41 +1,48 @@
 """What happens between the tokens of a chunk: the slots' weights, and their gradients.
 
 What token i wrote has decayed by exp(G[t] - G[i]) when token t reads it, G being the running sum of
-the log gates. Where G[t] >= -MILD, that is exp(G[t] + c) · exp(-G[i] - c) with c = MILD / 2, whose
-factors lose no digits: one pair of products serves all such t. Other t take levels (see
-`mezzo_gsa.ops.pivots`), each a pair of products with factors that never exceed one. The choice
-depends on what came before t only, so outputs never depend on the future, not in one bit.
+the log gates. As a product of a row's and a column's factor, exp(G[t] - P) exp(P - G[i]), it needs
+a P near G[t], or one of them overflows. So the rows of each slot are taken in bands of WIDTH:
 
-Each kernel has two forms: with levels (EXACT), for chunks that are `rough` in some slot, and
-without, whose registers levels would cost. Both are launched, and each leaves the other's chunks
-alone. With the gates of trained models nearly all chunks are mild. Factors have the type INNER, as
-float16 has too few exponents for them.
+    -WIDTH (b + 1) < G[t] <= -WIDTH b        P = -WIDTH (b + 1/2)
+
+In its band a row's factors stay within exp(±WIDTH / 2), which float32 and bfloat16 hold without a
+loss of digits; those of columns in earlier bands become smaller, and at last zero, as what they
+wrote has decayed. Each band is a pair of products; `gate_kernel` counts those of a chunk. What came
+before a row tells its band, so outputs never depend on the future, not in one bit.
+
+Mild gates make one band a chunk. A kernel for these alone (BANDS "one") is faster where it fits in
+registers; launched beside it, "more" takes the other chunks, and each leaves the other's alone.
+"any" takes all.
+
+Factors have the type INNER, as float16 has too few exponents for them.
 """
 
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gsa.triton_gate import load_gate, own_strength
+from mezzo_gsa.ops.gsa.triton_gate import load_bands, load_gate, own_strength
 from mezzo_gsa.ops.triton_elementwise import write_strength
-from mezzo_gsa.ops.triton_pivots import (
-    at_level,
-    dot_wide,
-    level_factor,
-    load_running,
-    parting,
-    suffix_sum,
-)
+from mezzo_gsa.ops.triton_pivots import dot_wide, load_running, suffix_sum
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
 @triton.jit
-def mild_factors(b_running, EXACT: tl.constexpr, MILD: tl.constexpr):
-    """Return exp(G + c) and exp(-G - c), (L, BM); zeros where the levels serve."""
-    b_x = (b_running + 0.5 * MILD).to(tl.float32)
+def is_for(num_bands, BANDS: tl.constexpr):
+    """Return whether a kernel of the form BANDS takes a chunk."""
+    if BANDS == "any":
+        return True
+    return (num_bands == 1) == (BANDS == "one")
+
+
+@triton.jit
+def band_factors(b_running, band, BANDS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return exp(G - P) of the rows in a band, else zero; and exp(P - G) of columns up to it."""
+    b_x = (b_running + WIDTH * (band + 0.5)).to(tl.float32)
     b_up, b_down = tl.exp(b_x), tl.exp(-b_x)
-    if EXACT:
-        b_up = tl.where(b_running >= -MILD, b_up, 0.0)
-        b_down = tl.where(b_running >= -MILD, b_down, 0.0)
+    if BANDS != "one":
+        b_up = tl.where((b_x > -0.5 * WIDTH) & (b_x <= 0.5 * WIDTH), b_up, 0.0)
+        b_down = tl.where(b_x > -0.5 * WIDTH, b_down, 0.0)
     return b_up, b_down
 
 
@@ -44,20 +51,6 @@ def causal(b_x, L: tl.constexpr):
     """Keep the pairs i <= t; zeros elsewhere."""
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] >= o_l[None, :], b_x, 0.0)
-
-
-@triton.jit
-def diagonal(b_x, L: tl.constexpr):
-    """Return the diagonal (L, 1) of a square."""
-    o_l = tl.arange(0, L)
-    return tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_x, 0.0), 1)[:, None]
-
-
-@triton.jit
-def on_diagonal(b_x, L: tl.constexpr):
-    """Return the square with b_x (L,) on its diagonal."""
-    o_l = tl.arange(0, L)
-    return tl.where(o_l[:, None] == o_l[None, :], b_x[:, None], 0.0)
 
 
 @triton.jit
@@ -93,13 +86,12 @@ def weights_bwd(b_logits, b_p, b_dp, BETWEEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
 def slots_fwd_kernel(
-    q, k, g, s, running, rough, states, starts, kept, chunk_table,
+    q, k, g, s, running, bands, states, starts, kept, chunk_table,
     squares, logits, weights, T, N, stride_q, stride_k, stride_g, scale,
     HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    SEGMENT: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr,
-    MILD: tl.constexpr, INNER: tl.constexpr, BETWEEN: tl.constexpr, DAMPING: tl.constexpr,
-    PRECISION: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SEGMENT: tl.constexpr,
+    M_TILES: tl.constexpr, BANDS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    BETWEEN: tl.constexpr, DAMPING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the slots' weights in one chunk and query head.
 
@@ -108,7 +100,8 @@ def slots_fwd_kernel(
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    if (tl.load(rough + i_c * H + i_h) != 0) != EXACT:
+    num_bands = load_bands(bands, i_c, i_h, H, M_TILES)
+    if not is_for(num_bands, BANDS):
         return
     dtype = q.dtype.element_ty
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -134,17 +127,11 @@ def slots_fwd_kernel(
     b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
     b_s = own_strength(s, b_g, (o_t[:, None] * H + i_h) * M + o_m[None, :], m)
     b_keep = tl.exp(b_running.to(tl.float32))
-    b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_near = dot_wide(causal(b_a, L).to(INNER), b_down * b_s, PRECISION)
-    b_logits = b_logits * b_keep + b_up * b_near
-    if EXACT:
-        b_logits += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_a, L)
-        b_a = b_a.to(INNER)
-        for level in range(LEVELS):
-            b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_part = at_level(b_a, parting(L), level).to(INNER)
-            b_part = dot_wide(b_part, b_x * b_s, PRECISION)
-            b_logits += tl.where(b_running >= -MILD, 0.0, b_x) * b_part
+    b_a = causal(b_a, L).to(INNER)
+    b_logits *= b_keep
+    for band in range(1 if BANDS == "one" else num_bands):
+        b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
+        b_logits += b_up * dot_wide(b_a, b_down * b_s, PRECISION)
     b_logits *= scale
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
     b_p = weights_of(b_logits, m_m, BETWEEN)
@@ -152,17 +139,12 @@ def slots_fwd_kernel(
     if logits is not None:  # kept for the backward
         tl.store(logits + o_hq, b_logits, mask=m)
 
-    b_b = tl.dot(
-        (b_p * b_up).to(INNER), tl.trans((b_down * b_s).to(INNER)), input_precision=PRECISION
-    )
+    b_b = tl.zeros([L, L], tl.float32)
+    for band in range(1 if BANDS == "one" else num_bands):
+        b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
+        b_pu, b_ds = (b_p * b_up).to(INNER), (b_down * b_s).to(INNER)
+        b_b = tl.dot(b_pu, tl.trans(b_ds), b_b, input_precision=PRECISION)
     b_b = causal(b_b, L)
-    if EXACT:
-        b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_p * b_s), 1), L)
-        for level in range(LEVELS):
-            b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_px = tl.where(b_running >= -MILD, 0.0, b_p * b_x).to(INNER)
-            b_far = tl.dot(b_px, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
-            b_b += at_level(b_far, parting(L), level)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
     tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))
 
@@ -180,14 +162,14 @@ def load_weights(
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
 def slots_bwd_kernel(
-    x, y, g, running, strength, rough, logits, states, starts, kept, dstates, dstarts, dkept,
+    x, y, g, running, strength, bands, logits, states, starts, kept, dstates, dstarts, dkept,
     chunk_table, dlogits, weights, part_dg, part_ds, squares, dg, ds,
     T, N, stride_x, stride_y, stride_g, stride_dg, scale,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    SEGMENT: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr,
-    MILD: tl.constexpr, INNER: tl.constexpr, BETWEEN: tl.constexpr, DAMPING: tl.constexpr,
-    OWN_STRENGTH: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SEGMENT: tl.constexpr,
+    M_TILES: tl.constexpr, BANDS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    BETWEEN: tl.constexpr, DAMPING: tl.constexpr, OWN_STRENGTH: tl.constexpr, VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pull gradients back through one pass, in one chunk and query head.
 
@@ -202,7 +184,8 @@ def slots_bwd_kernel(
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
-    if (tl.load(rough + i_c * H + i_h) != 0) != EXACT:
+    num_bands = load_bands(bands, i_c, i_h, H, M_TILES)
+    if not is_for(num_bands, BANDS):
         return
     dtype = y.dtype.element_ty
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -238,18 +221,12 @@ def slots_bwd_kernel(
     b_near = causal(b_a, L).to(INNER)
     if VALUES:
         b_running = load_running(p_running, o_l, m_m, length, H * M)
-        b_up, b_down = mild_factors(b_running, EXACT, MILD)
         b_s = tl.load(strength + o_h, mask=m, other=0.0)
         b_keep = tl.exp(b_running.to(tl.float32))
-        b_inside = dot_wide(b_near, b_down * b_s, PRECISION)
-        b_dp = b_dp * b_keep + b_up * b_inside
-        if EXACT:
-            b_dp += tl.where(b_running >= -MILD, 0.0, b_s) * diagonal(b_near.to(tl.float32), L)
-            for level in range(LEVELS):
-                b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-                b_part = at_level(b_near, parting(L), level).to(INNER)
-                b_part = dot_wide(b_part, b_x * b_s, PRECISION)
-                b_dp += tl.where(b_running >= -MILD, 0.0, b_x) * b_part
+        b_dp *= b_keep
+        for band in range(1 if BANDS == "one" else num_bands):
+            b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
+            b_dp += b_up * dot_wide(b_near, b_down * b_s, PRECISION)
         b_logits = tl.load(logits + o_hq, mask=m, other=0.0)
         b_w = tl.where(m, weights_of(b_logits, m_m, BETWEEN), 0.0)
         b_dlogits = tl.where(m, weights_bwd(b_logits, b_w, b_dp, BETWEEN), 0.0)
@@ -266,15 +243,9 @@ def slots_bwd_kernel(
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
     b_ds *= tl.exp((b_total[None, :] - b_running).to(tl.float32))
     b_end = b_end * tl.exp(b_total.to(tl.float32)) + tl.sum(b_s * b_ds, 0)
-    b_up, b_down = mild_factors(b_running, EXACT, MILD)
-    b_ds += b_down * dot_wide(tl.trans(b_near), b_w * b_up, PRECISION)
-    if EXACT:
-        b_ds += tl.where(b_running >= -MILD, 0.0, b_w) * diagonal(b_near.to(tl.float32), L)
-        for level in range(LEVELS):
-            b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x)
-            b_past = tl.trans(at_level(b_near, parting(L), level).to(INNER))
-            b_ds += b_x * dot_wide(b_past, b_wx, PRECISION)
+    for band in range(1 if BANDS == "one" else num_bands):
+        b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
+        b_ds += b_down * dot_wide(tl.trans(b_near), b_w * b_up, PRECISION)
     b_flow = -b_s * b_ds
     if VALUES:
         b_flow += tl.load(part_dg + o_hq, mask=m, other=0.0)
@@ -298,17 +269,12 @@ def slots_bwd_kernel(
 
     tl.debug_barrier()
     b_running = load_running(p_running, o_l, m_m, length, H * M)
-    b_up, b_down = mild_factors(b_running, EXACT, MILD)
     b_s = tl.load(strength + o_h, mask=m, other=0.0)
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
-    b_b = tl.dot(b_w * b_up, tl.trans(b_down * b_s), input_precision=PRECISION)
+    b_b = tl.zeros([L, L], tl.float32)
+    for band in range(1 if BANDS == "one" else num_bands):
+        b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
+        b_b = tl.dot(b_w * b_up, tl.trans(b_down * b_s), b_b, input_precision=PRECISION)
     b_b = causal(b_b, L)
-    if EXACT:
-        b_b += on_diagonal(tl.sum(tl.where(b_running >= -MILD, 0.0, b_w * b_s), 1), L)
-        for level in range(LEVELS):
-            b_x = level_factor(p_running, b_running, o_l, m_m, length, H * M, level)
-            b_wx = tl.where(b_running >= -MILD, 0.0, b_w * b_x).to(INNER)
-            b_far = tl.dot(b_wx, tl.trans((b_x * b_s).to(INNER)), input_precision=PRECISION)
-            b_b += at_level(b_far, parting(L), level)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
     tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))
