@@ -22,6 +22,7 @@ with compile_only() as compiled:
         gla(100, 256, 512, torch.bfloat16, HQ=4, H=4, head_gate=head_gate)
         gla(100, 64, 64, torch.float16, head_gate=head_gate, packed=True, state=True)
         gla(100, 128, 128, torch.float32, head_gate=head_gate)
+    gla(100, 512, 1024, torch.bfloat16, HQ=1, H=1, head_gate=True)
     gla(100, 8, 24, torch.bfloat16, HQ=2, H=2, state=True)
     names = {name.rsplit(".")[-1] for name in compiled}
     assert names >= {"gate_kernel", "scores_kernel", "outputs_kernel", "keys_bwd_kernel"}, names

@@ -230,8 +230,8 @@ def test_it_compiles_without_a_graph_break(packed):
     ("change", "message"),
     [
         ({"dtype": torch.float64}, "float64; supported: float32, bfloat16, float16"),
-        ({"K": 257}, "heads of K = 257, V = 24; supported: K up to 256, V up to 512"),
-        ({"V": 513}, "heads of K = 16, V = 513; supported"),
+        ({"K": 513}, "heads of K = 513, V = 24; supported: K up to 512, V up to 1024"),
+        ({"V": 1025}, "heads of K = 16, V = 1025; supported"),
         ({"T": 0}, "empty tensors"),
     ],
 )
@@ -241,12 +241,23 @@ def test_what_the_kernels_cannot_do_is_said(change, message):
         chunk_gla(**inputs, impl="triton")
 
 
+@pytest.mark.parametrize("gate", ["channel", "head"])
+def test_the_widest_heads_equal_the_definition(gate):
+    check(draw(1, 5, 1, 1, 512, 1024, gate=gate))
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("gate", ["channel", "head"])
 @pytest.mark.parametrize(
     ("T", "HQ", "H", "K", "V"),
-    [*SHAPES, (257, 4, 4, 256, 512), (500, 8, 2, 64, 64), (300, 2, 2, 128, 128)],
+    [
+        *SHAPES,
+        (257, 4, 4, 256, 512),
+        (130, 1, 1, 512, 1024),
+        (500, 8, 2, 64, 64),
+        (300, 2, 2, 128, 128),
+    ],
 )
 def test_on_a_gpu_results_and_gradients_equal_the_definition(T, HQ, H, K, V, gate, dtype):
     check(draw(2, T, HQ, H, K, V, gate=gate, dtype=dtype))

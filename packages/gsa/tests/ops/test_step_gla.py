@@ -23,10 +23,11 @@ SIZES = [  # B, HQ, H, K, V
     (2, 4, 2, 40, 72),
     (3, 3, 1, 96, 20),
     (2, 1, 1, 1, 3),
-    (1, 1, 1, 256, 144),
+    (1, 1, 1, 512, 144),
     pytest.param((1, 4, 4, 256, 512), marks=gpu),
     pytest.param((64, 32, 8, 128, 128), marks=gpu),
     pytest.param((64, 4, 4, 256, 512), marks=gpu),
+    pytest.param((2, 2, 1, 512, 1024), marks=gpu),
 ]
 GLA = LayerForm(0.3, damping=16.0)
 HGRN2 = LayerForm(feature_map="swish", damping=1.0, lower_bound=0.25)
@@ -296,8 +297,8 @@ def test_keys_of_an_odd_width_are_not_turned():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((1, 1, 1, 257, 32), "K = 257"),
-        ((1, 1, 1, 16, 520), "V = 520"),
+        ((1, 1, 1, 513, 32), "K = 513"),
+        ((1, 1, 1, 16, 1032), "V = 1032"),
         ((0, 1, 1, 16, 32), "empty tensors"),
     ],
 )

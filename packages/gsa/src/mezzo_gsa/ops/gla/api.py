@@ -75,7 +75,7 @@ def chunk_gla(
         cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
             at 0, ends at T, never decreases. Its values are checked on the CPU only.
         impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, K up to
-            256 and V up to 512.
+            512 and V up to 1024.
 
     Returns:
         out (B, T, HQ, V) in the dtype of q, and the state after each sequence's last token, float32

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-MAX_K, MAX_V = 256, 512
+MAX_K, MAX_V = 512, 1024
 """The widest heads that the kernels are made for."""
 
 

@@ -40,7 +40,7 @@ def step_gla_(
         state: (B, H, K, V), float32 (float64 for float64 inputs).
         scale: multiplies q.
         impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, K up to
-            256, V up to 512, and a contiguous state.
+            512, V up to 1024, and a contiguous state.
 
     Returns:
         out (B, HQ, V) in the dtype of q.
