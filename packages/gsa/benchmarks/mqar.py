@@ -2,11 +2,12 @@
 
     python packages/gsa/benchmarks/mqar.py --out packages/gsa/results/nvidia-h200
     python packages/gsa/benchmarks/mqar.py --out DIR --widths 64 128 --models gsa gla
+    python packages/gsa/benchmarks/mqar.py --out DIR --join A B    # no runs: those of other folders
     python packages/gsa/benchmarks/mqar.py --dry-run --out DIR             # toy sizes, on a CPU
 
 The protocol's task, models and widths, but fewer rows, epochs and learning rates, and most rows to
 train on have fewer pairs, which is easier to learn: mqar.json says under "left_out" what was cut. A
-folder goes on where it was left.
+folder goes on where it was left; with several GPUs, give each a folder and join them afterwards.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from mezzo_core.data.mqar import MQARConfig
 from mezzo_core.errors import UserError
 from mezzo_core.papers.runs import write_result
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
+from mezzo_gsa.mqar.result import SweepResult
 from mezzo_gsa.mqar.sweep import sweep
 from rich.console import Console
 
@@ -43,7 +45,10 @@ def main(words: list[str] | None = None) -> int:
         if not (arguments.dry_run or torch.cuda.is_available()):
             raise UserError("this takes days without a CUDA GPU: --dry-run rehearses on a CPU")
         device = "cpu" if arguments.dry_run else "cuda"
-        result = sweep(config, arguments.out, say, device=device)
+        if arguments.join:
+            result = join(config.training, arguments.join, arguments.out, torch.device(device))
+        else:
+            result = sweep(config, arguments.out, say, device=device)
     except UserError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 2
@@ -55,6 +60,25 @@ def main(words: list[str] | None = None) -> int:
     for sentence in result.left_out():
         say(f"left out: {sentence}")
     return 0
+
+
+def join(
+    training: RecallTraining, folders: list[Path], out: Path, device: torch.device
+) -> SweepResult:
+    """Add to the runs of one folder those of others, which trained in the same way.
+
+    Raises:
+        UserError: if a folder has no result, or one of another training or machine.
+    """
+    result = SweepResult(training, out, device)
+    for folder in folders:
+        part = SweepResult(training, folder, device)
+        if not part.runs:
+            raise UserError(f"{part.path} holds no runs")
+        for run in part.runs:
+            if run not in result.runs:
+                result.add(run)
+    return result
 
 
 def configure(arguments: argparse.Namespace) -> SweepConfig:
@@ -87,6 +111,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     models = list(WHOLE.models)
+    parser.add_argument("--join", nargs="+", type=Path, help="folders whose runs to add; none runs")
     parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WHOLE.widths))
     parser.add_argument("--lr", nargs="+", type=float, default=[4.64e-4])

@@ -223,6 +223,19 @@ def test_a_sweep_of_mqar_says_what_was_cut(tmp_path, capsys):
     assert (config.models, config.widths) == (mqar.WHOLE.models, mqar.WHOLE.widths)
 
 
+def test_sweeps_of_several_gpus_are_joined(tmp_path, capsys):
+    parts = [str(tmp_path / name) for name in ("gla", "retnet")]
+    for part in parts:
+        words = ["--dry-run", "--models", Path(part).name, "--lr", "1e-2", "--out", part]
+        assert mqar.main(words) == 0
+    whole = ["--dry-run", "--out", str(tmp_path / "whole"), "--join"]
+    assert mqar.main([*whole, *parts, parts[0]]) == 0
+    runs = [run for part in parts for run in content(Path(part), "mqar.json")["runs"]]
+    assert content(tmp_path / "whole", "mqar.json")["runs"] == runs
+    assert mqar.main([*whole, str(tmp_path / "none")]) == 2
+    assert "none/mqar.json holds no runs" in capsys.readouterr().err
+
+
 def test_ops_and_layers_are_measured_part_by_part(tmp_path, capsys):
     out = tmp_path / "cpu/bench.jsonl"
     assert ops.main(["--smoke", "--out", str(out), "--only", "attention", "--commit", "c1"]) == 0
