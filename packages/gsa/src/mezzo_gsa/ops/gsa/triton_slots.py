@@ -54,6 +54,13 @@ def causal(b_x, L: tl.constexpr):
 
 
 @triton.jit
+def with_diagonal(b_x, b_diagonal, L: tl.constexpr):
+    """Return the square b_x (L, L) with another diagonal (L,)."""
+    o_l = tl.arange(0, L)
+    return tl.where(o_l[:, None] == o_l[None, :], b_diagonal[:, None], b_x)
+
+
+@triton.jit
 def weights_of(b_logits, m_m, BETWEEN: tl.constexpr):
     """Return p (L, BM): what stands between the passes; zeros in slots that do not exist."""
     if BETWEEN == "softmax":
@@ -145,6 +152,8 @@ def slots_fwd_kernel(
         b_pu, b_ds = (b_p * b_up).to(INNER), (b_down * b_s).to(INNER)
         b_b = tl.dot(b_pu, tl.trans(b_ds), b_b, input_precision=PRECISION)
     b_b = causal(b_b, L)
+    if BANDS != "one":  # where all but a token's own is forgotten, rounded factors would show
+        b_b = with_diagonal(b_b, tl.sum(b_p * b_s, 1), L)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
     tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))
 
