@@ -186,6 +186,14 @@ def test_mixtures_of_gates_equal_the_reference(strength, dtype):
     check({**inputs, "g": mix(inputs["g"])}, through_state=True, scale=0.3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_where_all_else_is_forgotten_a_token_reads_its_own_value(dtype):
+    inputs = draw(1, 80, 2, 1, 64, 64, 64, dtype=dtype)
+    inputs["g"] = torch.full_like(inputs["g"], -50.0)
+    out, _, _ = call(chunk_gsa, **inputs, impl="triton")
+    assert torch.equal(out, inputs["v"].expand_as(out))
+
+
 @pytest.mark.parametrize("part", [1, 2, 3, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_on_the_borders_of_bands_belong_to_one(dtype, part):
