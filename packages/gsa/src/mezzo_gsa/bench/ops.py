@@ -27,6 +27,8 @@ from mezzo_gsa.ops.gsa import chunk_gsa, recurrent_gsa
 Op = Callable[..., Tensor]
 CHECKED_TOKENS = 200
 """T of the comparison with the definition: whole chunks and a part of one."""
+STEEP = 2.0
+"""Taken off a log gate: a memory keeps at most exp(-2) a token."""
 FLA_RTOL = 2e-2
 """Enough to tell whether fla computes the same thing."""
 
@@ -54,11 +56,22 @@ def gsa_rows(setting: Setting) -> Iterator[Row]:
         if setting.has_fla:
             with fla.excused("its GSA op", setting.say):
                 yield from _fla_gsa_rows(setting, contender, chunked)
+    yield from _steep_rows(setting, ours, chunked)
     B, T = scale.reference
     inputs = gsa_inputs(setting, B, T, scale.slots[0])
     shape = _gsa_shape(setting, B, T, scale.slots[0])
     for impl, form in {"by chunks": chunked, "by tokens": definition}.items():
         yield from timed(setting, Contender("gsa op", f"reference, {impl}", shape, form, inputs))
+
+
+def _steep_rows(setting: Setting, ours: Op, chunked: Op) -> Iterator[Row]:
+    """Time chunk_gsa where one slot of each head forgets nearly all from token to token."""
+    (B, T), M = setting.scale.batches[0], setting.scale.slots[0]
+    inputs, shape = gsa_inputs(setting, B, T, M), _gsa_shape(setting, B, T, M)
+    inputs["g"][..., 0] -= STEEP
+    if setting.impl != "reference":
+        check_op(f"chunk_gsa with steep gates at {shape}", ours, chunked, inputs)
+    yield from timed(setting, Contender("gsa op", f"{setting.impl}, steep", shape, ours, inputs))
 
 
 def _fla_gsa_rows(setting: Setting, ours: Contender, chunked: Op) -> Iterator[Row]:
