@@ -138,7 +138,8 @@ def slots_fwd_kernel(
     b_logits *= b_keep
     for band in range(1 if BANDS == "one" else num_bands):
         b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
-        b_logits += b_up * dot_wide(b_a, b_down * b_s, PRECISION)
+        # One rounding in all forms: what is to come tells the form, and must not change a bit.
+        b_logits = tl.fma(b_up, dot_wide(b_a, b_down * b_s, PRECISION), b_logits)
     b_logits *= scale
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
     b_p = weights_of(b_logits, m_m, BETWEEN)
@@ -151,9 +152,8 @@ def slots_fwd_kernel(
         b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
         b_pu, b_ds = (b_p * b_up).to(INNER), (b_down * b_s).to(INNER)
         b_b = tl.dot(b_pu, tl.trans(b_ds), b_b, input_precision=PRECISION)
-    b_b = causal(b_b, L)
-    if BANDS != "one":  # where all but a token's own is forgotten, rounded factors would show
-        b_b = with_diagonal(b_b, tl.sum(b_p * b_s, 1), L)
+    # Where all but a token's own is forgotten, rounded factors would show.
+    b_b = with_diagonal(causal(b_b, L), tl.sum(b_p * b_s, 1), L)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
     tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))
 
