@@ -56,15 +56,10 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 def unpack(x: Tensor, num_heads: int, num_kv_heads: int, num_slots: int) -> Parts:
     """Return q (B, T, HQ, D), k, v (B, T, H, D), g (B, T, H, M), as parts of (B, T, W)."""
     slots = num_kv_heads * num_slots
-    qkv, g = x.split([x.shape[2] - slots, slots], dim=2)
-    return (*unpack_qkv(qkv, num_heads, num_kv_heads), g.unflatten(2, (-1, num_slots)))
-
-
-def unpack_qkv(x: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (B, T, HQ, D), k and v (B, T, H, D), as parts of (B, T, W)."""
-    heads = x.unflatten(2, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    return q, k, v
+    D = (x.shape[2] - slots) // (num_heads + 2 * num_kv_heads)
+    widths = [num_heads * D, num_kv_heads * D, num_kv_heads * D, slots]
+    q, k, v, g = x.split(widths, dim=2)
+    return (*(part.unflatten(2, (-1, D)) for part in (q, k, v)), g.unflatten(2, (-1, num_slots)))
 
 
 def run_forward(

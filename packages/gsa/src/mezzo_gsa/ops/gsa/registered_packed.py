@@ -15,7 +15,6 @@ from mezzo_gsa.ops.gsa.registered import (
     run_backward,
     run_forward,
     unpack,
-    unpack_qkv,
 )
 
 
@@ -37,21 +36,19 @@ def gsa_packed(
 ) -> Flat:
     """Run the forward on a projection; see `chunk_gsa_packed`."""
     x = x.contiguous()
-    parts, form = unpack(x, num_heads, num_kv_heads, num_slots), (scale, between, damping)
-    if not swish:
-        return run_forward(parts, None, k0, v0, cu_seqlens, form, keep_states, differentiable)
-    y = _swished(x, num_kv_heads * num_slots)
-    parts = (*unpack_qkv(y, num_heads, num_kv_heads), parts[3])
-    results = run_forward(parts, None, k0, v0, cu_seqlens, form, keep_states, differentiable)
-    return (*results[:-1], y) if keep_states and differentiable else results
+    y = _swished(x) if swish else x
+    q, k, v, _ = unpack(y, num_heads, num_kv_heads, num_slots)
+    g = unpack(x, num_heads, num_kv_heads, num_slots)[3]
+    form = (scale, between, damping)
+    results = run_forward((q, k, v, g), None, k0, v0, cu_seqlens, form, keep_states, differentiable)
+    return (*results[:-1], y) if swish and keep_states and differentiable else results
 
 
-def _swished(x: Tensor, gates: int) -> Tensor:
-    """Return swish of q, k and v, without the logits of the gates."""
+def _swished(x: Tensor) -> Tensor:
     from mezzo_gsa.ops.gsa import triton
 
     with torch.cuda.device_of(x):
-        return triton.apply_swish(x, x.shape[2] - gates)
+        return triton.apply_swish(x)
 
 
 @gsa_packed.register_fake
@@ -72,8 +69,8 @@ def _(
 ) -> Flat:
     parts = unpack(x, num_heads, num_kv_heads, num_slots)
     results = fake_forward(parts, k0, cu_seqlens, keep_states, differentiable)
-    keeps, gates = swish and keep_states and differentiable, num_kv_heads * num_slots
-    return (*results[:-1], x.new_empty(*x.shape[:2], x.shape[2] - gates)) if keeps else results
+    keeps = swish and keep_states and differentiable
+    return (*results[:-1], x.new_empty(x.shape)) if keeps else results
 
 
 @torch.library.custom_op("mezzo_gsa::gsa_packed_bwd", mutates_args=())
@@ -97,12 +94,12 @@ def gsa_packed_bwd(
     """Run the backward on a projection: one gradient, in its shape."""
     x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     raw, grads = (unpack(y, num_heads, num_kv_heads, num_slots) for y in (x, dx))
-    parts = raw
+    y = x
     if swish:
-        y = kept[-1] if kept[-1].numel() else _swished(x, num_kv_heads * num_slots)
-        parts = (*unpack_qkv(y, num_heads, num_kv_heads), raw[3])
+        y = kept[-1] if kept[-1].numel() else _swished(x)
+    q, k, v, _ = unpack(y, num_heads, num_kv_heads, num_slots)
     first = run_backward(
-        do, dk_last, dv_last, parts, raw if swish else None, None, k0, v0, cu_seqlens,
+        do, dk_last, dv_last, (q, k, v, raw[3]), raw if swish else None, None, k0, v0, cu_seqlens,
         kept, grads, None, (scale, between, damping),
     )  # fmt: skip
     return (dx, *first)

@@ -54,10 +54,14 @@ def causal(b_x, L: tl.constexpr):
 
 
 @triton.jit
-def with_diagonal(b_x, b_diagonal, L: tl.constexpr):
-    """Return the square b_x (L, L) with another diagonal (L,)."""
+def with_diagonal(b_x, b_own, is_steep, L: tl.constexpr):
+    """Return the square b_x (L, L) with b_own (L,) on the diagonal of the rows that are steep.
+
+    Where all but a token's own is forgotten, the rounding of factors would show.
+    """
     o_l = tl.arange(0, L)
-    return tl.where(o_l[:, None] == o_l[None, :], b_diagonal[:, None], b_x)
+    m = (o_l[:, None] == o_l[None, :]) & is_steep[:, None]
+    return tl.where(m, b_own[:, None], b_x)
 
 
 @triton.jit
@@ -152,8 +156,10 @@ def slots_fwd_kernel(
         b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
         b_pu, b_ds = (b_p * b_up).to(INNER), (b_down * b_s).to(INNER)
         b_b = tl.dot(b_pu, tl.trans(b_ds), b_b, input_precision=PRECISION)
-    # Where all but a token's own is forgotten, rounded factors would show.
-    b_b = with_diagonal(causal(b_b, L), tl.sum(b_p * b_s, 1), L)
+    b_b = causal(b_b, L)
+    if BANDS != "one":
+        b_own = tl.sum(b_p * b_s, 1)
+        b_b = with_diagonal(b_b, b_own, tl.min(b_running, 1) <= -WIDTH, L)
     p_square = squares + tl.program_id(0).to(tl.int64) * (L * L)
     tl.store(p_square + o_l[:, None] * L + o_l[None, :], b_b.to(INNER))
 

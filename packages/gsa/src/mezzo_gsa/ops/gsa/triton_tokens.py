@@ -8,11 +8,11 @@ from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
 @triton.jit
-def swish_kernel(x, y, width, stride, BLOCK: tl.constexpr):
-    """Write swish of the first `width` columns of a row of x into one of y."""
-    row, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * stride + o, mask=o < width, other=0.0)
-    tl.store(y + row * width + o, swish(b_x).to(y.dtype.element_ty), mask=o < width)
+def swish_kernel(x, y, size, BLOCK: tl.constexpr):
+    """Write swish of x into y."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(x + o, mask=o < size, other=0.0)
+    tl.store(y + o, swish(b_x).to(y.dtype.element_ty), mask=o < size)
 
 
 @triton.jit
