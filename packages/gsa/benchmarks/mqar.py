@@ -86,6 +86,7 @@ def configure(arguments: argparse.Namespace) -> SweepConfig:
     training = replace(
         TOY if arguments.dry_run else WHOLE.training,
         seconds=arguments.seconds,
+        conv_width=arguments.conv_width,
         compile=arguments.compile,
     )
     if not arguments.dry_run:
@@ -119,6 +120,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-pairs", nargs="*", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--train-rows", type=int, default=50_000)
     parser.add_argument("--test-rows", type=int, default=1000)
+    parser.add_argument("--conv-width", type=int, default=0, help="of a first layer's convolution")
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--seconds", type=float, help="of a run: none begins an epoch after that")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")

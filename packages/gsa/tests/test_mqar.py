@@ -36,9 +36,9 @@ def silent(line):
     assert isinstance(line, str)
 
 
-def tiny_model(name, d_model=16):
+def tiny_model(name, d_model=16, **conv):
     torch.manual_seed(0)
-    return build_model(name, d_model, vocab_size=32, seq_len=16, num_layers=2)
+    return build_model(name, d_model, vocab_size=32, seq_len=16, num_layers=2, **conv)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -51,9 +51,10 @@ def test_an_answer_is_the_logits_at_its_position(name):
     assert torch.equal(model(rows.inputs, rows.positions), whole.gather(1, index))
 
 
+@pytest.mark.parametrize("conv_width", [0, 3])
 @pytest.mark.parametrize("name", MIXERS)
-def test_an_answer_depends_on_the_tokens_up_to_it_alone(name):
-    model = tiny_model(name).eval()
+def test_an_answer_depends_on_the_tokens_up_to_it_alone(name, conv_width):
+    model = tiny_model(name, conv_width=conv_width).eval()
     inputs = torch.randint(1, 32, (4, 16))
     positions = torch.tensor([[6]]).expand(4, -1)
     answers = model(inputs, positions)
@@ -89,6 +90,32 @@ def test_states_have_the_sizes_of_one_head(width):
             model = build_model(name, width, vocab_size=8192, seq_len=512, num_layers=2)
         counters = 2 * 8 if name == "retnet" else 0
         assert model.state_bytes(512) == 2 * 4 * count + counters, name
+
+
+def test_a_convolution_is_the_first_layer_and_sees_its_width():
+    model = tiny_model("gla", conv_width=3)
+    assert len(model.mixers) == 1
+    assert model.state_bytes(16) == tiny_model("gla").state_bytes(16) // 2 + 2 * 16 * 4
+    x = torch.randn(1, 8, 16)
+    out = model.conv(x)
+    for back in range(4):
+        changed = x.clone()
+        changed[:, 5 - back] = 0
+        assert torch.equal(model.conv(changed)[:, 5], out[:, 5]) == (back == 3), back
+    for wrong in ({"conv_width": -1}, {"conv_width": 3, "num_layers": 1}):
+        with pytest.raises(UserError, match="conv_width must be 0 or more"):
+            replace(TINY, **wrong)
+
+
+def test_a_sweep_with_a_convolution_has_a_file_of_its_own(tmp_path):
+    config = SweepConfig(models=("gla",), widths=(16,), learning_rates=(1e-3,), training=TINY)
+    with_conv = replace(config, training=replace(TINY, conv_width=3))
+    for each in (config, with_conv):
+        assert len(sweep(each, tmp_path, str, device="cpu").runs) == 1
+    content = json.loads((tmp_path / "mqar_conv.json").read_text())
+    assert "a causal convolution of 3 tokens, then 1 of LayerNorm and mixer" in content["setting"]
+    assert "conv_width is 3, the protocol's 0" in content["left_out"]
+    assert json.loads((tmp_path / "mqar.json").read_text())["training"]["conv_width"] == 0
 
 
 def test_accuracy_is_the_share_of_questions_answered_right():

@@ -17,7 +17,7 @@ DEFAULT = SweepConfig()
 
 
 def mqar(
-    out: Annotated[Path, typer.Option(help="Folder of mqar.json and mqar.png.")] = Path("mqar"),
+    out: Annotated[Path, typer.Option(help="Folder of the result and its figure.")] = Path("mqar"),
     model: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(DEFAULT.models)}; repeat for several.")
     ] = None,
@@ -43,6 +43,9 @@ def mqar(
     epochs: Annotated[int | None, typer.Option(help="At most. Default: 64.")] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Of a run: none begins an epoch after that.")
+    ] = None,
+    conv_width: Annotated[
+        int | None, typer.Option(help="Tokens of a convolution as the first layer. Default: none.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and order. Default: 123.")] = None,
     precision: Annotated[
@@ -72,6 +75,7 @@ def mqar(
         batch_size=batch_size,
         epochs=epochs,
         seconds=seconds,
+        conv_width=conv_width,
         seed=seed,
         precision=precision,
         compile=compile,

@@ -25,6 +25,8 @@ class RecallTraining:
         epochs: at most; the learning rate falls from epoch to epoch along half a cosine to 0.
         seconds: no epoch begins when a run has lasted so long; None for no limit.
         num_layers: of the model.
+        conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
+            newer protocol has it (3); 0: a mixer there too.
         seed: of the weights, the order of the rows and dropout.
         precision: "bf16" multiplies matrices in bfloat16, "fp32" is the protocol's; "auto" is
             "bf16" on a GPU.
@@ -43,6 +45,7 @@ class RecallTraining:
     epochs: int = 64
     seconds: float | None = None
     num_layers: int = 2
+    conv_width: int = 0
     seed: int = 123
     precision: Precision = "auto"
     compile: bool = False
@@ -52,6 +55,10 @@ class RecallTraining:
         for name in ("train_rows", "test_rows", "batch_size", "epochs", "num_layers"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.conv_width < 0 or (self.conv_width and self.num_layers == 1):
+            raise UserError(
+                f"conv_width must be 0 or more, and 0 in models of one layer, got {self.conv_width}"
+            )
         for num_pairs in self.train_pairs:
             if num_pairs < 1 or self.task.num_pairs % num_pairs:
                 raise UserError(

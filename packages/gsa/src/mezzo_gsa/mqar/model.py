@@ -52,7 +52,8 @@ class RecallModel(nn.Module):
 
     As Zoology's protocol has it: each layer is `x + mixer(norm x)` and nothing else, the norms are
     LayerNorms, the head shares the embedding's weight, and attention alone, which has
-    no other way to tell a token's neighbours, adds a learned embedding of the position.
+    no other way to tell a token's neighbours, adds a learned embedding of the position. As its
+    newer protocol has it, the first layer may be a short convolution along time instead.
     """
 
     def __init__(
@@ -62,12 +63,17 @@ class RecallModel(nn.Module):
         *,
         vocab_size: int,
         num_positions: int | None,
+        conv_width: int = 0,
     ) -> None:
-        """Draw the weights by `init_weights`; `num_positions` is None for no such embedding."""
+        """Draw the weights by `init_weights`; `num_positions` is None for no such embedding.
+
+        `conv_width` tokens are in the convolution before the mixers; 0: there is none.
+        """
         super().__init__()
         self.embed = nn.Embedding(vocab_size, d_model)
         self.embed_position = nn.Embedding(num_positions, d_model) if num_positions else None
         self.dropout = nn.Dropout(DROPOUT)
+        self.conv = ShortConv(d_model, conv_width) if conv_width else None
         self.norms = nn.ModuleList(nn.LayerNorm(d_model) for _ in mixers)
         self.mixers = cast(Sequence[AbstractMixer], nn.ModuleList(mixers))
         self.last_norm = nn.LayerNorm(d_model)
@@ -87,6 +93,8 @@ class RecallModel(nn.Module):
         if self.embed_position is not None:
             x = x + self.embed_position.weight[: tokens.shape[1]]
         x = self.dropout(x)
+        if self.conv is not None:
+            x = x + self.conv(x)
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x = x + mixer(norm(x))[0]
         asked = x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[-1]))
@@ -94,17 +102,50 @@ class RecallModel(nn.Module):
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state that one row needs after `num_tokens` tokens."""
-        return sum(mixer.state_bytes(num_tokens) for mixer in self.mixers)
+        conv = 0 if self.conv is None else self.conv.state_bytes()
+        return conv + sum(mixer.state_bytes(num_tokens) for mixer in self.mixers)
+
+
+class ShortConv(nn.Module):
+    """LayerNorm, then a causal convolution of each channel over the last `width` tokens."""
+
+    def __init__(self, d_model: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.conv = nn.Conv1d(d_model, d_model, width, groups=d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix (B, T, C) along time."""
+        past = self.conv.kernel_size[0] - 1
+        return self.conv(F.pad(self.norm(x).transpose(1, 2), (past, 0))).transpose(1, 2)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of one row's tokens that the next one needs."""
+        weight = self.conv.weight
+        return weight.shape[0] * (weight.shape[2] - 1) * weight.element_size()
 
 
 def build_model(
-    name: str, d_model: int, *, vocab_size: int, seq_len: int, num_layers: int
+    name: str,
+    d_model: int,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    num_layers: int,
+    conv_width: int = 0,
 ) -> RecallModel:
     """Build the model whose mixers are named so in `MIXERS`, on torch's default device.
+
+    A convolution of `conv_width` tokens, if that is not 0, is the first of its layers.
 
     Raises:
         ValueError: if the mixer cannot have this width.
     """
-    mixers = [MIXERS[name](d_model, bound).build(d_model) for bound in lower_bounds(num_layers)]
-    num_positions = seq_len if name == "attention" else None
-    return RecallModel(mixers, d_model, vocab_size=vocab_size, num_positions=num_positions)
+    bounds = lower_bounds(num_layers)[1 if conv_width else 0 :]
+    return RecallModel(
+        [MIXERS[name](d_model, bound).build(d_model) for bound in bounds],
+        d_model,
+        vocab_size=vocab_size,
+        num_positions=seq_len if name == "attention" else None,
+        conv_width=conv_width,
+    )

@@ -23,7 +23,10 @@ MISSING = "-"
 
 
 class SweepResult:
-    """The runs of a sweep, kept in `mqar.json`, an experiment that `mezzo_core.papers` reads."""
+    """The runs of a sweep, kept in a file, an experiment that `mezzo_core.papers` reads.
+
+    That is `mqar.json`, or where a convolution is the first layer `mqar_conv.json`.
+    """
 
     def __init__(self, training: RecallTraining, folder: Path, device: torch.device) -> None:
         """Read the runs that are there.
@@ -33,7 +36,7 @@ class SweepResult:
                 another machine.
         """
         self.training = training
-        self.path = folder / "mqar.json"
+        self.path = folder / ("mqar_conv.json" if training.conv_width else "mqar.json")
         self.runs: list[RecallRun] = []
         self._origin = environment(device)
         is_auto = training.precision == "auto"
@@ -109,7 +112,7 @@ class SweepResult:
         training, task = self.training, self.training.task
         return (
             f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; "
-            f"{training.num_layers} layers of LayerNorm and mixer with one head (HGRN2: of width "
+            f"{self._layers()} of LayerNorm and mixer with one head (HGRN2: of width "
             f"128 at most), embedding tied, dropout 0.1 on it; {training.train_rows:,} rows, "
             f"batch {training.batch_size}, at most {training.epochs} epochs, AdamW with decay 0.1, "
             f"cosine by epoch to 0; {training.test_rows:,} test rows, the best learning rate; "
@@ -117,6 +120,12 @@ class SweepResult:
             "no dropout inside attention, no smaller start for output projections, no second "
             "normalized residual in place of the MLP"
         )
+
+    def _layers(self) -> str:
+        layers, width = self.training.num_layers, self.training.conv_width
+        if not width:
+            return f"{layers} layers"
+        return f"a causal convolution of {width} tokens, then {layers - 1}"
 
     def _missing(self, name: str, protocol: SweepConfig) -> Iterator[str]:
         """Say at which of the protocol's widths and learning rates a model was not trained."""

@@ -79,6 +79,7 @@ def _check_widths(config: SweepConfig) -> None:
                         vocab_size=task.vocab_size,
                         seq_len=task.seq_len,
                         num_layers=config.training.num_layers,
+                        conv_width=config.training.conv_width,
                     )
             except ValueError as error:
                 raise UserError(f"{model} cannot have width {width}: {error}") from error

@@ -112,6 +112,7 @@ def train_run(
         vocab_size=task.vocab_size,
         seq_len=task.seq_len,
         num_layers=training.num_layers,
+        conv_width=training.conv_width,
     ).to(device)
     step = TrainStep(model, train, training)
     curve: list[Epoch] = []
