@@ -23,7 +23,7 @@ def sweep(
 ) -> SweepResult:
     """Train everything that `config` asks for, narrow models first.
 
-    After each run `out/mqar.json` and `out/mqar.png` are written again. Runs that are in the file
+    After each run the result in `out` and its figure are written again. Runs that are in the file
     are not run again: a sweep that was killed goes on, and one may be widened.
 
     Args:

@@ -217,7 +217,7 @@ def _chunk_settings(x: Inputs, chunks: Chunks) -> dict[str, Any]:
 
 
 def _band_forms(num_slots: int) -> tuple[str, ...]:
-    """Return the forms of a kernel that share the chunks: the one for one band spills at 128."""
+    """Return the forms of a kernel that share the chunks: at 128 slots one for all is faster."""
     return ("one", "more") if num_slots <= 64 else ("any",)
 
 

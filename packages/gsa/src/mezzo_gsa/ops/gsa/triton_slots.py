@@ -11,9 +11,9 @@ loss of digits; those of columns in earlier bands become smaller, and at last ze
 wrote has decayed. Each band is a pair of products; `gate_kernel` counts those of a chunk. What came
 before a row tells its band, so outputs never depend on the future, not in one bit.
 
-Mild gates make one band a chunk. A kernel for these alone (BANDS "one") is faster where it fits in
-registers; launched beside it, "more" takes the other chunks, and each leaves the other's alone.
-"any" takes all.
+Mild gates make one band a chunk. Up to 64 slots a kernel for these alone (BANDS "one") is faster;
+launched beside it, "more" takes the other chunks, and each leaves the other's alone. "any" takes
+all.
 
 Factors have the type INNER, as float16 has too few exponents for them.
 """
