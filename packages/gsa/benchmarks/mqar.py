@@ -1,13 +1,13 @@
 """Run the sweep of `mezzo-gsa mqar` cut down for one GPU (Figure 3a).
 
-    python packages/gsa/benchmarks/mqar.py --out packages/gsa/results/nvidia-h200 \\
-        --vocab-size 1024 --epochs 64 --seconds 220 --compile            # the committed sweep
+    python packages/gsa/benchmarks/mqar.py --out DIR --vocab-size 1024 --epochs 64 --seconds 220
     python packages/gsa/benchmarks/mqar.py --out DIR --widths 64 128 --models gsa gla
     python packages/gsa/benchmarks/mqar.py --out DIR --join A B    # no runs: those of other folders
     python packages/gsa/benchmarks/mqar.py --dry-run --out DIR             # toy sizes, on a CPU
 
 The protocol's task, models and widths, but fewer rows, epochs and learning rates, and most rows to
 train on have fewer pairs, which is easier to learn: the result says under "left_out" what was cut.
+The committed sweep is the first command's, with --compile and for some models --lr 2.15e-3.
 A folder goes on where it was left; with several GPUs, give each a folder and join them afterwards.
 """
 
