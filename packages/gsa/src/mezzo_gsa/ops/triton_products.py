@@ -1,4 +1,4 @@
-"""Decay between two tokens of a chunk by levels, for kernels: see `mezzo_gsa.ops.pivots`."""
+"""What kernels need around products over a chunk: running sums, wide factors, sums of rows."""
 
 import triton
 import triton.language as tl
@@ -9,20 +9,6 @@ def load_running(p_running, o_l, m_m, length, stride):
     """Return G (L, BM) of some tokens; padding, which does not decay, has that of the last one."""
     o_l = tl.maximum(tl.minimum(o_l, length - 1), 0)
     return tl.load(p_running + o_l[:, None] * stride, mask=m_m[None, :] & (length > 0), other=0.0)
-
-
-@triton.jit
-def level_factor(p_running, b_running, o_l, m_m, length, stride, level):
-    """Return X (L, BM) of the level whose nodes have 2^level tokens on each side."""
-    o_pivot = ((o_l >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    b_pivot = load_running(p_running, o_pivot, m_m, length, stride)
-    return tl.exp(-tl.abs(b_running - b_pivot).to(tl.float32))
-
-
-@triton.jit
-def at_level(b_x, b_parting, level):
-    """Keep the pairs that are parted at this level; zeros elsewhere."""
-    return tl.where((b_parting >> level) == 1, b_x, 0.0)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from mezzo_gsa.ops.gla.triton_chunks import load_rows, store_rows
 from mezzo_gsa.ops.gla.triton_gate import gate_columns
 from mezzo_gsa.ops.gla.triton_pairs import on_diagonal, scores_bwd_of_half
-from mezzo_gsa.ops.triton_pivots import dot_wide, suffix_sum
+from mezzo_gsa.ops.triton_products import dot_wide, suffix_sum
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 

@@ -15,7 +15,7 @@ gate's gradient is never added.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_pivots import at_level, dot_wide, level_factor
+from mezzo_gsa.ops.triton_products import dot_wide, load_running
 
 
 @triton.jit
@@ -23,6 +23,20 @@ def parting(L: tl.constexpr):
     """Return (L, L): for i < t, the bits in which they differ: the highest is their level."""
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 2 * L)
+
+
+@triton.jit
+def level_factor(p_running, b_running, o_l, m_m, length, stride, level):
+    """Return X (L, BM) of the level whose nodes have 2^level tokens on each side."""
+    o_pivot = ((o_l >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    b_pivot = load_running(p_running, o_pivot, m_m, length, stride)
+    return tl.exp(-tl.abs(b_running - b_pivot).to(tl.float32))
+
+
+@triton.jit
+def at_level(b_x, b_parting, level):
+    """Keep the pairs that are parted at this level; zeros elsewhere."""
+    return tl.where((b_parting >> level) == 1, b_x, 0.0)
 
 
 @triton.jit

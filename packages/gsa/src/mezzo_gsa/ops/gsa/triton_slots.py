@@ -23,7 +23,7 @@ import triton.language as tl
 
 from mezzo_gsa.ops.gsa.triton_gate import load_bands, load_gate, own_strength
 from mezzo_gsa.ops.triton_elementwise import write_strength
-from mezzo_gsa.ops.triton_pivots import dot_wide, load_running, suffix_sum
+from mezzo_gsa.ops.triton_products import dot_wide, load_running, suffix_sum
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
