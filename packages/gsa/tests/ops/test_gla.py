@@ -265,6 +265,7 @@ def test_the_chunk_form_compiles_without_a_graph_break(packed):
         ({"k": torch.ones(2, 4, 3, 3)}, ValueError, r"k must be \(2, 4, H, 3\) with H a divisor"),
         ({"k": torch.ones(2, 4, 1, 2)}, ValueError, r"k must be \(2, 4, H, 3\)"),
         ({"k": torch.ones(2, 4, 0, 3)}, ValueError, r"k must be \(2, 4, H, 3\)"),
+        ({"v": torch.ones(2, 4, 1, 0)}, ValueError, "the last size of v must not be 0"),
         ({"v": torch.ones(2, 4, 2, 5)}, ValueError, r"v must be \(2, 4, 1, V\)"),
         ({"g": torch.ones(2, 4, 1, 2)}, ValueError, r"g must be \(2, 4, 1, 3\) or \(2, 4, 1, 1\)"),
         ({"g": torch.ones(2, 4, 1, 3).int()}, TypeError, "g must be floating-point, got torch.int"),

@@ -47,6 +47,8 @@ def state(*k_shape, V=V, **new):
         ({"k": torch.ones(B, T, 0, K)}, ValueError, "k must .* number of heads that divides q's"),
         ({"v": torch.ones(B, T, 4, V)}, ValueError, r"v must end in \(H, V\) = \(2, 5\), got"),
         ({"g": torch.ones(B, T, 4, M)}, ValueError, r"g must end in \(H, M\) = \(2, 6\), got"),
+        ({"g": torch.ones(B, T, H, 0)}, ValueError, "the last size of g must not be 0"),
+        ({"v": torch.ones(B, T, H, 0)}, ValueError, "the last size of v must not be 0"),
         ({"s": torch.ones(B, T, H, 7)}, ValueError, r"s must end in \(H, M\) = \(2, 6\), got"),
         ({"initial_state": state(1, H, M, K)}, ValueError, r"initial_state\.k must be \(2, 2"),
         ({"initial_state": state(B, H, M, K, V=4)}, ValueError, r"initial_state\.v must be"),

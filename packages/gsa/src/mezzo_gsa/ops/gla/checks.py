@@ -30,6 +30,8 @@ def check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
             raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
+        if not x.shape[-1]:
+            raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")

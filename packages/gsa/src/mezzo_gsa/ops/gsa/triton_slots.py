@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from mezzo_gsa.ops.gsa.triton_gate import load_bands, load_gate, own_strength
-from mezzo_gsa.ops.triton_elementwise import write_strength
 from mezzo_gsa.ops.triton_products import dot_wide, load_running, suffix_sum
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
@@ -195,7 +194,7 @@ def slots_bwd_kernel(
 
     The gate's gradient: the decay contributes, for each slot, the sum over the tokens that follow
     of weight · output - s · ds inside the chunk, and <h, dh> at its end; s = 1 - exp(g) adds
-    -exp(g) ds.
+    -exp(g) ds = (s - 1) ds.
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
@@ -265,9 +264,8 @@ def slots_bwd_kernel(
     if VALUES:
         b_flow += tl.load(part_dg + o_hq, mask=m, other=0.0)
     b_dg = b_end[None, :] + suffix_sum(b_flow, L, PRECISION)
-    b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
     if not OWN_STRENGTH:
-        b_dg -= tl.exp(b_g) * b_ds
+        b_dg -= (1.0 - b_s) * b_ds
     if VALUES:
         tl.debug_barrier()  # all have read what this overwrites
         tl.store(part_dg + o_hq, b_dg, mask=m)
@@ -275,8 +273,10 @@ def slots_bwd_kernel(
             tl.store(part_ds + o_hq, b_ds, mask=m)
     else:
         b_dg += tl.load(part_dg + o_hq, mask=m, other=0.0)
-        if DAMPING is not None:  # g = log sigmoid(x) / DAMPING: dg/dx = (1 - sigmoid(x)) / DAMPING
-            b_dg *= write_strength(b_g * DAMPING) / DAMPING
+        if DAMPING is not None:  # g = log sigmoid(x) / DAMPING: dg/dx = sigmoid(-x) / DAMPING
+            o_g = o_t[:, None] * stride_g + i_h * M + o_m[None, :]
+            b_raw = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32)
+            b_dg *= tl.sigmoid(-b_raw) / DAMPING
         o_dg = o_t[:, None] * stride_dg + i_hq * M + o_m[None, :]
         tl.store(dg + o_dg, b_dg.to(dg.dtype.element_ty), mask=m)
         if OWN_STRENGTH:
