@@ -23,6 +23,7 @@ from mezzo_core.data.mqar import MQARConfig
 from mezzo_core.errors import UserError
 from mezzo_core.papers.runs import write_result
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
+from mezzo_gsa.mqar.model import MIXERS
 from mezzo_gsa.mqar.result import SweepResult
 from mezzo_gsa.mqar.sweep import sweep
 from rich.console import Console
@@ -88,6 +89,7 @@ def configure(arguments: argparse.Namespace) -> SweepConfig:
         TOY if arguments.dry_run else WHOLE.training,
         seconds=arguments.seconds,
         conv_width=arguments.conv_width,
+        init=arguments.init,
         compile=arguments.compile,
     )
     if not arguments.dry_run:
@@ -114,7 +116,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     models = list(WHOLE.models)
     parser.add_argument("--join", nargs="+", type=Path, help="folders whose runs to add; none runs")
-    parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
+    parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(MIXERS)}")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WHOLE.widths))
     parser.add_argument("--lr", nargs="+", type=float, default=[4.64e-4])
     parser.add_argument("--vocab-size", type=int, default=WHOLE.training.task.vocab_size)
@@ -122,6 +124,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-rows", type=int, default=50_000)
     parser.add_argument("--test-rows", type=int, default=1000)
     parser.add_argument("--conv-width", type=int, default=0, help="of a first layer's convolution")
+    parser.add_argument("--init", default=WHOLE.training.init, help="zoology or fan_in")
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--seconds", type=float, help="of a run: none begins an epoch after that")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")

@@ -41,7 +41,12 @@ from rich.console import Console
 
 CLAIM = "gsa.claim.t2r_order"
 TRANSFORMER = "Transformer"
-CONVERTED = {"gsa": "GSA", "gla": "GLA", "retnet": "RetNet"}
+CONVERTED = {
+    "gsa": "GSA",
+    "gsa_spread": "GSA, slots started apart",
+    "gla": "GLA",
+    "retnet": "RetNet",
+}
 CONTROL = "GSA from nothing"
 MODELS = (TRANSFORMER, *CONVERTED.values(), CONTROL)
 MODEL = LMConfig(

@@ -37,6 +37,7 @@ CONFIGS = {  # on a CPU, C channels wide
     "gsa": GSAConfig(2, num_slots=4),
     "gsa, grouped": GSAConfig(4, num_kv_heads=2, num_slots=5),
     "gsa, constant": GSAConfig(2, num_slots=4, gate="constant"),
+    "gsa, spread": GSAConfig(2, num_slots=4, gate_spans=(2.0, 64.0)),
     "gsa, relu": GSAConfig(
         2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
     ),

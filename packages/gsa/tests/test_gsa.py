@@ -25,6 +25,7 @@ def build(config):
         GSAConfig(2, num_slots=4),
         GSAConfig(4, num_kv_heads=2, num_slots=5),
         GSAConfig(2, num_slots=4, gate="constant"),
+        GSAConfig(2, num_slots=4, gate_spans=(2.0, 64.0)),
         GSAConfig(
             2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
         ),
@@ -90,16 +91,35 @@ def test_flops_are_those_of_the_projections_and_the_state():
     assert mixer.flops_per_token(3) == projections + 3 * (2 * 5 * 8) + 4 * 5 * C
 
 
-def test_constant_gates_start_with_memories_of_2_to_2048_tokens_and_ignore_the_tokens():
-    mixer = GSAConfig(2, num_slots=11, gate="constant").build(C)
-    *_, g = mixer._split(mixer.in_proj(torch.randn(2, 3, C)))
-    spans = 1 / -torch.expm1(g.double())
-    expected = 2.0 ** torch.arange(1, 12, dtype=torch.float64).expand(2, 3, 2, 11)
-    torch.testing.assert_close(spans, expected, rtol=1e-4, atol=0.0)
+def spans(mixer, x):
+    """Return the memories (B, T, H, M) in tokens, after which 1/e is left (for long ones)."""
+    *_, g = mixer._split(mixer.in_proj(x))
+    return 1 / -torch.expm1(g.double())
+
+
+@pytest.mark.parametrize("given", [None, (8.0, 512.0)])
+def test_constant_gates_start_spread_and_ignore_the_tokens(given):
+    mixer = GSAConfig(2, num_slots=11, gate="constant", gate_spans=given).build(C)
+    short, long = given or (2.0, 2048.0)
+    steps = torch.linspace(0, 1, 11, dtype=torch.float64)
+    expected = (short * (long / short) ** steps).expand(2, 3, 2, 11)
+    x = torch.randn(2, 3, C)
+    torch.testing.assert_close(spans(mixer, x), expected, rtol=1e-4, atol=0.0)
     nn.init.zeros_(mixer.gate_logits)
     init_weights(mixer)
-    *_, again = mixer._split(mixer.in_proj(torch.randn(2, 3, C)))
-    assert torch.equal(again, g)
+    torch.testing.assert_close(spans(mixer, x), expected, rtol=1e-4, atol=0.0)
+
+
+def test_gates_that_look_at_the_token_may_start_spread_too():
+    mixer = GSAConfig(4, num_kv_heads=2, num_slots=9, gate_spans=(2.0, 512.0)).build(C)
+    expected = 2.0 ** torch.arange(1, 10, dtype=torch.float64).expand(1, 3, 2, 9)
+    nn.init.ones_(mixer.in_proj.bias)
+    init_weights(mixer)
+    nothing, x = torch.zeros(1, 3, C), torch.randn(1, 3, C)
+    torch.testing.assert_close(spans(mixer, nothing), expected, rtol=1e-4, atol=0.0)
+    assert not torch.allclose(spans(mixer, x), expected, rtol=1e-4)
+    q, k, v, _ = mixer._split(mixer.in_proj(nothing))
+    assert not any(part.any() for part in (q, k, v))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +130,8 @@ def test_constant_gates_start_with_memories_of_2_to_2048_tokens_and_ignore_the_t
         (GSAConfig(4, num_kv_heads=3), "num_kv_heads must divide the 4 heads, got 3"),
         (GSAConfig(num_slots=0), "num_slots must be 1 or more, got 0"),
         (GSAConfig(damping=0.0), "damping must be positive, got 0.0"),
+        (GSAConfig(gate_spans=(1.0, 9.0)), r"gate_spans must be above 1, .*, got \(1.0, 9.0\)"),
+        (GSAConfig(gate_spans=(9.0, 2.0)), "gate_spans must be .* the shorter first"),
         (GSAConfig(norm_eps=-1.0), "norm_eps must be positive, got -1.0"),
         (GSAConfig(gate="token "), r"gate must be one of \('token', 'constant'\), got 'token '"),
         (GSAConfig(between="tanh"), r"between must be one of \('softmax', .*\), got 'tanh'"),

@@ -80,6 +80,7 @@ def test_states_have_the_sizes_of_one_head(width):
     numbers = {
         "attention": 512 * 2 * width,
         "gsa": 2 * 64 * width,
+        "gsa_spread": 2 * 64 * width,
         "gla": width * width // 2,
         "hgrn2": min(width, 128) * width,
         "retnet": 2 * width * width,
@@ -90,6 +91,22 @@ def test_states_have_the_sizes_of_one_head(width):
             model = build_model(name, width, vocab_size=8192, seq_len=512, num_layers=2)
         counters = 2 * 8 if name == "retnet" else 0
         assert model.state_bytes(512) == 2 * 4 * count + counters, name
+
+
+def test_matrices_of_mixers_may_start_by_their_columns():
+    torch.manual_seed(0)
+    usual, wide = (
+        build_model("gsa_spread", 256, vocab_size=64, seq_len=16, num_layers=2, fan_in=fan_in)
+        for fan_in in (False, True)
+    )
+    for model, deviation in ((usual, 0.02), (wide, 1 / 16)):
+        for mixer in model.mixers:
+            for layer in (mixer.in_proj, mixer.out_proj):
+                assert layer.weight.std().item() == pytest.approx(deviation, rel=0.02)
+            assert torch.equal(mixer.in_proj.bias, usual.mixers[0].in_proj.bias)
+        assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    with pytest.raises(UserError, match=r"init must be one of .*, got 'fan'"):
+        replace(TINY, init="fan")
 
 
 def test_a_convolution_is_the_first_layer_and_sees_its_width():
@@ -107,15 +124,24 @@ def test_a_convolution_is_the_first_layer_and_sees_its_width():
             replace(TINY, **wrong)
 
 
-def test_a_sweep_with_a_convolution_has_a_file_of_its_own(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "name", "setting", "left_out"),
+    [
+        ({"conv_width": 3}, "conv", "a causal convolution of 3 tokens, then 1 of", "3, the "),
+        ({"init": "fan_in"}, "fan_in", "those of mixers started with a dev", "fan_in, the "),
+        ({"conv_width": 3, "init": "fan_in"}, "conv_fan_in", "", "init is fan_in, the protocol's"),
+    ],
+)
+def test_a_sweep_of_other_models_has_a_file_of_its_own(tmp_path, change, name, setting, left_out):
     config = SweepConfig(models=("gla",), widths=(16,), learning_rates=(1e-3,), training=TINY)
-    with_conv = replace(config, training=replace(TINY, conv_width=3))
-    for each in (config, with_conv):
+    changed = replace(config, training=replace(TINY, **change))
+    for each in (config, changed):
         assert len(sweep(each, tmp_path, str, device="cpu").runs) == 1
-    content = json.loads((tmp_path / "mqar_conv.json").read_text())
-    assert "a causal convolution of 3 tokens, then 1 of LayerNorm and mixer" in content["setting"]
-    assert "conv_width is 3, the protocol's 0" in content["left_out"]
-    assert json.loads((tmp_path / "mqar.json").read_text())["training"]["conv_width"] == 0
+    content = json.loads((tmp_path / f"mqar_{name}.json").read_text())
+    assert setting in content["setting"]
+    assert any(left_out in sentence for sentence in content["left_out"])
+    training = json.loads((tmp_path / "mqar.json").read_text())["training"]
+    assert (training["conv_width"], training["init"]) == (0, "zoology")
 
 
 def test_accuracy_is_the_share_of_questions_answered_right():

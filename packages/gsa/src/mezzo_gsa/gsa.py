@@ -17,7 +17,7 @@ from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
 from mezzo_gsa.ops.gsa.step import step_gsa_packed_
 
 SPANS = (2.0, 2048.0)
-"""The shortest and the longest memory, in tokens, that slots with constant gates start with."""
+"""The shortest and the longest memory, in tokens, that constant gates start with by default."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class GSAConfig:
     gate: Literal["token", "constant"] = "token"
     """Forget gates that look at the token, or the ablation with data-independent decay: a constant
     for each head and slot, which is learned."""
+    gate_spans: tuple[float, float] | None = None
+    """The shortest and the longest memory, in tokens, that the slots of a head start with, others
+    in geometric steps between; `in_proj` has a bias for it. None: as in the paper, no bias, and all
+    slots start with a memory of 1.44 τ tokens; constant gates take (2, 2048)."""
     between: Between = "softmax"
     """What turns K~ q into the slots' weights; all but softmax are the paper's ablation."""
     feature_map: Literal["swish", "none"] = "swish"
@@ -59,11 +63,11 @@ class GSA(AbstractMixer):
 
     The rows of `in_proj.weight`, with D = C / num_heads and H heads of keys and values: C rows of
     Wq, H·D of Wk, H·D of Wv, and with gates by token H·M of Wα. Each is ordered by head, then by
-    channel or slot. `out_proj` is Wo, and `norm` weighs all C channels. Nothing has a bias.
+    channel or slot. `out_proj` is Wo, and `norm` weighs all C channels. Nothing has a bias, but
+    `in_proj` where `gate_spans` are given.
 
-    Constant gates have no Wα but `gate_logits` (H·M). `init_gates` starts the slots of each head
-    with memories of 2 to 2048 tokens, in geometric steps: α = 1 - 1/span. Slots that start alike
-    would stay alike for good, since nothing else tells them apart.
+    Constant gates have no Wα but `gate_logits` (H·M), which start spread in any case: slots that
+    start alike would stay alike for good, since nothing else tells them apart.
     """
 
     def __init__(self, config: GSAConfig, d_model: int) -> None:
@@ -77,7 +81,8 @@ class GSA(AbstractMixer):
         self.config, self.d_model, self.num_kv_heads = config, d_model, H
         by_token = config.gate == "token"
         self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
-        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        bias = by_token and config.gate_spans is not None
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
         # One dimension: weight decay would pull a constant gate to a half to the power 1/τ.
         self.gate_logits = None if by_token else nn.Parameter(torch.empty(H * M))
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps) if config.output_norm else None
@@ -86,14 +91,17 @@ class GSA(AbstractMixer):
 
     @torch.no_grad()
     def init_gates(self) -> None:
-        """Spread constant gates over memories of 2 to 2048 tokens; see the class."""
-        if self.gate_logits is None:
+        """Start the slots of each head with memories of `gate_spans` tokens: α = 1 - 1/span."""
+        start: Tensor | None = self.gate_logits
+        if start is None and self.in_proj.bias is not None:
+            start = self.in_proj.bias[-self.widths[-1] :]
+        if start is None:
             return
-        M, (short, long) = self.config.num_slots, (math.log(x) for x in SPANS)
+        M, (short, long) = self.config.num_slots, map(math.log, self.config.gate_spans or SPANS)
         spans = torch.linspace(short, long, M, dtype=torch.float64).exp()
         power = self.config.damping * torch.log1p(-1 / spans)  # log of α^τ = sigmoid(logit)
         logits = power - torch.log(-torch.expm1(power))
-        self.gate_logits.copy_(logits.repeat(self.num_kv_heads))
+        start.copy_(logits.repeat(self.num_kv_heads))
 
     def forward(
         self,
@@ -219,6 +227,9 @@ def _check(config: GSAConfig) -> None:
     for name in ("damping", "norm_eps"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    short, long = config.gate_spans or SPANS
+    if not 1 < short <= long < math.inf:
+        raise ValueError(f"gate_spans must be above 1, the shorter first, got {config.gate_spans}")
     choices = {
         "gate": ("token", "constant"),
         "between": get_args(Between),

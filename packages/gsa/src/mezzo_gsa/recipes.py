@@ -31,7 +31,7 @@ from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.convert.convert import TARGETS
 from mezzo_gsa.convert.recipe import t2r
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.retnet import RetNetConfig
 
@@ -90,6 +90,7 @@ ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),
     "gsa_m128": lambda s: (s.gsa(128),),
+    "gsa_spread": lambda s: (replace(s.gsa(), gate_spans=SPANS),),
     "gsa_constant_decay": lambda s: (replace(s.gsa(), gate="constant"),),
     "gsa_between_none": lambda s: (replace(s.gsa(), between="none"),),
     "gsa_between_swish": lambda s: (replace(s.gsa(), between="swish"),),

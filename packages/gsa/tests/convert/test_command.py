@@ -117,7 +117,7 @@ def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file):
     ("words", "named"),
     [
         (["nowhere", "--to", "gsa"], "nowhere holds no trained model"),
-        (["SOURCE", "--to", "gs"], "--to takes gsa, gla, retnet, got 'gs'.*gsa"),
+        (["SOURCE", "--to", "gs"], "--to takes gsa, gsa_spread, gla, retnet, got 'gs'.*gsa"),
         (["SOURCE", "--to", "gsa"], "--tokenizer"),
     ],
 )

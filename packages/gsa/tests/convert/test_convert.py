@@ -64,10 +64,14 @@ def normed(x, eps=1e-5):
 
 
 def gsa_by_hand(x, old, mixer):
-    """Equations 6 to 9, a token at a time, with Wα from the mixer: it is the only new matrix."""
-    wa = mixer.in_proj.weight[C + 2 * H * D :]
+    """Equations 6 to 9, a token at a time, with Wα from the mixer: it is the only new matrix.
+
+    Where slots start apart, Wα comes with a bias.
+    """
+    wa, bias = mixer.in_proj.weight[C + 2 * H * D :], mixer.in_proj.bias
     q, k, v = (F.silu(heads(x, old[f"w{part}"], n)) for part, n in (("q", HQ), ("k", H), ("v", H)))
-    alpha = torch.sigmoid(x @ wa.T) ** (1 / 8)
+    logits = x @ wa.T if bias is None else x @ wa.T + bias[C + 2 * H * D :]
+    alpha = torch.sigmoid(logits) ** (1 / 8)
     alpha = alpha.unflatten(-1, (H, 64)).repeat_interleave(HQ // H, 2)
     keys, values = torch.zeros(2, B, HQ, 64, D, dtype=torch.float64)
     out = []
@@ -106,7 +110,12 @@ def retnet_by_hand(x, old, mixer):
     return linear_by_hand(q, k, heads(x, old["wv"], H), decay, old)
 
 
-BY_HAND = {"gsa": gsa_by_hand, "gla": gla_by_hand, "retnet": retnet_by_hand}
+BY_HAND = {
+    "gsa": gsa_by_hand,
+    "gsa_spread": gsa_by_hand,
+    "gla": gla_by_hand,
+    "retnet": retnet_by_hand,
+}
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -146,7 +155,12 @@ def test_a_seed_draws_what_is_new_and_nothing_else(transformer, target):
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(weight, again[name]) for name, weight in first.items())
     changed = {name for name, weight in first.items() if not torch.equal(weight, other[name])}
-    drawn = {"gsa": ["in_proj.weight"], "gla": ["g_proj.0.weight", "g_proj.1.weight"], "retnet": []}
+    drawn = {
+        "gsa": ["in_proj.weight"],
+        "gsa_spread": ["in_proj.weight"],
+        "gla": ["g_proj.0.weight", "g_proj.1.weight"],
+        "retnet": [],
+    }
     assert changed == {f"blocks.{i}.mixer.{name}" for i in range(2) for name in drawn[target]}
 
 

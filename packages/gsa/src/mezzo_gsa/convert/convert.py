@@ -14,6 +14,10 @@ What the text says of the targets, and what follows from it:
 - Of GSA it says that Wα is all that is added, and that its softmax is why it fits. So the layer is
   that of section 3.3 unchanged: swish on q, k and v, softmax between the passes, swish and RMSNorm
   on the output; no scale stands for softmax attention's D^-1/2.
+
+A Transformer looks far back from its first step on, but GSA's slots start with memories of 12
+tokens. `gsa_spread`, which the paper does not have, is GSA with a bias that starts them with 2 to
+2048.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +32,7 @@ from mezzo_core.nn.mixer import MixerConfig
 from torch import Tensor
 
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.retnet import RetNetConfig
 
 Target = GSAConfig | GLAConfig | RetNetConfig
@@ -39,6 +43,11 @@ MakeTarget = Callable[[AttentionConfig, int], Target]
 def to_gsa(attention: AttentionConfig, num_heads: int) -> GSAConfig:
     """Return GSA in place of an attention layer."""
     return GSAConfig(num_heads, attention.num_kv_heads)
+
+
+def to_gsa_spread(attention: AttentionConfig, num_heads: int) -> GSAConfig:
+    """Return GSA whose slots start with short and long memories, in place of an attention layer."""
+    return replace(to_gsa(attention, num_heads), gate_spans=SPANS)
 
 
 def to_gla(attention: AttentionConfig, num_heads: int) -> GLAConfig:
@@ -66,8 +75,13 @@ def to_retnet(attention: AttentionConfig, num_heads: int) -> RetNetConfig:
     )
 
 
-TARGETS: Mapping[str, MakeTarget] = {"gsa": to_gsa, "gla": to_gla, "retnet": to_retnet}
-"""The paper's three, by the name that commands take."""
+TARGETS: Mapping[str, MakeTarget] = {
+    "gsa": to_gsa,
+    "gsa_spread": to_gsa_spread,
+    "gla": to_gla,
+    "retnet": to_retnet,
+}
+"""The paper's three and one more, by the name that commands take."""
 
 
 def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
+from mezzo_gsa.mqar.model import MIXERS
 from mezzo_gsa.mqar.result import SweepResult
 from mezzo_gsa.mqar.sweep import sweep
 
@@ -19,7 +20,7 @@ DEFAULT = SweepConfig()
 def mqar(
     out: Annotated[Path, typer.Option(help="Folder of the result and its figure.")] = Path("mqar"),
     model: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(DEFAULT.models)}; repeat for several.")
+        list[str] | None, typer.Option(help=f"Of {', '.join(MIXERS)}; repeat.")
     ] = None,
     width: Annotated[
         list[int] | None, typer.Option(help="Model width; repeat for several. Default: 64 to 512.")
@@ -46,6 +47,9 @@ def mqar(
     ] = None,
     conv_width: Annotated[
         int | None, typer.Option(help="Tokens of a convolution as the first layer. Default: none.")
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Start of weights: zoology (the default) or fan_in.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and order. Default: 123.")] = None,
     precision: Annotated[
@@ -76,6 +80,7 @@ def mqar(
         epochs=epochs,
         seconds=seconds,
         conv_width=conv_width,
+        init=init,
         seed=seed,
         precision=precision,
         compile=compile,

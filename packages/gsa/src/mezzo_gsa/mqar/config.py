@@ -9,6 +9,7 @@ from mezzo_core.errors import UserError, nearest
 from mezzo_gsa.mqar.model import MIXERS
 
 Precision = Literal["auto", "bf16", "fp32"]
+Init = Literal["zoology", "fan_in"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class RecallTraining:
         num_layers: of the model.
         conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
             newer protocol has it (3); 0: a mixer there too.
+        init: "zoology" draws all matrices from N(0, 0.02); "fan_in" those of mixers from
+            N(0, columns^-1/2), so that what they give has a deviation of one at any width.
         seed: of the weights, the order of the rows and dropout.
         precision: "bf16" multiplies matrices in bfloat16, "fp32" is the protocol's; "auto" is
             "bf16" on a GPU.
@@ -46,6 +49,7 @@ class RecallTraining:
     seconds: float | None = None
     num_layers: int = 2
     conv_width: int = 0
+    init: Init = "zoology"
     seed: int = 123
     precision: Precision = "auto"
     compile: bool = False
@@ -70,10 +74,9 @@ class RecallTraining:
             )
         if self.seconds is not None and not self.seconds > 0:
             raise UserError(f"seconds must be positive, got {self.seconds}")
-        if self.precision not in get_args(Precision):
-            raise UserError(
-                f"precision must be one of {get_args(Precision)}, got {self.precision!r}"
-            )
+        for name, choices in (("precision", get_args(Precision)), ("init", get_args(Init))):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class SweepConfig:
     """What is swept over.
 
     Attributes:
-        models: names of mixers.
+        models: names of mixers; by default the protocol's, without `gsa_spread`.
         widths: model widths C.
         learning_rates: tried for each model and width, the best of which is reported.
         skip_solved: leave out a model's remaining learning rates at a width where one has solved
@@ -92,7 +95,7 @@ class SweepConfig:
         UserError: if a list is empty or repeats itself, or a value is unknown or out of its range.
     """
 
-    models: tuple[str, ...] = tuple(MIXERS)
+    models: tuple[str, ...] = ("attention", "gsa", "gla", "hgrn2", "retnet")
     widths: tuple[int, ...] = (64, 128, 256, 512)
     learning_rates: tuple[float, ...] = (1e-4, 4.64e-4, 2.15e-3, 1e-2)
     skip_solved: bool = False

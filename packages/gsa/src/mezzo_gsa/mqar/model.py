@@ -1,6 +1,7 @@
 """The small model that MQAR is asked of: an embedding, mixers behind norms, a tied head."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import cast
 
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from mezzo_core.nn import AbstractMixer, AttentionConfig, MixerConfig, init_weig
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.retnet import RetNetConfig
 
@@ -22,6 +23,10 @@ def _attention(d_model: int, bound: float) -> MixerConfig:
 
 def _gsa(d_model: int, bound: float) -> MixerConfig:
     return GSAConfig(num_heads=1)
+
+
+def _gsa_spread(d_model: int, bound: float) -> MixerConfig:
+    return GSAConfig(num_heads=1, gate_spans=SPANS)
 
 
 def _gla(d_model: int, bound: float) -> MixerConfig:
@@ -40,6 +45,7 @@ def _retnet(d_model: int, bound: float) -> MixerConfig:
 MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
     "attention": _attention,
     "gsa": _gsa,
+    "gsa_spread": _gsa_spread,
     "gla": _gla,
     "hgrn2": _hgrn2,
     "retnet": _retnet,
@@ -64,10 +70,12 @@ class RecallModel(nn.Module):
         vocab_size: int,
         num_positions: int | None,
         conv_width: int = 0,
+        fan_in: bool = False,
     ) -> None:
         """Draw the weights by `init_weights`; `num_positions` is None for no such embedding.
 
-        `conv_width` tokens are in the convolution before the mixers; 0: there is none.
+        `conv_width` tokens are in the convolution before the mixers; 0: there is none. `fan_in`
+        draws the mixers' matrices with a deviation of columns^-1/2 instead.
         """
         super().__init__()
         self.embed = nn.Embedding(vocab_size, d_model)
@@ -78,6 +86,10 @@ class RecallModel(nn.Module):
         self.mixers = cast(Sequence[AbstractMixer], nn.ModuleList(mixers))
         self.last_norm = nn.LayerNorm(d_model)
         init_weights(self)
+        if fan_in:
+            for layer in chain.from_iterable(mixer.modules() for mixer in mixers):
+                if isinstance(layer, nn.Linear):
+                    nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Answer at some positions: the head is most of the model, and its other logits unused.
@@ -133,10 +145,12 @@ def build_model(
     seq_len: int,
     num_layers: int,
     conv_width: int = 0,
+    fan_in: bool = False,
 ) -> RecallModel:
     """Build the model whose mixers are named so in `MIXERS`, on torch's default device.
 
-    A convolution of `conv_width` tokens, if that is not 0, is the first of its layers.
+    A convolution of `conv_width` tokens, if that is not 0, is the first of its layers; for
+    `fan_in` see `RecallModel`.
 
     Raises:
         ValueError: if the mixer cannot have this width.
@@ -148,4 +162,5 @@ def build_model(
         vocab_size=vocab_size,
         num_positions=seq_len if name == "attention" else None,
         conv_width=conv_width,
+        fan_in=fan_in,
     )

@@ -14,6 +14,7 @@ from mezzo_core.papers.figures import draw_bars, draw_curves
 from mezzo_core.papers.runs import write_result
 
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
+from mezzo_gsa.mqar.model import MIXERS
 from mezzo_gsa.mqar.training import Epoch, RecallRun
 
 CLAIMS = ("gsa.claim.mqar",)
@@ -25,7 +26,8 @@ MISSING = "-"
 class SweepResult:
     """The runs of a sweep, kept in a file, an experiment that `mezzo_core.papers` reads.
 
-    That is `mqar.json`, or where a convolution is the first layer `mqar_conv.json`.
+    That is `mqar.json`, or by what is not the protocol's `mqar_conv.json` (the first layer),
+    `mqar_fan_in.json` (the weights' start) or `mqar_conv_fan_in.json`.
     """
 
     def __init__(self, training: RecallTraining, folder: Path, device: torch.device) -> None:
@@ -36,7 +38,8 @@ class SweepResult:
                 another machine.
         """
         self.training = training
-        self.path = folder / ("mqar_conv.json" if training.conv_width else "mqar.json")
+        conv, fan_in = training.conv_width > 0, training.init == "fan_in"
+        self.path = folder / f"mqar{'_conv' * conv}{'_fan_in' * fan_in}.json"
         self.runs: list[RecallRun] = []
         self._origin = environment(device)
         is_auto = training.precision == "auto"
@@ -56,7 +59,7 @@ class SweepResult:
             best = found.setdefault((run.model, run.d_model), run)
             if run.accuracy > best.accuracy:
                 found[run.model, run.d_model] = run
-        order = SweepConfig().models
+        order = list(MIXERS)
         return sorted(found.values(), key=lambda run: (order.index(run.model), run.d_model))
 
     def left_out(self) -> list[str]:
@@ -116,9 +119,9 @@ class SweepResult:
             f"128 at most), embedding tied, dropout 0.1 on it; {training.train_rows:,} rows, "
             f"batch {training.batch_size}, at most {training.epochs} epochs, AdamW with decay 0.1, "
             f"cosine by epoch to 0; {training.test_rows:,} test rows, the best learning rate; "
-            f"{self._precision} matrices. Unlike Zoology's models: no biases in projections, "
-            "no dropout inside attention, no smaller start for output projections, no second "
-            "normalized residual in place of the MLP"
+            f"{self._precision} matrices{self._start()}. Unlike Zoology's models: no biases in "
+            "projections, no dropout inside attention, no smaller start for output projections, no "
+            "second normalized residual in place of the MLP"
         )
 
     def _layers(self) -> str:
@@ -126,6 +129,11 @@ class SweepResult:
         if not width:
             return f"{layers} layers"
         return f"a causal convolution of {width} tokens, then {layers - 1}"
+
+    def _start(self) -> str:
+        if self.training.init == "zoology":
+            return ""
+        return ", those of mixers started with a deviation of columns^-1/2"
 
     def _missing(self, name: str, protocol: SweepConfig) -> Iterator[str]:
         """Say at which of the protocol's widths and learning rates a model was not trained."""
@@ -193,4 +201,5 @@ def _differences(training: RecallTraining, protocol: RecallTraining) -> Iterator
             continue
         ours, theirs = getattr(training, field.name), getattr(protocol, field.name)
         if ours != theirs:
-            yield f"{field.name} is {ours:,}, the protocol's {theirs:,}"
+            pair = (f"{x:,}" if isinstance(x, int) else x for x in (ours, theirs))
+            yield "{} is {}, the protocol's {}".format(field.name, *pair)

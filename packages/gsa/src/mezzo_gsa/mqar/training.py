@@ -113,6 +113,7 @@ def train_run(
         seq_len=task.seq_len,
         num_layers=training.num_layers,
         conv_width=training.conv_width,
+        fan_in=training.init == "fan_in",
     ).to(device)
     step = TrainStep(model, train, training)
     curve: list[Epoch] = []
