@@ -9,7 +9,7 @@ from mezzo_core.nn import AbstractMixer, AttentionConfig, MixerConfig, init_weig
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import SPANS, GSAConfig
+from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.retnet import RetNetConfig
 
@@ -26,7 +26,8 @@ def _gsa(d_model: int, bound: float) -> MixerConfig:
 
 
 def _gsa_spread(d_model: int, bound: float) -> MixerConfig:
-    return GSAConfig(num_heads=1, gate_spans=SPANS)
+    # Its rows have nothing that a short memory would help with.
+    return GSAConfig(num_heads=1, gate_spans=(32.0, 2048.0))
 
 
 def _gla(d_model: int, bound: float) -> MixerConfig:
