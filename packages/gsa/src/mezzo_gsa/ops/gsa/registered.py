@@ -7,6 +7,7 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import lay_chunks
+from mezzo_gsa.ops.gsa.tiling import chunk_length, gate_tiles
 from mezzo_gsa.ops.layout import by_token
 
 
@@ -36,18 +37,6 @@ Flat = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor,
 ]  # fmt: skip
-
-
-def chunk_length(dtype: torch.dtype, num_slots: int) -> int:
-    """Return L: as long as what a program holds of a chunk fits on the chip."""
-    if dtype == torch.float32:
-        return 64 if num_slots <= 64 else 32
-    return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
-
-
-def gate_tiles(num_slots: int) -> int:
-    """Return in how many tiles of 32 slots a kernel takes the gates of a chunk, a power of two."""
-    return 1 << (-(-num_slots // 32) - 1).bit_length()
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from mezzo_gsa.ops.chunks import SEGMENT, Chunks
-from mezzo_gsa.ops.gsa.registered import gate_tiles
+from mezzo_gsa.ops.gsa.tiling import gate_tiles
 from mezzo_gsa.ops.gsa.triton_gate import gate_kernel
 from mezzo_gsa.ops.gsa.triton_slots import slots_bwd_kernel, slots_fwd_kernel
 from mezzo_gsa.ops.gsa.triton_tokens import swish_kernel, tokens_kernel
