@@ -10,6 +10,7 @@ import triton.language as tl
 
 from mezzo_gsa.ops.gla.triton_gate import gate_columns
 from mezzo_gsa.ops.gla.triton_pairs import channel_scores, pair_decays
+from mezzo_gsa.ops.triton_elementwise import exp
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
@@ -52,7 +53,7 @@ def scores_kernel(
         p_g = p_running + gate_columns(o_k, KG)[None, :]
         m = m_l[:, None] & m_k[None, :]
         b_g = tl.load(p_g + o_l[:, None] * (H * KG), mask=m, other=0.0)
-        b_weighted = scale * b_q.to(tl.float32) * tl.exp(b_g.to(tl.float32))
+        b_weighted = scale * b_q.to(tl.float32) * exp(b_g.to(tl.float32))
         store_rows(weighted, o_t, m_l, HQ * K, i_hq, K, o_k, b_weighted)
         if KG == 1:
             b_a = tl.dot(b_q, tl.trans(b_k), b_a, input_precision=PRECISION)

@@ -6,6 +6,7 @@ KG is the gate's width: K for a gate of each key channel, 1 for a gate of each h
 import triton
 import triton.language as tl
 
+from mezzo_gsa.ops.triton_elementwise import exp
 from mezzo_gsa.ops.triton_states import locate_chunk
 
 
@@ -35,10 +36,10 @@ def gate_kernel(
     # Padding has g = 0: the last row is the sum of all.
     b_total = tl.sum(tl.where((o_l == L - 1)[:, None], b_running, 0.0), 0)
     b_k = tl.load(k + o_t[:, None] * stride_k + i_h * K + o_k[None, :], mask=m, other=0.0)
-    b_write = b_k.to(tl.float32) * tl.exp((b_total[None, :] - b_running).to(tl.float32))
+    b_write = b_k.to(tl.float32) * exp((b_total[None, :] - b_running).to(tl.float32))
     o_row = o_t[:, None] * H + i_h
     tl.store(write + o_row * K + o_k[None, :], b_write.to(write.dtype.element_ty), mask=m)
     p_decay = decay + (i_c.to(tl.int64) * H + i_h) * K + o_k
-    tl.store(p_decay, tl.exp(b_total.to(tl.float32)), mask=m_k)
+    tl.store(p_decay, exp(b_total.to(tl.float32)), mask=m_k)
     m_g = m if KG > 1 else m & (o_k == 0)[None, :]
     tl.store(running + o_row * KG + o_g[None, :], b_running, mask=m_g)

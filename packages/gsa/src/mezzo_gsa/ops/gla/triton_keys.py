@@ -11,6 +11,7 @@ import triton.language as tl
 from mezzo_gsa.ops.gla.triton_chunks import load_rows, store_rows
 from mezzo_gsa.ops.gla.triton_gate import gate_columns
 from mezzo_gsa.ops.gla.triton_pairs import on_diagonal, scores_bwd_of_half
+from mezzo_gsa.ops.triton_elementwise import exp
 from mezzo_gsa.ops.triton_products import dot_wide, suffix_sum
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
@@ -114,11 +115,11 @@ def keys_bwd_kernel(
     b_q_r = load_rows(q, start + o_r, m_r, stride_q, i_hq, K, o_k).to(tl.float32)
     b_k_l = load_rows(k, start + o_l, m_l, stride_k, i_h, K, o_k).to(tl.float32)
     b_k_r = load_rows(k, start + o_r, m_r, stride_k, i_h, K, o_k).to(tl.float32)
-    b_dq_l *= scale * tl.exp(b_g_l.to(tl.float32))
-    b_dq_r *= scale * tl.exp(b_g_r.to(tl.float32))
-    b_dk_l *= tl.exp(-tl.abs(b_total - b_g_l).to(tl.float32))
-    b_dk_r *= tl.exp(-tl.abs(b_total - b_g_r).to(tl.float32))
-    b_last = b_end[None, :] * tl.exp(b_total.to(tl.float32))
+    b_dq_l *= scale * exp(b_g_l.to(tl.float32))
+    b_dq_r *= scale * exp(b_g_r.to(tl.float32))
+    b_dk_l *= exp(-tl.abs(b_total - b_g_l).to(tl.float32))
+    b_dk_r *= exp(-tl.abs(b_total - b_g_r).to(tl.float32))
+    b_last = b_end[None, :] * exp(b_total.to(tl.float32))
     b_last += tl.sum(b_k_l * b_dk_l + b_k_r * b_dk_r, 0, keep_dims=True)
     b_da_l = load_square(dscores, start, length, HQ * L, i_hq, o_l, o_l, L)
     b_da_r = load_square(dscores, start, length, HQ * L, i_hq, o_r, o_r, L)
@@ -140,8 +141,8 @@ def keys_bwd_kernel(
             b_da_r, b_dq_r, b_dk_r, b_q_r, b_k_r, b_g_r, b_middle, p_g, o_r, m_k, length,
             stride, INNER, L // 2, LEVELS, MILD, PRECISION,
         )  # fmt: skip
-        b_read = tl.exp(tl.minimum(b_g_r - b_middle, 0.0).to(tl.float32))
-        b_write = tl.exp(tl.minimum(b_middle - b_g_l, 0.0).to(tl.float32))
+        b_read = exp(tl.minimum(b_g_r - b_middle, 0.0).to(tl.float32))
+        b_write = exp(tl.minimum(b_middle - b_g_l, 0.0).to(tl.float32))
         b_far = b_far.to(INNER)
         b_dq_r += b_read * dot_wide(b_far, b_k_l * b_write, PRECISION)
         b_dk_l += b_write * dot_wide(tl.trans(b_far), b_q_r * b_read, PRECISION)

@@ -15,6 +15,7 @@ gate's gradient is never added.
 import triton
 import triton.language as tl
 
+from mezzo_gsa.ops.triton_elementwise import exp
 from mezzo_gsa.ops.triton_products import dot_wide, load_running
 
 
@@ -30,7 +31,7 @@ def level_factor(p_running, b_running, o_l, m_m, length, stride, level):
     """Return X (L, BM) of the level whose nodes have 2^level tokens on each side."""
     o_pivot = ((o_l >> (level + 1)) << (level + 1)) + (1 << level) - 1
     b_pivot = load_running(p_running, o_pivot, m_m, length, stride)
-    return tl.exp(-tl.abs(b_running - b_pivot).to(tl.float32))
+    return exp(-tl.abs(b_running - b_pivot).to(tl.float32))
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def pair_decays(p_running, o_l, m_l, stride, L: tl.constexpr):
     b_t = tl.load(p_running + o_l * stride, mask=m_l, other=0.0)
     b_i = tl.trans(b_t[:, None])
     m = (o_l[:, None] >= tl.arange(0, L)[None, :]) & m_l[:, None]
-    return tl.where(m, tl.exp(-tl.abs(b_t[:, None] - b_i).to(tl.float32)), 0.0)
+    return tl.where(m, exp(-tl.abs(b_t[:, None] - b_i).to(tl.float32)), 0.0)
 
 
 @triton.jit
@@ -74,8 +75,8 @@ def half_factors(
     b_until = tl.minimum(b_middle - b_g, 0.0).to(tl.float32)
     m_steep = (tl.min(b_since, 1) < -MILD)[:, None]
     levels = LEVELS * tl.max(tl.max(m_steep.to(tl.int32), 1), 0)
-    b_down = tl.exp(tl.minimum(-b_since, MILD))
-    return tl.exp(b_since), b_down, tl.exp(b_until), m_steep, levels
+    b_down = exp(tl.minimum(-b_since, MILD))
+    return exp(b_since), b_down, exp(b_until), m_steep, levels
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def scores_bwd_of_half(
     """
     b_parting = tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 0)
     b_since = tl.minimum(b_g - b_start, 0.0).to(tl.float32)
-    b_up, b_down = tl.exp(b_since), tl.exp(tl.minimum(-b_since, MILD))
+    b_up, b_down = exp(b_since), exp(tl.minimum(-b_since, MILD))
     m_steep = (tl.min(b_since, 1) < -MILD)[:, None]
     levels = LEVELS * tl.max(tl.max(m_steep.to(tl.int32), 1), 0)
     b_near = tl.where((b_parting > 0) & ~m_steep, b_da, 0.0).to(dtype)

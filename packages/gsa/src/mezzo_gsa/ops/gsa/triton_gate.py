@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_elementwise import log_sigmoid, write_strength
+from mezzo_gsa.ops.triton_elementwise import exp, log_sigmoid, write_strength
 from mezzo_gsa.ops.triton_states import locate_chunk
 
 
@@ -52,12 +52,12 @@ def gate_kernel(
     b_running = tl.cumsum(b_g.to(running.dtype.element_ty), 0)
     # Padding has g = 0: the last row is the sum of all.
     b_total = tl.sum(tl.where((tl.arange(0, L) == L - 1)[:, None], b_running, 0.0), 0)
-    b_write = b_s * tl.exp((b_total[None, :] - b_running).to(tl.float32))
+    b_write = b_s * exp((b_total[None, :] - b_running).to(tl.float32))
     tl.store(running + o_row, b_running, mask=m)
     if strength is not None:
         tl.store(strength + o_row, b_s, mask=m)
     tl.store(write + o_row, b_write.to(write.dtype.element_ty), mask=m)
     p_decay = decay + (i_c.to(tl.int64) * H + i_h) * M + o_m
-    tl.store(p_decay, tl.exp(b_total.to(tl.float32)), mask=o_m < M)
+    tl.store(p_decay, exp(b_total.to(tl.float32)), mask=o_m < M)
     b_bands = tl.floor(-tl.min(b_total).to(tl.float32) / WIDTH).to(tl.int32) + 1
     tl.store(bands + (i_c * H + i_h) * tl.num_programs(1) + i_m, b_bands)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from mezzo_gsa.ops.gsa.triton_gate import load_bands, load_gate, own_strength
+from mezzo_gsa.ops.triton_elementwise import exp, sigmoid
 from mezzo_gsa.ops.triton_products import dot_wide, load_running, suffix_sum
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
@@ -38,7 +39,7 @@ def is_for(num_bands, BANDS: tl.constexpr):
 def band_factors(b_running, band, BANDS: tl.constexpr, WIDTH: tl.constexpr):
     """Return exp(G - P) of the rows in a band, else zero; and exp(P - G) of columns up to it."""
     b_x = (b_running + WIDTH * (band + 0.5)).to(tl.float32)
-    b_up, b_down = tl.exp(b_x), tl.exp(-b_x)
+    b_up, b_down = exp(b_x), exp(-b_x)
     if BANDS != "one":
         b_up = tl.where((b_x > -0.5 * WIDTH) & (b_x <= 0.5 * WIDTH), b_up, 0.0)
         b_down = tl.where(b_x > -0.5 * WIDTH, b_down, 0.0)
@@ -68,10 +69,10 @@ def weights_of(b_logits, m_m, BETWEEN: tl.constexpr):
     """Return p (L, BM): what stands between the passes; zeros in slots that do not exist."""
     if BETWEEN == "softmax":
         b_logits = tl.where(m_m[None, :], b_logits, float("-inf"))
-        b_p = tl.exp(b_logits - tl.max(b_logits, 1)[:, None])
+        b_p = exp(b_logits - tl.max(b_logits, 1)[:, None])
         return b_p / tl.sum(b_p, 1)[:, None]
     if BETWEEN == "swish":
-        return b_logits * tl.sigmoid(b_logits)
+        return b_logits * sigmoid(b_logits)
     if BETWEEN == "relu":
         return tl.maximum(b_logits, 0.0)
     if BETWEEN == "relu_squared":
@@ -85,7 +86,7 @@ def weights_bwd(b_logits, b_p, b_dp, BETWEEN: tl.constexpr):
     if BETWEEN == "softmax":
         return b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None])
     if BETWEEN == "swish":
-        b_sigmoid = tl.sigmoid(b_logits)
+        b_sigmoid = sigmoid(b_logits)
         return b_dp * b_sigmoid * (1.0 + b_logits * (1.0 - b_sigmoid))
     if BETWEEN == "relu":
         return tl.where(b_logits > 0.0, b_dp, 0.0)
@@ -136,7 +137,7 @@ def slots_fwd_kernel(
     b_running = load_running(p_running, o_l, m_m, length, H * M)
     b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
     b_s = own_strength(s, b_g, (o_t[:, None] * H + i_h) * M + o_m[None, :], m)
-    b_keep = tl.exp(b_running.to(tl.float32))
+    b_keep = exp(b_running.to(tl.float32))
     b_a = causal(b_a, L).to(INNER)
     b_logits *= b_keep
     for band in range(1 if BANDS == "one" else num_bands):
@@ -236,7 +237,7 @@ def slots_bwd_kernel(
     if VALUES:
         b_running = load_running(p_running, o_l, m_m, length, H * M)
         b_s = tl.load(strength + o_h, mask=m, other=0.0)
-        b_keep = tl.exp(b_running.to(tl.float32))
+        b_keep = exp(b_running.to(tl.float32))
         b_dp *= b_keep
         for band in range(1 if BANDS == "one" else num_bands):
             b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
@@ -255,8 +256,8 @@ def slots_bwd_kernel(
                       mask=m_m & (length > 0), other=0.0)  # fmt: skip
     b_s = tl.load(strength + o_h, mask=m, other=0.0)
     b_w = load_weights(logits, dlogits, o_hq, m, m_m, BETWEEN, VALUES)
-    b_ds *= tl.exp((b_total[None, :] - b_running).to(tl.float32))
-    b_end = b_end * tl.exp(b_total.to(tl.float32)) + tl.sum(b_s * b_ds, 0)
+    b_ds *= exp((b_total[None, :] - b_running).to(tl.float32))
+    b_end = b_end * exp(b_total.to(tl.float32)) + tl.sum(b_s * b_ds, 0)
     for band in range(1 if BANDS == "one" else num_bands):
         b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
         b_ds += b_down * dot_wide(tl.trans(b_near), b_w * b_up, PRECISION)
@@ -276,7 +277,7 @@ def slots_bwd_kernel(
         if DAMPING is not None:  # g = log sigmoid(x) / DAMPING: dg/dx = sigmoid(-x) / DAMPING
             o_g = o_t[:, None] * stride_g + i_h * M + o_m[None, :]
             b_raw = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32)
-            b_dg *= tl.sigmoid(-b_raw) / DAMPING
+            b_dg *= sigmoid(-b_raw) / DAMPING
         o_dg = o_t[:, None] * stride_dg + i_hq * M + o_m[None, :]
         tl.store(dg + o_dg, b_dg.to(dg.dtype.element_ty), mask=m)
         if OWN_STRENGTH:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_elementwise import swish
+from mezzo_gsa.ops.triton_elementwise import sigmoid, swish
 from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
 
 
@@ -20,7 +20,7 @@ def store_through_swish(grad, raw, o_grad, o_raw, m, b_grad):
     """Store a gradient; where `raw` is given, pulled back through the swish of `raw`."""
     if raw is not None:
         b_x = tl.load(raw + o_raw, mask=m, other=0.0).to(tl.float32)
-        b_sigmoid = tl.sigmoid(b_x)
+        b_sigmoid = sigmoid(b_x)
         b_grad *= b_sigmoid * (1.0 + b_x * (1.0 - b_sigmoid))
     tl.store(grad + o_grad, b_grad.to(grad.dtype.element_ty), mask=m)
 
