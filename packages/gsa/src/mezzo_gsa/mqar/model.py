@@ -26,8 +26,9 @@ def _gsa(d_model: int, bound: float) -> MixerConfig:
 
 
 def _gsa_spread(d_model: int, bound: float) -> MixerConfig:
-    # Its rows have nothing that a short memory would help with.
-    return GSAConfig(num_heads=1, gate_spans=(32.0, 2048.0))
+    # Nothing in the rows is for a short memory, and a slot must learn to take a single key: with
+    # damping it would need logits of -20.
+    return GSAConfig(num_heads=1, damping=1.0, gate_spans=(32.0, 2048.0))
 
 
 def _gla(d_model: int, bound: float) -> MixerConfig:
