@@ -9,7 +9,7 @@ from mezzo_core.nn import AbstractMixer, AttentionConfig, MixerConfig, init_weig
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.retnet import RetNetConfig
 
@@ -26,9 +26,8 @@ def _gsa(d_model: int, bound: float) -> MixerConfig:
 
 
 def _gsa_spread(d_model: int, bound: float) -> MixerConfig:
-    # Nothing in the rows is for a short memory, and a slot must learn to take a single key: with
-    # damping it would need logits of -20.
-    return GSAConfig(num_heads=1, damping=1.0, gate_spans=(32.0, 2048.0))
+    # A slot must learn to take a single key: with damping that would need logits of -20.
+    return GSAConfig(num_heads=1, damping=1.0, gate_spans=SPANS)
 
 
 def _gla(d_model: int, bound: float) -> MixerConfig:
