@@ -17,7 +17,8 @@ from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
 from mezzo_gsa.ops.gsa.step import step_gsa_packed_
 
 SPANS = (2.0, 2048.0)
-"""The shortest and the longest memory, in tokens, that constant gates start with by default."""
+"""The shortest and the longest memory, in tokens, that constant gates start with by default, and
+all gates where a recipe says `gsa_spread`."""
 
 
 @dataclass(frozen=True)
