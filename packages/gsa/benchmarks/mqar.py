@@ -7,7 +7,8 @@
 
 The protocol's task, models and widths, but fewer rows, epochs and learning rates, and most rows to
 train on have fewer pairs, which is easier to learn: the result says under "left_out" what was cut.
-The committed sweep is the first command's, with --compile and for some models --lr 2.15e-3.
+The committed sweeps are the first command's, with --compile and for some models --lr 2.15e-3; those
+of the files with "conv" and "fan_in" have --conv-width 3, --init fan_in and --seconds 150 besides.
 A folder goes on where it was left; with several GPUs, give each a folder and join them afterwards.
 """
 
