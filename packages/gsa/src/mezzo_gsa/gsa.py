@@ -39,7 +39,7 @@ class GSAConfig:
     gate_spans: tuple[float, float] | None = None
     """The shortest and the longest memory, in tokens, that the slots of a head start with, others
     in geometric steps between; `in_proj` has a bias for it. None: as in the paper, no bias, and all
-    slots start with a memory of 1.44 τ tokens; constant gates take (2, 2048)."""
+    slots start with a memory of 12 tokens (with damping 8); constant gates take (2, 2048)."""
     between: Between = "softmax"
     """What turns K~ q into the slots' weights; all but softmax are the paper's ablation."""
     feature_map: Literal["swish", "none"] = "swish"

@@ -6,13 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """Return e^x, x float32, in half the instructions of tl.exp, which takes care of denormals."""
+    """Return e^x, x float32, in fewer instructions than tl.exp, which takes care of denormals."""
     return tl.exp2(1.4426950408889634 * x)
 
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + exp(-x)), x float32: a division is slower than a reciprocal root's square."""
+    """Return 1 / (1 + exp(-x)), x float32.
+
+    The square of a reciprocal root takes fewer instructions than a division.
+    """
     root = tl.rsqrt(1.0 + exp(-x))
     return root * root
 

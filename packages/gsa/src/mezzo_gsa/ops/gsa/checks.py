@@ -42,14 +42,15 @@ def check_inputs(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}"
         )
     M = (g if g is not None else s).shape[-1]  # type: ignore[union-attr]
-    for name, x, width in (("k", k, k.shape[-1]), ("v", v, v.shape[-1]), ("g", g, M), ("s", s, M)):
-        if x is not None and not x.shape[-1]:
-            raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
+    for name, x, width in (("v", v, v.shape[-1]), ("g", g, M), ("s", s, M)):
         if x is not None and x.shape[-2:] != (H, width):
             raise ValueError(
                 f"{op}: {name} must end in (H, {'M' if name != 'v' else 'V'}) = {(H, width)}, "
                 f"got {tuple(x.shape)}"
             )
+    for name, x in (("k", k), ("v", v), ("g", g), ("s", s)):
+        if x is not None and not x.shape[-1]:
+            raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
 
 
 def check_state(
