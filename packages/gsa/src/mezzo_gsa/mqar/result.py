@@ -120,8 +120,8 @@ class SweepResult:
             f"batch {training.batch_size}, at most {training.epochs} epochs, AdamW with decay 0.1, "
             f"cosine by epoch to 0; {training.test_rows:,} test rows, the best learning rate; "
             f"{self._precision} matrices{self._start()}. Unlike Zoology's models: no biases in "
-            "projections but gsa_spread's, no dropout inside attention, no smaller start for output "
-            "projections, no second normalized residual in place of the MLP"
+            "projections but gsa_spread's, no dropout inside attention, no smaller start for "
+            "output projections, no second normalized residual in place of the MLP"
         )
 
     def _layers(self) -> str:
