@@ -84,7 +84,7 @@ class SweepConfig:
     """What is swept over.
 
     Attributes:
-        models: names of mixers; by default the protocol's, without `gsa_spread`.
+        models: names of mixers; by default all but `gsa_one_head`.
         widths: model widths C.
         learning_rates: tried for each model and width, the best of which is reported.
         skip_solved: leave out a model's remaining learning rates at a width where one has solved

@@ -9,7 +9,7 @@ from mezzo_core.nn import AbstractMixer, AttentionConfig, MixerConfig, init_weig
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import SPANS, GSAConfig
+from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.retnet import RetNetConfig
 
@@ -22,12 +22,11 @@ def _attention(d_model: int, bound: float) -> MixerConfig:
 
 
 def _gsa(d_model: int, bound: float) -> MixerConfig:
+    return GSAConfig(num_heads=4)  # as in the paper's 1.3B model
+
+
+def _gsa_one_head(d_model: int, bound: float) -> MixerConfig:
     return GSAConfig(num_heads=1)
-
-
-def _gsa_spread(d_model: int, bound: float) -> MixerConfig:
-    # A slot must learn to take a single key: with damping that would need logits of -20.
-    return GSAConfig(num_heads=1, damping=1.0, gate_spans=SPANS)
 
 
 def _gla(d_model: int, bound: float) -> MixerConfig:
@@ -46,7 +45,7 @@ def _retnet(d_model: int, bound: float) -> MixerConfig:
 MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
     "attention": _attention,
     "gsa": _gsa,
-    "gsa_spread": _gsa_spread,
+    "gsa_one_head": _gsa_one_head,
     "gla": _gla,
     "hgrn2": _hgrn2,
     "retnet": _retnet,

@@ -115,13 +115,14 @@ class SweepResult:
         training, task = self.training, self.training.task
         return (
             f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; "
-            f"{self._layers()} of LayerNorm and mixer with one head (HGRN2: of width "
-            f"128 at most), embedding tied, dropout 0.1 on it; {training.train_rows:,} rows, "
-            f"batch {training.batch_size}, at most {training.epochs} epochs, AdamW with decay 0.1, "
-            f"cosine by epoch to 0; {training.test_rows:,} test rows, the best learning rate; "
-            f"{self._precision} matrices{self._start()}. Unlike Zoology's models: no biases in "
-            "projections but gsa_spread's, no dropout inside attention, no smaller start for "
-            "output projections, no second normalized residual in place of the MLP"
+            f"{self._layers()} of LayerNorm and mixer with one head (gsa: four; HGRN2: of "
+            "width 128 at most), embedding tied, dropout 0.1 on it; "
+            f"{training.train_rows:,} rows, batch {training.batch_size}, at most "
+            f"{training.epochs} epochs, AdamW with decay 0.1, cosine by epoch to 0; "
+            f"{training.test_rows:,} test rows, the best learning rate; {self._precision} "
+            f"matrices{self._start()}. Unlike Zoology's models: no biases in projections, no "
+            "dropout inside attention, no smaller start for output projections, no second "
+            "normalized residual in place of the MLP"
         )
 
     def _layers(self) -> str:
