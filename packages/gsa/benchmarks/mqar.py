@@ -7,8 +7,8 @@
 
 The protocol's task, models and widths, but fewer rows, epochs and learning rates, and most rows to
 train on have fewer pairs, which is easier to learn: the result says under "left_out" what was cut.
-The committed sweeps are the first command's, with --compile and for some models --lr 2.15e-3; those
-of the files with "conv" and "fan_in" have --conv-width 3, --init fan_in and --seconds 150 besides.
+The committed sweeps are the first command's, with --compile and for some models --lr 2.15e-3; that
+of the file with "conv" has --conv-width 3, that with "fan_in" --init fan_in, both --seconds 150.
 A folder goes on where it was left; with several GPUs, give each a folder and join them afterwards.
 """
 

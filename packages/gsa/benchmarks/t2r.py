@@ -8,8 +8,8 @@ The Transformer is a small Mistral: grouped keys, RoPE, SwiGLU. All of its weigh
 same tokens for every target; GSA also trains from nothing with the tokens of the fine-tuning, at
 the Transformer's own learning rate. Writes t2r.json (an experiment, see mezzo_core.papers.results,
 with each run's losses; the first point of a fine-tuning is the model as it was converted) and
-t2r.png after each run. Rows of other seeds stay, if all else was the same. The committed
-t2r_spread.json is a later run, the first with slots started apart, which time cut after GLA.
+t2r.png after each run. Rows of other seeds stay, if all else was the same. The committed run has
+--pretrain-steps 700 --tune-steps 150.
 """
 
 import argparse
