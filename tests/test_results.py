@@ -1,6 +1,7 @@
 """The tables in the documents say what the committed results say."""
 
 import json
+import math
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,8 +50,22 @@ def test_seeds_of_a_training_are_one_line_with_their_spread(tmp_path):
     assert table[2:] == [
         "| Model | Weights | PPL | tokens/s | peak GB |",
         "|---|---|---|---|---|",
-        "| a | 1.0M | 12.5 (spread 1) | 1,000 | - |",
+        "| a | 1.0M | 12.5 (2 seeds, spread 1) | 1,000 | - |",
         "| b | 1.0M | 14.5 | 1,000 | - |",
+    ]
+
+
+def test_models_made_of_another_show_the_perplexity_before_any_step(tmp_path):
+    took = {"parameters": 1_000_000, "tokens_per_second": 1000, "peak_gb": None}
+    starts = {"a": [[0, math.log(50.0)], [5, 2.0]], "b": [[5, 2.0]]}
+    runs = [{"model": m, "seed": 0, "val": val, **took} for m, val in starts.items()]
+    rows = [{"model": m, "values": [7.4]} for m in starts]
+    path = written(tmp_path, "t.json", json.dumps({**ORIGIN, "runs": runs, "rows": rows}))
+    assert check_results.experiment_table(path).splitlines()[2:] == [
+        "| Model | Weights | PPL before | PPL | tokens/s | peak GB |",
+        "|---|---|---|---|---|---|",
+        "| a | 1.0M | 50.0 | 7.4 | 1,000 | - |",
+        "| b | 1.0M | - | 7.4 | 1,000 | - |",
     ]
 
 

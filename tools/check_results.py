@@ -5,6 +5,7 @@ fails when what stands between them is not what the result files say.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def experiment_table(path: Path) -> str:
 def training_table(path: Path, content: dict[str, Any]) -> str:
     """Return the models of an experiment: the mean over seeds and its spread, weights, speed.
 
-    The speed is the fastest seed's: work that others have on a host only takes from it.
+    Models that were made of another also have their perplexity before any step. The speed is the
+    fastest seed's: work that others have on a host only takes from it.
     """
     runs: dict[str, list[dict[str, Any]]] = {}
     values: dict[str, list[list[Any]]] = {}
@@ -51,29 +53,40 @@ def training_table(path: Path, content: dict[str, Any]) -> str:
         runs.setdefault(run["model"], []).append(run)
     for row in content["rows"]:
         values.setdefault(row["model"], []).append(row["values"])
+    starts = {model: [perplexity_before(run) for run in seeds] for model, seeds in runs.items()}
+    were_made = any(start is not None for seeds in starts.values() for start in seeds)
     rows = []
     for model, seeds in values.items():
         took = runs[model]
-        speed = max(run["tokens_per_second"] for run in took)
+        before = "-" if None in starts[model] else over_seeds(tuple(starts[model]))
         rows.append(
             [
                 model,
                 f"{took[0]['parameters'] / 1e6:.1f}M",
+                *([before] if were_made else []),
                 *(over_seeds(column) for column in zip(*seeds, strict=True)),
-                f"{speed:,.0f}",
+                f"{max(run['tokens_per_second'] for run in took):,.0f}",
                 str(max(run["peak_gb"] or 0.0 for run in took) or "-"),
             ]
         )
-    return drawn(
-        path, content, ["Model", "Weights", *content["columns"], "tokens/s", "peak GB"], rows
-    )
+    start = ["PPL before"] if were_made else []
+    header = ["Model", "Weights", *start, *content["columns"], "tokens/s", "peak GB"]
+    return drawn(path, content, header, rows)
+
+
+def perplexity_before(run: dict[str, Any]) -> float | None:
+    """Return the perplexity that a run started with, if it was evaluated before its first step."""
+    evaluations = run.get("val") or [(1, 0.0)]
+    step, loss = evaluations[0]
+    return round(math.exp(loss), 1) if step == 0 else None
 
 
 def over_seeds(values: tuple[Any, ...]) -> str:
     """Write one value as it is, several as their mean and the highest minus the lowest."""
     if len(values) == 1:
         return str(values[0])
-    return f"{sum(values) / len(values):.5g} (spread {max(values) - min(values):.2g})"
+    spread = f"{max(values) - min(values):.2g}"
+    return f"{sum(values) / len(values):.5g} ({len(values)} seeds, spread {spread})"
 
 
 def drawn(path: Path, content: dict[str, Any], header: list[str], rows: list[list[str]]) -> str:

@@ -159,7 +159,7 @@ def fla_gsa(q, k, v, s, g, *, scale, checkpoint_level):
 def stand_in(monkeypatch):
     """A library in fla's place, with its ops and layers under its names."""
     parts = {
-        "fla": {},
+        "fla": {"__version__": "0.6.0"},
         "fla.ops": {},
         "fla.ops.gsa": {"chunk_gsa": fla_gsa},
         "fla.ops.gla": {"chunk_gla": chunk_gla},
@@ -181,10 +181,12 @@ def test_fla_is_measured_in_the_same_run():
     makers = (ops.gsa_rows, ops.gla_rows, layers.layer_rows, layers.decode_rows)
     rows = {(row.name, row.impl) for make in makers for row in make(here)}
     phases = ("forward", "train")
-    theirs = {(f"{kind} {phase}", "fla") for kind in ("gsa op", "gla op") for phase in phases}
-    theirs |= {(f"{name} layer {phase}", "fla") for name in ("gsa", "gla") for phase in phases}
-    theirs |= {(f"{name} layer decode", "fla, in a graph") for name in ("gsa", "gla")}
-    assert {*theirs, ("gsa op train", "fla, states kept"), ("gsa layer decode", "fla")} <= rows
+    fla = "fla 0.6.0"
+    theirs = {(f"{kind} {phase}", fla) for kind in ("gsa op", "gla op") for phase in phases}
+    theirs |= {(f"{name} layer {phase}", fla) for name in ("gsa", "gla") for phase in phases}
+    theirs |= {(f"{name} layer decode", f"{fla}, in a graph") for name in ("gsa", "gla")}
+    theirs |= {("gsa op train", f"{fla}, states kept"), ("gsa layer decode", fla)}
+    assert theirs <= rows
     assert not said
 
 

@@ -107,6 +107,26 @@ def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
     check_state_bytes(mixer, num_tokens)
 
 
+@pytest.mark.parametrize("lengths", [[2, -1], [8, 0]])
+def test_lengths_that_no_row_has_are_refused(mixer, lengths):
+    x = torch.zeros(2, 7, C)
+    with pytest.raises(ValueError, match=r"lengths must be from 0 to T = 7, got (-1|8)"):
+        mixer(x, mixer.init_state(2), lengths=torch.tensor(lengths))
+
+
+def test_shapes_can_be_had_without_numbers(mixer):
+    mixer.to("meta")
+    y, state = mixer(torch.zeros(2, 7, C, device="meta"), mixer.init_state(2))
+    assert y.shape == (2, 7, C)
+    assert [part.shape for part in state] == [part.shape for part in mixer.init_state(2)]
+
+
+@pytest.mark.parametrize("config", [GSAConfig, GLAConfig, HGRN2Config, RetNetConfig])
+def test_a_norm_has_a_positive_eps(config):
+    with pytest.raises(ValueError, match=r"norm_eps must be positive, got -1\.0"):
+        config(norm_eps=-1.0).build(128)
+
+
 def test_gradients_reach_every_weight(mixer):
     mixer(torch.randn(2, 9, C))[0].square().sum().backward()
     for name, weight in mixer.named_parameters():

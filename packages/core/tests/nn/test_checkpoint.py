@@ -178,6 +178,17 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path, model, config):
     assert names_in(tmp_path) == ["thesis.tex"]
 
 
+def test_a_model_of_another_program_is_never_replaced(tmp_path, model, config, allow):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_text("long trained")
+    with pytest.raises(UserError, match="it holds a model of another kind"):
+        save_model(model, config, tmp_path)
+    assert (tmp_path / "model.safetensors").read_text() == "long trained"
+    (tmp_path / "config.json").write_text("half of ours {")
+    save_model(model, config, tmp_path)
+    load_model(tmp_path, allow_packages=allow)
+
+
 # --- what cannot be loaded says why -----------------------------------------------------------
 
 

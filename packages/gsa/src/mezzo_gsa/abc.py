@@ -75,7 +75,7 @@ class ABC(AbstractMixer):
         self.config, self.d_model = config, d_model
         self.widths = (d_model, d_model, d_model, H * M)
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
-        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def forward(

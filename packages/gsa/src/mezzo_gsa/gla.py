@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
 from mezzo_core.nn.project import project
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
@@ -42,7 +42,7 @@ class GLAConfig:
         """Build the mixer.
 
         Raises:
-            ValueError: if the widths do not divide, or a size is not positive.
+            ValueError: if the widths do not divide, or a number is not positive.
         """
         return GLA(self, d_model)
 
@@ -102,7 +102,7 @@ class GLA(AbstractMixer):
         k = apply_feature_map(self.k_proj(x).unflatten(-1, (H, K)), self.config.feature_map)
         v = self.v_proj(x).unflatten(-1, (H, V))
         logits = self.g_proj(x).unflatten(-1, (H, K))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(accumulation_dtype(logits.dtype))
         k, g = skip_padding(k, F.logsigmoid(logits) / self.config.damping, lengths)
         out, h = chunk_gla(
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
@@ -134,13 +134,13 @@ class GLA(AbstractMixer):
         """Return the state before the first token."""
         _, H, K, V = self.heads
         weight = self.o_proj.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = accumulation_dtype(weight.dtype)
         return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: H K V values, for any length."""
         _, H, K, V = self.heads
-        return H * K * V * torch.promote_types(self.o_proj.weight.dtype, torch.float32).itemsize
+        return H * K * V * accumulation_dtype(self.o_proj.weight.dtype).itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token, as the recurrence takes them.

@@ -228,9 +228,9 @@ def _check(config: GSAConfig) -> None:
     for name in ("damping", "norm_eps"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
-    short, long = config.gate_spans or SPANS
-    if not 1 < short <= long < math.inf:
-        raise ValueError(f"gate_spans must be above 1, the shorter first, got {config.gate_spans}")
+    spans = config.gate_spans or SPANS
+    if len(spans) != 2 or not 1 < spans[0] <= spans[1] < math.inf:
+        raise ValueError(f"gate_spans must be two numbers above 1, the shorter first, got {spans}")
     choices = {
         "gate": ("token", "constant"),
         "between": get_args(Between),

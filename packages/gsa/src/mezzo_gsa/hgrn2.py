@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
 from mezzo_core.nn.project import project
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
@@ -28,7 +28,8 @@ class HGRN2Config:
         """Build the mixer.
 
         Raises:
-            ValueError: if `head_dim` does not divide `d_model`, or the bound is not in [0, 1).
+            ValueError: if `head_dim` does not divide `d_model`, the bound is not in [0, 1), or
+                `norm_eps` is not positive.
         """
         return HGRN2(self, d_model)
 
@@ -112,12 +113,12 @@ class HGRN2(AbstractMixer):
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""
         weight, D = self.o_proj.weight, self.config.head_dim
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = accumulation_dtype(weight.dtype)
         return GLAState(weight.new_zeros(batch, self.num_heads, D, D, dtype=dtype))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: C D values, for any length."""
-        itemsize = torch.promote_types(self.o_proj.weight.dtype, torch.float32).itemsize
+        itemsize = accumulation_dtype(self.o_proj.weight.dtype).itemsize
         return self.d_model * self.config.head_dim * itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:

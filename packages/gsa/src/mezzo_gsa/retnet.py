@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
 from mezzo_core.nn.project import project
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor, nn
 
@@ -41,7 +42,8 @@ class RetNetConfig:
         """Build the mixer.
 
         Raises:
-            ValueError: if the widths do not divide, or a head's keys have an odd width.
+            ValueError: if the widths do not divide, a head's keys have an odd width, or a number
+                is not positive.
         """
         return RetNet(self, d_model)
 
@@ -148,7 +150,7 @@ class RetNet(AbstractMixer):
         """Return the state before the first token."""
         HQ, _, K, V = self.heads
         weight = self.o_proj.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = accumulation_dtype(weight.dtype)
         return RetNetState(
             weight.new_zeros(batch, HQ, K, V, dtype=dtype),
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
@@ -157,7 +159,7 @@ class RetNet(AbstractMixer):
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: HQ K V values and a counter, at any length."""
         HQ, _, K, V = self.heads
-        itemsize = torch.promote_types(self.o_proj.weight.dtype, torch.float32).itemsize
+        itemsize = accumulation_dtype(self.o_proj.weight.dtype).itemsize
         return HQ * K * V * itemsize + 8
 
     def flops_per_token(self, num_tokens: int) -> float:

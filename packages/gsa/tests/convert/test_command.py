@@ -103,11 +103,14 @@ def test_a_llama_is_converted_to_the_same_weights_as_in_python(
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])
-def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file):
+def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file, monkeypatch):
     folder, _ = checkpoint(llama())
     with pytest.raises(UserError, match=r"no tokenizer.json or tokenizer.model.*--tokenizer"):
         read_transformer(str(folder))
     (folder / file).write_text("{}")
+    with pytest.raises(UserError, match=r"is no (tokenizer|SentencePiece model)"):
+        read_transformer(str(folder))
+    monkeypatch.setattr("mezzo_gsa.convert.source.load_tokenizer", lambda name: None)
     expected = folder if file == "tokenizer.json" else folder / file
     assert read_transformer(str(folder)).extra["tokenizer"] == str(expected.resolve())
     assert read_transformer(str(folder), "byte").extra["tokenizer"] == "byte"
@@ -129,6 +132,28 @@ def test_what_cannot_be_converted_is_one_line(command, llama, checkpoint, tmp_pa
     (line,) = error.splitlines()
     assert re.search(named, line)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_transformer_is_not_overwritten(command, llama, checkpoint, tmp_path):
+    folder, _ = checkpoint(llama())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    code, _, error = command(folder, "--to", "gsa", "--tokenizer", "byte", "--out", folder)
+    assert code == 2
+    assert "--out must be another folder than the model's own" in error
+    other, _ = checkpoint(llama(), name="other")
+    code, _, error = command(folder, "--to", "gsa", "--tokenizer", "byte", "--out", other)
+    assert code == 2
+    assert "it holds a model of another kind" in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(("target", "code"), [("gsa", 0), ("gla", 0), ("retnet", 2)])
+def test_only_what_rotates_needs_a_rotation_that_is_known(
+    command, llama, checkpoint, tmp_path, target, code
+):
+    folder, _ = checkpoint(llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}))
+    words = ("--to", target, "--tokenizer", "byte", "--out", tmp_path / "out")
+    assert command(folder, *words)[0] == code
 
 
 def test_a_folder_with_something_else_is_left_alone(command, llama, checkpoint, tmp_path):

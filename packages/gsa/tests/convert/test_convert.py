@@ -216,8 +216,30 @@ def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
     def narrow(attention, num_heads):
         return GLAConfig(num_heads, attention.num_kv_heads, expand_k=0.5)
 
-    with pytest.raises(UserError, match=r"GLAConfig has no q_proj.weight of shape \(32, 32\)"):
+    with pytest.raises(UserError, match=r"GLAConfig has no Wq of shape \(32, 32\)"):
         convert(config, weights, narrow)
+
+    def fewer_groups(attention, num_heads):
+        return GSAConfig(num_heads, 1)
+
+    with pytest.raises(UserError, match=r"GSAConfig has no Wk of shape \(16, 32\)"):
+        convert(config, weights, fewer_groups)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"blocks.0.mixer.wq.weight": (24, C), "blocks.0.mixer.wk.weight": (24, C)}, "wk.weight"),
+        ({"blocks.1.mixer.wv.weight": None}, "weights lack blocks.1.mixer.wv.weight"),
+        ({"blocks.1.mixer.wv.bias": (16,)}, "has no blocks.1.mixer.wv.bias, its weights do"),
+    ],
+)
+def test_weights_of_another_transformer_are_refused_in_one_line(transformer, change, named):
+    config, weights = transformer
+    weights = {**weights, **{n: s and torch.zeros(s) for n, s in change.items()}}
+    weights = {name: weight for name, weight in weights.items() if weight is not None}
+    with pytest.raises(UserError, match=named):
+        convert(config, weights, TARGETS["gsa"])
 
 
 def test_other_mixers_and_attention_without_rope_are_refused(transformer):

@@ -195,7 +195,7 @@ def test_weights_keep_their_dtype(llama, checkpoint):
         ({"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": {}}, "RoPE.*llama3"),
         ({"rope_scaling": "linear"}, "RoPE.*'linear'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
-        ({"rope_theta": "large"}, "rope_theta must be positive, got 'large'"),
+        ({"rope_theta": "large"}, "rope_theta must be a positive number, got 'large'"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
@@ -208,7 +208,11 @@ def test_weights_keep_their_dtype(llama, checkpoint):
         ({"head_dim": 8.0}, "head_dim must be a whole number.*8.0"),
         ({"vocab_size": ...}, "vocab_size must be a whole number.*None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be.*got 0"),
-        ({"rms_norm_eps": -1.0}, "norm_eps must be positive, got -1"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number, got -1"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, got '1e-5'"),
+        ({"rope_theta": True}, "rope_theta must be a positive number, got True"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false.*'false'"),
+        ({"architectures": 5}, "architectures must be a list, got 5"),
     ],
 )
 def test_a_model_that_ours_cannot_be_is_refused_in_one_line(llama, checkpoint, changes, named):
@@ -247,12 +251,23 @@ def test_weights_of_another_model_are_refused_in_one_line(llama, checkpoint, cha
     assert "\n" not in str(error.value)
 
 
-def test_whole_numbers_are_no_weights(llama, checkpoint):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_whole_numbers_and_eighths_are_no_weights(llama, checkpoint, dtype):
     folder, weights = checkpoint(llama())
-    weights["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+    weights["model.norm.weight"] = torch.ones(32).to(dtype)
     checkpoint(llama(), weights)
-    with pytest.raises(UserError, match=r"model.norm.weight is torch.int8"):
+    with pytest.raises(UserError, match=f"model.norm.weight is {dtype}"):
         load_llama(folder)
+
+
+def test_a_rotation_that_is_not_wanted_may_be_of_any_kind(llama, checkpoint):
+    folder, weights = checkpoint(llama())
+    plain, expected = load_llama(folder, has_rope=False)
+    checkpoint(llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}), weights)
+    config, found = load_llama(folder, has_rope=False)
+    assert config == plain
+    assert all(mixer.rope_base is None for mixer in config.mixers)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def damage_index(folder, change):

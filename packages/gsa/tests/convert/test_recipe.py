@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.optim import learning_rate
@@ -52,3 +53,18 @@ def test_another_transformer_and_a_short_run():
     small = LMConfig(257, 32, (AttentionConfig(8),) * 2)
     config = t2r("gsa", small, num_tokens=2**21 * 10)
     assert (config.model.d_model, len(config.model.mixers), config.steps) == (32, 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"target": "gas"}, "target must be of gsa, .*did you mean gsa"),
+        (
+            {"target": "gsa", "num_tokens": 1000},
+            "num_tokens must fill a step of 2,097,152, got 1,0",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_named(asked, message):
+    with pytest.raises(UserError, match=message):
+        t2r(**asked)

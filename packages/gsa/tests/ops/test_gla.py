@@ -265,6 +265,7 @@ def test_the_chunk_form_compiles_without_a_graph_break(packed):
         ({"k": torch.ones(2, 4, 3, 3)}, ValueError, r"k must be \(2, 4, H, 3\) with H a divisor"),
         ({"k": torch.ones(2, 4, 1, 2)}, ValueError, r"k must be \(2, 4, H, 3\)"),
         ({"k": torch.ones(2, 4, 0, 3)}, ValueError, r"k must be \(2, 4, H, 3\)"),
+        ({"q": torch.ones(2, 4, 0, 3)}, ValueError, r"k must be \(2, 4, H, 3\)"),
         ({"v": torch.ones(2, 4, 1, 0)}, ValueError, "the last size of v must not be 0"),
         ({"v": torch.ones(2, 4, 2, 5)}, ValueError, r"v must be \(2, 4, 1, V\)"),
         ({"g": torch.ones(2, 4, 1, 2)}, ValueError, r"g must be \(2, 4, 1, 3\) or \(2, 4, 1, 1\)"),
@@ -273,6 +274,7 @@ def test_the_chunk_form_compiles_without_a_graph_break(packed):
         ({"k": torch.ones(2, 4, 1, 3, device="meta")}, ValueError, "k is on meta, q on cpu"),
         ({"initial_state": torch.ones(1, 1, 3, 5)}, ValueError, r"initial_state must be \(2, 1, 3"),
         ({"initial_state": torch.ones(2, 1, 3, 5).int()}, TypeError, "initial_state must be float"),
+        ({"initial_state": (torch.ones(1),)}, TypeError, "initial_state must be a tensor, got tup"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "into one row, got B = 2"),
     ],
 )

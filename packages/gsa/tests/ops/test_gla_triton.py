@@ -58,7 +58,10 @@ def check(inputs, cu_seqlens=None, yardstick=True):
     low = run(definition, lambda x: x.to(dtype)) if is_low and yardstick else {}
     for name, expected in truth.items():
         rtol = (8e-3 if name == "dg" else 5e-3) if is_low else 1e-5
-        assert_close(name, ours[name], expected, rtol=rtol, low=low.get(name), factor=3, atol=1e-6)
+        factor = 2 if name == "out" else 3  # memories are sums, as gradients are
+        assert_close(
+            name, ours[name], expected, rtol=rtol, low=low.get(name), factor=factor, atol=1e-6
+        )
 
 
 SHAPES = [(1, 1, 1, 16, 16), (63, 2, 1, 32, 16), (65, 1, 1, 40, 72), (130, 4, 2, 8, 24)]

@@ -75,7 +75,10 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
     low = {} if dtype == torch.float32 else eager(dtype)
     for name, expected in eager(truth).items():
         rtol = 8e-3 if name == "g" and dtype != torch.float32 else LOW[dtype]
-        assert_close(name, ours[name], expected, rtol=rtol, low=low.get(name), factor=3, atol=1e-6)
+        factor = 2 if name == "out" else 3  # memories are sums, as gradients are
+        assert_close(
+            name, ours[name], expected, rtol=rtol, low=low.get(name), factor=factor, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

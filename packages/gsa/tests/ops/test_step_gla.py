@@ -280,6 +280,7 @@ def test_a_layer_that_does_not_fit_is_named(change, message):
         ({"feature_map": "gelu"}, "feature_map must be None or one of"),
         ({"damping": 0.0}, "damping must be positive, got 0.0"),
         ({"rope_base": -1.0}, "rope_base must be positive, got -1.0"),
+        ({"norm_eps": -1.0}, "norm_eps must be positive, got -1.0"),
         ({"lower_bound": 1.0}, r"lower_bound must be in \[0, 1\), got 1.0"),
     ],
 )

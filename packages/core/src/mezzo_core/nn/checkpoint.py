@@ -39,7 +39,8 @@ def save_model(
         weights: the full `state_dict`, for a model whose own is sharded over processes.
 
     Raises:
-        UserError: if `folder` holds anything that is no part of a model, or cannot be written.
+        UserError: if `folder` holds anything that is no part of a model, or a model that another
+            program wrote, or cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -175,6 +176,17 @@ def _refuse_foreign(folder: Path) -> None:
         foreign = sorted({path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG})
         if foreign:
             raise UserError(f"cannot save the model in {folder}: it holds {_list(foreign)}")
+        if _is_foreign(folder / CONFIG):
+            raise UserError(f"cannot save the model in {folder}: it holds a model of another kind")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Tell whether this config.json describes what `save_model` did not write, as the hub's do."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or one that is damaged, which saving mends
+        return False
+    return isinstance(found, dict) and "config" not in found
 
 
 def _read_config(path: Path, allow: Sequence[str]) -> tuple[LMConfig, dict[str, Any]]:

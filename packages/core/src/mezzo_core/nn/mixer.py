@@ -36,7 +36,7 @@ class AbstractMixer(nn.Module, ABC):
                 at 0, ends at T, never decreases; B must be 1 and `state` None.
             lengths: (B,) int64, how many of the T tokens of each row are real (the rest is padding
                 on the right: its outputs mean nothing and it leaves the state alone); 0 is legal;
-                needs a state.
+                needs a state. Its values are checked on the CPU only.
 
         Returns:
             y (B, T, C), and the state after the last real token (None if `state` was None).
@@ -125,6 +125,11 @@ def check_mixer_input(
                 f"lengths must be int64 of shape ({x.shape[0]},), got {lengths.dtype} "
                 f"of shape {tuple(lengths.shape)}"
             )
+        # Looking at values would stop a GPU's stream or break a graph.
+        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = [n for n in lengths.tolist() if not 0 <= n <= x.shape[1]]
+            if wrong:
+                raise ValueError(f"lengths must be from 0 to T = {x.shape[1]}, got {wrong[0]}")
 
 
 def check_one_token(x: Tensor, d_model: int) -> None:

@@ -13,9 +13,11 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
         x: (B, T, ...), what is packed.
 
     Raises:
-        TypeError: if the borders are not int32 or int64.
+        TypeError: if the borders are no tensor of int32 or int64.
         ValueError: if they are not (S + 1,) with S >= 1, are on another device, or B is not 1.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{op}: cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:

@@ -20,6 +20,13 @@ def is_installed() -> bool:
     return importlib.util.find_spec("fla") is not None
 
 
+def title(*words: str) -> str:
+    """Return what a row of fla's is called: its version, and what is said of the row."""
+    from fla import __version__  # type: ignore[import-not-found, unused-ignore]
+
+    return ", ".join((f"fla {__version__}", *words))
+
+
 @contextmanager
 def excused(what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Say that something of fla's fails, and go on: its faults are not ours to mend."""
@@ -39,7 +46,7 @@ def gsa_ops(scale: float) -> dict[str, Callable[..., Tensor]]:
     def run(level: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
         return chunk_gsa(q, k, v, s, g, scale=scale, checkpoint_level=level)[0]
 
-    return {"fla": partial(run, 2), "fla, states kept": partial(run, 0)}
+    return {title(): partial(run, 2), title("states kept"): partial(run, 0)}
 
 
 def gla_op(scale: float) -> Callable[..., Tensor]:

@@ -39,7 +39,7 @@ def layer_rows(setting: Setting) -> Iterator[Row]:
     if setting.has_fla:
         with fla.excused("its layers", setting.say):
             for name, layer in _fla_layers(setting).items():
-                yield from _rows(setting, name, "fla", partial(fla.run_layer, layer), layer)
+                yield from _rows(setting, name, fla.title(), partial(fla.run_layer, layer), layer)
 
 
 def decode_rows(setting: Setting) -> Iterator[Row]:
@@ -62,9 +62,10 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
 def _fla_decode_rows(setting: Setting, name: str, layer: nn.Module) -> Iterator[Row]:
     step = fla.step(layer, *_prompt_and_token(setting))
     shape, seconds = _shape(setting, name, 1, 1), setting.scale.seconds
-    yield Row(f"{name} layer decode", "fla", shape, measure(step, setting.device, seconds=seconds))
+    eager = measure(step, setting.device, seconds=seconds)
+    yield Row(f"{name} layer decode", fla.title(), shape, eager)
     timing = measure(captured(step, setting.device), setting.device, seconds=seconds)
-    yield Row(f"{name} layer decode", "fla, in a graph", shape, timing)
+    yield Row(f"{name} layer decode", fla.title("in a graph"), shape, timing)
 
 
 def build(config: MixerConfig, setting: Setting) -> AbstractMixer:

@@ -99,7 +99,7 @@ def gla_rows(setting: Setting) -> Iterator[Row]:
         yield from timed(setting, contender)
         if setting.has_fla:
             with fla.excused("its GLA op", setting.say):
-                theirs = replace(contender, impl="fla", run=fla.gla_op(K**-0.5))
+                theirs = replace(contender, impl=fla.title(), run=fla.gla_op(K**-0.5))
                 yield from _peer_rows(setting, theirs, chunked(**_upcast(inputs)))
 
 

@@ -27,7 +27,9 @@ def convert_command(
         str | None,
         typer.Option(help="A tokenizer's file or folder, or hub:NAME. Default: the model's own."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights that are new.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights that are new.")
+    ] = 0,
 ) -> None:
     """Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.
 
@@ -35,7 +37,9 @@ def convert_command(
     """
     if to not in TARGETS:
         raise UserError(f"--to takes {', '.join(TARGETS)}, got {to!r}{nearest(to, TARGETS)}")
-    transformer = read_transformer(source, tokenizer)
+    transformer = read_transformer(source, tokenizer, has_rope=to == "retnet")
+    if transformer.folder.resolve() == out.resolve():
+        raise UserError(f"--out must be another folder than the model's own, {out}")
     config, weights = convert(transformer.config, transformer.weights, TARGETS[to], seed=seed)
     with torch.device("meta"):
         model = config.build()

@@ -32,7 +32,7 @@ from mezzo_core.nn.mixer import MixerConfig
 from torch import Tensor
 
 from mezzo_gsa.gla import GLAConfig
-from mezzo_gsa.gsa import SPANS, GSAConfig
+from mezzo_gsa.gsa import GSA, SPANS, GSAConfig
 from mezzo_gsa.retnet import RetNetConfig
 
 Target = GSAConfig | GLAConfig | RetNetConfig
@@ -120,18 +120,33 @@ def convert(
         the Transformer's had.
 
     Raises:
-        UserError: as `convert_config`.
+        UserError: as `convert_config`, or if the weights are not those of `config`.
     """
     new_config = convert_config(config, make)
+    _check_weights(config, weights)
     mixers = {f"blocks.{i}.mixer.": mixer for i, mixer in enumerate(new_config.mixers)}
     kept = {name: w for name, w in weights.items() if ".mixer." not in name}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
         for prefix, mixer in mixers.items():
             old = {part: weights[f"{prefix}w{part}.weight"] for part in "qkvo"}
             for name, weight in _mixer_weights(mixer, new_config, old).items():
                 kept[prefix + name] = weight
     return new_config, kept
+
+
+def _check_weights(config: LMConfig, weights: Mapping[str, Tensor]) -> None:
+    with torch.device("meta"):
+        expected = config.build().state_dict()
+    for name in sorted(expected.keys() | weights.keys()):
+        if name not in weights:
+            raise UserError(f"the Transformer's weights lack {name}")
+        if name not in expected:
+            raise UserError(f"the Transformer has no {name}, its weights do")
+        if weights[name].shape != expected[name].shape:
+            raise UserError(
+                f"{name} must be {tuple(expected[name].shape)}, got {tuple(weights[name].shape)}"
+            )
 
 
 def _mixer_weights(
@@ -141,16 +156,18 @@ def _mixer_weights(
     built = mixer.build(config.d_model)
     init_weights(built, config.init_std)
     weights = {name: weight.to(old["q"].dtype) for name, weight in built.state_dict().items()}
-    if isinstance(mixer, GSAConfig):
-        together = torch.cat([old["q"], old["k"], old["v"]])
-        gates = weights["in_proj.weight"][len(together) :]
-        copied = {"in_proj.weight": torch.cat([together, gates]), "out_proj.weight": old["o"]}
+    if isinstance(built, GSA):
+        q, k, v, gates = weights["in_proj.weight"].split(built.widths)
+        replaced = {"q": q, "k": k, "v": v, "o": weights["out_proj.weight"]}
+        together = torch.cat([old["q"], old["k"], old["v"], gates])
+        copied = {"in_proj.weight": together, "out_proj.weight": old["o"]}
     else:
+        replaced = {part: weights.get(f"{part}_proj.weight") for part in old}
         copied = {f"{part}_proj.weight": weight for part, weight in old.items()}
-    for name, weight in copied.items():
-        if name not in weights or weights[name].shape != weight.shape:
+    for part, new in replaced.items():
+        if new is None or new.shape != old[part].shape:
             raise UserError(
-                f"{type(mixer).__name__} has no {name} of shape {tuple(weight.shape)} to copy "
+                f"{type(mixer).__name__} has no W{part} of shape {tuple(old[part].shape)} to copy "
                 "attention's weights to"
             )
     return weights | copied

@@ -6,6 +6,7 @@ token itself in both.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OURS = {
     "model.embed_tokens": "embed",
     "model.norm": "norm",
@@ -52,12 +54,14 @@ _OURS_OF_A_LAYER = {
 }
 
 
-def load_llama(folder: str | Path) -> tuple[LMConfig, dict[str, Tensor]]:
+def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, dict[str, Tensor]]:
     """Read a Llama or Mistral checkpoint in the layout of the Hugging Face hub.
 
     Args:
         folder: config.json and model.safetensors, or several files of weights beside
             model.safetensors.index.json. Nothing pickled is read.
+        has_rope: False leaves the rotation out, of whatever kind it is: for a model that is made
+            of these weights and rotates nothing.
 
     Returns:
         The configuration of an LM of softmax attention, and its `state_dict` in the dtype that was
@@ -70,7 +74,7 @@ def load_llama(folder: str | Path) -> tuple[LMConfig, dict[str, Tensor]]:
     """
     folder = Path(folder)
     path = folder / CONFIG
-    config = llama_config(_read_json(path), path)
+    config = llama_config(_read_json(path), path, has_rope=has_rope)
     names = _names(len(config.mixers), config.tie_embeddings)
     weights = {
         names[name]: weight for name, weight in _read_weights(folder, names, config.tie_embeddings)
@@ -87,12 +91,13 @@ def is_llama(folder: str | Path) -> bool:
     return path.is_file() and "model_type" in _read_json(path)
 
 
-def llama_config(found: Mapping[str, Any], path: Path) -> LMConfig:
+def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True) -> LMConfig:
     """Turn the hub's description of a Llama or Mistral model into ours.
 
     Args:
         found: what is in its config.json.
         path: where that is, for messages.
+        has_rope: see `load_llama`.
 
     Raises:
         UserError: if our LM cannot be this model; the message names the key and its value.
@@ -100,7 +105,10 @@ def llama_config(found: Mapping[str, Any], path: Path) -> LMConfig:
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise UserError(f"{path}: model_type must be {' or '.join(_DEFAULTS)}, got {kind!r}")
-    for architecture in found.get("architectures") or ():
+    architectures = found.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise UserError(f"{path}: architectures must be a list, got {architectures!r}")
+    for architecture in architectures:
         if not str(architecture).endswith("ForCausalLM"):
             raise UserError(f"{path}: only language models are read, got {architecture}")
     for key, allowed in _ONLY.items():
@@ -118,16 +126,20 @@ def llama_config(found: Mapping[str, Any], path: Path) -> LMConfig:
         num_kv_heads=_count_or_none(found, path, "num_key_value_heads") or heads,
         # Llama's attention has no window, whatever its description says.
         window_size=_count_or_none(found, path, "sliding_window") if kind == "mistral" else None,
-        rope_base=_rope_base(found, path),
+        rope_base=_rope_base(found, path) if has_rope else None,
     )
+    tied = found.get("tie_word_embeddings", False)
+    if type(tied) is not bool:
+        raise UserError(f"{path}: tie_word_embeddings must be true or false, got {tied!r}")
+    norm_eps = _positive(found.get("rms_norm_eps", 1e-6), path, "rms_norm_eps")
     try:
         return LMConfig(
             vocab_size=_count(found, path, "vocab_size"),
             d_model=d_model,
             mixers=(mixer,) * _count(found, path, "num_hidden_layers"),
             mlp=MLPConfig("swiglu", hidden=_count(found, path, "intermediate_size")),
-            norm_eps=found.get("rms_norm_eps", 1e-6),
-            tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+            norm_eps=norm_eps,
+            tie_embeddings=tied,
         )
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
@@ -144,6 +156,12 @@ def _count_or_none(found: Mapping[str, Any], path: Path, key: str) -> int | None
     return None if found.get(key) is None else _count(found, path, key)
 
 
+def _positive(value: Any, path: Path, key: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"{path}: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
 def _rope_base(found: Mapping[str, Any], path: Path) -> float:
     """Return RoPE's base, from `rope_parameters` (transformers 5) or `rope_theta` (before)."""
     base = found.get("rope_theta", 10_000.0)
@@ -158,9 +176,7 @@ def _rope_base(found: Mapping[str, Any], path: Path) -> float:
                 f"{path}: RoPE has neither scaling nor parts here: {key} {parameters!r}"
             )
         base = parameters.get("rope_theta", base)
-    if not isinstance(base, int | float) or not base > 0:
-        raise UserError(f"{path}: rope_theta must be positive, got {base!r}")
-    return float(base)
+    return _positive(base, path, "rope_theta")
 
 
 def _names(num_layers: int, tied: bool) -> dict[str, str]:
@@ -237,7 +253,7 @@ def _check_shapes(
         raise UserError(f"{folder / CONFIG}: {error}") from error
     for theirs, ours in names.items():
         found, wanted = weights[ours], expected[ours]
-        if found.shape != wanted.shape or not found.is_floating_point():
+        if found.shape != wanted.shape or found.dtype not in _DTYPES:
             raise UserError(
                 f"{folder}: {theirs} is {found.dtype} of shape {tuple(found.shape)}, {CONFIG} says "
                 f"{tuple(wanted.shape)}"

@@ -1,6 +1,7 @@
 """Fine-tuning by the paper's section 4.2, as functions that return a `TrainConfig`."""
 
 from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
@@ -35,8 +36,15 @@ def t2r(
         target: one of `TARGETS`.
         transformer: what was converted; with `train --init-from` the folder's own model replaces
             it.
-        num_tokens: of all steps.
+        num_tokens: of all steps, which have 2,097,152 each.
+
+    Raises:
+        UserError: if there is no such target, the tokens fill no step, or as `convert_config`.
     """
+    if target not in TARGETS:
+        raise UserError(f"target must be of {', '.join(TARGETS)}{nearest(target, TARGETS)}")
+    if num_tokens < BATCH_TOKENS:
+        raise UserError(f"num_tokens must fill a step of {BATCH_TOKENS:,}, got {num_tokens:,}")
     steps = num_tokens // BATCH_TOKENS
     return TrainConfig(
         name=f"t2r_{target}",

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from mezzo_core.cli import model_folder
 from mezzo_core.config_json import to_json
-from mezzo_core.data import DataConfig
+from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.data.hub import HUB_PREFIX, reach_hub
 from mezzo_core.data.libraries import import_library
 from mezzo_core.errors import UserError
@@ -24,34 +24,38 @@ SEQ_LEN = 2048
 class Transformer(NamedTuple):
     """A Transformer, read."""
 
+    folder: Path
     config: LMConfig
     weights: dict[str, Tensor]
     extra: dict[str, Any]
     """What a command needs beside the model: tokenizer, data, seq_len."""
 
 
-def read_transformer(source: str, tokenizer: str | None = None) -> Transformer:
+def read_transformer(
+    source: str, tokenizer: str | None = None, *, has_rope: bool = True
+) -> Transformer:
     """Read a Transformer.
 
     Args:
         source: a folder with a Llama or Mistral checkpoint; "hub:NAME", which is downloaded; or a
             training run's folder, or its model/.
         tokenizer: in place of the model's own; see `mezzo_core.data.load_tokenizer`.
+        has_rope: see `load_llama`.
 
     Raises:
-        UserError: if there is no such model, it cannot be read, or nothing says its tokenizer.
+        UserError: if there is no such model, it cannot be read, nothing says its tokenizer, or that
+            cannot be read.
     """
     folder = download(source) if source.startswith(HUB_PREFIX) else Path(source)
     if not is_llama(folder):
-        model, config, extra = load_model(model_folder(folder))
+        folder = model_folder(folder)
+        model, config, extra = load_model(folder)
         if tokenizer is not None:
             extra = {**extra, **_described(tokenizer)}
-        return Transformer(config, model.state_dict(), extra)
-    tokenizer = tokenizer or _tokenizer_of(folder, source)
-    config, weights = load_llama(folder)
-    return Transformer(
-        config, weights, {"name": source, "seq_len": SEQ_LEN, **_described(tokenizer)}
-    )
+        return Transformer(folder, config, model.state_dict(), extra)
+    extra = {"name": source, "seq_len": SEQ_LEN}
+    extra |= _described(tokenizer or _tokenizer_of(folder, source))
+    return Transformer(folder, *load_llama(folder, has_rope=has_rope), extra)
 
 
 def download(source: str) -> Path:
@@ -74,11 +78,15 @@ def _tokenizer_of(folder: Path, source: str) -> str:
     if source.startswith(HUB_PREFIX):
         return source  # the tokenizer is found again by name, wherever downloads are kept
     if (folder / "tokenizer.json").is_file():
-        return str(folder.resolve())
+        return str(folder)
     if (folder / "tokenizer.model").is_file():
-        return str((folder / "tokenizer.model").resolve())
+        return str(folder / "tokenizer.model")
     raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name one with --tokenizer")
 
 
 def _described(tokenizer: str) -> dict[str, Any]:
+    """Name the tokenizer for whoever reads the new model, from wherever that is."""
+    if tokenizer != "byte" and not tokenizer.startswith(HUB_PREFIX):
+        load_tokenizer(tokenizer)  # a bad one is found now, not when the model is used
+        tokenizer = str(Path(tokenizer).expanduser().resolve())
     return {"tokenizer": tokenizer, "data": to_json(DataConfig(tokenizer=tokenizer))}

@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from torch import Tensor
 
 from mezzo_gsa.ops.gla import registered
@@ -41,7 +40,7 @@ def recurrent_gla(
     Arguments, results and errors are those of `chunk_gla`, which is the form to train with.
     """
     g, state = _prepare("recurrent_gla", q, k, v, g, initial_state, cu_seqlens)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         state = _zeros(k, v, g, cu_seqlens) if state is None else state
         return GLAOutput(*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens))
 
@@ -92,7 +91,7 @@ def chunk_gla(
     if q.shape[1] == 0:
         return GLAOutput(q.new_zeros(*q.shape[:3], v.shape[3]), state)
     # Autocast would take the products of float32 states in 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return GLAOutput(*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens))
 
 
@@ -116,6 +115,9 @@ def _prepare(
     if initial_state is None:
         return g.to(dtype), None
     shape = _state_shape(k, v, cu_seqlens)
+    if not isinstance(initial_state, Tensor):
+        found = type(initial_state).__name__
+        raise TypeError(f"{op}: initial_state must be a tensor, got {found}")
     if not initial_state.is_floating_point():
         raise TypeError(f"{op}: initial_state must be floating-point, got {initial_state.dtype}")
     if initial_state.shape != shape or initial_state.device != q.device:

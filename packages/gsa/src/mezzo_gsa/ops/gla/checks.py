@@ -15,7 +15,7 @@ def check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
     *axes, HQ, K = q.shape
     rows = ", ".join(map(str, axes))
     H = k.shape[-2] if k.ndim == q.ndim else 0
-    if not H or HQ % H or k.shape != (*axes, H, K):
+    if not H or not HQ or HQ % H or k.shape != (*axes, H, K):
         raise ValueError(
             f"{op}: k must be ({rows}, H, {K}) with H a divisor of {HQ}, got {tuple(k.shape)}"
         )

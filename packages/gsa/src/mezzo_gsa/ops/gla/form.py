@@ -31,7 +31,7 @@ class LayerForm:
             raise ValueError(
                 f"feature_map must be None or one of {get_args(StepMap)}, got {self.feature_map!r}"
             )
-        for name in ("damping", "rope_base"):
+        for name in ("damping", "rope_base", "norm_eps"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")

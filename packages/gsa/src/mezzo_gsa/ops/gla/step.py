@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 from torch.nn import functional as F
@@ -174,7 +174,7 @@ def _(q: Tensor, k: Tensor | None, v: Tensor, *rest: object) -> Tensor:
 def _reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
     """Take one token; return out (B, HQ, V) in the state's dtype."""
     # Autocast would take the products of a float32 state in 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         out, after = gla_step(q, k, v, g, scale, state)
     state.copy_(after)
     return out

@@ -4,14 +4,14 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.elementwise import log_gate
 from mezzo_gsa.ops.gsa import registered, registered_packed
 from mezzo_gsa.ops.gsa.between import Between
-from mezzo_gsa.ops.gsa.checks import check_inputs, check_state, unsupported
+from mezzo_gsa.ops.gsa.checks import check_inputs, check_packing, check_state, unsupported
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
 from mezzo_gsa.ops.gsa.state import GSAOutput, GSAState
@@ -43,7 +43,7 @@ def recurrent_gsa(
         check_borders("recurrent_gsa", cu_seqlens, q.shape[1])
     g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
     # Autocast would take the products of float32 memories in 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         results = recurrent_gsa_reference(q, k, v, g, s, scale, between, state, cu_seqlens)
     return GSAOutput(*results)
 
@@ -104,7 +104,7 @@ def chunk_gsa(
         if cu_seqlens is not None:
             check_borders("chunk_gsa", cu_seqlens, q.shape[1])
         g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             return GSAOutput(*chunked_gsa(q, k, v, g, s, scale, between, state, cu_seqlens))
     g = torch.zeros_like(gates, dtype=torch.float32) if g is None else g.float()
     s = None if s is None else s.float()
@@ -156,13 +156,21 @@ def chunk_gsa_packed(
 
     Raises:
         TypeError: if x is not floating-point.
-        ValueError: if W does not hold the heads, or as `chunk_gsa`.
+        ValueError: if W does not hold the heads, a number of heads or slots or the damping is not
+            positive, or as `chunk_gsa`.
     """
     if not x.is_floating_point():
         raise TypeError(f"chunk_gsa_packed: x must be floating-point, got {x.dtype}")
-    width = x.shape[-1] - num_kv_heads * num_slots
+    check_packing(
+        "chunk_gsa_packed",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_slots=num_slots,
+        damping=damping,
+    )
     heads = num_heads + 2 * num_kv_heads
-    if x.ndim != 3 or width < heads or width % heads:
+    width = x.shape[-1] - num_kv_heads * num_slots if x.ndim == 3 else 0
+    if width < heads or width % heads:
         raise ValueError(
             f"chunk_gsa_packed: x must be (B, T, W) with W = ({num_heads} + 2 · {num_kv_heads}) D "
             f"+ {num_kv_heads} · {num_slots}, got {tuple(x.shape)}"

@@ -36,7 +36,7 @@ def check_inputs(
     if q.ndim < 3:
         raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
     H = k.shape[-2]
-    if k.shape[-1] != q.shape[-1] or H < 1 or q.shape[-2] % H:
+    if k.shape[-1] != q.shape[-1] or H < 1 or q.shape[-2] < 1 or q.shape[-2] % H:
         raise ValueError(
             f"{op}: k must be as wide as q, with a number of heads that divides q's: "
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}"
@@ -53,6 +53,21 @@ def check_inputs(
             raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
 
 
+def check_packing(
+    op: str, *, num_heads: int, num_kv_heads: int, num_slots: int, damping: float
+) -> None:
+    """Raise a ValueError that names what cannot be of a projection's layout, or of its gates."""
+    for name, count in (("num_kv_heads", num_kv_heads), ("num_slots", num_slots)):
+        if count < 1:
+            raise ValueError(f"{op}: {name} must be 1 or more, got {count}")
+    if num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{op}: num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}"
+        )
+    if not damping > 0:
+        raise ValueError(f"{op}: damping must be positive, got {damping}")
+
+
 def check_state(
     op: str,
     state: GSAState | None,
@@ -67,6 +82,8 @@ def check_state(
         num_states = cu_seqlens.shape[0] - 1
     if state is None:
         return
+    if not isinstance(state, GSAState):
+        raise TypeError(f"{op}: initial_state must be a GSAState, got {type(state).__name__}")
     H, M, K, V = sizes
     for name, x, D in (("k", state.k, K), ("v", state.v, V)):
         if not x.is_floating_point():

@@ -125,6 +125,8 @@ def step_gsa_packed_(
     """
     op = "step_gsa_packed_"
     B, H, M, K, V = _packed_sizes(op, x, state, num_heads, gate_logits, norm_weight)
+    if not damping > 0:
+        raise ValueError(f"{op}: damping must be positive, got {damping}")
     if between not in get_args(Between):
         raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
