@@ -43,6 +43,20 @@ def test_runs_of_a_model_are_gathered_in_the_order_of_their_seeds(tmp_path):
     assert (x.values, x.spread) == ((1.5,), (1.0,))
 
 
+def test_models_with_other_seeds_are_compared_over_those_that_all_have(tmp_path):
+    rows = [
+        *EXPERIMENT["rows"],
+        {"model": "z", "seed": 1, "values": [8.0]},
+        {"model": "w", "seed": 2, "values": [9.0]},
+    ]
+    write(tmp_path, "training.json", json.dumps({**EXPERIMENT, "rows": rows}))
+    (experiment,) = load_experiments(tmp_path)
+    ours = experiment.measurement
+    assert ours.paired("PPL", "", "xy") == {"x": (1.0, 2.0), "y": (5.0, 6.0)}
+    assert ours.paired("PPL", "", "xyz?") == {"x": (2.0,), "y": (6.0,), "z": (8.0,)}
+    assert ours.paired("PPL", "", "xw") == ours.paired("PPL", "", "?") == {}
+
+
 @pytest.mark.parametrize("key", ["id", "rows", "gpu", "setting", "commit", "date"])
 def test_an_experiment_without_what_it_depends_on_is_refused(tmp_path, key):
     write(tmp_path, "bad.json", json.dumps({k: v for k, v in EXPERIMENT.items() if k != key}))

@@ -74,6 +74,18 @@ def test_a_committed_result_is_compared_by_group_unless_an_order_is_given():
     assert "Also: too large" in whole.details
 
 
+def test_a_model_with_fewer_seeds_leaves_an_order_to_those_it_has():
+    rows = tuple(
+        ResultRow(model, tuple((v,) for v in runs), "g", tuple(range(len(runs))))
+        for model, runs in {"a": (1, 1.1), "b": (2,)}.items()
+    )
+    ours = Measurement(("PPL",), rows, "a setting", device="a GPU")
+    for id, kind in (("p.table1", "table"), ("p.claim.order", "claim")):
+        blank = Finding(id, kind, Status.NOT_ATTEMPTED, "too large")
+        found = with_experiment(blank, PUBLISHED, experiment(ours))
+        assert "a before b: not settled (gap +1, spread 0)" in found.details
+
+
 def test_the_papers_own_setting_speaks_last():
     own, smaller = experiment(measured(), True), experiment(measured(), False)
     other = experiment(measured(), ids=("p.table9",))

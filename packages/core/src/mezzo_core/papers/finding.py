@@ -1,6 +1,6 @@
 """What a reproduction found about one table or claim: a status, a sentence, and our numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -26,6 +26,8 @@ class ResultRow:
     model: str
     runs: tuple[tuple[Value, ...], ...]
     group: str = ""
+    seeds: tuple[int, ...] = ()
+    """Of the runs, where models may differ in them."""
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -44,12 +46,6 @@ class ResultRow:
             None if _has_words(cells) or len(cells) == 1 else max(cells) - min(cells)
             for cells in zip(*self.runs, strict=True)
         )
-
-
-def _mean(cells: Sequence[Value]) -> Value:
-    if len(cells) == 1 or _has_words(cells):
-        return cells[0]
-    return sum(map(float, cells)) / len(cells)
 
 
 def _has_words(cells: Sequence[Value]) -> bool:
@@ -76,9 +72,35 @@ class Measurement:
 
     def samples(self, column: str, group: str = "") -> dict[str, tuple[float, ...]]:
         """Return one column by model, one number a seed, without cells that hold no number."""
+        rows = self._numbers(column, group)
+        return {model: tuple(value for _, value in runs) for model, runs in rows.items()}
+
+    def paired(
+        self, column: str, group: str, models: Collection[str]
+    ) -> dict[str, tuple[float, ...]]:
+        """Return `samples` of those of the models that are there, over the seeds all of them have.
+
+        It is empty where they have no seed in common.
+        """
+        rows = self._numbers(column, group)
+        rows = {model: runs for model, runs in rows.items() if model in models}
+        if not rows:
+            return {}
+        shared = set.intersection(*({seed for seed, _ in runs} for runs in rows.values()))
+        return {
+            model: tuple(value for seed, value in runs if seed in shared)
+            for model, runs in rows.items()
+            if shared
+        }
+
+    def _numbers(self, column: str, group: str) -> dict[str, list[tuple[int, float]]]:
+        """Return each model's pairs of a seed and a number; seeds count on where none are named."""
         place = self.columns.index(column)
         return {
-            row.model: tuple(float(run[place]) for run in row.runs)
+            row.model: [
+                (seed, float(run[place]))
+                for seed, run in zip(row.seeds or range(len(row.runs)), row.runs, strict=True)
+            ]
             for row in self.rows
             if row.group == group and not _has_words([run[place] for run in row.runs])
         }

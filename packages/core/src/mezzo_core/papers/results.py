@@ -79,14 +79,20 @@ def _read_experiment(path: Path) -> Experiment:
 def _experiment(content: dict[str, Any], source: str) -> Experiment:
     names, columns = content["id"], tuple(content["columns"])
     runs: dict[tuple[str, str], list[tuple[Value, ...]]] = {}
-    # Sorted by seed, so that the same place is the same seed for every model.
+    seeds: dict[tuple[str, str], list[int]] = {}
+    # Sorted by seed, so that the same place is the same seed for models that have the same ones.
     for row in sorted(content["rows"], key=lambda row: row.get("seed", 0)):
         if len(row["values"]) != len(columns):
             raise ValueError(f"{row['model']} has not one value a column")
-        runs.setdefault((row.get("group", ""), row["model"]), []).append(tuple(row["values"]))
+        name = row.get("group", ""), row["model"]
+        runs.setdefault(name, []).append(tuple(row["values"]))
+        seeds.setdefault(name, []).append(row.get("seed", len(runs[name])))
     measurement = Measurement(
         columns=columns,
-        rows=tuple(ResultRow(model, tuple(each), group) for (group, model), each in runs.items()),
+        rows=tuple(
+            ResultRow(model, tuple(each), group, tuple(seeds[group, model]))
+            for (group, model), each in runs.items()
+        ),
         setting=content["setting"],
         unit=content.get("unit", ""),
         seeds=tuple(sorted({row["seed"] for row in content["rows"] if "seed" in row})),

@@ -97,11 +97,12 @@ def _pairs(
     measured = experiment.measurement
     for column in measured.columns:
         for group in sorted({row.group for row in measured.rows}):
-            ours = measured.samples(column, group)
             if finding.kind == "table" and ordering is None:
                 table = published.table(finding.id)
+                ours = measured.paired(column, group, {row.model for row in table.rows})
                 yield from compare_column(table, column, ours, group).pairs
                 continue
             names = ordering or published.claim(finding.id).ordering
-            if len(set(names) & set(ours)) > 1:
+            ours = measured.paired(column, group, names)
+            if len(ours) > 1:
                 yield from compare_order(names, ours, experiment.better).pairs
