@@ -64,6 +64,13 @@ def test_an_experiment_without_what_it_depends_on_is_refused(tmp_path, key):
         load_experiments(tmp_path)
 
 
+def test_a_seed_that_is_there_twice_is_refused(tmp_path):
+    rows = [*EXPERIMENT["rows"], EXPERIMENT["rows"][0]]
+    write(tmp_path, "training.json", json.dumps({**EXPERIMENT, "rows": rows}))
+    with pytest.raises(UserError, match=r"training.json: .*x has two rows of seed 1"):
+        load_experiments(tmp_path)
+
+
 def test_a_bench_row_without_its_spread_is_named_by_line(tmp_path):
     good = {**BENCH, "ms_p20": 0.9, "ms_p80": 1.1, "gpu": "NVIDIA H200"}
     write(tmp_path, "layer.jsonl", json.dumps(good) + "\n")

@@ -78,19 +78,20 @@ def _read_experiment(path: Path) -> Experiment:
 
 def _experiment(content: dict[str, Any], source: str) -> Experiment:
     names, columns = content["id"], tuple(content["columns"])
-    runs: dict[tuple[str, str], list[tuple[Value, ...]]] = {}
-    seeds: dict[tuple[str, str], list[int]] = {}
+    runs: dict[tuple[str, str], dict[int, tuple[Value, ...]]] = {}
     # Sorted by seed, so that the same place is the same seed for models that have the same ones.
     for row in sorted(content["rows"], key=lambda row: row.get("seed", 0)):
         if len(row["values"]) != len(columns):
             raise ValueError(f"{row['model']} has not one value a column")
-        name = row.get("group", ""), row["model"]
-        runs.setdefault(name, []).append(tuple(row["values"]))
-        seeds.setdefault(name, []).append(row.get("seed", len(runs[name])))
+        of_model = runs.setdefault((row.get("group", ""), row["model"]), {})
+        seed = row.get("seed", len(of_model))
+        if seed in of_model:
+            raise ValueError(f"{row['model']} has two rows of seed {seed}")
+        of_model[seed] = tuple(row["values"])
     measurement = Measurement(
         columns=columns,
         rows=tuple(
-            ResultRow(model, tuple(each), group, tuple(seeds[group, model]))
+            ResultRow(model, tuple(each.values()), group, tuple(each))
             for (group, model), each in runs.items()
         ),
         setting=content["setting"],
