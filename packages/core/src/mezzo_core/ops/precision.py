@@ -1,17 +1,8 @@
 """The precision in which ops accumulate, whatever they are given."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of gates, states and sums: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which products keep their dtype; the meta device knows no autocast."""
-    if device.type == "meta":
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)

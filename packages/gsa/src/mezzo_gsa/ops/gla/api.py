@@ -5,9 +5,10 @@ from typing import NamedTuple
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
-from mezzo_core.ops.precision import accumulation_dtype, without_autocast
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
+from mezzo_gsa.ops.autocast import without_autocast
 from mezzo_gsa.ops.gla import registered
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference

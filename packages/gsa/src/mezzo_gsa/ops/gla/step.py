@@ -5,11 +5,12 @@ from typing import cast
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.precision import accumulation_dtype, without_autocast
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.autocast import without_autocast
 from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.form import LayerForm, StepMap

@@ -4,10 +4,11 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders
-from mezzo_core.ops.precision import accumulation_dtype, without_autocast
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.autocast import without_autocast
 from mezzo_gsa.ops.elementwise import log_gate
 from mezzo_gsa.ops.gsa import registered, registered_packed
 from mezzo_gsa.ops.gsa.between import Between
