@@ -230,8 +230,11 @@ def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
     ("change", "named"),
     [
         ({"blocks.0.mixer.wq.weight": (24, C), "blocks.0.mixer.wk.weight": (24, C)}, "wk.weight"),
-        ({"blocks.1.mixer.wv.weight": None}, "weights lack blocks.1.mixer.wv.weight"),
-        ({"blocks.1.mixer.wv.bias": (16,)}, "has no blocks.1.mixer.wv.bias, its weights do"),
+        (
+            {"blocks.1.mixer.wv.weight": None},
+            "weights: missing weights blocks.1.mixer.wv",
+        ),
+        ({"blocks.1.mixer.wv.bias": (16,)}, "unexpected weights blocks.1.mixer.wv.bias"),
     ],
 )
 def test_weights_of_another_transformer_are_refused_in_one_line(transformer, change, named):

@@ -94,7 +94,7 @@ def load_model(
     weights = _read_weights(folder / WEIGHTS, device)
     aliases = _aliases(model)
     expected = {n: t for n, t in model.state_dict().items() if n not in aliases}
-    _check_weights(folder / WEIGHTS, expected, weights)
+    check_weights(folder / WEIGHTS, expected, weights)
     shared = {name: weights[first] for name, first in aliases.items()}
     model.load_state_dict({**weights, **shared}, assign=True)
     for name, first in aliases.items():
@@ -132,9 +132,31 @@ def copy_weights(folder: str | Path, model: LM) -> None:
     path = _existing(Path(folder).resolve()) / WEIGHTS
     weights, aliases = _read_weights(path, "cpu"), _aliases(model)
     mine = {name: w for name, w in model.state_dict().items() if name not in aliases}
-    _check_weights(path, mine, weights)
+    check_weights(path, mine, weights)
     for name, weight in mine.items():
         weight.copy_(weights[name])
+
+
+def check_weights(
+    where: str | Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]
+) -> None:
+    """Raise a UserError that says, after `where`, which weights differ in name or shape."""
+    missing = [name for name in expected if name not in got]
+    unexpected = [name for name in got if name not in expected]
+    reshaped = [
+        f"{name} is {tuple(got[name].shape)}, the configuration says {tuple(expected[name].shape)}"
+        for name in expected
+        if name in got and got[name].shape != expected[name].shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing weights {_list(missing)}")
+    if unexpected:
+        problems.append(f"unexpected weights {_list(unexpected)}")
+    if reshaped:
+        problems.append(_list(reshaped))
+    if problems:
+        raise UserError(f"{where}: {'; '.join(problems)}")
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -217,25 +239,6 @@ def _read_weights(path: Path, device: torch.device | str) -> dict[str, Tensor]:
         return load_file(path, device=str(device))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def _check_weights(path: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    missing = [name for name in expected if name not in got]
-    unexpected = [name for name in got if name not in expected]
-    reshaped = [
-        f"{name} is {tuple(got[name].shape)}, the configuration says {tuple(expected[name].shape)}"
-        for name in expected
-        if name in got and got[name].shape != expected[name].shape
-    ]
-    problems = []
-    if missing:
-        problems.append(f"missing weights {_list(missing)}")
-    if unexpected:
-        problems.append(f"unexpected weights {_list(unexpected)}")
-    if reshaped:
-        problems.append(_list(reshaped))
-    if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}")
 
 
 def _list(items: Iterable[str]) -> str:

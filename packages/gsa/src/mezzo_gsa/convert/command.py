@@ -9,7 +9,7 @@ from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.checkpoint import save_model
 from rich.console import Console
 
-from mezzo_gsa.convert.convert import TARGETS, convert
+from mezzo_gsa.convert.convert import ROTATED, TARGETS, convert
 from mezzo_gsa.convert.source import read_transformer
 
 
@@ -37,7 +37,7 @@ def convert_command(
     """
     if to not in TARGETS:
         raise UserError(f"--to takes {', '.join(TARGETS)}, got {to!r}{nearest(to, TARGETS)}")
-    transformer = read_transformer(source, tokenizer, has_rope=to == "retnet")
+    transformer = read_transformer(source, tokenizer, has_rope=to in ROTATED)
     if transformer.folder.resolve() == out.resolve():
         raise UserError(f"--out must be another folder than the model's own, {out}")
     config, weights = convert(transformer.config, transformer.weights, TARGETS[to], seed=seed)

@@ -26,6 +26,7 @@ from dataclasses import replace
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.checkpoint import check_weights
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mixer import MixerConfig
@@ -82,6 +83,8 @@ TARGETS: Mapping[str, MakeTarget] = {
     "retnet": to_retnet,
 }
 """The paper's three and one more, by the name that commands take."""
+ROTATED = frozenset({"retnet"})
+"""Those which keep the Transformer's rotation."""
 
 
 def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
@@ -123,7 +126,8 @@ def convert(
         UserError: as `convert_config`, or if the weights are not those of `config`.
     """
     new_config = convert_config(config, make)
-    _check_weights(config, weights)
+    with torch.device("meta"):
+        check_weights("the Transformer's weights", config.build().state_dict(), weights)
     mixers = {f"blocks.{i}.mixer.": mixer for i, mixer in enumerate(new_config.mixers)}
     kept = {name: w for name, w in weights.items() if ".mixer." not in name}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -133,20 +137,6 @@ def convert(
             for name, weight in _mixer_weights(mixer, new_config, old).items():
                 kept[prefix + name] = weight
     return new_config, kept
-
-
-def _check_weights(config: LMConfig, weights: Mapping[str, Tensor]) -> None:
-    with torch.device("meta"):
-        expected = config.build().state_dict()
-    for name in sorted(expected.keys() | weights.keys()):
-        if name not in weights:
-            raise UserError(f"the Transformer's weights lack {name}")
-        if name not in expected:
-            raise UserError(f"the Transformer has no {name}, its weights do")
-        if weights[name].shape != expected[name].shape:
-            raise UserError(
-                f"{name} must be {tuple(expected[name].shape)}, got {tuple(weights[name].shape)}"
-            )
 
 
 def _mixer_weights(
