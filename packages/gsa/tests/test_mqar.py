@@ -11,12 +11,13 @@ from mezzo_core.cli import run as run_app
 from mezzo_core.data.mqar import MQARConfig
 from mezzo_core.errors import UserError
 from mezzo_core.papers import load_experiments
+from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.mqar import model as models
 from mezzo_gsa.mqar import sweep as sweeps
 from mezzo_gsa.mqar import training as trainings
 from mezzo_gsa.mqar.command import mqar
 from mezzo_gsa.mqar.config import RecallTraining, SweepConfig
-from mezzo_gsa.mqar.model import MIXERS, build_model
+from mezzo_gsa.mqar.model import MIXERS, RecallModel, build_model
 from mezzo_gsa.mqar.result import SweepResult
 from mezzo_gsa.mqar.sweep import sweep
 from mezzo_gsa.mqar.training import TrainStep, draw_rows, measure_accuracy, train_run
@@ -95,14 +96,16 @@ def test_states_have_the_sizes_of_zoology(width):
 
 def test_matrices_of_mixers_may_start_by_their_columns():
     torch.manual_seed(0)
+    spread = GSAConfig(num_heads=1, gate_spans=SPANS)
     usual, wide = (
-        build_model("gsa", 256, vocab_size=64, seq_len=16, num_layers=2, fan_in=fan_in)
+        RecallModel([spread.build(256)], 256, vocab_size=64, num_positions=None, fan_in=fan_in)
         for fan_in in (False, True)
     )
     for model, deviation in ((usual, 0.02), (wide, 1 / 16)):
         for mixer in model.mixers:
             for layer in (mixer.in_proj, mixer.out_proj):
                 assert layer.weight.std().item() == pytest.approx(deviation, rel=0.02)
+            assert torch.equal(mixer.in_proj.bias, usual.mixers[0].in_proj.bias)
         assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.05)
     with pytest.raises(UserError, match=r"init must be one of .*, got 'fan'"):
         replace(TINY, init="fan")
