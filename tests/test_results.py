@@ -48,7 +48,7 @@ def test_seeds_of_a_training_are_one_line_with_their_spread(tmp_path):
     table = check_results.experiment_table(path).splitlines()
     assert table[0] == "**CPU (x86_64, 2 threads)**, a setting (cpu/t.json):"
     assert table[2:] == [
-        "| Model | Weights | PPL | tokens/s | peak GB |",
+        "| Model | Weights | PPL | tokens/s (fastest seed) | peak GB |",
         "|---|---|---|---|---|",
         "| a | 1.0M | 12.5 (2 seeds, spread 1) | 1,000 | - |",
         "| b | 1.0M | 14.5 | 1,000 | - |",

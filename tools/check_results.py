@@ -70,15 +70,14 @@ def training_table(path: Path, content: dict[str, Any]) -> str:
             ]
         )
     start = ["PPL before"] if were_made else []
-    header = ["Model", "Weights", *start, *content["columns"], "tokens/s", "peak GB"]
+    speed = "tokens/s" if len(rows) == len(content["runs"]) else "tokens/s (fastest seed)"
+    header = ["Model", "Weights", *start, *content["columns"], speed, "peak GB"]
     return drawn(path, content, header, rows)
 
 
 def perplexity_before(run: dict[str, Any]) -> float | None:
     """Return the perplexity that a run started with, if it was evaluated before its first step."""
-    evaluations = run.get("val") or [(1, 0.0)]
-    step, loss = evaluations[0]
-    return round(math.exp(loss), 1) if step == 0 else None
+    return next((round(math.exp(loss), 1) for step, loss in run.get("val", ()) if step == 0), None)
 
 
 def over_seeds(values: tuple[Any, ...]) -> str:
@@ -165,7 +164,7 @@ def phases_table(path: Path, level: str, rows: list[dict[str, Any]]) -> str:
     batch = f", {max(tokens):,} tokens a batch" if len(tokens) == 1 else ""
     lines = [
         f"**{where(rows[0])}**, one {level}, forward / forward + backward in ms{width}{batch} "
-        f"({path.parent.name}/{path.name}; a dash: out of memory):",
+        f"({path.parent.name}/{path.name}; a dash: not measured, or out of memory):",
         "",
         f"| {level.capitalize()} | "
         + " | ".join(f"T = {T}" if len(tokens) == 1 else f"B = {B}, T = {T}" for T, B in shapes)
