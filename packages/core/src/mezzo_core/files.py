@@ -1,0 +1,75 @@
+"""Small files: damage is named when one is read, and nothing is left half written."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mezzo_core.errors import UserError
+
+# No file of ours comes near this; reading a huge one would fill the memory before any check.
+_MOST_BYTES = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        UserError: if it is missing, unreadable, too large or not UTF-8, or holds anything else
+            (NaN and infinity, which Python would accept, are no JSON).
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise UserError(f"{path} cannot be read: {size:,} bytes are too many for such a file")
+        found = parse_json(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON as the standard has it.
+
+    Raises:
+        ValueError: if the text is no JSON: not UTF-8, nested too deeply, a number of thousands of
+            digits, NaN or infinity; the message says which.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text ({error.reason})") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a kill at any moment leaves the old file or the new one, whole.
+
+    The text is written beside `path` and renamed into place. The file beside it is new, under a
+    name that nobody can guess: a link that waits there cannot lead the text elsewhere.
+
+    Raises:
+        OSError: if it cannot be written; nothing is left behind.
+    """
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with scratch.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,73 @@
+"""Small files: damage is named in one line, and what is written is whole."""
+
+import os
+
+import pytest
+from mezzo_core.errors import UserError, printable
+from mezzo_core.files import read_json, write_whole
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cannot be read as JSON"),
+        (b"{", "cannot be read as JSON"),
+        (b"[1]", "must hold a JSON object, got list"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "cannot be read as JSON"),
+        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b'{"a": -Infinity}', "-Infinity is no JSON number"),
+    ],
+)
+def test_damaged_json_is_named(tmp_path, content, words):
+    path = tmp_path / "marker.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        read_json(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="is missing"):
+        read_json(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        read_json(tmp_path)
+
+
+def test_a_file_is_written_whole_with_the_users_mode(tmp_path):
+    path = tmp_path / "config.json"
+    old = os.umask(0o022)
+    try:
+        write_whole(path, '{"a": 1}\n')
+    finally:
+        os.umask(old)
+    assert read_json(path) == {"a": 1}
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_planted_link_is_replaced_not_followed(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "config.json"
+    target.write_text("precious")
+    path.symlink_to(target)
+    write_whole(path, "new")
+    assert target.read_text() == "precious"
+    assert path.read_text() == "new"
+    assert not path.is_symlink()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "half a pair: \ud800")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_control_characters_are_spelled_out():
+    assert printable("a\x1b[31mb\x07\u202e é\xa0\n\tc") == "a\\x1b[31mb\\x07\\u202e é\xa0\n\tc"
