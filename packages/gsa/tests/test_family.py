@@ -190,7 +190,7 @@ def test_input_that_does_not_fit_is_named(mixer):
 
 
 def test_a_step_refuses_what_it_cannot_do(mixer):
-    with torch.no_grad(), pytest.raises(ValueError, match="one token of each row, got 3"):
+    with torch.no_grad(), pytest.raises(ValueError, match="one token of each row"):
         mixer.step(torch.randn(2, 3, C), mixer.init_state(2))
     with pytest.raises(RuntimeError, match="overwrites the state, so it has no gradients"):
         mixer.step(torch.randn(2, 1, C), mixer.init_state(2))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.mlp import MLPConfig
 from torch import Tensor, nn
 
@@ -26,6 +26,8 @@ class RunningMeanConfig:
 
 
 class RunningMean(AbstractMixer):
+    state_type = MeanState
+
     def __init__(self, d_model: int, config: RunningMeanConfig) -> None:
         super().__init__()
         self.config = config
@@ -38,7 +40,7 @@ class RunningMean(AbstractMixer):
         nn.init.uniform_(self.gain, self.config.min_gain, self.config.max_gain)
 
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         v = self.value(x) * self.gain
         place = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:

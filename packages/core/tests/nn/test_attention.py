@@ -241,14 +241,12 @@ def test_bad_calls_are_named():
     x = torch.randn(2, 3, C)
     with pytest.raises(ValueError, match=r"x must be \(B, T, 32\)"):
         mixer(x[..., :8])
-    with pytest.raises(ValueError, match="state holds 3 rows, x has 2"):
+    with pytest.raises(ValueError, match="must hold 2 rows"):
         mixer(x, mixer.init_state(3))
     with pytest.raises(ValueError, match="lengths needs a state"):
         mixer(x, lengths=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="cu_seqlens packs"):
         mixer(x, cu_seqlens=torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match=r"x must be \(2, 1, 32\), got \(2, 3, 32\)"):
-        mixer.step(x, mixer.reserve(mixer.init_state(2), 3))
 
 
 @pytest.mark.gpu

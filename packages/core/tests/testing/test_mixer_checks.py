@@ -26,6 +26,9 @@ class SumState(NamedTuple):
 class RunningMean(AbstractMixer):
     """y[t] = W mean(x[0..t]): the smallest mixer with a state, and with one mistake on demand."""
 
+    d_model = C
+    state_type = SumState
+
     def __init__(self, mistake: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)

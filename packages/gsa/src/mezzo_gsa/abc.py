@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ class ABC(AbstractMixer):
     of Wq, Wk, Wv and Wφ in this order, by head), no bias.
     """  # noqa: D415
 
+    state_type = ABCState
+
     def __init__(self, config: ABCConfig, d_model: int) -> None:
         super().__init__()
         H, M = config.num_heads, config.num_slots
@@ -87,7 +89,7 @@ class ABC(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, ABCState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         q, k, v, logits = self._project(x)
         before, z = running_lse(logits, None if state is None else state.z, cu_seqlens)
         g, s = self._strengths(logits, before, z)
@@ -107,7 +109,7 @@ class ABC(AbstractMixer):
 
     def step(self, x: Tensor, state: ABCState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        check_one_token(x, self.d_model)
+        self.check_step(x, state)
         q, k, v, logits = self._project(x)
         before, z = running_lse(logits, state.z, None)
         g, s = (part if part is None else part[:, 0] for part in self._strengths(logits, before, z))

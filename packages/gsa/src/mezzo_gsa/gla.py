@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ class GLA(AbstractMixer):
     y = (RMSNorm(GLA(q, k, v, g)) ⊙ swish(x Wz)) Wo, the norm over each head, scale K^-1/2.
     """
 
+    state_type = GLAState
+
     def __init__(self, config: GLAConfig, d_model: int) -> None:
         super().__init__()
         check_feature_map(config.feature_map)
@@ -96,7 +98,7 @@ class GLA(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         HQ, H, K, V = self.heads
         q = apply_feature_map(self.q_proj(x).unflatten(-1, (HQ, K)), self.config.feature_map)
         k = apply_feature_map(self.k_proj(x).unflatten(-1, (H, K)), self.config.feature_map)
@@ -115,7 +117,7 @@ class GLA(AbstractMixer):
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        check_one_token(x, self.d_model)
+        self.check_step(x, state)
         x = x[:, 0]
         HQ, H, K, V = self.heads
         y = step_gla_layer_(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project, suits_op
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.precision import accumulation_dtype
@@ -71,6 +71,8 @@ class GSA(AbstractMixer):
     start alike would stay alike for good, since nothing else tells them apart.
     """
 
+    state_type = GSAState
+
     def __init__(self, config: GSAConfig, d_model: int) -> None:
         super().__init__()
         HQ, M = config.num_heads, config.num_slots
@@ -113,7 +115,7 @@ class GSA(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, GSAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         qkvg = self.in_proj(x)
         op: dict[str, Any] = {
             "between": self.config.between,
@@ -132,7 +134,7 @@ class GSA(AbstractMixer):
 
     def step(self, x: Tensor, state: GSAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        check_one_token(x, self.d_model)
+        self.check_step(x, state)
         config, out_proj = self.config, self.out_proj
         weight = None if self.norm is None else self.norm.weight
         # For one row the projection's kernel does the norm too, which saves a launch.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class HGRN2(AbstractMixer):
     S[t] = Diag(α) S[t-1] + (1 - α) ⊗ v;  y = RMSNorm(concat_h S[t]ᵀ q) Wo, over all C channels.
     """
 
+    state_type = GLAState
+
     def __init__(self, config: HGRN2Config, d_model: int) -> None:
         super().__init__()
         D = config.head_dim
@@ -84,7 +86,7 @@ class HGRN2(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         q, v, logits = (
             part.unflatten(-1, (self.num_heads, -1))
             for part in (F.silu(self.q_proj(x)), self.v_proj(x), self.g_proj(x))
@@ -102,7 +104,7 @@ class HGRN2(AbstractMixer):
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        check_one_token(x, self.d_model)
+        self.check_step(x, state)
         q, v, logits = (
             project(proj, x[:, 0]).unflatten(1, (self.num_heads, -1))
             for proj in (self.q_proj, self.v_proj, self.g_proj)

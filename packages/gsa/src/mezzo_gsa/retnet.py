@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input, check_one_token
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
@@ -63,6 +63,8 @@ class RetNet(AbstractMixer):
     y = (RMSNorm(retention) ⊙ swish(x Wz)) Wo, the norm over each head, scale K^-1/2.
     """
 
+    state_type = RetNetState
+
     def __init__(self, config: RetNetConfig, d_model: int) -> None:
         super().__init__()
         check_feature_map(config.feature_map)
@@ -94,7 +96,7 @@ class RetNet(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, RetNetState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
         HQ, H, K, V = self.heads
         start = None if state is None else state.lengths
@@ -125,7 +127,7 @@ class RetNet(AbstractMixer):
 
     def step(self, x: Tensor, state: RetNetState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        check_one_token(x, self.d_model)
+        self.check_step(x, state)
         x = x[:, 0]
         HQ, H, K, V = self.heads
         k = project(self.k_proj, x).unflatten(1, (H, K))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -40,6 +40,8 @@ class LinearRNNState(NamedTuple):
 class LinearRNN(AbstractMixer):
     """h[t] = f h[t-1] + (1 - f) v[t], out = (sigmoid(z) h) Wo, with f = sigmoid(g + b)."""
 
+    state_type = LinearRNNState
+
     def __init__(self, config: LinearRNNConfig, d_model: int) -> None:
         super().__init__()
         if config.span < 1:
@@ -63,7 +65,7 @@ class LinearRNN(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, LinearRNNState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
         out, last = gated_scan(
             self.in_proj(x),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class RAT(AbstractMixer):
     r wide there and `z_proj`, `g_proj` widen them. No projection has a bias.
     """
 
+    state_type = RATState
+
     def __init__(self, config: RATConfig, d_model: int) -> None:
         super().__init__()
         D = config.head_dim
@@ -94,7 +96,7 @@ class RAT(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, RATState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         y, state = chunk_rat_attention_zvgqk(
             self._project(x), **self._form(), state=state, lengths=lengths, cu_seqlens=cu_seqlens
         )
@@ -102,6 +104,7 @@ class RAT(AbstractMixer):
 
     def step(self, x: Tensor, state: RATState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        self.check_step(x, state)
         y = step_rat_attention_(self._project(x), state, **self._form())
         return project(self.out_proj, y.flatten(2))
 

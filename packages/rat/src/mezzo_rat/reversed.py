@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.linear_scan import linear_scan
 from mezzo_core.ops.precision import accumulation_dtype
@@ -65,6 +65,8 @@ class RATReversedState(NamedTuple):
 class RATReversed(AbstractMixer):
     """The reversed mixer; `in_proj` yields v, g, k of C, the output gate's rank, and q of D."""
 
+    state_type = RATReversedState
+
     def __init__(self, config: RATReversedConfig, d_model: int) -> None:
         super().__init__()
         D = config.head_dim
@@ -94,7 +96,7 @@ class RATReversed(AbstractMixer):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, RATReversedState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
+        self.check_input(x, state, cu_seqlens, lengths)
         if x.shape[1] == 0:
             return x, state
         v, g, k, z, q = self.in_proj(x).split(self.widths, dim=-1)

@@ -6,7 +6,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from mezzo_core.nn.mixer import AbstractMixer, check_mixer_input
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
@@ -63,6 +63,8 @@ class AttentionConfig:
 class Attention(AbstractMixer):
     """Causal softmax attention, (B, T, C) to (B, T, C), with C / D query heads of width D."""
 
+    state_type = KVCache
+
     def __init__(self, d_model: int, config: AttentionConfig) -> None:
         """Make the projections.
 
@@ -95,10 +97,8 @@ class Attention(AbstractMixer):
         Raises:
             ValueError: if an argument breaks the mixer's contract.
         """
-        check_mixer_input(x, self.d_model, state, cu_seqlens, lengths)
-        B, T, _ = x.shape
-        if state is not None and state.lengths.shape != (B,):
-            raise ValueError(f"state holds {state.lengths.shape[0]} rows, x has {B}")
+        self.check_input(x, state, cu_seqlens, lengths)
+        T = x.shape[1]
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         q, k, v = self._project(x)
@@ -131,10 +131,9 @@ class Attention(AbstractMixer):
 
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
+        self.check_step(x, state)
         k, _, lengths = state
-        B, S = k.shape[:2]
-        if x.shape != (B, 1, self.d_model):
-            raise ValueError(f"x must be ({B}, 1, {self.d_model}), got {tuple(x.shape)}")
+        S = k.shape[1]
         is_ring = self.config.window_size == S
         if not is_ring and not lengths.is_cuda and (lengths >= S).any():
             raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")

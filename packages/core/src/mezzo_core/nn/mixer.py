@@ -1,10 +1,13 @@
 """The contract of a sequence mixer: what a block, a model and a decoder may ask of one."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from mezzo_core.ops.checks import check_floating, check_lengths
+from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 
 class AbstractMixer(nn.Module, ABC):
@@ -15,8 +18,14 @@ class AbstractMixer(nn.Module, ABC):
     One law, tested for every mixer: a full forward equals any segmentation of the sequence equals
     one token at a time, to rounding. A state is a NamedTuple of tensors whose first axis is the
     batch. `forward` never overwrites the state that it is given; `step` does, and only it: it
-    decodes into buffers from `reserve`.
+    decodes into buffers from `reserve`. Both begin with the contract's checks, `check_input` and
+    `check_step`.
     """
+
+    d_model: int
+    """Width C of what goes in and out."""
+    state_type: ClassVar[type[Any]]
+    """The NamedTuple that `init_state` returns."""
 
     @abstractmethod
     def forward(
@@ -60,8 +69,11 @@ class AbstractMixer(nn.Module, ABC):
             y (B, 1, C).
 
         Raises:
-            ValueError: if `forward` returns a state of other shapes, or the room is used up.
+            RuntimeError: if gradients are on: what is overwritten has none.
+            ValueError: if an argument breaks the contract, `forward` returns a state of other
+                shapes, or the room is used up.
         """
+        self.check_step(x, state)
         y, after = self(x, state)
         for name, old, new in zip(state._fields, state, after, strict=True):
             if old.shape != new.shape:
@@ -97,6 +109,66 @@ class AbstractMixer(nn.Module, ABC):
         A multiply and an add count as two. `num_tokens` is the length T of the sequence.
         """
 
+    def check_input(
+        self, x: Tensor, state: Any, cu_seqlens: Tensor | None, lengths: Tensor | None
+    ) -> None:
+        """Check what `forward` was given, before anything is computed.
+
+        Raises:
+            TypeError: if an argument is of another kind: no tensor, of another dtype, or the state
+                of another mixer.
+            ValueError: if a shape or a value is not as the contract says; the message names it.
+        """
+        check_floating(type(self).__name__, "x", x)
+        if x.ndim != 3 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x must be (B, T, {self.d_model}), got {tuple(x.shape)}")
+        B, T, _ = x.shape
+        if state is not None:
+            self._check_state(state, B)
+        if cu_seqlens is not None:
+            if state is not None:
+                raise ValueError("cu_seqlens packs sequences that begin here: state must be None")
+            check_cu_seqlens(type(self).__name__, cu_seqlens, x)
+            check_borders(type(self).__name__, cu_seqlens, T)
+        if lengths is not None:
+            if state is None:
+                raise ValueError("lengths needs a state: start one with init_state(batch)")
+            check_lengths(type(self).__name__, lengths, x)
+
+    def check_step(self, x: Tensor, state: Any) -> None:
+        """Check what `step` was given.
+
+        Raises:
+            RuntimeError: if gradients are on: what is overwritten has none.
+            TypeError: as `check_input`.
+            ValueError: also if x does not hold one token of each row.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "step overwrites the state, so it has no gradients: "
+                "call it under torch.inference_mode() or torch.no_grad()"
+            )
+        check_floating(type(self).__name__, "x", x)
+        if x.ndim != 3 or x.shape[1:] != (1, self.d_model):
+            raise ValueError(
+                f"x must hold one token of each row, (B, 1, {self.d_model}), got {tuple(x.shape)}"
+            )
+        self._check_state(state, x.shape[0])
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, self.state_type):
+            raise TypeError(
+                f"state must be a {self.state_type.__name__} of this mixer's init_state, "
+                f"got {type(state).__name__}"
+            )
+        for name, value in state._asdict().items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"state.{name} must be a tensor, got {type(value).__name__}")
+            if value.ndim == 0 or value.shape[0] != batch:
+                raise ValueError(
+                    f"state.{name} must hold {batch} rows, as x does, got {tuple(value.shape)}"
+                )
+
 
 class MixerConfig(Protocol):
     """A frozen dataclass that describes a mixer and builds it."""
@@ -104,36 +176,3 @@ class MixerConfig(Protocol):
     def build(self, d_model: int) -> AbstractMixer:
         """Build the mixer, on torch's default device."""
         ...
-
-
-def check_mixer_input(
-    x: Tensor, d_model: int, state: Any, cu_seqlens: Tensor | None, lengths: Tensor | None
-) -> None:
-    """Raise a ValueError that names the argument which breaks the contract, if one does."""
-    if x.ndim != 3 or x.shape[-1] != d_model:
-        raise ValueError(f"x must be (B, T, {d_model}), got {tuple(x.shape)}")
-    if cu_seqlens is not None and (state is not None or x.shape[0] != 1):
-        raise ValueError(
-            "cu_seqlens packs sequences into one row without a state: "
-            f"got B = {x.shape[0]}, state {'given' if state is not None else 'None'}"
-        )
-    if lengths is not None:
-        if state is None:
-            raise ValueError("lengths needs a state: start one with init_state(batch)")
-        if lengths.shape != x.shape[:1] or lengths.dtype != torch.int64:
-            raise ValueError(
-                f"lengths must be int64 of shape ({x.shape[0]},), got {lengths.dtype} "
-                f"of shape {tuple(lengths.shape)}"
-            )
-        # Looking at values would stop a GPU's stream or break a graph.
-        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = [n for n in lengths.tolist() if not 0 <= n <= x.shape[1]]
-            if wrong:
-                raise ValueError(f"lengths must be from 0 to T = {x.shape[1]}, got {wrong[0]}")
-
-
-def check_one_token(x: Tensor, d_model: int) -> None:
-    """Raise a ValueError if x is not one token of each row, (B, 1, C)."""
-    check_mixer_input(x, d_model, None, None, None)
-    if x.shape[1] != 1:
-        raise ValueError(f"x must hold one token of each row, got {x.shape[1]}")

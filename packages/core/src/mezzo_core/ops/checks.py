@@ -1,0 +1,67 @@
+"""What every op and every mixer asks of its arguments, in the same words."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What ops compute with; float8 has no arithmetic of its own."""
+
+
+def check_floating(op: str, name: str, x: Any) -> None:
+    """Raise a TypeError if x is no tensor of numbers that ops compute with."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in FLOATING:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        got = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must be floating-point ({allowed}), got {got}")
+
+
+def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> None:
+    """Raise an error if `value` is no finite number, or not above 0 where it must be.
+
+    Raises:
+        TypeError: if it is no int or float; a bool and a tensor are neither.
+        ValueError: if it is NaN, infinite, or not positive where that is asked for.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(
+            f"{op}: {name} must be {'positive and ' if positive else ''}finite, got {value}"
+        )
+
+
+def check_size(op: str, name: str, value: Any, least: int = 1) -> None:
+    """Raise a TypeError if `value` is no int (a bool is none), a ValueError if it is too small."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be {least} or more, got {value}")
+
+
+def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
+    """Check how many tokens of each row of x (B, T, ...) are real.
+
+    Values are checked on a CPU only: looking at them would stop a GPU's stream or break a graph.
+
+    Raises:
+        TypeError: if it is no int64 tensor.
+        ValueError: if it is not (B,) on x's device, or a length is not from 0 to T.
+    """
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{op}: lengths must be a tensor, got {type(lengths).__name__}")
+    if lengths.dtype != torch.int64:
+        raise TypeError(f"{op}: lengths must be int64, got {lengths.dtype}")
+    if lengths.shape != x.shape[:1] or lengths.device != x.device:
+        raise ValueError(
+            f"{op}: lengths must be ({x.shape[0]},) on {x.device}, "
+            f"got {tuple(lengths.shape)} on {lengths.device}"
+        )
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = [n for n in lengths.tolist() if not 0 <= n <= x.shape[1]]
+        if wrong:
+            raise ValueError(f"{op}: lengths must be from 0 to T = {x.shape[1]}, got {wrong[0]}")
