@@ -241,7 +241,7 @@ def test_bad_calls_are_named():
     x = torch.randn(2, 3, C)
     with pytest.raises(ValueError, match=r"x must be \(B, T, 32\)"):
         mixer(x[..., :8])
-    with pytest.raises(ValueError, match="must hold 2 rows"):
+    with pytest.raises(ValueError, match=r"state.k must be \(2, any, 4, 8\)"):
         mixer(x, mixer.init_state(3))
     with pytest.raises(ValueError, match="lengths needs a state"):
         mixer(x, lengths=torch.tensor([1, 2]))

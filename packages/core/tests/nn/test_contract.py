@@ -35,12 +35,19 @@ def test_forward_names_an_x_that_does_not_fit(mixer, x, error, words):
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
-        (lambda m: m.init_state(3), ValueError, "state.k must hold 1 rows, as x does"),
+        (
+            lambda m: m.init_state(3),
+            ValueError,
+            r"state.k must be \(1, any, 2, 8\) .* \(3, 0, 2, 8",
+        ),
         (lambda m: tuple(m.init_state(1)), TypeError, "state must be a KVCache .* got tuple"),
         (lambda m: list(m.init_state(1)), TypeError, "state must be a KVCache .* got list"),
         (lambda m: m.init_state(1).k, TypeError, "state must be a KVCache .* got Tensor"),
         (lambda m: m.init_state(1)._replace(v=None), TypeError, "state.v must be a tensor"),
+        (lambda m: m.init_state(1)._replace(v=torch.ones(1, 0, 1, 8)), ValueError, "state.v must"),
         (lambda m: m.init_state(1)._replace(lengths=torch.tensor(0)), ValueError, "state.lengths"),
+        (lambda m: m.init_state(1)._replace(lengths=torch.ones(1)), TypeError, "int64 tensor, got"),
+        (lambda m: m.init_state(1)._replace(k=m.init_state(1).k.to("meta")), ValueError, "on meta"),
     ],
 )
 def test_a_state_of_another_kind_or_batch_is_refused(mixer, state, error, words):

@@ -27,6 +27,8 @@ class AbstractMixer(nn.Module, ABC):
     state_type: ClassVar[type[Any]]
     """The NamedTuple that `init_state` returns."""
 
+    _state_shapes: dict[str, tuple[torch.Size, bool]] | None = None
+
     @abstractmethod
     def forward(
         self,
@@ -122,14 +124,13 @@ class AbstractMixer(nn.Module, ABC):
         check_floating(type(self).__name__, "x", x)
         if x.ndim != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must be (B, T, {self.d_model}), got {tuple(x.shape)}")
-        B, T, _ = x.shape
         if state is not None:
-            self._check_state(state, B)
+            self._check_state(state, x)
         if cu_seqlens is not None:
             if state is not None:
                 raise ValueError("cu_seqlens packs sequences that begin here: state must be None")
             check_cu_seqlens(type(self).__name__, cu_seqlens, x)
-            check_borders(type(self).__name__, cu_seqlens, T)
+            check_borders(type(self).__name__, cu_seqlens, x.shape[1])
         if lengths is not None:
             if state is None:
                 raise ValueError("lengths needs a state: start one with init_state(batch)")
@@ -153,21 +154,42 @@ class AbstractMixer(nn.Module, ABC):
             raise ValueError(
                 f"x must hold one token of each row, (B, 1, {self.d_model}), got {tuple(x.shape)}"
             )
-        self._check_state(state, x.shape[0])
+        self._check_state(state, x)
 
-    def _check_state(self, state: Any, batch: int) -> None:
+    def _check_state(self, state: Any, x: Tensor) -> None:
         if not isinstance(state, self.state_type):
             raise TypeError(
                 f"state must be a {self.state_type.__name__} of this mixer's init_state, "
                 f"got {type(state).__name__}"
             )
+        if torch.compiler.is_compiling():  # a state was seen before, or init_state made it
+            return
+        if self._state_shapes is None:
+            self._state_shapes = {
+                name: (value.shape[1:], value.is_floating_point())
+                for name, value in self.init_state(1)._asdict().items()
+            }
         for name, value in state._asdict().items():
-            if not isinstance(value, Tensor):
-                raise TypeError(f"state.{name} must be a tensor, got {type(value).__name__}")
-            if value.ndim == 0 or value.shape[0] != batch:
+            where = f"state.{name}"
+            sizes, is_floating = self._state_shapes[name]
+            if is_floating:
+                check_floating(type(self).__name__, where, value)
+            elif not isinstance(value, Tensor) or value.dtype != torch.int64:
+                raise TypeError(f"{where} must be an int64 tensor, got {_kind(value)}")
+            # What grows has no tokens at first: any number of them fits.
+            fits = len(value.shape) == 1 + len(sizes) and all(
+                size in (0, got) for size, got in zip(sizes, value.shape[1:], strict=True)
+            )
+            if not fits or value.shape[0] != x.shape[0] or value.device != x.device:
+                wanted = ", ".join([str(x.shape[0]), *(str(size or "any") for size in sizes)])
                 raise ValueError(
-                    f"state.{name} must hold {batch} rows, as x does, got {tuple(value.shape)}"
+                    f"{where} must be ({wanted}) on {x.device}, "
+                    f"got {tuple(value.shape)} on {value.device}"
                 )
+
+
+def _kind(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 class MixerConfig(Protocol):

@@ -1,0 +1,217 @@
+"""Each argument of a public function replaced by something else: one clear line, or a right result.
+
+A package lists its calls (`Call`) and configurations (`Configured`), and tests them all:
+
+    @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+    def test_each_argument_replaced_is_named_or_right(call):
+        check_arguments(call)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_core.testing.numerics import assert_close
+
+# What no argument may be, whatever it stands for.
+_NEVER = {
+    "a string": "no such choice",
+    "a list": [1.0, 2.0],
+    "a dict": {},
+    "an object": object(),
+    "a complex number": 1j,
+}
+# Values for a field of a configuration, most of them of another kind.
+_VALUES: tuple[Any, ...] = (
+    "x", "", None, True, False, 0, 1, -1, 3, 1.5, math.nan, math.inf, -math.inf, 1e308, 2**70,
+    (), (1,), (1.0, "x"), (math.nan, 2.0), [], {}, object(), 1j,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A valid call of a public function.
+
+    Attributes:
+        function: what is called.
+        arguments: makes them anew, by name; what the function overwrites is thus its own.
+        optional: names of those that may be None as well.
+        definition: the function that says what is right, of the same arguments; None: the results
+            must be finite.
+        words: for an argument, other words by which a message may name it.
+    """
+
+    function: Callable[..., Any]
+    arguments: Callable[[], dict[str, Any]]
+    optional: frozenset[str] = frozenset()
+    definition: Callable[..., Any] | None = None
+    words: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The function's name and what is given, for a test's id."""
+        given = [name for name, value in self.arguments().items() if value is not None]
+        function = getattr(self.function, "__name__", type(self.function).__name__)
+        return f"{function}({','.join(given)})"
+
+
+class Replacement(NamedTuple):
+    """What takes an argument's place."""
+
+    what: str
+    value: Any
+    must_refuse: bool
+    """Whether it can mean nothing; else a right result is as good as an error."""
+
+
+def check_arguments(call: Call) -> None:
+    """Replace each argument of a call, one at a time, by all that `replacements` gives.
+
+    Raises:
+        AssertionError: if a replacement is accepted that must not be, gives a wrong result, or
+            raises anything but one line (TypeError or ValueError) that names the argument; with a
+            line for each.
+    """
+    faults = [find_fault(call, {})]
+    for name, value in call.arguments().items():
+        faults += [find_fault(call, {name: part}) for part in replacements(value)]
+        if value is not None and name not in call.optional:
+            faults.append(find_fault(call, {name: Replacement("None", None, True)}))
+    _assert_none(faults)
+
+
+def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
+    """Make a call with some arguments replaced, and say what is wrong with what comes back."""
+    told = f"{call.name}: " + ", ".join(f"{name} is {part.what}" for name, part in replaced.items())
+    values = {name: part.value for name, part in replaced.items()}
+    # Sizes that disagree are named by either of those that do.
+    blamed = [n for n, part in replaced.items() if part.must_refuse] or [*call.arguments()]
+    try:
+        with torch.no_grad():
+            result = call.function(**{**call.arguments(), **values})
+            expected = None
+            if call.definition is not None:
+                expected = call.definition(**{**call.arguments(), **values})
+    except Exception as error:
+        if not replaced:
+            raise
+        return _fault_of(told, error, [w for n in blamed for w in (n, *call.words.get(n, ()))])
+    if any(part.must_refuse for part in replaced.values()):
+        return f"{told}: accepted"
+    return _fault_of_result(told, result, expected)
+
+
+def replacements(value: Any) -> list[Replacement]:
+    """Return what is to take the place of a valid argument; nothing for None."""
+    if value is None:
+        return []
+    found = [Replacement(what, other, True) for what, other in _NEVER.items()]
+    if isinstance(value, Tensor):
+        found += _other_tensors(value)
+    elif hasattr(value, "_fields"):
+        found += _other_states(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        found += [Replacement(str(n), n, True) for n in (0, -1, 1.5, math.nan, True)]
+    elif isinstance(value, float):
+        found += [Replacement(str(x), x, True) for x in (math.nan, math.inf, -math.inf)]
+        found += [Replacement(str(x), x, False) for x in (0.0, -1.0, 1e-3, 2)]
+    return found
+
+
+def check_fields(valid: Any, use: Callable[[Any], Tensor]) -> None:
+    """Replace each field of a configuration by values of every kind.
+
+    Args:
+        valid: a frozen dataclass.
+        use: builds what it describes, uses it, and returns numbers that must be finite.
+
+    Raises:
+        AssertionError: if a value gives NaN, or raises anything but one line (TypeError or
+            ValueError, from the class or from `use`) that names the field.
+    """
+    faults: list[str | None] = []
+    for field in dataclasses.fields(valid):
+        for value in _VALUES:
+            told = f"{type(valid).__name__}({field.name}={value!r})"
+            try:
+                result = use(dataclasses.replace(valid, **{field.name: value}))
+            except Exception as error:
+                faults.append(_fault_of(told, error, [field.name]))
+            else:
+                faults.append(_fault_of_result(told, result, None))
+    _assert_none(faults)
+
+
+def _assert_none(faults: Sequence[str | None]) -> None:
+    found = [fault for fault in faults if fault is not None]
+    assert not found, f"{len(found)} of {len(faults)}:\n" + "\n".join(found)
+
+
+def _fault_of(told: str, error: Exception, names: Sequence[str]) -> str | None:
+    if not isinstance(error, (TypeError, ValueError)):
+        return f"{told}: {type(error).__name__}: {error}"
+    if "\n" in str(error):
+        return f"{told}: more than one line: {error}"
+    if not any(name in str(error) for name in names):
+        return f"{told}: not named: {error}"
+    return None
+
+
+def _fault_of_result(told: str, result: Any, expected: Any) -> str | None:
+    results = [*_tensors(result)]
+    if not all(part.isfinite().all() for part in results):
+        return f"{told}: accepted, and gives NaN"
+    try:
+        for got, wanted in zip(results, _tensors(expected), strict=False):
+            assert_close("result", got, wanted, rtol=1e-4)
+    except AssertionError as error:
+        return f"{told}: {error}"
+    return None
+
+
+def _other_tensors(x: Tensor) -> list[Replacement]:
+    other = torch.int64 if x.is_floating_point() else torch.float32
+    found = [
+        Replacement("a number", 3, True),
+        Replacement("an array", x.numpy(), True),
+        Replacement("bool", torch.ones_like(x, dtype=torch.bool), True),
+        Replacement("complex", x.to(torch.complex64), True),
+        Replacement(str(other), x.to(other), True),
+        Replacement("a scalar", x.new_ones(()), True),
+        Replacement("on another device", x.to("meta"), True),
+        Replacement("with an axis more", x[None], True),
+        Replacement("with an axis less", x[0], True),
+        Replacement("strided", x.repeat_interleave(2, -1)[..., ::2], False),
+    ]
+    if x.is_floating_point():
+        found.append(Replacement("float8", x.to(torch.float8_e4m3fn), True))
+    for axis in range(x.ndim):
+        found.append(Replacement(f"doubled along {axis}", torch.cat([x, x], axis), False))
+        found.append(Replacement(f"empty along {axis}", x.narrow(axis, 0, 0), False))
+        fewer = x.narrow(axis, 0, x.shape[axis] - 1)
+        found.append(Replacement(f"one less along {axis}", fewer, False))
+    return found
+
+
+def _other_states(state: Any) -> list[Replacement]:
+    found = [Replacement("a plain tuple", tuple(state), True)]
+    for name, value in state._asdict().items():
+        parts = [*_other_tensors(value), Replacement("None", None, True)]
+        found += [
+            Replacement(f"with {name} {what}", state._replace(**{name: other}), must)
+            for what, other, must in parts
+        ]
+    return found
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from _tensors(part)
