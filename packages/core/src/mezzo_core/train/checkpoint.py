@@ -85,10 +85,12 @@ class Checkpoints:
         Raises:
             UserError: if it cannot be written; the checkpoints of before are intact.
         """
-        scratch = self.folder  # until there is one
+        # A name that nobody can guess, and so not plant; all processes write into that folder.
+        token = self.world.each(lambda: secrets.token_hex(8))[0]
+        scratch = self.folder / f".step-{step}.{token}"
         first = self.world.is_first
         try:
-            scratch = self.world.each(lambda: self._make_scratch(step) if first else scratch)[0]
+            self.world.each(lambda: self._make_scratch(scratch) if first else None)
             parts = self.world.each(lambda: self._write_part(scratch, model, optimizer, data))
             self.world.each(lambda: self._complete(scratch, step, parts) if first else None)
         except OSError as error:
@@ -97,7 +99,7 @@ class Checkpoints:
                 f"({_reason(error)}); {self.describe_newest()}"
             ) from error
         finally:  # an interruption (Ctrl-C) leaves no half of a checkpoint either
-            if first and scratch != self.folder:
+            if first:
                 shutil.rmtree(scratch, ignore_errors=True)
         self._damaged.discard(self.folder / f"step-{step}")
 
@@ -162,16 +164,13 @@ class Checkpoints:
         found = [(_COMPLETE.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
-    def _make_scratch(self, step: int) -> Path:
-        """Make the folder that becomes `step-N`, under a name that nobody can have planted."""
+    def _make_scratch(self, scratch: Path) -> None:
+        """Make the folder that becomes `step-N`, and remove those that killed runs left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():  # what a killed run left
+        for path in self.folder.iterdir():
             if _SCRATCH.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-        scratch = self.folder / f".step-{step}.{secrets.token_hex(8)}"
-        scratch.mkdir()
-        (scratch / "state").mkdir()
-        return scratch
+        (scratch / "state").mkdir(parents=True)
 
     def _write_part(
         self,
