@@ -8,11 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
+from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.distributed import World
+from torch import nn
 
 WORDS = ("half", "of", "the", "notes", "stand", "between", "a", "rest", "and", "song")
 CHILDREN = Path(__file__).parent / "children"
@@ -42,6 +46,26 @@ def tiny(corpus):
         checkpoint_every=2,
     )
     return lambda **changes: replace(config, **changes)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path / "checkpoints", World(torch.device("cpu")), keep=2)
+
+
+@pytest.fixture
+def small():
+    """Build a model of two tensors and its optimizer after one step, so that no moment is zero."""
+
+    def build(seed=0, width=3):
+        torch.manual_seed(seed)
+        model = nn.Linear(width, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, width)).square().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    return build
 
 
 @pytest.fixture

@@ -2,51 +2,57 @@
 
 A checkpoint is a folder `step-N` that appears by one rename, after everything in it is on disk:
 
-    state/           weights and AdamW's moments (torch.distributed.checkpoint, one file a process)
-    process-R.json   the random state of process R, and its position in the data
-    checkpoint.json  the step and the size of every file; written last
+    state/process-R.safetensors  what process R held of the weights and of AdamW's moments
+    process-R.json               its random state, and its position in the data
+    index.json                   the pieces that make up each tensor, with their checksums
+    checkpoint.json              the step, the processes, each file's size and the checksums of the
+                                 JSON files; written last
 
-What is not a tensor is JSON. Of torch's own format, tensors are read with `weights_only=True` and
-the index through a list of the few classes that it holds, so a checkpoint cannot run code.
+Nothing in it is pickled, so reading one cannot run code. Every byte is under a checksum: what was
+damaged is passed over, and the checkpoint before it serves.
 """
 
 import base64
 import json
+import logging
 import os
-import pickle
 import re
+import secrets
 import shutil
-import warnings
+import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from mezzo_core.errors import UserError
+from mezzo_core.errors import UserError, printable
+from mezzo_core.files import read_json, write_whole
 from mezzo_core.train.distributed import World
+from mezzo_core.train.shards import (
+    DamagedError,
+    Index,
+    check_index,
+    index_from_json,
+    index_to_json,
+    named_tensors,
+    read_tensors,
+    shard_name,
+    write_shard,
+)
 
 MARKER = "checkpoint.json"
-_COMPLETE = re.compile(r"step-(\d+)")
-_INDEX_CLASSES = {
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-}
+INDEX = "index.json"
+_COMPLETE = re.compile(r"step-(0|[1-9][0-9]{0,14})")
+_SCRATCH = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
+# What is in a checkpoint, of this version's format or of the one before.
+_OURS = re.compile(
+    r"(checkpoint|index|process-[0-9]+)\.json"
+    r"|state(/process-[0-9]+\.safetensors|/__[0-9]+_[0-9]+\.distcp|/\.metadata)?"
+)
+
+logger = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
@@ -59,12 +65,13 @@ class Resumed(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run: `save` adds one, `load` reads the newest that is complete."""
+    """The checkpoints of one run: `save` adds one, `load` reads the newest that is whole."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self.folder = folder
         self.world = world
         self.keep = keep
+        self._damaged: set[Path] = set()
 
     def save(
         self,
@@ -78,59 +85,68 @@ class Checkpoints:
         Raises:
             UserError: if it cannot be written; the checkpoints of before are intact.
         """
-        scratch = self.folder / f"step-{step}.tmp"
+        # A name that nobody can guess, and so not plant; all processes write into that folder.
+        token = self.world.each(lambda: secrets.token_hex(8))[0]
+        scratch = self.folder / f".step-{step}.{token}"
+        first = self.world.is_first
         try:
-            self.world.first_only(lambda: _make_empty(scratch))
-            with warnings.catch_warnings():
-                # torch warns that one process is one process.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(
-                    _tensors(model, optimizer),
-                    storage_writer=dcp.FileSystemWriter(scratch / "state"),
-                )
-            self._write_process(scratch, data)
-            self.world.barrier()
-            self.world.first_only(lambda: self._complete(scratch, step))
-        except (OSError, CheckpointException, RuntimeError) as error:
-            if self.world.is_first:
-                shutil.rmtree(scratch, ignore_errors=True)
+            self.world.each(lambda: self._make_scratch(scratch) if first else None)
+            parts = self.world.each(lambda: self._write_part(scratch, model, optimizer, data))
+            self.world.each(lambda: self._complete(scratch, step, parts) if first else None)
+        except OSError as error:
             raise UserError(
                 f"cannot save the checkpoint of step {step} in {self.folder} "
                 f"({_reason(error)}); {self.describe_newest()}"
             ) from error
+        finally:  # an interruption (Ctrl-C) leaves no half of a checkpoint either
+            if first:
+                shutil.rmtree(scratch, ignore_errors=True)
+        self._damaged.discard(self.folder / f"step-{step}")
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
-        """Read the newest complete checkpoint into the model, the optimizer and torch's RNGs.
+        """Read the newest whole checkpoint into the model, the optimizer and torch's RNGs.
 
-        The number of processes may differ from the one that saved.
+        The number of processes may differ from the one that saved. Damaged checkpoints are passed
+        over, with a warning that names the damaged file.
 
         Returns:
-            The steps done and the data's position; None if there is no complete checkpoint.
+            The steps done and the data's position; None if there is no checkpoint.
 
         Raises:
-            UserError: if the checkpoint is of another model, or damaged.
+            UserError: if all checkpoints are damaged, or the newest whole one is of another model
+                or of an older version. The model is then to be thrown away.
         """
-        newest = self.newest()
-        if newest is None:
-            return None
-        record = json.loads((newest / MARKER).read_text(encoding="utf-8"))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(_tensors(model, optimizer), storage_reader=_SafeReader(newest / "state"))
-        except (OSError, CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        damages: list[str] = []
+        for step, folder in reversed(self.world.each(self._finished)[0]):
+            try:
+                found = self.world.each(partial(self._read, step, folder, model, optimizer))
+            except DamagedError as error:
+                self._damaged.add(folder)
+                damages.append(_reason(error))
+                continue
+            except UserError as error:
+                raise UserError(f"cannot resume from {folder}: {_reason(error)}") from error
+            if self.world.is_first:
+                for damage in damages:
+                    logger.warning("a damaged checkpoint: %s; resuming from %s", damage, folder)
+            for state in optimizer.state.values():
+                state["step"].fill_(step)
+            return Resumed(step, found[self.world.rank])
+        if damages:
             raise UserError(
-                f"cannot resume from {newest} ({_reason(error)}): it is damaged or holds another "
-                "model; remove it to resume from the one before, or train into another folder"
-            ) from error
-        for state in optimizer.state.values():
-            state["step"].fill_(record["step"])
-        return Resumed(record["step"], self._read_process(newest, record["processes"]))
+                f"no checkpoint in {self.folder} can be read ({damages[0]}): put back a copy, "
+                "start over with --fresh, or train into another folder"
+            )
+        return None
 
     def newest(self) -> Path | None:
         """Return the folder of the newest complete checkpoint, if there is one."""
-        for _, folder in reversed(self._finished()):
-            if _is_complete(folder):
+        for step, folder in reversed(self._finished()):
+            try:
+                _read_marker(folder, step)
+            except UserError:
+                continue
+            if folder not in self._damaged:
                 return folder
         return None
 
@@ -142,32 +158,30 @@ class Checkpoints:
         )
 
     def _finished(self) -> list[tuple[int, Path]]:
+        """Return the folders that were once complete, and their steps, in this order."""
         if not self.folder.is_dir():
             return []
         found = [(_COMPLETE.fullmatch(path.name), path) for path in self.folder.iterdir()]
-        return sorted((int(match[1]), path) for match, path in found if match)
+        return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
-    def _complete(self, scratch: Path, step: int) -> None:
-        files = {
-            str(path.relative_to(scratch)): path.stat().st_size
-            for path in sorted(scratch.rglob("*"))
-            if path.is_file()
-        }
-        record = {"step": step, "processes": self.world.size, "files": files}
-        _write(scratch / MARKER, json.dumps(record, indent=1))
-        _sync(scratch / "state")
-        _sync(scratch)
-        final = self.folder / f"step-{step}"
-        if final.exists():  # an incomplete one, else this step would not have been done again
-            shutil.rmtree(final)
-        scratch.rename(final)
-        _sync(self.folder)
-        for _, old in self._finished()[: -self.keep]:
-            shutil.rmtree(old)
-        for leftover in self.folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
+    def _make_scratch(self, scratch: Path) -> None:
+        """Make the folder that becomes `step-N`, and remove those that killed runs left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if _SCRATCH.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+        (scratch / "state").mkdir(parents=True)
 
-    def _write_process(self, scratch: Path, data: dict[str, Any]) -> None:
+    def _write_part(
+        self,
+        scratch: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: dict[str, Any],
+    ) -> "_Part":
+        rank = self.world.rank
+        path = scratch / shard_name(rank)
+        index = write_shard(path, named_tensors(model, optimizer), rank)
         states = {"cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.world.device)
@@ -175,90 +189,144 @@ class Checkpoints:
             name: base64.b64encode(state.numpy().tobytes()).decode()
             for name, state in states.items()
         }
-        path = scratch / f"process-{self.world.rank}.json"
-        _write(path, json.dumps({"rng": rng, "data": data}))
+        name = f"process-{rank}.json"
+        written = _write_json(scratch / name, {"rng": rng, "data": data})
+        return _Part(index, {shard_name(rank): {"bytes": path.stat().st_size}, name: written})
 
-    def _read_process(self, folder: Path, processes: int) -> dict[str, Any]:
+    def _complete(self, scratch: Path, step: int, parts: "list[_Part]") -> None:
+        files = {name: record for part in parts for name, record in part.files.items()}
+        index = index_to_json([part.tensors for part in parts])
+        files[INDEX] = _write_json(scratch / INDEX, index)
+        _write_json(scratch / MARKER, {"step": step, "processes": len(parts), "files": files})
+        _sync(scratch / "state")
+        _sync(scratch)
+        final = self.folder / f"step-{step}"
+        if final.is_dir():  # a damaged one, else this step would not have been done again
+            if not _is_ours(final):
+                raise FileExistsError(f"{final} is there and is no checkpoint")
+            _remove(final)
+        scratch.rename(final)
+        _sync(self.folder)
+        _sync(self.folder.parent)
+        past = [folder for number, folder in self._finished() if number <= step]
+        kept = [folder for folder in past if folder not in self._damaged or folder == final]
+        for old in past:
+            if old not in kept[-self.keep :] and _is_ours(old):
+                _remove(old)
+
+    def _read(
+        self, step: int, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Read one checkpoint and return this process's position in the data."""
+        processes, checksums = _read_marker(folder, step)
+        tensors = named_tensors(model, optimizer)
+        index = index_from_json(_read_checked(folder / INDEX, checksums))
+        check_index(index, tensors, processes)
         # With another number of processes, the first one's file stands for every process.
-        rank = self.world.rank if processes == self.world.size else 0
-        record = json.loads((folder / f"process-{rank}.json").read_text(encoding="utf-8"))
-        if record["data"] and processes != self.world.size:
+        path = folder / f"process-{self.world.rank if processes == self.world.size else 0}.json"
+        record = _read_checked(path, checksums)
+        data, rng = record.get("data"), record.get("rng")
+        if not isinstance(data, dict) or not isinstance(rng, dict):
+            raise DamagedError(f"{path} does not hold a random state and a position in the data")
+        if data and processes != self.world.size:
             raise UserError(
-                f"{folder} was saved by {processes} processes that each read their own part of a "
+                f"it was saved by {processes} processes that each read their own part of a "
                 f"stream: resume with as many, not {self.world.size}"
             )
-        for name, text in record["rng"].items():
-            state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            if name == "cpu":
-                torch.set_rng_state(state)
-            elif self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(state, self.world.device)
-        return record["data"]
+        read_tensors(folder, index, tensors)
+        try:
+            torch.set_rng_state(_rng_state(rng["cpu"]))
+            if "cuda" in rng and self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(_rng_state(rng["cuda"]), self.world.device)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DamagedError(f"{path} holds no random state ({error})") from error
+        return data
 
 
-class _SafeReader(dcp.FileSystemReader):
-    """Reads the index, which torch pickles, through a list of the classes that it may name."""
+class _Part(NamedTuple):
+    """What one process wrote: its tensors' index, and its files' sizes and checksums."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+    tensors: Index
+    files: dict[str, dict[str, int]]
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _INDEX_CLASSES:
-            raise ValueError(f"its index names {module}.{name}, which no checkpoint of ours holds")
-        return super().find_class(module, name)
+def _read_marker(folder: Path, step: int) -> tuple[int, dict[str, int]]:
+    """Return how many processes saved a checkpoint, and the checksums of its JSON files.
 
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what is saved, each under its name; loading writes into the same tensors.
-
-    AdamW's own step counters are left out: they are the checkpoint's step.
+    Raises:
+        DamagedError: if it is damaged, or a file that it lists is not there in full.
+        UserError: if it is of an older version.
     """
-    tensors = {f"model.{name}": value for name, value in _persistent(model).items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            if key != "step":
-                tensors[f"optim.{name}.{key}"] = value
-    return tensors
+    path = folder / MARKER
+    marker = _read_json(path)
+    processes, files = marker.get("processes"), marker.get("files")
+    if not isinstance(files, dict) or type(processes) is not int or processes < 1:
+        raise DamagedError(f"{path} does not say how many processes saved which files")
+    if "state/.metadata" in files:
+        raise UserError(
+            "it was written by an older version, in another format: remove it, or start over "
+            "with --fresh"
+        )
+    if type(marker.get("step")) is not int or marker["step"] != step:
+        raise DamagedError(f"{path} is not that of step {step}")
+    # No name is taken from the file, so none can lead out of the folder.
+    if len(files) != 2 * processes + 1:
+        raise DamagedError(f"{path} does not list the files of its processes")
+    checksums = {}
+    jsons = [INDEX, *(f"process-{rank}.json" for rank in range(processes))]
+    for name in [*jsons, *(shard_name(rank) for rank in range(processes))]:
+        record, known = files.get(name), {"bytes", "crc32"} if name in jsons else {"bytes"}
+        if not isinstance(record, dict) or record.keys() != known:
+            raise DamagedError(f"{path} does not describe {name}")
+        if not all(type(number) is int for number in record.values()):
+            raise DamagedError(f"{path} does not describe {name} in whole numbers")
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{folder / name}: {error.strerror}") from error
+        if size != record["bytes"]:
+            raise DamagedError(f"{folder / name} has {size} bytes, not those that {MARKER} says")
+        if name in jsons:
+            checksums[name] = record["crc32"]
+    return processes, checksums
 
 
-def _persistent(model: nn.Module) -> dict[str, Tensor]:
-    seen: dict[int, str] = {}
-    # A tied weight has two names in the state; the first stands for both.
-    return {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if seen.setdefault(id(value), name) == name
-    }
+def _read_checked(path: Path, checksums: dict[str, int]) -> dict[str, Any]:
+    found = _read_json(path)
+    if zlib.crc32(path.read_bytes()) != checksums[path.name]:
+        raise DamagedError(f"{path} has not the checksum that {MARKER} says")
+    return found
 
 
-def _is_complete(folder: Path) -> bool:
-    """Tell whether every file that the marker lists is there, in full."""
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        files = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False
+        return read_json(path)
+    except UserError as error:
+        raise DamagedError(str(error)) from error
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
+def _write_json(path: Path, value: dict[str, Any]) -> dict[str, int]:
+    """Write plain JSON and return its size and checksum."""
+    text = json.dumps(value)
+    write_whole(path, text)
+    return {"bytes": len(text.encode()), "crc32": zlib.crc32(text.encode())}
+
+
+def _rng_state(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Tell whether a folder holds nothing but what a checkpoint does."""
+    return all(_OURS.fullmatch(path.relative_to(folder).as_posix()) for path in folder.rglob("*"))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; of one that is a symbolic link the link, not what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:
@@ -270,12 +338,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: BaseException) -> str:
-    """Return the cause in one line: torch wraps what each process raised in a report."""
-    causes: list[BaseException] = [error]
-    if isinstance(error, CheckpointException):
-        causes = [failure[0] for failure in error.failures.values()] or causes
-    for cause in causes:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-    return " ".join(str(causes[0]).split())[:300]
+def _reason(error: Exception) -> str:
+    """Return the cause in one line."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(printable(words).split())[:400]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from mezzo_core.errors import UserError
 from mezzo_core.train.device import choose_device
 
 _GLOO_SECONDS = 0.3
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,28 @@ class World:
                 raise UserError(f"the first process failed: {message[0]}")
         if failure is not None:
             raise failure
+
+    def each(self, action: Callable[[], Result]) -> list[Result]:
+        """Run `action` in every process and return what each one's returned, in order of ranks.
+
+        Raises:
+            Exception: what `action` raised; if it failed anywhere, all processes raise the same.
+        """
+        outcome: Result | Exception
+        try:
+            outcome = action()
+        except Exception as error:
+            outcome = error
+        outcomes = [outcome]
+        if self.size > 1:
+            outcomes *= self.size
+            dist.all_gather_object(outcomes, outcome)
+        results: list[Result] = []
+        for found in outcomes:
+            if isinstance(found, Exception):
+                raise found
+            results.append(found)
+        return results
 
 
 @contextmanager

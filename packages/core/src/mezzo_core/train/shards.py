@@ -1,0 +1,271 @@
+"""The tensors of a checkpoint: one safetensors file a process, and an index of their pieces.
+
+Tensors are seen flat. What a process holds of one is a piece, a range of its elements: all of
+them, or those of some rows where FSDP2 has sharded it. A tensor is whole if its pieces follow one
+another from its first element to its last, whoever wrote them, so any number of processes can
+read what any other number wrote.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mezzo_core.errors import UserError
+
+# How safetensors calls the types; its own writer holds a whole file in memory and tells no
+# checksum, so `write_shard` writes the format itself.
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class DamagedError(UserError):
+    """A checkpoint is not what was saved."""
+
+
+class Piece(NamedTuple):
+    """A range of a flat tensor's elements, in one process's file under the tensor's name."""
+
+    process: int
+    start: int
+    length: int
+    crc32: int
+
+
+class Stored(NamedTuple):
+    """A tensor of the checkpoint; `dtype` as torch calls it, without "torch."."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: list[Piece]
+
+
+Index = dict[str, Stored]
+
+
+def shard_name(process: int) -> str:
+    """Return the path, inside a checkpoint, of what one process held."""
+    return f"state/process-{process}.safetensors"
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return what is saved, each under its name; loading writes into the same tensors.
+
+    AdamW's own step counters are left out: they are the checkpoint's step.
+    """
+    tensors = {f"model.{name}": value for name, value in _persistent(model).items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if key != "step":
+                tensors[f"optim.{name}.{key}"] = value
+    return tensors
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], process: int) -> Index:
+    """Write what this process holds to a new safetensors file, and put it on disk.
+
+    The checksum of a piece is computed while it is written. What every process holds whole is the
+    first one's to write.
+
+    Returns:
+        Every tensor, with the piece that was written, or none.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    index: Index = {}
+    held: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        local, start = _local(value)
+        writes = local.numel() > 0 and (isinstance(value, DTensor) or process == 0)
+        pieces = [Piece(process, start, local.numel(), 0)] if writes else []
+        index[name] = Stored(tuple(value.shape), _dtype(value), pieces)
+        if writes:
+            held[name] = local
+    # The widest types first, so that each tensor starts at a multiple of its type's size.
+    names = sorted(held, key=lambda name: -held[name].itemsize)
+    with path.open("xb") as file, ThreadPoolExecutor(1) as other_thread:
+        file.write(_header({name: held[name] for name in names}))
+        for name in names:
+            data = held[name].cpu().reshape(-1).view(torch.uint8).numpy().data
+            checksum = other_thread.submit(zlib.crc32, data)
+            file.write(data)
+            pieces = index[name].pieces
+            pieces[0] = pieces[0]._replace(crc32=checksum.result())
+        file.flush()
+        os.fsync(file.fileno())
+    return index
+
+
+def index_to_json(parts: Sequence[Index]) -> dict[str, Any]:
+    """Return the index of all processes together as plain JSON; `index_from_json` reads it."""
+    return {
+        name: {
+            "shape": stored.shape,
+            "dtype": stored.dtype,
+            "pieces": [piece._asdict() for part in parts for piece in part[name].pieces],
+        }
+        for name, stored in parts[0].items()
+    }
+
+
+def index_from_json(found: dict[str, Any]) -> Index:
+    """Read an index, whose numbers are then whole numbers and nothing more.
+
+    Raises:
+        DamagedError: if it is no index.
+    """
+    index: Index = {}
+    for name, entry in found.items():
+        try:
+            pieces = [Piece(**piece) for piece in entry["pieces"]]
+            stored = Stored(tuple(entry["shape"]), entry["dtype"], pieces)
+        except (KeyError, TypeError):
+            raise DamagedError(f"its index does not describe {name!r}") from None
+        numbers = [*stored.shape, *(number for piece in pieces for number in piece)]
+        if not all(type(number) is int for number in numbers):
+            raise DamagedError(f"its index does not describe {name!r} in whole numbers")
+        index[name] = stored
+    return index
+
+
+def check_index(index: Index, tensors: Mapping[str, Tensor], processes: int) -> None:
+    """Check that an index describes these tensors, each of them whole.
+
+    Raises:
+        UserError: if a name, a shape or a type is another; the message lists them.
+        DamagedError: if a tensor's pieces overlap or leave a gap.
+    """
+    differences = [f"has no {name}" for name in tensors if name not in index]
+    differences += [f"has {name!r} besides" for name in index if name not in tensors]
+    for name, value in tensors.items():
+        wanted = tuple(value.shape), _dtype(value)
+        if name in index and index[name][:2] != wanted:
+            was, now = (f"{dtype} {shape}" for shape, dtype in (index[name][:2], wanted))
+            differences.append(f"has {name} as {was}, not {now}")
+    if differences:
+        more = f" and {len(differences) - 3} more differences" if len(differences) > 3 else ""
+        raise UserError(f"it holds another model: it {', '.join(differences[:3])}{more}")
+    for name, stored in index.items():
+        if not _is_whole(stored, processes):
+            raise DamagedError(f"its index does not hold {name} whole and once")
+
+
+@torch.no_grad()
+def read_tensors(folder: Path, index: Index, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite what this process holds of each tensor; `check_index` has accepted the index.
+
+    Args:
+        folder: the checkpoint's.
+        index: of its tensors.
+        tensors: what is overwritten.
+
+    Raises:
+        DamagedError: if a file that is needed is missing, unreadable or not what was saved; some
+            tensors may have been overwritten.
+    """
+    with ExitStack() as stack:
+        files: dict[int, Any] = {}
+        for name, value in tensors.items():
+            local, start = _local(value)
+            end = start + local.numel()
+            parts = []
+            for piece in sorted(index[name].pieces, key=lambda piece: piece.start):
+                first, last = max(start, piece.start), min(end, piece.start + piece.length)
+                if first < last:
+                    path = folder / shard_name(piece.process)
+                    if piece.process not in files:
+                        files[piece.process] = stack.enter_context(_open(path))
+                    found = _read(path, files[piece.process], name, index[name].dtype, piece)
+                    parts.append(found[first - piece.start : last - piece.start])
+            if parts:
+                local.copy_(torch.cat(parts).view(local.shape))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path, file: Any, name: str, dtype: str, piece: Piece) -> Tensor:
+    """Return a piece, flat, after its checksum."""
+    try:
+        found: Tensor = file.get_tensor(name).reshape(-1)
+    except SafetensorError as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    checksum = zlib.crc32(found.view(torch.uint8).numpy().data)
+    if (_dtype(found), found.numel(), checksum) != (dtype, piece.length, piece.crc32):
+        raise DamagedError(f"{path} does not hold {name} as it was saved")
+    return found
+
+
+def _is_whole(stored: Stored, processes: int) -> bool:
+    end = 0
+    for piece in sorted(stored.pieces, key=lambda piece: piece.start):
+        if piece.start != end or piece.length < 1 or not 0 <= piece.process < processes:
+            return False
+        end += piece.length
+    return end == math.prod(stored.shape)
+
+
+def _local(value: Tensor) -> tuple[Tensor, int]:
+    """Return what this process holds of a tensor, and where that begins in the flat whole."""
+    if not isinstance(value, DTensor):
+        return value.detach(), 0
+    if value.placements != (Shard(0),):
+        raise NotImplementedError(f"only rows can be sharded, got {value.placements}")
+    # Every process but the last ones has the same number of rows; these may have fewer, or none.
+    rows = -(-value.shape[0] // value.device_mesh.size())
+    first_row = min(value.device_mesh.get_local_rank() * rows, value.shape[0])
+    return value.to_local().detach(), first_row * math.prod(value.shape[1:])
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return how a safetensors file begins: what follows is the tensors' bytes, in this order."""
+    entries, end = {}, 0
+    for name, value in tensors.items():
+        begin, end = end, end + value.nbytes
+        entries[name] = {
+            "dtype": _CODES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    seen: dict[int, str] = {}
+    # A tied weight has two names in the state; the first stands for both.
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if seen.setdefault(id(value), name) == name
+    }
