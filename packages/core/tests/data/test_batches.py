@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.data import NO_TARGET, DataConfig
 from mezzo_core.data.packed import PackedText, split_documents
-from mezzo_core.data.packing import PackedCorpus
+from mezzo_core.data.packing import Checksums, PackedCorpus
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 
@@ -30,7 +30,9 @@ def numbered(lengths, seq_len=4, mask_documents=False, seed=0, fraction=0.3):
         tokens += [*range(first, first + length), END]
         first += length
         ends.append(len(tokens))
-    packed = PackedCorpus(np.array(tokens, np.uint16), np.array(ends), np.array(lengths))
+    packed = PackedCorpus(
+        np.array(tokens, np.uint16), np.array(ends), np.array(lengths), Checksums("0", "0")
+    )
     return PackedText(
         packed,
         Numbers(),
@@ -232,9 +234,9 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
     for fraction in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(UserError, match="validation_fraction must be between 0 and 1"):
             DataConfig(validation_fraction=fraction)
-    with pytest.raises(UserError, match="seed must not be negative"):
+    with pytest.raises(UserError, match="seed must be from 0 to"):
         DataConfig(seed=-1)
-    with pytest.raises(UserError, match="seq_len must be at least 1"):
+    with pytest.raises(UserError, match="seq_len must be from 1 to"):
         DataConfig().build(0, None)
 
 
