@@ -160,7 +160,10 @@ def _read_jsonl(file: Any, path: Path, text_column: str) -> Iterator[Piece]:
 def _read_parquet(path: Path, text_column: str) -> Iterator[Piece]:
     parquet = import_library("pyarrow.parquet", "train")
     row = 0
-    with library_errors(f"cannot read {path}"), parquet.ParquetFile(path) as file:
+    with (
+        library_errors(f"cannot read {path}"),
+        parquet.ParquetFile(path, page_checksum_verification=True) as file,
+    ):
         names = file.schema_arrow.names
         if text_column not in names:
             raise UserError(_missing_column(text_column, names, str(path)))

@@ -120,14 +120,15 @@ def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
 def _folders(top: Path) -> Iterator[Path]:
     """Yield a folder and all below it, each once, wherever links lead."""
     seen = set(top.resolve().parents)  # a link up leads out of the corpus, and around
-    waiting = [top]
-    while waiting:
-        folder = waiting.pop()
+    waiting, links = [top], list[Path]()
+    while waiting or links:  # links last, so that a folder of the corpus goes by its own name
+        folder = (waiting or links).pop()
         place = folder.resolve()
         if place not in seen:
             seen.add(place)
             yield folder
-            waiting += reversed(_entries(folder)[0])
+            for below in _entries(folder)[0]:
+                (links if below.is_symlink() else waiting).append(below)
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -137,7 +138,8 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
         UserError: if one of them, or the folder, cannot be read: training on the rest would be
             training on something else.
     """
-    folders, files = [], []
+    folders: list[Path] = []
+    files: list[Path] = []
     where = folder
     try:
         with os.scandir(folder) as entries:

@@ -122,7 +122,7 @@ def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool)
         raise ValueError(f"{_DOCUMENTS} does not fit {_TOKENS}")
     found = Checksums(
         _checksum_of(tokens, tokenizer.vocab_size) if check else str(marker.get("tokens")),
-        _hexadecimal(zlib.crc32(np.ascontiguousarray(documents))),
+        _hexadecimal(zlib.crc32(np.ascontiguousarray(documents).data)),
     )
     if marker != found._asdict():
         raise ValueError("its checksums differ")
@@ -151,7 +151,7 @@ def _checksum_of(tokens: NDArray[Any], vocab_size: int) -> str:
         part = tokens[first : first + _CHECKED_TOKENS]
         if int(part.max()) >= vocab_size:
             raise ValueError(f"{_TOKENS} has tokens beyond the vocabulary")
-        checksum = zlib.crc32(part, checksum)
+        checksum = zlib.crc32(part.data, checksum)
     return _hexadecimal(checksum)
 
 
@@ -227,12 +227,12 @@ def _pack(
         for piece, tokens in zip(batch, encoded, strict=True):
             part = tokens.astype(dtype)
             write(part)
-            checksum = zlib.crc32(part, checksum)
+            checksum = zlib.crc32(part.data, checksum)
             length += len(tokens)
             size += len(piece.text.encode("utf-8"))
             if piece.ends and length:
                 write(end_token)
-                checksum = zlib.crc32(end_token, checksum)
+                checksum = zlib.crc32(end_token.data, checksum)
                 total += length + 1
                 ends.append(total)
                 sizes.append(size)
@@ -240,7 +240,7 @@ def _pack(
     if not ends:
         raise UserError(f"no text in {corpus.name}")
     documents = np.array([ends, sizes], dtype=np.int64)
-    return documents, Checksums(*map(_hexadecimal, (checksum, zlib.crc32(documents))))
+    return documents, Checksums(*map(_hexadecimal, (checksum, zlib.crc32(documents.data))))
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
