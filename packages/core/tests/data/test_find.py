@@ -109,7 +109,7 @@ def test_a_part_that_cannot_be_read_is_named_and_refused(folder, monkeypatch, pa
 @pytest.mark.parametrize("target", ["nowhere", "part2"])
 def test_a_link_that_leads_nowhere_is_named_and_refused(folder, target):
     (folder / "part2").symlink_to(target)
-    with pytest.raises(UserError, match="cannot read .*part2") as error:
+    with pytest.raises(UserError, match=r"cannot read .*part2") as error:
         names(folder)
     assert "\n" not in str(error.value)
 
@@ -118,7 +118,7 @@ def test_a_link_that_leads_nowhere_is_named_and_refused(folder, target):
     "source", ["", "~nobody-of-this-name/x", "~nobody-of-this-name/*", "a\0b", "x" * 5000, "\ud800"]
 )
 def test_what_can_be_no_path_is_one_line(source):
-    with pytest.raises(UserError, match="no file or folder|no .txt, .jsonl, .parquet file"):
+    with pytest.raises(UserError, match=r"no file or folder|no \.txt, \.jsonl, \.parquet file"):
         find_files(source)
 
 
