@@ -112,6 +112,9 @@ def test_a_link_that_leads_nowhere_is_named_and_refused(folder, target):
     with pytest.raises(UserError, match=r"cannot read .*part2") as error:
         names(folder)
     assert "\n" not in str(error.value)
+    assert names(folder, "*.txt") == ["a.txt"]  # it could not be one of these
+    (folder / "part2").rename(folder / ".part2")
+    assert names(folder)[0] == "a.txt"
 
 
 @pytest.mark.parametrize(

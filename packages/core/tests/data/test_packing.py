@@ -182,6 +182,10 @@ DAMAGES = {
     "huge header": lambda folder: (folder / "documents.npy").write_bytes(
         (folder / "documents.npy").read_bytes().replace(b"(2, 3)", b"(2, 3000000000000000)")
     ),
+    "a pipe as marker": lambda folder: (
+        (folder / "packed.json").unlink(),
+        os.mkfifo(folder / "packed.json"),
+    ),
     "no marker": lambda folder: (folder / "packed.json").unlink(),
     "a torn marker": lambda folder: os.truncate(folder / "packed.json", 9),
     "a deep marker": lambda folder: (folder / "packed.json").write_text("[" * 100_000),
@@ -279,3 +283,21 @@ def test_a_planted_link_leads_nothing_elsewhere(tmp_path, kind):
         assert len(pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache).ends) == 3
     assert [path.name for path in elsewhere.iterdir()] == ["mine"]
     assert (elsewhere / "mine").read_text() == "mine"
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
+    code = (
+        "import resource, signal\n"
+        "from pathlib import Path\n"
+        "from mezzo_core.data.corpora import Corpus, Piece\n"
+        "from mezzo_core.data.packing import pack_corpus\n"
+        "from mezzo_core.data.tokenizers import ByteTokenizer\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "corpus = Corpus('', 'one', lambda: iter([Piece('x' * 200_000, True)]))\n"
+        f"pack_corpus(corpus, ByteTokenizer(), Path({str(tmp_path)!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "UserError: cannot keep packed tokens in" in done.stderr
+    assert done.stderr.rstrip().endswith("File too large")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -378,6 +378,17 @@ def test_a_name_that_can_be_no_path_is_one_line():
             load_tokenizer(name)
 
 
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, "null", "[]", "", "\xff\xfe{"]
+)
+def test_a_tokenizer_file_of_anything_else_is_one_line(tmp_path, content):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer") as error:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     pytest.importorskip("sentencepiece")

@@ -20,7 +20,8 @@ class DataConfig:
 
     Attributes:
         source: "embedded" (three novels, see `mezzo_core.data.embedded`); a file, a folder or a
-            glob of .txt, .jsonl (both also .xz or .gz) or .parquet; "hub:NAME", "hub:NAME:CONFIG".
+            glob of .txt, .jsonl (both also .xz or .gz) or .parquet, see
+            `mezzo_core.data.find.find_files`; "hub:NAME", "hub:NAME:CONFIG".
         tokenizer: "byte", a path, or "hub:NAME": see `load_tokenizer`.
         text_column: the field with the text, in .jsonl, .parquet and hub data sets.
         validation_fraction: of the tokens, held out by document; a stream holds out a fixed

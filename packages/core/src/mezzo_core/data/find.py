@@ -108,13 +108,12 @@ def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
         for below in _folders(folder):
             yield from _matching(below, rest or ["*"])
         return
-    folders, files = _entries(folder)
+    folders, files = _entries(folder, head)
     if not rest:
-        yield from (file for file in files if fnmatchcase(file.name, head))
+        yield from files
         return
     for below in folders:
-        if fnmatchcase(below.name, head):
-            yield from _matching(below, rest)
+        yield from _matching(below, rest)
 
 
 def _folders(top: Path) -> Iterator[Path]:
@@ -127,12 +126,12 @@ def _folders(top: Path) -> Iterator[Path]:
         if place not in seen:
             seen.add(place)
             yield folder
-            for below in _entries(folder)[0]:
+            for below in _entries(folder, "*")[0]:
                 (links if below.is_symlink() else waiting).append(below)
 
 
-def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folders and the files of a folder that may be part of a corpus, sorted.
+def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
+    """Return the folders and files with such names that may be part of a corpus, sorted.
 
     Raises:
         UserError: if one of them, or the folder, cannot be read: training on the rest would be
@@ -144,7 +143,7 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if entry.name.startswith(".") or not fnmatchcase(entry.name, pattern):
                     continue
                 where = folder / entry.name
                 if entry.is_symlink():

@@ -110,6 +110,9 @@ def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool)
     Raises:
         ValueError: if it is damaged; the message says what.
     """
+    for name in (_TOKENS, _DOCUMENTS, _MARKER):
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} is missing")
     marker = read_json(folder / _MARKER)
     tokens, documents = (_map(folder / name) for name in (_TOKENS, _DOCUMENTS))
     if tokens.dtype != dtype or tokens.ndim != 1:
@@ -135,8 +138,6 @@ def _map(path: Path) -> NDArray[Any]:
     Raises:
         ValueError: if it is none.
     """
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing")
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except OSError:
@@ -177,13 +178,16 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: P
     partial.mkdir()
     try:
         with (partial / _TOKENS).open("xb") as file:
-            _write_header(file, dtype, 0)
-            documents, checksums = _pack(corpus, tokenizer, dtype, lambda part: part.tofile(file))
+            _write_header(file, dtype, (0,))
+            documents, checksums = _pack(
+                corpus, tokenizer, dtype, lambda part: file.write(part.data)
+            )
             file.seek(0)
-            _write_header(file, dtype, int(documents[0, -1]))
+            _write_header(file, dtype, (int(documents[0, -1]),))
             _to_disk(file)
         with (partial / _DOCUMENTS).open("xb") as file:
-            np.save(file, documents)
+            _write_header(file, documents.dtype, documents.shape)
+            file.write(documents.data)
             _to_disk(file)
         with (partial / _MARKER).open("xb") as file:
             file.write(json.dumps(checksums._asdict()).encode())
@@ -197,11 +201,14 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: P
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
-    """Write a .npy header; numpy leaves room in it, so that it is as long for any length."""
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Write a .npy header; numpy leaves room in it, so that it is as long for any length.
+
+    What follows goes through the file, not through numpy: numpy does not say that a disk is full.
+    """
     np.lib.format.write_array_header_1_0(
         file,
-        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)},
+        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape},
     )
 
 
