@@ -1,4 +1,5 @@
 import json
+import os
 from collections import Counter
 
 import numpy as np
@@ -7,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.data import NO_TARGET, DataConfig
+from mezzo_core.data.corpora import open_corpus
 from mezzo_core.data.packed import PackedText, split_documents
-from mezzo_core.data.packing import PackedCorpus
+from mezzo_core.data.packing import Checksums, PackedCorpus, pack_corpus
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 
@@ -23,6 +25,12 @@ class Numbers(ByteTokenizer):
     eos_token = END
 
 
+class OtherBytes(ByteTokenizer):
+    """The same tokens under another name."""
+
+    identity = "other"
+
+
 def numbered(lengths, seq_len=4, mask_documents=False, seed=0, fraction=0.3):
     """A corpus whose tokens are 0, 1, 2, ..., in documents of these lengths, each ended."""
     tokens, ends, first = [], [], 0
@@ -30,7 +38,9 @@ def numbered(lengths, seq_len=4, mask_documents=False, seed=0, fraction=0.3):
         tokens += [*range(first, first + length), END]
         first += length
         ends.append(len(tokens))
-    packed = PackedCorpus(np.array(tokens, np.uint16), np.array(ends), np.array(lengths))
+    packed = PackedCorpus(
+        np.array(tokens, np.uint16), np.array(ends), np.array(lengths), Checksums("0", "0")
+    )
     return PackedText(
         packed,
         Numbers(),
@@ -232,10 +242,82 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
     for fraction in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(UserError, match="validation_fraction must be between 0 and 1"):
             DataConfig(validation_fraction=fraction)
-    with pytest.raises(UserError, match="seed must not be negative"):
+    with pytest.raises(UserError, match="seed must be from 0 to"):
         DataConfig(seed=-1)
-    with pytest.raises(UserError, match="seq_len must be at least 1"):
+    with pytest.raises(UserError, match="seq_len must be from 1 to"):
         DataConfig().build(0, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("seed", [True, "1", 2**70, 2**63, -1, 1.0, None]),
+        ("validation_fraction", ["0.1", True, None, float("inf"), [0.1], 10**400]),
+        ("source", [3, None, "", b"x"]),
+        ("tokenizer", [3, None, ""]),
+        ("text_column", [3, None, ""]),
+        ("streaming", ["yes", 1, None]),
+        ("mask_documents", ["yes", 0, None]),
+    ],
+)
+def test_a_setting_of_another_type_is_named(field, values):
+    for value in values:
+        with pytest.raises(UserError, match=f"^{field} must be ") as error:
+            DataConfig(**{field: value})
+        assert len(str(error.value)) < 200
+    for seq_len in (True, "8", 2.0, 2**31, None):
+        with pytest.raises(UserError, match="seq_len must be from 1"):
+            DataConfig().build(seq_len, None)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, True, 1.0, "1", None])
+def test_a_batch_of_no_windows_is_refused_at_once(batch_size):
+    data = numbered([9] * 20)
+    with pytest.raises(ValueError, match="batch_size must be a whole number from 1 on"):
+        data.validation_batches(batch_size)
+    with pytest.raises(ValueError, match="batch_size must be a whole number from 1 on"):
+        data.train_batch(0, batch_size)
+
+
+def test_a_step_or_part_that_is_none_is_refused():
+    data = numbered([9] * 20)
+    with pytest.raises(ValueError, match="step must be 0 or more"):
+        data.train_batch(-1, 2)
+    batch = data.train_batch(0, 2)
+    for index, count in ((0, 0), (2, 2), (-1, 2), (0, -1)):
+        with pytest.raises(ValueError, match="index must be from 0 to below count"):
+            batch.part(index, count)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_windows_longer_than_the_validation_part_are_padded(mask_documents):
+    data = numbered([9] * 100, seq_len=400, mask_documents=mask_documents, fraction=0.1)
+    batches = list(data.validation_batches(3))
+    assert [int((batch.targets != NO_TARGET).sum()) for batch in batches] == [
+        data.num_validation_tokens
+    ]
+
+
+def test_the_fingerprint_follows_content_and_tokenizer_not_times_or_the_cache(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("0123456789" * 10)
+    config = DataConfig(source=str(path))
+    original = config.build(5, None).fingerprint
+    for cache_dir in (tmp_path / "cache", tmp_path / "cache", None):
+        for rank in (0, 1):
+            assert config.build(5, cache_dir, rank=rank).fingerprint == original
+    os.utime(path, (1, 1))
+    assert config.build(5, tmp_path / "cache").fingerprint == original
+    path.rename(tmp_path / "moved.txt")
+    moved = DataConfig(source=str(tmp_path / "moved.txt"))
+    assert moved.build(5, tmp_path / "cache").fingerprint == original
+    (tmp_path / "moved.txt").write_text("0123456789" * 9 + "0123456780")
+    assert moved.build(5, tmp_path / "cache").fingerprint != original
+    (tmp_path / "moved.txt").write_text("0123456789" * 10)
+    assert moved.build(5, tmp_path / "cache").fingerprint == original
+    packed = pack_corpus(open_corpus(moved.source, "text"), OtherBytes(), None)
+    options = {"seq_len": 5, "validation_fraction": 0.1, "seed": 0, "mask_documents": False}
+    assert PackedText(packed, OtherBytes(), **options).fingerprint != original
 
 
 def test_a_packed_corpus_has_no_state():
@@ -243,5 +325,6 @@ def test_a_packed_corpus_has_no_state():
     assert data.state_dict() == {}
     assert not data.reads_shard
     data.load_state_dict({})
-    with pytest.raises(UserError, match="streaming=True"):
-        data.load_state_dict({"cursor": {}})
+    for state in ({"cursor": {}}, [], None, "x"):
+        with pytest.raises(UserError, match="streaming=True"):
+            data.load_state_dict(state)

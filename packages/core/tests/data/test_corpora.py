@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 
@@ -66,6 +67,39 @@ def test_parquet_gives_its_rows(tmp_path):
         texts(tmp_path / "b.parquet")
 
 
+def test_damaged_parquet_and_columns_that_are_no_text_are_one_line(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    for column, message in (
+        ([1, 2], "row 1: 'text' must be text, got int"),
+        (["a", None], "row 2: 'text' must be text, got NoneType"),
+        ([b"a"], "row 1: 'text' must be text, got bytes"),
+        ([["a"]], "row 1: 'text' must be text, got list"),
+        ([{"a": "b"}], "row 1: 'text' must be text, got dict"),
+    ):
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        with pytest.raises(UserError, match=message):
+            texts(path)
+    expected = [f"document {i}" for i in range(40)]
+    parquet.write_table(
+        pyarrow.table({"text": expected}), path, write_page_checksum=True, use_dictionary=False
+    )
+    assert texts(path) == expected
+    content = path.read_bytes()
+    refused = []
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 4
+        path.write_bytes(damaged)
+        try:
+            assert texts(path) == expected
+        except UserError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert all("a.parquet" in line and "\n" not in line for line in refused)
+
+
 def test_a_long_text_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "PIECE_CHARACTERS", 10)
     for text in ("a\nbc\ndefghijklmnopqrstuvwxyz\n\nshort\n" * 3, "x" * 35, "123456789\n" * 2, "1"):
@@ -84,18 +118,38 @@ def test_a_long_text_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch)
         ('{"text": null}', "line 2: 'text' must be text, got NoneType"),
         (r'{"text": "\ud800"}', "line 2: 'text' is not Unicode"),
         ("[1]", "line 2: a JSON object is needed, got list"),
+        ("[" * 100_000, "line 2: not JSON"),
+        ('{"text": ' + "[" * 100_000, "line 2: not JSON"),
+        ('{"text": "a", "n": ' + "9" * 5000 + "}", "line 2: not JSON"),
+        ('{"text": "a", "n": NaN}', "line 2: not JSON .NaN is no JSON number"),
+        ('{"text": true}', "line 2: 'text' must be text, got bool"),
+        ('{"a\\nb": 1}', r"line 2: no field 'text'; there is 'a\\nb'"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(UserError, match="a.jsonl, " + message):
+    with pytest.raises(UserError, match="a.jsonl, " + message) as error:
         texts(tmp_path / "a.jsonl")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_record_with_many_fields_is_a_short_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({f"field {i}": i for i in range(10_000)}))
+    with pytest.raises(UserError, match="no field 'text'; there is 'field 0'") as error:
+        texts(tmp_path / "a.jsonl")
+    assert len(str(error.value)) < 500
 
 
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 noir")
     (tmp_path / "torn.txt.xz").write_bytes(embedded_bytes()[:1000])
     (tmp_path / "fake.txt.gz").write_bytes(b"plain text")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}' * 99)[:-20])
+    (tmp_path / "fake.jsonl.xz").write_bytes(b'{"text": "a"}')
+    flipped = bytearray(lzma.compress(b"words " * 99))
+    flipped[30] ^= 1
+    (tmp_path / "flipped.txt.xz").write_bytes(flipped)
     (tmp_path / "table.csv").write_text("a,b")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
@@ -103,6 +157,9 @@ def test_unreadable_files_are_named(tmp_path):
         ("latin.txt", "is not UTF-8 text"),
         ("torn.txt.xz", "cannot read"),
         ("fake.txt.gz", "cannot read"),
+        ("torn.jsonl.gz", "cannot read"),
+        ("fake.jsonl.xz", "cannot read"),
+        ("flipped.txt.xz", "cannot read"),
         ("table.csv", "a corpus file ends in .txt, .jsonl, .parquet"),
         ("empty.txt", "is empty"),
         ("folder", "no .txt, .jsonl, .parquet file with text"),
@@ -123,6 +180,45 @@ def test_identity_follows_content_and_column(tmp_path):
     assert open_corpus(str(path), "body").identity != identity
     path.write_text("three")
     assert open_corpus(str(path), "text").identity != identity
+
+
+def test_identity_sees_a_change_that_leaves_size_and_time(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    stat = path.stat()
+    identity = open_corpus(str(path), "text").identity
+    path.write_text("two")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert open_corpus(str(path), "text").identity != identity
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:9", "http://a b", "nonsense", "http://[", ""]
+)
+def test_a_misspelt_name_or_endpoint_without_a_network_is_one_line(monkeypatch, endpoint):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("hub:nobody/nothing", "hub:", "hub:a/b/c::", "hub:\n"):
+        with pytest.raises(UserError) as error:
+            open_corpus(name, "text")
+        assert "\n" not in str(error.value)
+
+
+def test_errors_of_hub_rows_are_one_line(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    class Broken:
+        _fingerprint = "x"
+
+        def __iter__(self):
+            yield {"text": "fine"}
+            raise ConnectionError("lost\nand more")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: Broken())
+    with pytest.raises(UserError, match=r"cannot read hub:some/name: lost$"):
+        texts("hub:some/name")
 
 
 def test_an_unreachable_hub_is_one_line(monkeypatch):

@@ -1,10 +1,16 @@
 import itertools
+import json
+import logging
 import os
+import pickle
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +26,11 @@ TEXTS = ["first", "", "zweites: ü", "third" * 20]
 
 def corpus_of(texts, identity="one"):
     return Corpus("a test", identity, lambda: (Piece(text, True) for text in texts))
+
+
+def fail():
+    raise AssertionError("read again")
+    yield
 
 
 class WideTokenizer(ByteTokenizer):
@@ -50,10 +61,6 @@ def test_pieces_are_one_document(monkeypatch):
 
 
 def test_the_cache_is_read_and_not_made_again(tmp_path):
-    def fail():
-        raise AssertionError("read again")
-        yield
-
     first = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     again = pack_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
     assert np.array_equal(first.tokens, again.tokens)
@@ -130,3 +137,167 @@ def test_no_text_and_no_room_are_said(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot keep packed tokens in"):
         pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path / "file")
+
+
+def cached_folder(cache_dir):
+    (folder,) = (path for path in cache_dir.iterdir() if path.is_dir())
+    return folder
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def other_array(path, array):
+    np.save(path.open("wb"), array, allow_pickle=True)
+
+
+MARKER = {"tokens": "0", "documents": "0"}
+DAMAGES = {
+    "a flipped token": lambda folder: flip(folder / "tokens.npy", -3),
+    "a flipped end": lambda folder: flip(folder / "documents.npy", 128),
+    "a flipped size": lambda folder: flip(folder / "documents.npy", -8),
+    "cut tokens": lambda folder: os.truncate(folder / "tokens.npy", 140),
+    "no header": lambda folder: os.truncate(folder / "tokens.npy", 20),
+    "no tokens": lambda folder: (folder / "tokens.npy").unlink(),
+    "a folder as tokens": lambda folder: (
+        (folder / "tokens.npy").unlink(),
+        (folder / "tokens.npy").mkdir(),
+    ),
+    "a pipe as documents": lambda folder: (
+        (folder / "documents.npy").unlink(),
+        os.mkfifo(folder / "documents.npy"),
+    ),
+    "other dtype": lambda folder: other_array(folder / "tokens.npy", np.zeros(90, np.float64)),
+    "other shape": lambda folder: other_array(folder / "documents.npy", np.ones((3, 2), np.int64)),
+    "no dimension": lambda folder: other_array(folder / "documents.npy", np.int64(3)),
+    "no document": lambda folder: other_array(folder / "documents.npy", np.ones((2, 0), np.int64)),
+    "falling ends": lambda folder: other_array(
+        folder / "documents.npy", np.load(folder / "documents.npy")[:, ::-1]
+    ),
+    "a pickle": lambda folder: other_array(folder / "documents.npy", np.array([{}])),
+    "a bare pickle": lambda folder: (folder / "tokens.npy").write_bytes(pickle.dumps([1])),
+    "huge header": lambda folder: (folder / "documents.npy").write_bytes(
+        (folder / "documents.npy").read_bytes().replace(b"(2, 3)", b"(2, 3000000000000000)")
+    ),
+    "a pipe as marker": lambda folder: (
+        (folder / "packed.json").unlink(),
+        os.mkfifo(folder / "packed.json"),
+    ),
+    "no marker": lambda folder: (folder / "packed.json").unlink(),
+    "a torn marker": lambda folder: os.truncate(folder / "packed.json", 9),
+    "a deep marker": lambda folder: (folder / "packed.json").write_text("[" * 100_000),
+    "a list as marker": lambda folder: (folder / "packed.json").write_text("[1]"),
+    "another marker": lambda folder: (folder / "packed.json").write_text(json.dumps(MARKER)),
+    "numbers in the marker": lambda folder: (folder / "packed.json").write_text(
+        '{"tokens": 1, "documents": [2]}'
+    ),
+    "an empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "a file as folder": lambda folder: (shutil.rmtree(folder), folder.touch()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_packed_anew_and_said(tmp_path, caplog, damage):
+    first = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    expected = first.tokens.tolist(), first.ends.tolist(), first.num_bytes.tolist()
+    DAMAGES[damage](cached_folder(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        again = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    assert (again.tokens.tolist(), again.ends.tolist(), again.num_bytes.tolist()) == expected
+    assert again.checksums == first.checksums
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "is damaged" in line
+    assert "\n" not in line
+    pack_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
+
+
+def test_a_flipped_bit_anywhere_in_a_cache_is_repaired_or_without_effect(tmp_path):
+    first = pack_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
+    expected = first.tokens.tolist(), first.ends.tolist(), first.num_bytes.tolist()
+    for name in ("tokens.npy", "documents.npy", "packed.json"):
+        size = (cached_folder(tmp_path) / name).stat().st_size
+        for place in {*range(0, size, 4), *range(size - 8, size)}:
+            flip(cached_folder(tmp_path) / name, place)
+            again = pack_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
+            found = again.tokens.tolist(), again.ends.tolist(), again.num_bytes.tolist()
+            assert (found, again.checksums) == (expected, first.checksums)
+
+
+def test_tokens_beyond_the_vocabulary_are_not_taken_from_a_cache(tmp_path):
+    pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    folder = cached_folder(tmp_path)
+    tokens = np.load(folder / "tokens.npy")
+    tokens[0] = 300
+    other_array(folder / "tokens.npy", tokens)
+    marker = json.loads((folder / "packed.json").read_text())
+    marker["tokens"] = f"{zlib.crc32(tokens.data):08x}"  # a consistent forgery
+    (folder / "packed.json").write_text(json.dumps(marker))
+    assert pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens.max() == 256
+
+
+def test_a_damaged_cache_whose_corpus_is_gone_is_one_line(tmp_path):
+    def gone():
+        raise UserError("cannot read a.txt")
+        yield
+
+    pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    flip(cached_folder(tmp_path) / "tokens.npy", -3)
+    with pytest.raises(UserError, match=r"cannot read a\.txt"):
+        pack_corpus(replace(corpus_of(TEXTS), read=gone), ByteTokenizer(), tmp_path)
+
+
+def test_checksums_are_the_same_in_memory_on_disk_and_without_checking(tmp_path):
+    memory = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), None)
+    written = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    found = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path, check=False)
+    assert memory.checksums == written.checksums == found.checksums
+    for texts in (["firsu", *TEXTS[1:]], TEXTS[1:], ["", "firstzweites: ü", TEXTS[3]]):
+        assert pack_corpus(corpus_of(texts), ByteTokenizer(), None).checksums != memory.checksums
+
+
+@pytest.mark.parametrize("kind", ["folder", "lock", "cache", "partial"])
+def test_a_planted_link_leads_nothing_elsewhere(tmp_path, kind):
+    cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("mine")
+    pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache)
+    folder = cached_folder(cache)
+    planted = {
+        "folder": folder,
+        "lock": folder.with_suffix(".lock"),
+        "cache": cache,
+        "partial": folder.with_suffix(f".{socket.gethostname()}.0.partial"),
+    }[kind]
+    shutil.rmtree(folder)
+    if kind == "cache":
+        shutil.rmtree(cache)
+    planted.unlink(missing_ok=True)
+    planted.symlink_to(elsewhere / "mine" if kind == "lock" else elsewhere)
+    if kind in ("lock", "cache"):
+        with pytest.raises(UserError, match="is a link"):
+            pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache)
+    else:
+        assert len(pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache).ends) == 3
+    assert [path.name for path in elsewhere.iterdir()] == ["mine"]
+    assert (elsewhere / "mine").read_text() == "mine"
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
+    code = (
+        "import resource, signal\n"
+        "from pathlib import Path\n"
+        "from mezzo_core.data.corpora import Corpus, Piece\n"
+        "from mezzo_core.data.packing import pack_corpus\n"
+        "from mezzo_core.data.tokenizers import ByteTokenizer\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "corpus = Corpus('', 'one', lambda: iter([Piece('x' * 200_000, True)]))\n"
+        f"pack_corpus(corpus, ByteTokenizer(), Path({str(tmp_path)!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "UserError: cannot keep packed tokens in" in done.stderr
+    assert done.stderr.rstrip().endswith("File too large")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]

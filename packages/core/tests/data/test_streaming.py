@@ -189,3 +189,111 @@ def test_the_seed_changes_the_order():
     first, second = (documents_of(build(stream_of(["a"]), seed=seed), 12, 1) for seed in (0, 1))
     assert first != second
     assert len(np.unique(first)) == len(first)
+
+
+def values_in(state, path=()):
+    """The place of every value in nested dictionaries, the dictionaries' own among them."""
+    for key, value in state.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from values_in(value, (*path, key))
+
+
+def with_value(state, path, *value):
+    """A copy of nested dictionaries in which one value is another, or missing."""
+    changed = json.loads(json.dumps(state))
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    if value:
+        inner[path[-1]] = value[0]
+    return changed
+
+
+@pytest.mark.parametrize("sharing", [{}, {"rank": 1, "world_size": 2}])
+def test_a_damaged_state_is_refused_in_one_line(sharing):
+    data = build(stream_of(["a", "b"], **sharing))
+    for step in range(20):
+        data.train_batch(step, 2)
+    state = json.loads(json.dumps(data.state_dict()))
+    expected = data.train_batch(20, 2).tokens
+    paths = list(values_in(state))
+    assert len(paths) > 10
+    wrong = (None, "x", -1, 1.5, 10**30, [], {"a": 1}, [[[]]])
+    damaged = [with_value(state, path) for path in paths]
+    damaged += [with_value(state, path, value) for path in paths for value in wrong]
+    for changed in (*damaged, {"cursor": {}}, [], [1], None, "x", 3):
+        if changed == state:
+            continue
+        with pytest.raises(UserError, match="place in the stream is damaged") as error:
+            data.load_state_dict(changed)
+        assert "\n" not in str(error.value)
+    data.load_state_dict(state)
+    assert torch.equal(data.train_batch(20, 2).tokens, expected)
+
+
+def test_a_place_that_the_text_has_no_more_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"document {i} " + "x" * i}) + "\n" for i in range(60)]
+    path.write_text("".join(lines))
+    config = DataConfig(source=str(path), streaming=True)
+    data = config.build(32, None)
+    for step in range(40):
+        data.train_batch(step, 1)
+    state = data.state_dict()
+    assert state["cursor"]["block"] > 1
+    path.write_text("".join(lines[:12]))
+    with pytest.raises(UserError, match=r"place in .*a\.jsonl is not there any more"):
+        config.build(32, None).load_state_dict(state)
+
+
+def test_errors_of_a_stream_on_its_way_are_one_line():
+    def broken():
+        yield from rows(["a"])
+        raise ConnectionError("lost\nand more")
+
+    dataset = datasets.IterableDataset.from_generator(broken)
+    data = build(share_stream("hub:some/name", dataset, "text"))
+    with pytest.raises(UserError, match=r"cannot read hub:some/name: lost$"):
+        documents_of(data, 100, 1)
+
+
+def test_the_fingerprint_of_a_stream_sees_names_sizes_and_both_ends(tmp_path):
+    lines = [json.dumps({"text": f"document {i:06} " + "x" * 200}) + "\n" for i in range(2000)]
+
+    def fingerprint(name="a.jsonl", changed=(), folder="one", **options):
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        content = list(lines)
+        for line in changed:
+            content[line] = content[line].replace("xx", "yy")
+        path.write_text("".join(content))
+        stream = DataConfig(source=str(path), streaming=True, **options).build(8, None)
+        return stream.fingerprint
+
+    original = fingerprint()
+    assert fingerprint() == fingerprint(folder="two") == original
+    assert len({original, fingerprint("b.jsonl"), fingerprint(changed=[0])}) == 3
+    assert fingerprint(changed=[-1]) != original
+    assert fingerprint(changed=[1000]) == original  # what is not seen, as documented
+    lines.append(lines[0])
+    assert fingerprint() != original
+
+
+def test_the_fingerprint_of_a_stream_sees_held_out_documents_and_the_tokenizer():
+    class Other(ByteTokenizer):
+        identity = "other"
+
+    stream = stream_of(["a"])
+    prints = {build(stream).fingerprint, build(stream_of(["b"])).fingerprint}
+    prints.add(StreamedText(stream, Other(), seq_len=8, seed=0, mask_documents=False).fingerprint)
+    assert len(prints) == 3
+    assert {build(stream_of(["a"], rank=r, world_size=2)).fingerprint for r in (0, 1)} < prints
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_windows_longer_than_the_held_out_text_are_padded(mask_documents):
+    data = build(stream_of(["a"]), seq_len=500, mask_documents=mask_documents)
+    (batch,) = data.validation_batches(1)
+    assert int((batch.targets != NO_TARGET).sum()) == data.num_validation_tokens

@@ -10,57 +10,7 @@ from hypothesis import strategies as st
 from mezzo_core.data import StreamDecoder, load_tokenizer
 from mezzo_core.errors import UserError
 
-SENTENCES = [
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune",
-    "must be in want of a wife. However little known the feelings or views of such a man may be",
-]
 KINDS = ("byte", "json", "gpt2", "later", "sentencepiece")
-
-
-@pytest.fixture(scope="session")
-def names(tmp_path_factory):
-    """One small tokenizer of each kind, by the name that loads it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    sentencepiece = pytest.importorskip("sentencepiece")
-    folder = tmp_path_factory.mktemp("tokenizers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(SENTENCES, trainer)
-    names = {"byte": "byte"}
-    for kind, vocab, merges in (
-        ("gpt2", "encoder.json", "vocab.bpe"),
-        ("later", "vocab.json", "merges.txt"),
-    ):
-        (folder / kind).mkdir()
-        bpe.model.save(str(folder / kind))
-        (folder / kind / "vocab.json").rename(folder / kind / vocab)
-        (folder / kind / "merges.txt").rename(folder / kind / merges)
-        names[kind] = str(folder / kind)
-    bpe.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    bpe.enable_truncation(4)
-    bpe.save(str(folder / "tokenizer.json"))
-    names["json"] = str(folder / "tokenizer.json")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES),
-        model_prefix=str(folder / "small"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    names["sentencepiece"] = str(folder / "small.model")
-    return names
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,8 +69,8 @@ def test_special_tokens_are_no_text(names, kind):
     assert 0 <= tokenizer.eos_token < tokenizer.vocab_size
 
 
-def test_the_forms_of_one_bpe_agree_and_ignore_template_and_truncation(names):
-    text = SENTENCES[0]
+def test_the_forms_of_one_bpe_agree_and_ignore_template_and_truncation(names, sentences):
+    text = sentences[0]
     tokens = load_tokenizer(names["gpt2"]).encode(text)
     assert len(tokens) > 4
     assert load_tokenizer(names["later"]).encode(text) == tokens
@@ -165,7 +115,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
             load_tokenizer(name)
 
 
-def test_a_hub_tokenizer_is_its_backend(names, monkeypatch):
+def test_a_hub_tokenizer_is_its_backend(names, monkeypatch, sentences):
     tokenizers = pytest.importorskip("tokenizers")
     loaded = types.SimpleNamespace(
         eos_token_id=0,
@@ -176,7 +126,11 @@ def test_a_hub_tokenizer_is_its_backend(names, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = load_tokenizer("hub:some/name")
-    assert tokenizer.encode(SENTENCES[0]) == load_tokenizer(names["gpt2"]).encode(SENTENCES[0])
+    assert tokenizer.encode(sentences[0]) == load_tokenizer(names["gpt2"]).encode(sentences[0])
+    loaded.eos_token_id = 100_000
+    with pytest.raises(UserError, match="hub:some/name has no token 100000 to end a document"):
+        load_tokenizer("hub:some/name")
+    loaded.eos_token_id = 0
     loaded.backend_tokenizer = None
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         load_tokenizer("hub:some/name")

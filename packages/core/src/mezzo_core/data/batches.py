@@ -33,8 +33,10 @@ class Batch(NamedTuple):
         `cu_seqlens` of the parts are all of one length too.
 
         Raises:
-            ValueError: if the windows do not divide into `count`.
+            ValueError: if the windows do not divide into `count`, or there is no such part.
         """
+        if not 0 <= index < count:
+            raise ValueError(f"index must be from 0 to below count = {count}, got {index}")
         if self.cu_seqlens is None:
             rows = len(self.tokens)
             if rows % count:
@@ -84,6 +86,16 @@ def make_batch(
     borders[0] = 0
     borders[1 : 1 + len(found)] = found
     return Batch(tokens.view(1, -1), targets.view(1, -1), torch.from_numpy(borders))
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse a batch of no windows.
+
+    Raises:
+        ValueError: naming what came.
+    """
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"batch_size must be a whole number from 1 on, got {batch_size!r}")
 
 
 class Windows:
@@ -170,6 +182,12 @@ class TextData(ABC):
     reads_shard: bool
     num_train_tokens: int | None  # None for a stream, whose end is not known
     num_validation_bytes: int  # of validation text in UTF-8; of a single document a share
+    fingerprint: str
+    """Differs when what is learned from differs: the text, or how the tokenizer cuts it.
+
+    Of packed text it is made of all tokens; a file that was only moved or touched changes nothing.
+    Of a stream see `StreamedText`, which cannot see everything.
+    """
     _validation: Windows
 
     @abstractmethod
@@ -182,6 +200,9 @@ class TextData(ABC):
 
         Returns:
             Tokens and targets (batch_size, T), or (1, batch_size * T) with masked documents.
+
+        Raises:
+            ValueError: if there is no such step or batch.
         """
 
     @abstractmethod
@@ -209,6 +230,12 @@ class TextData(ABC):
 
         Args:
             batch_size: windows a batch; every batch has as many.
+
+        Raises:
+            ValueError: if `batch_size` is no positive number.
         """
-        for first in range(0, self._validation.num_padded, batch_size):
-            yield self._validation.batch(np.arange(first, first + batch_size))
+        check_batch_size(batch_size)
+        return (
+            self._validation.batch(np.arange(first, first + batch_size))
+            for first in range(0, self._validation.num_padded, batch_size)
+        )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shorten
+from typing import Any
 
 from mezzo_core.data.batches import TextData
 from mezzo_core.data.corpora import open_corpus
@@ -18,7 +20,8 @@ class DataConfig:
 
     Attributes:
         source: "embedded" (three novels, see `mezzo_core.data.embedded`); a file, a folder or a
-            glob of .txt, .jsonl (both also .xz or .gz) or .parquet; "hub:NAME", "hub:NAME:CONFIG".
+            glob of .txt, .jsonl (both also .xz or .gz) or .parquet, see
+            `mezzo_core.data.find.find_files`; "hub:NAME", "hub:NAME:CONFIG".
         tokenizer: "byte", a path, or "hub:NAME": see `load_tokenizer`.
         text_column: the field with the text, in .jsonl, .parquet and hub data sets.
         validation_fraction: of the tokens, held out by document; a stream holds out a fixed
@@ -27,6 +30,9 @@ class DataConfig:
         streaming: read on the fly, with `datasets`, what is too large to be packed first.
         mask_documents: let no document see another: batches have `cu_seqlens`, and the token that
             begins a document is no target.
+
+    Raises:
+        UserError: if a field is of another type, or out of its range.
     """
 
     source: str = "embedded"
@@ -38,12 +44,19 @@ class DataConfig:
     mask_documents: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation_fraction < 1:
-            raise UserError(
-                f"validation_fraction must be between 0 and 1, got {self.validation_fraction}"
-            )
-        if self.seed < 0:
-            raise UserError(f"seed must not be negative, got {self.seed}")
+        for name in ("source", "tokenizer", "text_column"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise UserError(f"{name} must be text that is not empty, got {shorten(value)}")
+        for name in ("streaming", "mask_documents"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UserError(f"{name} must be True or False, got {shorten(value)}")
+        fraction = self.validation_fraction
+        if not _is_number(fraction, int | float) or not 0 < fraction < 1:
+            raise UserError(f"validation_fraction must be between 0 and 1, got {shorten(fraction)}")
+        if not _is_number(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise UserError(f"seed must be from 0 to 2^63 - 1, got {shorten(self.seed)}")
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
@@ -53,14 +66,15 @@ class DataConfig:
         Args:
             seq_len: tokens a window, T.
             cache_dir: where packed tokens are kept; None keeps them in memory. A stream needs none.
-            rank: this process, for a stream.
+            rank: this process. Processes that share `cache_dir` wait until rank 0 has built its
+                data, which checks the packed tokens.
             world_size: how many processes there are, for a stream.
 
         Raises:
             UserError: if the corpus or the tokenizer cannot be used, or there is too little text.
         """
-        if seq_len < 1:
-            raise UserError(f"seq_len must be at least 1, got {seq_len}")
+        if not _is_number(seq_len, int) or not 0 < seq_len < 2**31:
+            raise UserError(f"seq_len must be from 1 to 2^31 - 1, got {shorten(seq_len)}")
         tokenizer = load_tokenizer(self.tokenizer)
         if self.streaming:
             return StreamedText(
@@ -72,10 +86,15 @@ class DataConfig:
             )
         corpus = open_corpus(self.source, self.text_column)
         return PackedText(
-            pack_corpus(corpus, tokenizer, cache_dir),
+            # The first process has just checked what the others find.
+            pack_corpus(corpus, tokenizer, cache_dir, check=rank == 0),
             tokenizer,
             seq_len=seq_len,
             validation_fraction=self.validation_fraction,
             seed=self.seed,
             mask_documents=self.mask_documents,
         )
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # a bool is an int to Python

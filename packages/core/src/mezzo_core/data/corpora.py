@@ -1,27 +1,29 @@
 """Where text comes from: the embedded novels, files, folders, globs and hub data sets."""
 
-import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mezzo_core.data.embedded import embedded_bytes, embedded_documents
+from mezzo_core.data.find import find_files, format_of, split_suffix
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
-from mezzo_core.data.libraries import import_library
+from mezzo_core.data.libraries import import_library, library_errors
 from mezzo_core.errors import UserError
+from mezzo_core.files import parse_json
 
-FORMATS = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = (".xz", ".gz")
 # A longer text file is tokenized in pieces of about this many characters, cut after a line.
 PIECE_CHARACTERS = 1 << 22
+# So many bytes at either end of a file tell whether it is the one of before.
+_SAMPLE_BYTES = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -65,7 +67,7 @@ def open_corpus(source: str, text_column: str) -> Corpus:
         return Corpus(
             source,
             f"{source} {dataset._fingerprint} {text_column}",
-            lambda: (Piece(text_of(row, text_column, source), True) for row in dataset),
+            lambda: (Piece(text, True) for text in texts_of(dataset, text_column, source)),
         )
     paths = find_files(source)
 
@@ -73,46 +75,30 @@ def open_corpus(source: str, text_column: str) -> Corpus:
         for path in paths:
             yield from read_file(path, text_column)
 
-    stats = [(str(path.resolve()), path.stat()) for path in paths]
-    listing = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    listing = []
+    for path in paths:
+        with _clear_errors(path):
+            stat = path.stat()
+        # The time of change goes with every write, also where the time of modification is set back.
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        listing.append((str(path.resolve()), *sample_file(path), *times))
     return Corpus(source, json.dumps(["files", text_column, listing]), read)
 
 
-def find_files(source: str) -> list[Path]:
-    """Return the corpus files that a path names, sorted: one file, a folder's, or a glob's.
+def sample_file(path: Path) -> tuple[int, int]:
+    """Return a file's size and a checksum of its two ends.
 
-    In folders and globs, empty files and names that start with a dot are passed over.
+    A change of some bytes in the middle of a long file is not seen.
 
     Raises:
-        UserError: if there is none, or a file has a format that is not read.
+        UserError: if it cannot be read.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
-        _format_of(path)
-        if path.stat().st_size == 0:
-            raise UserError(f"{source} is empty")
-        return [path]
-    if source and path.is_dir():
-        found = sorted(path.rglob("*"))
-    elif glob.has_magic(source):
-        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob needs a root
-        found = sorted(Path(name) for name in names)
-    else:
-        raise UserError(
-            f'no file or folder {source!r}; a source is "embedded", a file, a folder or a glob of '
-            f'{", ".join(FORMATS)}, or "hub:NAME"'
-        )
-    paths = [
-        file
-        for file in found
-        if _split_suffix(file)[0] in FORMATS
-        and not file.name.startswith(".")
-        and file.is_file()
-        and file.stat().st_size > 0
-    ]
-    if not paths:
-        raise UserError(f"no {', '.join(FORMATS)} file with text in {source!r}")
-    return paths
+    with _clear_errors(path), path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        begin = file.read(_SAMPLE_BYTES)
+        file.seek(max(len(begin), size - _SAMPLE_BYTES))
+        return size, zlib.crc32(file.read(_SAMPLE_BYTES), zlib.crc32(begin))
 
 
 def read_file(path: Path, text_column: str) -> Iterator[Piece]:
@@ -121,7 +107,7 @@ def read_file(path: Path, text_column: str) -> Iterator[Piece]:
     Raises:
         UserError: if the file cannot be read, or a record lacks the text; names file and line.
     """
-    form = _format_of(path)
+    form = format_of(path)
     if form == ".parquet":
         yield from _read_parquet(path, text_column)
         return
@@ -129,27 +115,9 @@ def read_file(path: Path, text_column: str) -> Iterator[Piece]:
         yield from _read_txt(file) if form == ".txt" else _read_jsonl(file, path, text_column)
 
 
-def _split_suffix(path: Path) -> tuple[str, str]:
-    """Return the format and the compression that a name ends with, each perhaps ""."""
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]] or [""]
-    if suffixes[-1] in COMPRESSIONS:
-        return (suffixes[-2] if len(suffixes) > 1 else ""), suffixes[-1]
-    return suffixes[-1], ""
-
-
-def _format_of(path: Path) -> str:
-    form, compression = _split_suffix(path)
-    if form not in FORMATS or (form == ".parquet" and compression):
-        raise UserError(
-            f"cannot read {path}: a corpus file ends in {', '.join(FORMATS)}; "
-            f"text and lines also with {' or '.join(COMPRESSIONS)}"
-        )
-    return form
-
-
 def _open_text(path: Path) -> Any:
     openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, "": io.open}
-    return openers[_split_suffix(path)[1]](path, "rt", encoding="utf-8-sig")
+    return openers[split_suffix(path)[1]](path, "rt", encoding="utf-8-sig")
 
 
 @contextmanager
@@ -159,7 +127,10 @@ def _clear_errors(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {path}: {reason}") from error
+    except MemoryError as error:  # one endless line, or a damaged header that asks for as much
+        raise UserError(f"cannot read {path}: the memory is too small") from error
 
 
 def _read_txt(file: Any) -> Iterator[Piece]:
@@ -178,9 +149,9 @@ def _read_jsonl(file: Any, path: Path, text_column: str) -> Iterator[Piece]:
             continue
         where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON ({error.msg})") from error
+            record = parse_json(line)
+        except ValueError as error:
+            raise UserError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
         if not isinstance(record, dict):
             raise UserError(f"{where}: a JSON object is needed, got {type(record).__name__}")
         yield Piece(text_of(record, text_column, where), True)
@@ -188,24 +159,40 @@ def _read_jsonl(file: Any, path: Path, text_column: str) -> Iterator[Piece]:
 
 def _read_parquet(path: Path, text_column: str) -> Iterator[Piece]:
     parquet = import_library("pyarrow.parquet", "train")
-    arrow = import_library("pyarrow", "train")
     row = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_column not in names:
-                raise UserError(_missing_column(text_column, names, str(path)))
-            for batch in file.iter_batches(batch_size=256, columns=[text_column]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    where = f"{path}, row {row}"
-                    yield Piece(text_of({text_column: text}, text_column, where), True)
-    except (OSError, arrow.ArrowException) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    with (
+        library_errors(f"cannot read {path}"),
+        parquet.ParquetFile(path, page_checksum_verification=True) as file,
+    ):
+        names = file.schema_arrow.names
+        if text_column not in names:
+            raise UserError(_missing_column(text_column, names, str(path)))
+        for batch in file.iter_batches(batch_size=256, columns=[text_column]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                where = f"{path}, row {row}"
+                yield Piece(text_of({text_column: text}, text_column, where), True)
 
 
-def _missing_column(text_column: str, names: Any, where: str) -> str:
-    return f"{where}: no field {text_column!r}; there is {', '.join(map(repr, names)) or 'none'}"
+def _missing_column(text_column: str, names: Iterable[str], where: str) -> str:
+    shown = [repr(name) for name in itertools.islice(names, 10)]
+    return f"{where}: no field {text_column!r}; there is {', '.join(shown) or 'none'}"
+
+
+def texts_of(rows: Iterable[Any], text_column: str, name: str) -> Iterator[str]:
+    """Yield the texts of a data set of the library `datasets`.
+
+    Raises:
+        UserError: if a row cannot be read, or has no text.
+    """
+    rows = iter(rows)
+    while True:
+        with library_errors(f"cannot read {name}"):
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+        yield text_of(row, text_column, name)
 
 
 def text_of(record: dict[str, Any], text_column: str, where: str) -> str:

@@ -1,11 +1,12 @@
 """Data sets and tokenizers of the Hugging Face hub."""
 
+import http.client
 import os
 import urllib.request
 from typing import Any
 from urllib.error import HTTPError
 
-from mezzo_core.data.libraries import import_library
+from mezzo_core.data.libraries import import_library, library_errors
 from mezzo_core.errors import UserError
 
 HUB_PREFIX = "hub:"
@@ -29,7 +30,7 @@ def reach_hub(wanted: str) -> None:
             pass
     except HTTPError:
         pass  # an answer of any kind
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise UserError(
             f"cannot get {wanted!r}: {endpoint} does not answer ({reason}); "
@@ -55,10 +56,8 @@ def load_hub_dataset(source: str, *, split: str | None, streaming: bool) -> Any:
     datasets = import_library("datasets", "train")
     reach_hub(source)
     name, _, config = source.removeprefix(HUB_PREFIX).partition(":")
-    try:
+    with library_errors(f"cannot load {source!r} from the hub"):
         return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
-    except Exception as error:  # the library and its loaders raise errors of every kind
-        raise UserError(f"cannot load {source!r} from the hub: {_first_line(error)}") from error
 
 
 def load_hub_tokenizer(source: str) -> tuple[Any, int]:
@@ -72,17 +71,11 @@ def load_hub_tokenizer(source: str) -> tuple[Any, int]:
     """
     transformers = import_library("transformers", "hub")
     reach_hub(source)
-    try:
+    with library_errors(f"cannot load {source!r} from the hub"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.removeprefix(HUB_PREFIX))
-    except Exception as error:  # the library and the hub raise errors of every kind
-        raise UserError(f"cannot load {source!r} from the hub: {_first_line(error)}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{source!r} has no tokenizer.json; give its SentencePiece .model")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{source!r} names no token to end a document")
     return backend, tokenizer.eos_token_id
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,9 +1,13 @@
-"""Import an optional library where it is used, with a clear word when it is missing."""
+"""The border to other libraries: import one where it is used, and put its errors into one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
-from mezzo_core.errors import UserError
+from mezzo_core.errors import UserError, printable
+
+_LONGEST = 300
 
 
 def import_library(name: str, extra: str) -> ModuleType:
@@ -22,3 +26,30 @@ def import_library(name: str, extra: str) -> ModuleType:
         raise UserError(
             f"this needs the library {name!r}: pip install 'mezzo-core[{extra}]'"
         ) from error
+
+
+@contextmanager
+def library_errors(failed: str) -> Iterator[None]:
+    """Turn whatever a library raises on what it is given into the user's one line.
+
+    Args:
+        failed: what could not be done, as the message begins.
+
+    Raises:
+        UserError: for every error but a `UserError`, which passes as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # A panic of a library in Rust is no Exception, and its class has no name to import.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{failed}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind if there is none."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return printable(line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ...")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo_core.data.batches import Batch, TextData, Windows
+from mezzo_core.data.batches import Batch, TextData, Windows, check_batch_size
 from mezzo_core.data.packing import PackedCorpus
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
@@ -43,6 +43,7 @@ class PackedText(TextData):
             UserError: if the training part has no window of T + 1 tokens.
         """
         self.tokenizer, self.seq_len = tokenizer, seq_len
+        self.fingerprint = f"packed {' '.join(packed.checksums)} {tokenizer.identity}"
         train, held_out = split_documents(packed.ends, validation_fraction, seed)
         self._train, self._validation = (
             Windows(
@@ -66,6 +67,9 @@ class PackedText(TextData):
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of seed, step and batch size alone."""
+        check_batch_size(batch_size)
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, got {step}")
         num_windows = self._train.num_complete
         samples = np.arange(step * batch_size, (step + 1) * batch_size)
         epochs, places = np.divmod(samples, num_windows)
@@ -93,7 +97,7 @@ class PackedText(TextData):
         Raises:
             UserError: if the state is a stream's.
         """
-        if state:
+        if state != {}:
             raise UserError("this checkpoint is of a run on streamed data: set streaming=True")
 
 

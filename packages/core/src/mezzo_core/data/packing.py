@@ -3,29 +3,47 @@
 With a cache folder the array is a memory-mapped file, written once and read by every process.
 """
 
+import glob
 import hashlib
+import json
+import logging
 import os
+import secrets
 import shutil
 import socket
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.data.corpora import Corpus, Piece
-from mezzo_core.data.libraries import import_library
+from mezzo_core.data.libraries import first_line, import_library
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
 
 # Part of the cache key: raise it when the same text would be packed differently.
 _FORMAT = 1
 # Text is tokenized in batches of about this many characters, or this many pieces.
 _BATCH_CHARACTERS = 1 << 21
 _BATCH_PIECES = 4096
-_TOKENS, _DOCUMENTS = "tokens.npy", "documents.npy"
+# The marker holds the checksums of the two others, and is written last.
+_TOKENS, _DOCUMENTS, _MARKER = "tokens.npy", "documents.npy", "packed.json"
+# Tokens are checked so many at a time.
+_CHECKED_TOKENS = 1 << 23
+
+logger = logging.getLogger(__name__)
+
+
+class Checksums(NamedTuple):
+    """CRC-32 of the values, in hexadecimal: the same in memory and on disk."""
+
+    tokens: str
+    documents: str
 
 
 @dataclass(frozen=True)
@@ -35,20 +53,26 @@ class PackedCorpus:
     tokens: NDArray[Any]  # (num_tokens,) uint16 or uint32
     ends: NDArray[np.int64]  # (num_documents,), increasing
     num_bytes: NDArray[np.int64]  # (num_documents,), of the text in UTF-8
+    checksums: Checksums
 
 
-def pack_corpus(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path | None) -> PackedCorpus:
+def pack_corpus(
+    corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path | None, *, check: bool = True
+) -> PackedCorpus:
     """Tokenize a corpus, or find it in the cache.
 
     Documents without text are left out. With `cache_dir`, the result is in a folder named by a
     hash of the corpus's and the tokenizer's identity. It is written beside its place and moved
     there when complete, so that a process killed half-way leaves nothing that would be read; a
-    second process waits for the first, and uses what that one wrote.
+    second process waits for the first, and uses what that one wrote. What is damaged there is
+    removed and packed anew, with a warning in the log.
 
     Args:
         corpus: what to read.
         tokenizer: makes the tokens.
         cache_dir: where to keep them; None keeps them in memory.
+        check: compare all tokens of the cache with their checksum, about a second a gigabyte.
+            False is for a process after another one that has just done so.
 
     Raises:
         UserError: if there is no text, or the cache cannot be written.
@@ -56,42 +80,117 @@ def pack_corpus(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path | None) ->
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     if cache_dir is None:
         parts: list[NDArray[Any]] = []
-        documents = _pack(corpus, tokenizer, lambda part: parts.append(part.astype(dtype)))
-        return PackedCorpus(np.concatenate(parts), documents[0], documents[1])
+        documents, checksums = _pack(corpus, tokenizer, dtype, parts.append)
+        return PackedCorpus(np.concatenate(parts), documents[0], documents[1], checksums)
     key = f"{_FORMAT}\0{corpus.identity}\0{tokenizer.identity}"
     folder = cache_dir / f"packed-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:24]}"
+    lock = folder.with_suffix(".lock")
     filelock = import_library("filelock", "train")
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
-            with filelock.FileLock(folder.with_suffix(".lock")):
-                if not folder.is_dir():
-                    _write(corpus, tokenizer, dtype, folder)
-        return _load(folder)
+        for path in (cache_dir, lock):
+            if path.is_symlink():
+                raise UserError(f"cannot keep packed tokens in {cache_dir}: {path} is a link")
+        with filelock.FileLock(lock):
+            if os.path.lexists(folder):
+                try:
+                    return _load(folder, tokenizer, dtype, check)
+                except ValueError as error:
+                    logger.warning("%s is damaged (%s): packing the corpus anew", folder, error)
+                    _remove(folder)
+            _write(corpus, tokenizer, dtype, folder)
+            return _load(folder, tokenizer, dtype, check=False)
     except OSError as error:
         raise UserError(f"cannot keep packed tokens in {cache_dir}: {error}") from error
 
 
-def _load(folder: Path) -> PackedCorpus:
-    documents = np.load(folder / _DOCUMENTS, allow_pickle=False)
-    tokens = np.load(folder / _TOKENS, mmap_mode="r", allow_pickle=False)
-    return PackedCorpus(tokens, documents[0], documents[1])
+def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool) -> PackedCorpus:
+    """Open what `_write` wrote.
+
+    Raises:
+        ValueError: if it is damaged; the message says what.
+    """
+    for name in (_TOKENS, _DOCUMENTS, _MARKER):
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} is missing")
+    marker = read_json(folder / _MARKER)
+    tokens, documents = (_map(folder / name) for name in (_TOKENS, _DOCUMENTS))
+    if tokens.dtype != dtype or tokens.ndim != 1:
+        raise ValueError(f"{_TOKENS} holds no tokens of this vocabulary")
+    if documents.dtype != np.int64 or documents.ndim != 2 or len(documents) != 2:
+        raise ValueError(f"{_DOCUMENTS} holds no documents")
+    ends, num_bytes = np.array(documents)
+    rising = len(ends) > 0 and ends[0] > 0 and bool((ends[1:] > ends[:-1]).all())
+    if not rising or ends[-1] != len(tokens) or num_bytes.min() < 0:
+        raise ValueError(f"{_DOCUMENTS} does not fit {_TOKENS}")
+    found = Checksums(
+        _checksum_of(tokens, tokenizer.vocab_size) if check else str(marker.get("tokens")),
+        _hexadecimal(zlib.crc32(np.ascontiguousarray(documents).data)),
+    )
+    if marker != found._asdict():
+        raise ValueError("its checksums differ")
+    return PackedCorpus(tokens, ends, num_bytes, found)
+
+
+def _map(path: Path) -> NDArray[Any]:
+    """Map a .npy file into memory: never a pickle, nor more than the file holds.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header makes numpy raise errors of every kind
+        raise ValueError(f"{path.name} is no array ({first_line(error)})") from error
+
+
+def _checksum_of(tokens: NDArray[Any], vocab_size: int) -> str:
+    checksum = 0
+    for first in range(0, len(tokens), _CHECKED_TOKENS):
+        part = tokens[first : first + _CHECKED_TOKENS]
+        if int(part.max()) >= vocab_size:
+            raise ValueError(f"{_TOKENS} has tokens beyond the vocabulary")
+        checksum = zlib.crc32(part.data, checksum)
+    return _hexadecimal(checksum)
+
+
+def _hexadecimal(checksum: int) -> str:
+    return f"{checksum:08x}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a packed corpus; of a link, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: Path) -> None:
-    # Named by the host: where a lock does not reach other machines, each writes its own.
-    partial = folder.with_suffix(f".{socket.gethostname()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed process's
+    # Named by the host: where a lock does not reach other machines, each writes its own. Nobody
+    # can guess the rest of the name: a link that waits there cannot lead the tokens elsewhere.
+    prefix = f"{folder.name}.{socket.gethostname()}"
+    for left in folder.parent.glob(f"{glob.escape(prefix)}.*.partial"):
+        shutil.rmtree(left, ignore_errors=True)  # a killed process's
+    partial = folder.with_name(f"{prefix}.{secrets.token_hex(8)}.partial")
     partial.mkdir()
     try:
-        with (partial / _TOKENS).open("wb") as file:
-            _write_header(file, dtype, 0)
-            documents = _pack(corpus, tokenizer, lambda part: part.astype(dtype).tofile(file))
+        with (partial / _TOKENS).open("xb") as file:
+            _write_header(file, dtype, (0,))
+            documents, checksums = _pack(
+                corpus, tokenizer, dtype, lambda part: file.write(part.data)
+            )
             file.seek(0)
-            _write_header(file, dtype, int(documents[0, -1]))
+            _write_header(file, dtype, (int(documents[0, -1]),))
             _to_disk(file)
-        with (partial / _DOCUMENTS).open("wb") as file:
-            np.save(file, documents)
+        with (partial / _DOCUMENTS).open("xb") as file:
+            _write_header(file, documents.dtype, documents.shape)
+            file.write(documents.data)
+            _to_disk(file)
+        with (partial / _MARKER).open("xb") as file:
+            file.write(json.dumps(checksums._asdict()).encode())
             _to_disk(file)
         try:
             partial.rename(folder)
@@ -102,11 +201,14 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: P
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
-    """Write a .npy header; numpy leaves room in it, so that it is as long for any length."""
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Write a .npy header; numpy leaves room in it, so that it is as long for any length.
+
+    What follows goes through the file, not through numpy: numpy does not say that a disk is full.
+    """
     np.lib.format.write_array_header_1_0(
         file,
-        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)},
+        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape},
     )
 
 
@@ -116,28 +218,36 @@ def _to_disk(file: BinaryIO) -> None:
 
 
 def _pack(
-    corpus: Corpus, tokenizer: Tokenizer, write: Callable[[NDArray[Any]], Any]
-) -> NDArray[np.int64]:
-    """Write all tokens; return (2, num_documents): where each ends, and its bytes of text."""
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    dtype: np.dtype[Any],
+    write: Callable[[NDArray[Any]], Any],
+) -> tuple[NDArray[np.int64], Checksums]:
+    """Write all tokens; return (2, num_documents), where each ends and its bytes of text."""
     ends: list[int] = []
     sizes: list[int] = []
-    end_token = np.array([tokenizer.eos_token])
+    end_token = np.array([tokenizer.eos_token], dtype)
+    checksum = 0
     total = length = size = 0  # of everything; of the current document
     for batch in _batches(corpus.read()):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
-            write(tokens)
+            part = tokens.astype(dtype)
+            write(part)
+            checksum = zlib.crc32(part.data, checksum)
             length += len(tokens)
             size += len(piece.text.encode("utf-8"))
             if piece.ends and length:
                 write(end_token)
+                checksum = zlib.crc32(end_token.data, checksum)
                 total += length + 1
                 ends.append(total)
                 sizes.append(size)
                 length = size = 0
     if not ends:
         raise UserError(f"no text in {corpus.name}")
-    return np.array([ends, sizes], dtype=np.int64)
+    documents = np.array([ends, sizes], dtype=np.int64)
+    return documents, Checksums(*map(_hexadecimal, (checksum, zlib.crc32(documents.data))))
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -4,6 +4,10 @@ Documents are shuffled in blocks rather than in the shuffle buffer of `datasets`
 a restart: a block can be read again, so that a resumed run sees the very same batches.
 """
 
+import hashlib
+import itertools
+import json
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.data.batches import Batch, TextData, Windows, make_batch
-from mezzo_core.data.corpora import Corpus, Piece, find_files, read_file, text_of
+from mezzo_core.data.corpora import Corpus, Piece, read_file, sample_file, texts_of
+from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
 from mezzo_core.data.libraries import import_library
 from mezzo_core.data.packed import after_end_token
@@ -40,6 +45,7 @@ class TextStream:
     text_column: str
     rank: int = 0
     world_size: int = 1
+    identity: str = ""  # what is known of the text before it is read
 
 
 def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int = 1) -> TextStream:
@@ -58,11 +64,20 @@ def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int
     if source == "embedded":
         raise UserError("the embedded corpus is not streamed: set streaming=False")
     if not source.startswith(HUB_PREFIX):
-        files = [str(path) for path in find_files(source)]
+        paths = find_files(source)
+        listing = json.dumps([(path.name, *sample_file(path)) for path in paths])
         dataset = datasets.IterableDataset.from_generator(
-            _file_rows, gen_kwargs={"files": files, "text_column": text_column}
+            _file_rows,
+            gen_kwargs={"files": [str(path) for path in paths], "text_column": text_column},
         )
-        return share_stream(source, dataset, text_column, rank=rank, world_size=world_size)
+        return share_stream(
+            source,
+            dataset,
+            text_column,
+            rank=rank,
+            world_size=world_size,
+            identity=hashlib.sha256(listing.encode()).hexdigest(),
+        )
     splits = load_hub_dataset(source, split=None, streaming=True)
     if "train" not in splits:
         raise UserError(f'{source!r} has no split "train"; there is {", ".join(splits)}')
@@ -79,7 +94,13 @@ def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int
 
 
 def share_stream(
-    name: str, dataset: Any, text_column: str, *, rank: int = 0, world_size: int = 1
+    name: str,
+    dataset: Any,
+    text_column: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    identity: str = "",
 ) -> TextStream:
     """Hold out a data set's first documents and give this process its shard of the others.
 
@@ -89,12 +110,13 @@ def share_stream(
         text_column: the field that holds the text.
         rank: this process.
         world_size: how many processes share the stream.
+        identity: differs when the text may differ, as far as that is known.
     """
     validation = _first_texts(dataset, text_column, name)
     # Sharded first: a document among the first N of all is among the first N of its shard, so
     # that skipping N in every shard keeps each held-out document out of training.
     train = _shard(dataset, rank, world_size).skip(VALIDATION_DOCUMENTS)
-    return TextStream(name, train, validation, text_column, rank, world_size)
+    return TextStream(name, train, validation, text_column, rank, world_size, identity)
 
 
 def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
@@ -111,7 +133,7 @@ def _shard(dataset: Any, rank: int, world_size: int) -> Any:
 
 
 def _first_texts(dataset: Any, text_column: str, name: str) -> list[str]:
-    return [text_of(row, text_column, name) for row in dataset.take(VALIDATION_DOCUMENTS)]
+    return list(texts_of(dataset.take(VALIDATION_DOCUMENTS), text_column, name))
 
 
 @dataclass(frozen=True)
@@ -139,6 +161,10 @@ class StreamedText(TextData):
 
     Batches come in order: `train_batch` takes the steps one after another, from the step at which
     `state_dict` was called when resumed. See `TextData` for several processes.
+
+    The `fingerprint` is made of what is known without reading all: the held-out documents, and of
+    files their names, sizes and both ends. It does not see a change in the middle of a long file
+    that leaves its size, nor one of a hub data set beyond its held-out documents.
     """
 
     reads_shard = True
@@ -179,6 +205,8 @@ class StreamedText(TextData):
             mask_documents=mask_documents,
         )
         self.num_validation_bytes = int(packed.num_bytes.sum())
+        known = (stream.identity, *packed.checksums, tokenizer.identity)
+        self.fingerprint = " ".join(("stream", *filter(None, known)))
         self._max_documents = seq_len // 16 + 2 if mask_documents else 0
         self._start(0, _Cursor(), 0)
 
@@ -205,30 +233,45 @@ class StreamedText(TextData):
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next window: JSON values, small."""
         cursor = self._waiting[0].cursor if self._waiting else self._next
-        return {
+        state = {
             "step": self._step,
             "cursor": asdict(cursor),
             "used": self._used,
             "rank": self._stream.rank,
             "world_size": self._stream.world_size,
         }
+        return {**state, "checksum": _checksum_of(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of the same process among as many.
 
         Raises:
-            UserError: if the state is of a packed corpus, or of another sharing.
+            UserError: if the state is of a packed corpus or of another sharing, it is damaged, or
+                its place is not in the text any more.
         """
-        if "cursor" not in state:
+        if state == {}:
             raise UserError("this checkpoint is of a run on packed data: set streaming=False")
+        place = {**state} if isinstance(state, dict) else {}
+        checksum = place.pop("checksum", None)
+        if checksum is None or checksum != _checksum_of(place):
+            raise UserError("the checkpoint's place in the stream is damaged")
         mine = (self._stream.rank, self._stream.world_size)
-        if (state["rank"], state["world_size"]) != mine:
+        if (place["rank"], place["world_size"]) != mine:
             raise UserError(
-                f"this place in the stream is of process {state['rank']} of "
-                f"{state['world_size']}, and this is process {mine[0]} of {mine[1]}: "
+                f"this place in the stream is of process {place['rank']} of "
+                f"{place['world_size']}, and this is process {mine[0]} of {mine[1]}: "
                 "a streamed run goes on with as many processes as it began with"
             )
-        self._start(state["step"], _Cursor(**state["cursor"]), state["used"])
+        cursor, used = _Cursor(**place["cursor"]), place["used"]
+        self._start(place["step"], cursor, used)
+        first = next(self._documents)
+        self._waiting.append(first)
+        found = first.cursor == cursor and used < len(first.tokens)
+        if not found and (cursor, used) != (_Cursor(), 0):
+            raise UserError(
+                f"the checkpoint's place in {self._stream.name} is not there any more: the text "
+                "has changed since"
+            )
 
     def _start(self, step: int, cursor: _Cursor, used: int) -> None:
         self._step = step
@@ -297,16 +340,18 @@ class StreamedText(TextData):
         dataset = self._stream.dataset
         dataset.set_epoch(start.epoch)
         dataset.load_state_dict(start.block_start or {})
-        rows = iter(dataset)
+        texts = texts_of(dataset, self._stream.text_column, self._stream.name)
         number, block_start, index = start.block, start.block_start, start.index
-        while True:
-            texts = [
-                text_of(row, self._stream.text_column, self._stream.name)
-                for _, row in zip(range(BLOCK_DOCUMENTS), rows, strict=False)
-            ]
-            if not texts:
-                return
+        while block := list(itertools.islice(texts, BLOCK_DOCUMENTS)):
             after = dataset.state_dict()
-            order = np.random.default_rng((self._seed, start.epoch, number)).permutation(len(texts))
-            yield _Cursor(start.epoch, number, index, block_start), [texts[i] for i in order]
+            order = np.random.default_rng((self._seed, start.epoch, number)).permutation(len(block))
+            yield _Cursor(start.epoch, number, index, block_start), [block[i] for i in order]
             number, block_start, index = number + 1, after, 0
+
+
+def _checksum_of(state: dict[str, Any]) -> int | None:
+    """Return the checksum of JSON values; None for others, which no state of ours has."""
+    try:
+        return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -4,17 +4,19 @@ One rule for all: text never turns into a special token, and special tokens deco
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shorten
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mezzo_core.data.find import existing_path
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_tokenizer
-from mezzo_core.data.libraries import import_library
+from mezzo_core.data.libraries import import_library, library_errors
 from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
 
 # What tokenizers call the token that ends a document, when nothing beside them says so.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -82,49 +84,142 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer of the `tokenizers` library."""
 
-    def __init__(self, backend: Any, eos_token: int, identity: str) -> None:
-        backend.no_padding()
-        backend.no_truncation()
-        backend.encode_special_tokens = True  # "</s>" in a text is text
-        self._backend = backend
+    def __init__(self, backend: Any, eos_token: int, identity: str, name: str) -> None:
+        """Take a loaded tokenizer.
+
+        Args:
+            backend: what the library loaded; it is changed.
+            eos_token: the token that ends a document.
+            identity: see `Tokenizer`.
+            name: what messages call it.
+
+        Raises:
+            UserError: if two of its tokens have one number, or the end token is none of them.
+        """
+        with library_errors(f"{name} cannot be used"):
+            backend.no_padding()
+            backend.no_truncation()
+            backend.post_processor = None  # no token is added at either end
+            backend.encode_special_tokens = True  # "</s>" in a text is text
+            model = backend.model
+            if hasattr(model, "dropout"):
+                model.dropout = None  # the same text is always the same tokens
+            vocabulary = backend.get_vocab(with_added_tokens=True)
+        numbers = set(vocabulary.values())
+        if len(numbers) < len(vocabulary):
+            raise UserError(f"{name} gives two tokens the same number")
+        if eos_token not in numbers:
+            raise UserError(f"{name} has no token {eos_token!r} to end a document")
+        self._backend, self._name = backend, name
+        self._may_drop = _may_drop(backend, vocabulary)
+        self._known: set[str] = set()  # characters that are not dropped
         self.eos_token = eos_token
         self.identity = identity
-        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size: int = 1 + max(numbers)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens, without those that a template would add."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Return the tokens, without those that a template would add.
+
+        Raises:
+            UserError: if there are no tokens for some of the text.
+        """
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Return the tokens of each text, computed in parallel."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        """Return the tokens of each text, computed in parallel.
+
+        Raises:
+            UserError: if there are no tokens for some of the text.
+        """
+        with library_errors(f"{self._name} cannot encode the text"):
+            if self._may_drop:
+                self._refuse_dropped(set().union(*texts) - self._known)
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
+    def _refuse_dropped(self, characters: set[str]) -> None:
+        """Look up characters that were not seen before: the library drops unknown ones."""
+        model = self._backend.model
+        for character in characters:
+            for piece in _pieces(self._backend, character):
+                if not all(map(model.tokenize, piece)):
+                    raise UserError(
+                        f"{self._name} has no token for {character!r}, and none for what it does "
+                        "not know: that text would be left out"
+                    )
+            self._known.add(character)
+
+
+def _may_drop(backend: Any, vocabulary: dict[str, int]) -> bool:
+    """Tell whether the library may leave out, silently, text that the vocabulary lacks.
+
+    Only byte pair encoding does, without an unknown token: others raise an error. Nothing is left
+    out where text becomes bytes first, and all bytes are in the vocabulary.
+    """
+    tokenizers = import_library("tokenizers", "train")
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE) or model.unk_token or model.byte_fallback:
+        return False
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    in_bytes = set(letters).issuperset("".join(_pieces(backend, "é日")))
+    return not (in_bytes and vocabulary.keys() >= set(letters))
+
+
+def _pieces(backend: Any, text: str) -> list[str]:
+    """Return what the model of a tokenizer is given of a text."""
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    if backend.pre_tokenizer is None:
+        return [text]
+    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model."""
 
-    def __init__(self, processor: Any, identity: str) -> None:
-        self._processor = processor
+    def __init__(self, processor: Any, identity: str, name: str) -> None:
+        """Take a loaded model.
+
+        Args:
+            processor: what the library loaded.
+            identity: see `Tokenizer`.
+            name: what messages call it.
+
+        Raises:
+            UserError: if it has no token to end a document.
+        """
+        self._processor, self._name = processor, name
         self.identity = identity
         self.eos_token: int = processor.eos_id()
         self.vocab_size: int = processor.vocab_size()
+        if not 0 <= self.eos_token < self.vocab_size:
+            raise UserError(f"{name} has no </s> to end a document")
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens, with no <s> or </s>."""
-        return self._processor.encode(text)
+        """Return the tokens, with no <s> or </s>.
+
+        Raises:
+            UserError: if the library refuses the text.
+        """
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Return the tokens of each text, computed in parallel."""
-        return [np.array(tokens, dtype=np.uint32) for tokens in self._processor.encode(list(texts))]
+        """Return the tokens of each text, computed in parallel.
+
+        Raises:
+            UserError: if the library refuses a text.
+        """
+        with library_errors(f"{self._name} cannot encode the text"):
+            encoded = self._processor.encode(list(texts))
+        return [np.array(tokens, dtype=np.uint32) for tokens in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens."""
-        return self._processor.decode([int(token) for token in tokens])
+        """Return the text of the tokens; those beyond the vocabulary are nothing."""
+        return self._processor.decode([int(token) for token in tokens if token < self.vocab_size])
 
 
 class StreamDecoder:
@@ -177,14 +272,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name.startswith(HUB_PREFIX):
         return _load_hub(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = existing_path(name)
+    if path is not None and path.is_dir():
         if (path / "tokenizer.json").is_file():
             return _load_json(path / "tokenizer.json")
         for vocab, merges in BPE_FILES:
             if (path / vocab).is_file() and (path / merges).is_file():
                 return _load_bpe(path / vocab, path / merges)
-    elif path.is_file() and path.suffix in (".json", ".model"):
+    elif path is not None and path.is_file() and path.suffix in (".json", ".model"):
         return _load_json(path) if path.suffix == ".json" else _load_sentencepiece(path)
     raise UserError(
         f'no tokenizer at {name!r}; allowed are "byte", a tokenizer.json, a folder with '
@@ -199,60 +294,63 @@ def _checksum(*paths: Path) -> str:
 
 def _load_json(path: Path) -> HFTokenizer:
     tokenizers = import_library("tokenizers", "train")
-    try:
+    with library_errors(f"{path} is no tokenizer of the tokenizers library"):
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"{path} is no tokenizer of the tokenizers library: {error}") from error
-    names: tuple[str, ...] = END_TOKENS
-    beside = path.with_name("tokenizer_config.json")
-    if beside.is_file():
-        named = _named_end_token(beside)
-        names = (named,) if named else names
+        checksum = _checksum(path)
+    named = _named_end_token(path.with_name("tokenizer_config.json"))
+    names = END_TOKENS if named is None else (named,)
     found = [token for name in names if (token := backend.token_to_id(name)) is not None]
     if not found:
         raise UserError(
             f"{path} has no token {' or '.join(names)} to end a document; "
             'name one in tokenizer_config.json beside it: {"eos_token": "..."}'
         )
-    return HFTokenizer(backend, found[0], f"json {_checksum(path)} {found[0]}")
+    return HFTokenizer(backend, found[0], f"json {checksum} {found[0]}", str(path))
 
 
 def _named_end_token(path: Path) -> str | None:
-    try:
-        token = json.loads(path.read_text("utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is no JSON object: {error}") from error
-    return token.get("content") if isinstance(token, dict) else token
+    """Return the end token that a tokenizer_config.json names, if there is one and it does."""
+    if not path.is_file():
+        if path.exists():
+            raise UserError(f"{path} must be a file")
+        return None
+    token = read_json(path).get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    if token is not None and (not isinstance(name, str) or not name):
+        raise UserError(
+            f'{path}: "eos_token" must be text, or {{"content": text}}, got {shorten(token)}'
+        )
+    return name
 
 
 def _load_bpe(vocab: Path, merges: Path) -> HFTokenizer:
     tokenizers = import_library("tokenizers", "train")
-    try:
-        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-    except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"{vocab} and {merges} are no byte-level BPE: {error}") from error
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    name = next((name for name in END_TOKENS if backend.token_to_id(name) is not None), None)
-    if name is None:
+    name = f"{vocab} with {merges.name}"
+    numbers = read_json(vocab)
+    # The library passes over a value that is no number, and cuts one that is too large.
+    if not all(type(number) is int and 0 <= number < 2**32 for number in numbers.values()):
+        raise UserError(f"{vocab} must hold a number from 0 to 2^32 - 1 for each token")
+    with library_errors(f"{name} is no byte-level BPE"):
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        checksum = _checksum(vocab, merges)
+    end = next((end for end in END_TOKENS if end in numbers), None)
+    if end is None:
         raise UserError(f"{vocab} has no token {' or '.join(END_TOKENS)} to end a document")
-    backend.add_special_tokens([name])
-    return HFTokenizer(backend, backend.token_to_id(name), f"bpe {_checksum(vocab, merges)}")
+    backend.add_special_tokens([end])
+    return HFTokenizer(backend, backend.token_to_id(end), f"bpe {checksum}", name)
 
 
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     sentencepiece = import_library("sentencepiece", "train")
-    try:
+    with library_errors(f"{path} is no SentencePiece model"):
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except Exception as error:  # RuntimeError or OSError, by version
-        raise UserError(f"{path} is no SentencePiece model: {error}") from error
-    if processor.eos_id() < 0:
-        raise UserError(f"{path} has no </s> to end a document")
-    return SentencePieceTokenizer(processor, f"sentencepiece {_checksum(path)}")
+        checksum = _checksum(path)
+    return SentencePieceTokenizer(processor, f"sentencepiece {checksum}", str(path))
 
 
 def _load_hub(source: str) -> HFTokenizer:
     backend, end = load_hub_tokenizer(source)
     checksum = hashlib.sha256(backend.to_str().encode("utf-8")).hexdigest()
-    return HFTokenizer(backend, end, f"json {checksum} {end}")
+    return HFTokenizer(backend, end, f"json {checksum} {end}", source)

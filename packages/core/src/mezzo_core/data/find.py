@@ -1,0 +1,167 @@
+"""Which files a corpus is made of: one file, all in a folder, or those that match a glob."""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
+
+FORMATS = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = (".xz", ".gz")
+# A folder with such a config.json was written by a training run: its log is no text to learn from.
+_RUN = "mezzo_core.train.config:TrainConfig"
+
+
+def find_files(source: str) -> list[Path]:
+    """Return the corpus files that a path names, sorted: one file, a folder's, or a glob's.
+
+    In folders and globs, these are passed over: empty files; files and folders whose name starts
+    with a dot; and folders of training runs, with the log of a run that is the source itself.
+    Links are followed, but every folder and file is found once, and a link up is left alone.
+
+    Raises:
+        UserError: if there is none, a file has a format that is not read, or a part of a folder
+            cannot be read.
+    """
+    path = existing_path(source)
+    if path is not None and path.is_file():
+        format_of(path)
+        if path.stat().st_size == 0:
+            raise UserError(f"{source} is empty")
+        return [path]
+    if path is not None and path.is_dir():
+        found = _matching(path, ["**"])
+    elif path is None and glob.has_magic(source):
+        found = _expand(source)
+    else:
+        raise UserError(
+            f'no file or folder {source!r}; a source is "embedded", a file, a folder or a glob of '
+            f'{", ".join(FORMATS)}, or "hub:NAME"'
+        )
+    texts = [file for file in found if split_suffix(file)[0] in FORMATS]
+    once: dict[Path, Path] = {}  # a link may give a file a second name
+    for file in sorted(texts):
+        if file.is_file() and file.stat().st_size > 0:
+            once.setdefault(file.resolve(), file)
+    if not once:
+        raise UserError(f"no {', '.join(FORMATS)} file with text in {source!r}")
+    return list(once.values())
+
+
+def existing_path(name: str) -> Path | None:
+    """Return the path that the user's words stand for, or None if nothing is there.
+
+    Raises:
+        UserError: if it is there and cannot be looked at.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except PermissionError as error:
+        raise UserError(f"cannot read {name!r}: {error.strerror}") from error
+    except (OSError, RuntimeError, ValueError):  # no such file; no such user; a name with a NUL
+        return None
+    return path if name else None
+
+
+def split_suffix(path: Path) -> tuple[str, str]:
+    """Return the format and the compression that a name ends with, each perhaps ""."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]] or [""]
+    if suffixes[-1] in COMPRESSIONS:
+        return (suffixes[-2] if len(suffixes) > 1 else ""), suffixes[-1]
+    return suffixes[-1], ""
+
+
+def format_of(path: Path) -> str:
+    """Return the format of a corpus file.
+
+    Raises:
+        UserError: if its name ends in none that is read.
+    """
+    form, compression = split_suffix(path)
+    if form not in FORMATS or (form == ".parquet" and compression):
+        raise UserError(
+            f"cannot read {path}: a corpus file ends in {', '.join(FORMATS)}; "
+            f"text and lines also with {' or '.join(COMPRESSIONS)}"
+        )
+    return form
+
+
+def _expand(pattern: str) -> Iterator[Path]:
+    """Yield the files that match a glob, some perhaps more than once."""
+    parts = Path(pattern).parts
+    first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    top = existing_path(str(Path(*parts[:first])))
+    if top is not None and top.is_dir():
+        yield from _matching(top, parts[first:])
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield the files below a folder whose path matches the patterns, one for each part of it."""
+    head, *rest = patterns
+    if head == "**":
+        while rest[:1] == ["**"]:
+            rest = rest[1:]
+        for below in _folders(folder):
+            yield from _matching(below, rest or ["*"])
+        return
+    folders, files = _entries(folder, head)
+    if not rest:
+        yield from files
+        return
+    for below in folders:
+        yield from _matching(below, rest)
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """Yield a folder and all below it, each once, wherever links lead."""
+    seen = set(top.resolve().parents)  # a link up leads out of the corpus, and around
+    waiting, links = [top], list[Path]()
+    while waiting or links:  # links last, so that a folder of the corpus goes by its own name
+        folder = (waiting or links).pop()
+        place = folder.resolve()
+        if place not in seen:
+            seen.add(place)
+            yield folder
+            for below in _entries(folder, "*")[0]:
+                (links if below.is_symlink() else waiting).append(below)
+
+
+def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
+    """Return the folders and files with such names that may be part of a corpus, sorted.
+
+    Raises:
+        UserError: if one of them, or the folder, cannot be read: training on the rest would be
+            training on something else.
+    """
+    folders: list[Path] = []
+    files: list[Path] = []
+    where = folder
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or not fnmatchcase(entry.name, pattern):
+                    continue
+                where = folder / entry.name
+                if entry.is_symlink():
+                    entry.stat()  # fails if it leads nowhere, or around
+                (folders if entry.is_dir() else files).append(where)
+    except OSError as error:
+        raise UserError(
+            f"cannot read {where}: {error.strerror or error}; nothing is left out silently: "
+            "make it readable, or remove it"
+        ) from error
+    if _is_run(folder):
+        files = [file for file in files if file.name != "log.jsonl"]
+    return sorted(below for below in folders if not _is_run(below)), sorted(files)
+
+
+def _is_run(folder: Path) -> bool:
+    config = folder / "config.json"
+    try:
+        return config.is_file() and read_json(config).get("type") == _RUN
+    except (UserError, OSError):  # some other program's, or ours and damaged: no proof
+        return False

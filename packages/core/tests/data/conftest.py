@@ -1,0 +1,58 @@
+"""Small tokenizers of every kind."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def sentences():
+    """What the tokenizers learn from."""
+    return [
+        "It is a truth universally acknowledged, that a single man in possession of a good fortune",
+        "must be in want of a wife. However little known the feelings or views of such a man may",
+    ]
+
+
+@pytest.fixture(scope="session")
+def names(tmp_path_factory, sentences):
+    """One small tokenizer of each kind, by the name that loads it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(sentences, trainer)
+    names = {"byte": "byte"}
+    for kind, vocab, merges in (
+        ("gpt2", "encoder.json", "vocab.bpe"),
+        ("later", "vocab.json", "merges.txt"),
+    ):
+        (folder / kind).mkdir()
+        bpe.model.save(str(folder / kind))
+        (folder / kind / "vocab.json").rename(folder / kind / vocab)
+        (folder / kind / "merges.txt").rename(folder / kind / merges)
+        names[kind] = str(folder / kind)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    bpe.enable_truncation(4)
+    bpe.save(str(folder / "tokenizer.json"))
+    names["json"] = str(folder / "tokenizer.json")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_prefix=str(folder / "small"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    names["sentencepiece"] = str(folder / "small.model")
+    return names
