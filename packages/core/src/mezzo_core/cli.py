@@ -5,7 +5,6 @@ the user can mend into one line and exit code 2, and leaves real defects their t
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,15 @@ from rich.console import Console
 
 from mezzo_core.config_json import from_json
 from mezzo_core.data.tokenizers import StreamDecoder, load_tokenizer
-from mezzo_core.errors import UserError
+from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.perplexity import perplexity
 from mezzo_core.nn.checkpoint import describe_model, load_model
 from mezzo_core.nn.generate import stream
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
+from mezzo_core.train.stopping import StoppedError
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     except torch.OutOfMemoryError:
         Console(stderr=True).print("error: the GPU's memory is full: a smaller --batch-size fits")
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        Console(stderr=True, soft_wrap=True).print(
+            "error: this machine's memory is full: a smaller model, --seq-len, --batch-size or "
+            "--micro-batch-size needs less"
+        )
         sys.exit(2)
     sys.exit(0)
 
@@ -130,6 +139,9 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         fresh: Annotated[
             bool, typer.Option("--fresh", help="Start over instead of resuming what --out holds.")
         ] = False,
+        new_data: Annotated[
+            bool, typer.Option("--new-data", help="Go on even if the text has changed since.")
+        ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     ) -> None:
         config = find_recipe(paper.recipes, recipe)
@@ -151,14 +163,31 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 model=_override(config.model, vocab_size=vocab_size),
                 **run_options,
             )
-        result = train(config, out or Path("runs") / recipe, resume=not fresh, quiet=quiet)
-        is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one reports
+        folder = _expand(out) if out is not None else Path("runs") / recipe
+        is_first = launched_place().rank == 0  # of torchrun's processes one reports
+        try:
+            result = train(config, folder, resume=not fresh, new_data=new_data, quiet=quiet)
+        except StoppedError as stop:
+            if is_first:
+                _say(f"{recipe}: {stop}", Console(stderr=True))
+            raise typer.Exit(stop.exit_code) from None
         if is_first and result.val_perplexity is not None:
-            Console().print(
+            _say(
                 f"{recipe}: validation perplexity {result.val_perplexity:.3f} after "
                 f"{result.steps} steps; the model is in {result.out / 'model'}",
-                soft_wrap=True,
+                Console(),
             )
+
+
+def _expand(folder: Path) -> Path:
+    try:
+        return folder.expanduser()
+    except RuntimeError:
+        raise UserError(f"--out {folder} begins with a user that is not known here") from None
+
+
+def _say(text: str, console: Console) -> None:
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _add_generate(app: typer.Typer) -> None:

@@ -50,7 +50,7 @@ def test_tensorboard_gets_every_value(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("track", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")]
+    ("track", "module"), [("tensorboard", "tensorboard.compat.proto.event_pb2"), ("trackio", "trackio")]
 )
 def test_a_missing_tracker_says_what_to_install(tiny, tmp_path, monkeypatch, track, module):
     monkeypatch.setitem(sys.modules, module, None)

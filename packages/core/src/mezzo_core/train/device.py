@@ -22,7 +22,7 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(f"device must be cpu, cuda or cuda:N, got {device!r}") from None
     if chosen.type == "cpu":
         return chosen

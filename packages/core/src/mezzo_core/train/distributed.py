@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,40 @@ class World:
         return results
 
 
+class Place(NamedTuple):
+    """This process's number among all, how many there are, and its number on its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def launched_place() -> Place:
+    """Read what torchrun says of this process.
+
+    Raises:
+        UserError: if WORLD_SIZE, RANK or LOCAL_RANK cannot be.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return Place(0, 1, 0)
+    size = _whole_number("WORLD_SIZE", 1, None)
+    rank, local_rank = (_whole_number(name, 0, size - 1) for name in ("RANK", "LOCAL_RANK"))
+    return Place(rank, size, local_rank)
+
+
+def _whole_number(name: str, least: int, most: int | None) -> int:
+    text = os.environ.get(name, "0")
+    allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+    if text.isdecimal() and len(text) < 10:
+        number = int(text)
+        if least <= number and (most is None or number <= most):
+            return number
+    raise UserError(
+        f"the environment's {name} must be a whole number {allowed}, got {text[:40]!r}: "
+        "start several processes with torchrun"
+    )
+
+
 @contextmanager
 def join_world(device: str | torch.device | None = None) -> Iterator[World]:
     """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), and leave at the end.
@@ -101,11 +135,11 @@ def join_world(device: str | torch.device | None = None) -> Iterator[World]:
             GPU of its local rank.
 
     Raises:
-        UserError: if a device was asked for that this machine does not have.
+        UserError: if a device was asked for that this machine does not have, or the environment
+            does not say where the other processes are.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
+    rank, size, local_rank = launched_place()
+    chosen = choose_device(device, local_rank if size > 1 else None)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:
@@ -113,7 +147,13 @@ def join_world(device: str | torch.device | None = None) -> Iterator[World]:
         return
     joined = not dist.is_initialized()
     if joined:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UserError(
+                f"process {rank} cannot reach the {size - 1} others ({_first_line(error)}): "
+                "start several processes with torchrun"
+            ) from error
     try:
         yield World(chosen, rank, size)
     finally:
@@ -123,6 +163,10 @@ def join_world(device: str | torch.device | None = None) -> Iterator[World]:
             # lock. A device mesh keeps these threads alive (torch 2.13), and a process that exits
             # before they are done aborts: give them the lock for a moment.
             time.sleep(_GLOO_SECONDS if chosen.type == "cpu" else 0)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def shard(model: nn.Module, world: World) -> None:

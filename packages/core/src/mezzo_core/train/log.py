@@ -3,8 +3,11 @@
 import json
 import logging
 import os
+import socket
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,12 +22,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from mezzo_core.errors import UserError
+from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.perplexity import Perplexity
+from mezzo_core.files import parse_json, write_whole
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.folder import naming
 from mezzo_core.train.meter import StepRow
 
 logger = logging.getLogger(__name__)
+
+_MOST_ROW_BYTES = 1 << 16
 
 
 class Tracker(Protocol):
@@ -44,6 +51,10 @@ class RunLog:
 
     log.jsonl holds one object a line, each step once: on resuming, what came after the checkpoint
     is removed before anything is added. An evaluation's row has `val_loss` in place of `loss`.
+
+    Raises:
+        UserError: if the rows before the checkpoint are damaged.
+        OSError: from any method, if the disk is full; it names the file.
     """
 
     def __init__(
@@ -52,7 +63,8 @@ class RunLog:
         self.out = out
         self.config = config
         self.active = active
-        self.rows = _rows_until(out / "log.jsonl", done)
+        self._path = out / "log.jsonl"
+        self.rows = _rows_until(self._path, done)
         self._done = done
         self._line_every = max(1, min(config.steps // 20, 100))
         self._console = Console(stderr=True)
@@ -63,14 +75,19 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         if self.active:
-            _rewrite(self.out / "log.jsonl", self.rows)
-            self._file = (self.out / "log.jsonl").open("a", encoding="utf-8", buffering=1)
+            with naming(self._path):
+                write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+                self._file = self._path.open("a", encoding="utf-8", buffering=1)
             if self.config.track is not None:
                 self._tracker = _open_tracker(self.config.track, self.config.name, self.out)
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task(
-                self.config.name, total=self.config.steps, completed=self._done, loss="", speed=""
+                printable(self.config.name),
+                total=self.config.steps,
+                completed=self._done,
+                loss="",
+                speed="",
             )
         return self
 
@@ -80,12 +97,14 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        if self.active:
-            self._file.close()
-        if self._tracker is not None:
-            self._tracker.close()
+        with ExitStack() as stack:  # each is closed, whatever happens to the others
+            if self._tracker is not None:
+                stack.callback(self._tracker.close)
+            if self.active:
+                stack.enter_context(naming(self._path))
+                stack.callback(self._file.close)
+            if self._bar is not None:
+                stack.callback(self._bar.stop)
 
     def note(self, text: str) -> None:
         """Say something about the run as a whole."""
@@ -120,22 +139,26 @@ class RunLog:
     def sync(self) -> None:
         """Put the rows on disk: a checkpoint must not be newer than its log."""
         if self.active:
-            os.fsync(self._file.fileno())
+            with naming(self._path):
+                os.fsync(self._file.fileno())
 
     def plot(self) -> None:
         """Draw loss.png: training and validation loss over tokens."""
         if self.active:
-            draw_losses(self.rows, self.out / "loss.png", self.config)
+            path = self.out / "loss.png"
+            with naming(path):
+                draw_losses(self.rows, path, self.config)
 
     def _keep(self, row: Mapping[str, Any]) -> None:
         self.rows.append(dict(row))
         if self.active:
-            self._file.write(json.dumps(row) + "\n")
+            with naming(self._path):
+                self._file.write(json.dumps(row) + "\n")
         if self._tracker is not None:
             self._tracker.log(row)
 
     def _say(self, text: str) -> None:
-        line = f"{self.config.name}: {text}"
+        line = printable(f"{self.config.name}: {text}")
         if self._bar is not None or self._lines:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif self.active:
@@ -155,7 +178,8 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats a token)", title=config.name)
+    axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.set_title(printable(config.name), parse_math=False)
     per_step = config.batch_size * config.seq_len
     for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
         points = [(row["step"] * per_step, row[key]) for row in rows if key in row]
@@ -163,32 +187,56 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:  # a new file: a link in its place is not followed
+        figure.savefig(file, format="png", dpi=150)
 
 
 def _rows_until(path: Path, done: int) -> list[dict[str, Any]]:
-    """Read the rows of the first `done` steps."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # a kill cut the line that was being written
-                continue
-            if row["step"] <= done:
-                rows.append(row)
+    """Read the rows of the first `done` steps, which were on disk before their checkpoint.
+
+    What comes after them is removed anyway, and a kill may have cut the last line.
+    """
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MOST_ROW_BYTES):
+            number += 1
+            row = _parse_row(line)
+            if row is None:
+                is_cut = not line.endswith(b"\n") and len(line) < _MOST_ROW_BYTES
+                if is_cut:
+                    break
+                raise UserError(
+                    f"line {number} of {path} is no row of a log: mend it, or remove the file to "
+                    f"go on without the rows of the first {done} steps"
+                )
+            if row["step"] > done:
+                break
+            rows.append(row)
     return rows
 
 
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    scratch.replace(path)
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    needed = {"val_loss", "val_perplexity"} if "val_loss" in row else StepRow.__annotations__.keys()
+    numbers = [row[name] for name in needed if name in row]
+    good = len(numbers) == len(needed) and all(
+        isinstance(value, int | float) and abs(value) <= sys.float_info.max for value in numbers
+    )
+    return row if good else None
 
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
@@ -199,22 +247,41 @@ def _progress(console: Console) -> Progress:
 
 
 class _TensorBoard:
+    """Writes TensorBoard's format at once: its own writer fails in a thread, with a traceback."""
+
     def __init__(self, out: Path) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
             raise UserError(
                 'track="tensorboard" needs the package tensorboard: pip install "mezzo-core[track]"'
             ) from None
-        self._writer = SummaryWriter(str(out / "tensorboard"))
+        self._event = Event
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = out / "tensorboard" / name
+        with naming(self._path):
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = self._path.open("xb")
+        self._writer = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
 
     def log(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():
             if key not in ("step", "time") and value is not None:
-                self._writer.add_scalar(key, value, row["step"])
+                scalar = {"value": [{"tag": key, "simple_value": value}]}
+                self._write(step=row["step"], summary=scalar)
+        with naming(self._path):
+            self._file.flush()
+
+    def _write(self, **fields: Any) -> None:
+        with naming(self._path):
+            event = self._event(wall_time=time.time(), **fields)
+            self._writer.write(event.SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        with naming(self._path):
+            self._file.close()
 
 
 class _Trackio:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,10 +26,11 @@ from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.device import autocast, move_batch
 from mezzo_core.train.distributed import World, join_world
-from mezzo_core.train.folder import claim_folder
+from mezzo_core.train.folder import check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
 from mezzo_core.train.optim import build_optimizer, learning_rate
+from mezzo_core.train.stopping import StoppedError, StopRequest, say_when_stuck, watch_signals
 
 # A loss so many times that of guessing each token with the same probability has exploded.
 EXPLODED = 3.0
@@ -60,11 +61,29 @@ class TrainResult:
     out: Path
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A run that is about to train, or to go on."""
+
+    config: TrainConfig
+    out: Path
+    world: World
+    checkpoints: Checkpoints
+    stop: StopRequest
+    data: TextData
+    model: LM
+    loss_function: LossFunction
+    optimizer: torch.optim.Optimizer
+    parts: int
+    done: int
+
+
 def train(
     config: TrainConfig,
     out: Path,
     *,
     resume: bool = True,
+    new_data: bool = False,
     on_step: Callable[[StepRow], None] | None = None,
     quiet: bool = False,
     device: str | torch.device | None = None,
@@ -74,141 +93,174 @@ def train(
     The folder `out` gets config.json, log.jsonl, loss.png, checkpoints/step-N and model/, which
     `mezzo_core.nn.checkpoint.load_model` reads. A run that was killed, at any moment, goes on from
     its newest complete checkpoint when it is called again; on a CPU its losses are then, bit for
-    bit, those of a run that was never killed.
+    bit, those of a run that was never killed. Ctrl-C and SIGTERM finish the step and save it; the
+    second of them leaves at once.
 
     Args:
         config: the run.
-        out: its folder, made if needed.
+        out: its folder, made if needed; one run at a time can use it.
         resume: go on with the run in `out`, if there is one; False removes it and starts over.
+        new_data: go on even if the text has changed since the run began.
         on_step: called with every step's row of the log, in every process, in order.
         quiet: show nothing (lines go to Python's logging).
         device: "cpu" or "cuda"; None takes a GPU if there is one.
 
     Raises:
         UserError: if the data, the folder or the device cannot be used, `out` holds a run of
-            another configuration, or the disk is full; the last checkpoint is intact.
+            another configuration or of another text, or the disk is full; the last checkpoint is
+            intact.
         DivergenceError: if the loss explodes or is no number.
+        StoppedError: (a KeyboardInterrupt) after Ctrl-C or SIGTERM.
     """
     out = Path(out)
-    with join_world(device) as world:
-        world.first_only(lambda: claim_folder(out, config, resume))
+    with watch_signals() as stop, join_world(device) as world, ExitStack() as stack:
+
+        def open_folder() -> None:
+            check_folder(out, config, resume=resume)
+            stack.enter_context(hold_folder(out))
+
+        world.first_only(open_folder)
         checkpoints = Checkpoints(out / "checkpoints", world, config.keep_checkpoints)
-        with _explained(out, checkpoints):
-            return _train(config, out, world, checkpoints, on_step, quiet)
+        with _explained(out, checkpoints, stop):
+            run = _prepare(config, out, checkpoints, stop, resume=resume, new_data=new_data)
+            with RunLog(out, config, done=run.done, active=world.is_first, quiet=quiet) as log:
+                return _train(run, log, on_step)
 
 
-def _train(
+def _prepare(
     config: TrainConfig,
     out: Path,
-    world: World,
     checkpoints: Checkpoints,
-    on_step: Callable[[StepRow], None] | None,
-    quiet: bool,
-) -> TrainResult:
+    stop: StopRequest,
+    *,
+    resume: bool,
+    new_data: bool,
+) -> _Run:
+    """Build everything; what cannot be built leaves the folder as it was."""
+    world = checkpoints.world
     parts = micro_batches(config, world)
     data = build_data(config, out, world)
-    resumes = checkpoints.newest() is not None
+    resumes = resume and checkpoints.newest() is not None
     model, loss_function = build_model(config, world, resumes=resumes)
     optimizer = build_optimizer(model, config.optim)
+    stop.defer(again_is_urgent=world.size == 1)
+    world.first_only(
+        lambda: claim_folder(
+            out,
+            config,
+            data.fingerprint,
+            resume=resume,
+            has_checkpoint=resumes,
+            new_data=new_data,
+        )
+    )
     resumed = checkpoints.load(model, optimizer)
-    done = 0
     if resumed is not None:
-        done = resumed.step
         data.load_state_dict(resumed.data)
-    meter = Meter(world, config.batch_size * config.seq_len)
-
-    with RunLog(out, config, done=done, active=world.is_first, quiet=quiet) as log:
-        log.note(_describe(config, model, world, done))
-        for step in range(done, config.steps):
-            batch = data.train_batch(step, config.batch_size)
-            loss = _backward(loss_function, batch, parts, data.reads_shard, config, world)
-            grad_norm = clip_grad_norm_(model.parameters(), config.optim.clip)
-            if isinstance(grad_norm, DTensor):
-                grad_norm = grad_norm.full_tensor()
-            lr = learning_rate(config.optim, step, config.steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            meter.add(step + 1, lr, loss, grad_norm)
-
-            is_last = step + 1 == config.steps
-            evaluates = is_last or (step + 1) % config.eval_every == 0
-            saves = is_last or (step + 1) % config.checkpoint_every == 0
-            if not (meter.is_due or evaluates or saves):
-                continue
-            for row in meter.read():
-                _refuse_divergence(row, config, data, checkpoints)
-                log.step(row)
-                if on_step is not None:
-                    on_step(row)
-            with meter.paused():
-                if evaluates:
-                    found = _evaluate(model, data, config, world)
-                    log.evaluation(step + 1, found)
-                if saves:
-                    log.sync()
-                    checkpoints.save(step + 1, model, optimizer, data.state_dict())
-                    _save_model(model, config, step + 1, out / "model", world)
-        if done >= config.steps:  # a kill may have come between the last checkpoint and the model
-            _save_model(model, config, done, out / "model", world)
-        log.plot()
-        return _result(log, meter, max(done, config.steps), out)
+    done = 0 if resumed is None else resumed.step
+    return _Run(
+        config, out, world, checkpoints, stop, data, model, loss_function, optimizer, parts, done
+    )
 
 
-def _backward(
-    loss_function: LossFunction,
-    batch: Batch,
-    parts: int,
-    is_share: bool,
-    config: TrainConfig,
-    world: World,
-) -> Tensor:
+def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) -> TrainResult:
+    config, done = run.config, run.done
+    meter = Meter(run.world, config.batch_size * config.seq_len, run.stop)
+    log.note(_describe(run))
+    for step in range(done, config.steps):
+        loss = _backward(run, run.data.train_batch(step, config.batch_size))
+        grad_norm = clip_grad_norm_(run.model.parameters(), config.optim.clip)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        lr = learning_rate(config.optim, step, config.steps)
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        meter.add(step + 1, lr, loss, grad_norm)
+
+        is_last = step + 1 == config.steps
+        evaluates = is_last or (step + 1) % config.eval_every == 0
+        saves = is_last or (step + 1) % config.checkpoint_every == 0
+        if not (meter.is_due or evaluates or saves):
+            continue
+        for row in meter.read():
+            _refuse_divergence(row, run)
+            log.step(row)
+            if on_step is not None:
+                on_step(row)
+        with meter.paused():
+            if evaluates:
+                log.evaluation(step + 1, _evaluate(run, step + 1))
+            if saves or meter.must_stop:
+                run.stop.is_noticed.set()
+                log.sync()
+                run.checkpoints.save(step + 1, run.model, run.optimizer, run.data.state_dict())
+                _save_model(run, step + 1)
+        if meter.must_stop:
+            raise _stopped(run, step + 1)
+    if done >= config.steps:  # a kill may have come between the last checkpoint and the model
+        _save_model(run, done)
+    log.plot()
+    if run.stop.is_made:
+        raise _stopped(run, max(done, config.steps))
+    return _result(log, meter, max(done, config.steps), run.out)
+
+
+def _backward(run: _Run, batch: Batch) -> Tensor:
     """Add the gradient of the batch's mean loss to the parameters; return our part of that loss.
 
     The mean is over the targets of the whole batch, so that neither micro batches nor processes
     change the loss or the gradient: each part's sum is divided by the same count.
     """
+    world = run.world
     count: int | Tensor = int((batch.targets != NO_TARGET).sum())
-    if is_share:
+    if run.data.reads_shard:
         count = world.sum(torch.tensor(count, device=world.device))
     else:
         batch = batch.part(world.rank, world.size)
     total = torch.zeros((), device=world.device)
-    for i in range(parts):
-        tokens, targets, borders = move_batch(batch.part(i, parts), world.device)
-        with autocast(world.device, config.precision):
-            loss = loss_function(tokens, targets, borders, reduction="sum") / count
+    for i in range(run.parts):
+        tokens, targets, borders = move_batch(batch.part(i, run.parts), world.device)
+        with autocast(world.device, run.config.precision):
+            loss = run.loss_function(tokens, targets, borders, reduction="sum") / count
         (loss * world.size).backward()  # FSDP averages gradients over processes
         total += loss.detach()
     return total
 
 
-def _evaluate(model: LM, data: TextData, config: TrainConfig, world: World) -> Perplexity:
+def _evaluate(run: _Run, step: int) -> Perplexity:
     """Measure perplexity on the validation part, each process on its share of every batch."""
-    parts = micro_batches(config, world)
+    config, world, data = run.config, run.world, run.data
 
     def our_parts() -> Iterator[Batch]:
         for batch in islice(data.validation_batches(config.batch_size), config.eval_batches):
             ours = batch.part(world.rank, world.size)
-            yield from (ours.part(i, parts) for i in range(parts))
+            yield from (ours.part(i, run.parts) for i in range(run.parts))
 
     whole = config.eval_batches is None
-    return perplexity(
-        model,
+    found = perplexity(
+        run.model,
         our_parts(),
         num_bytes=data.num_validation_bytes if whole else None,
         precision=config.precision,
         world=world,
     )
+    if not math.isfinite(found.loss):
+        raise DivergenceError(
+            f"the validation loss after step {step} is {found.loss}; "
+            f"{run.checkpoints.describe_newest()}"
+        )
+    return found
 
 
-def _save_model(model: LM, config: TrainConfig, step: int, folder: Path, world: World) -> None:
+def _save_model(run: _Run, step: int) -> None:
     """Write the model for those who use it: whole, whatever the number of processes."""
+    config, folder = run.config, run.out / "model"
     weights: dict[str, Any] | None = None
-    if world.size > 1:
+    if run.world.size > 1:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)
+        weights = get_model_state_dict(run.model, options=options)
     extra = {
         "name": config.name,
         "step": step,
@@ -216,31 +268,39 @@ def _save_model(model: LM, config: TrainConfig, step: int, folder: Path, world: 
         "tokenizer": config.data.tokenizer,
         "data": to_json(config.data),
     }
-    world.first_only(lambda: save_model(model, config.model, folder, extra, weights=weights))
+    run.world.first_only(
+        lambda: save_model(run.model, config.model, folder, extra, weights=weights)
+    )
 
 
-def _refuse_divergence(
-    row: StepRow, config: TrainConfig, data: TextData, checkpoints: Checkpoints
-) -> None:
+def _refuse_divergence(row: StepRow, run: _Run) -> None:
+    config = run.config
     limit = EXPLODED * math.log(config.model.vocab_size)
     if row["loss"] <= limit and math.isfinite(row["grad_norm"]):  # NaN compares as False
         return
     first = (row["step"] - 1) * config.batch_size
     place = f"windows {first} to {first + config.batch_size - 1} of the order of training"
-    if data.num_train_tokens is not None:
-        epoch = first * config.seq_len // data.num_train_tokens
+    if run.data.num_train_tokens is not None:
+        epoch = first * config.seq_len // run.data.num_train_tokens
         place += f", in epoch {epoch + 1}"
     raise DivergenceError(
         f"training diverged at step {row['step']} ({place}): loss {row['loss']:.4g}, gradient norm "
-        f"{row['grad_norm']:.4g}; {checkpoints.describe_newest()}; "
+        f"{row['grad_norm']:.4g}; {run.checkpoints.describe_newest()}; "
         f"a lower lr than {config.optim.lr:g} or a longer warm-up may help"
     )
 
 
-def _describe(config: TrainConfig, model: LM, world: World, done: int) -> str:
+def _stopped(run: _Run, step: int) -> StoppedError:
+    left = f"after step {step} of {run.config.steps}; {run.checkpoints.describe_newest()}"
+    on = "; the same command goes on from there" if step < run.config.steps else ""
+    return run.stop.error(left + on)
+
+
+def _describe(run: _Run) -> str:
+    world = run.world
     where = str(world.device) if world.size == 1 else f"{world.size} x {world.device.type}"
-    start = f", resuming after step {done}" if done else ""
-    return f"{model.num_parameters():,} parameters on {where}{start}"
+    start = f", resuming after step {run.done}" if run.done else ""
+    return f"{run.model.num_parameters():,} parameters on {where}{start}"
 
 
 def _result(log: RunLog, meter: Meter, steps: int, out: Path) -> TrainResult:
@@ -258,18 +318,35 @@ def _result(log: RunLog, meter: Meter, steps: int, out: Path) -> TrainResult:
 
 
 @contextmanager
-def _explained(out: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Turn a full disk or a lost process into one line that says where the run can go on."""
+def _explained(out: Path, checkpoints: Checkpoints, stop: StopRequest) -> Iterator[None]:
+    """Turn what ends a run into one line that says where it can go on."""
+    several = checkpoints.world.size > 1
+
+    def stuck() -> str:
+        return (
+            f"the run in {out} was asked to stop and its step does not end, perhaps because "
+            f"another process was lost; {checkpoints.describe_newest()}"
+        )
+
     try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the run in {out} cannot go on: {error}; {checkpoints.describe_newest()}"
-        ) from error
-    except RuntimeError as error:
-        is_lost = isinstance(error, dist.DistError) or "peer" in str(error).lower()
-        if checkpoints.world.size == 1 or not is_lost:
-            raise
-        raise UserError(
-            f"another process of the run in {out} was lost; {checkpoints.describe_newest()}"
-        ) from error
+        with say_when_stuck(stop, stuck) if several else nullcontext():
+            yield
+    except (Exception, StoppedError) as error:
+        if stop.is_urgent:  # whatever the libraries on the way made of it
+            raise stop.error(f"at once; {checkpoints.describe_newest()}") from None
+        if isinstance(error, OSError):
+            raise UserError(
+                f"the run in {out} cannot go on: {in_words(error)}; {checkpoints.describe_newest()}"
+            ) from error
+        if several and _is_loss(error):
+            raise UserError(
+                f"another process of the run in {out} was lost; {checkpoints.describe_newest()}"
+            ) from error
+        raise
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Tell whether another process went away while this one waited for it."""
+    words = str(error).lower()
+    is_spoken = any(word in words for word in ("peer", "broken pipe", "gloo", "nccl"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_spoken)

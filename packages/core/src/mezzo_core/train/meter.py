@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from mezzo_core.train.distributed import World
+from mezzo_core.train.stopping import StopRequest
+
+_SLOW_SECONDS = 1.0
 
 
 class StepRow(TypedDict):
@@ -40,13 +43,15 @@ class Meter:
     """Collects steps without waiting for the device, and turns them into rows.
 
     Reading a loss makes the host wait until the GPU has computed it. So the loop adds tensors, and
-    reads them every `read_every` steps.
+    reads them every `read_every` steps. There the processes also agree on whether to stop.
     """
 
-    def __init__(self, world: World, tokens_per_step: int) -> None:
+    def __init__(self, world: World, tokens_per_step: int, stop: StopRequest) -> None:
         self.world = world
+        self.stop = stop
+        self.must_stop = False
         self.tokens_per_step = tokens_per_step
-        self.read_every = 10 if world.device.type == "cuda" else 1
+        self._most_steps = self.read_every = 10 if world.device.type == "cuda" else 1
         self._pending: list[_Pending] = []
         self._started = time.perf_counter()
         self._seconds: list[tuple[int, float]] = []
@@ -57,15 +62,25 @@ class Meter:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough steps wait."""
-        return len(self._pending) >= self.read_every
+        """Whether enough steps wait, or a process that is alone was asked to stop."""
+        stops = self.world.size == 1 and self.stop.is_made
+        return stops or len(self._pending) >= self.read_every
 
     def read(self) -> list[StepRow]:
-        """Wait for the device, and return the steps since the last reading."""
+        """Wait for the device, and return the steps since the last reading.
+
+        `must_stop` then tells, in every process alike, whether one of them was asked to stop.
+        """
         if not self._pending:
             return []
         steps, self._pending = self._pending, []
-        losses = self.world.sum(torch.stack([step.loss for step in steps])).tolist()
+        is_slow = self.world.is_first and self._step_seconds > _SLOW_SECONDS
+        asked = steps[0].loss.new_tensor([self.stop.is_made, is_slow])
+        sums = torch.cat([torch.stack([step.loss for step in steps]), asked])
+        *losses, stops, slow = self.world.sum(sums).tolist()
+        self.must_stop = stops > 0
+        # Where a step takes long, waiting for it costs nothing, and a request is seen sooner.
+        self.read_every = 1 if slow else self._most_steps
         grad_norms = torch.stack([step.grad_norm for step in steps]).tolist()
         now = time.perf_counter()
         seconds, self._started = now - self._started, now
@@ -83,6 +98,11 @@ class Meter:
             )
             for step, loss, grad_norm in zip(steps, losses, grad_norms, strict=True)
         ]
+
+    @property
+    def _step_seconds(self) -> float:
+        steps, seconds = self._seconds[-1] if self._seconds else (1, 0.0)
+        return seconds / steps
 
     @contextmanager
     def paused(self) -> Iterator[None]:
