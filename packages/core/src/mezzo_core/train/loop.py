@@ -193,12 +193,13 @@ def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) ->
             if evaluates:
                 log.evaluation(step + 1, _evaluate(run, step + 1))
             if saves or meter.must_stop:
-                run.stop.is_noticed.set()
+                if meter.must_stop:
+                    run.stop.is_noticed.set()
                 log.sync()
                 run.checkpoints.save(step + 1, run.model, run.optimizer, run.data.state_dict())
                 _save_model(run, step + 1)
-        if meter.must_stop:
-            raise _stopped(run, step + 1)
+                if meter.must_stop and not is_last:
+                    raise _stopped(run, step + 1)
     if done >= config.steps:  # a kill may have come between the last checkpoint and the model
         _save_model(run, done)
     log.plot()

@@ -43,13 +43,13 @@ class Meter:
     """Collects steps without waiting for the device, and turns them into rows.
 
     Reading a loss makes the host wait until the GPU has computed it. So the loop adds tensors, and
-    reads them every `read_every` steps. There the processes also agree on whether to stop.
+    reads them every `read_every` steps. Then the processes agree on whether to stop, too.
     """
 
     def __init__(self, world: World, tokens_per_step: int, stop: StopRequest) -> None:
         self.world = world
         self.stop = stop
-        self.must_stop = False
+        self._agreed_to_stop = False
         self.tokens_per_step = tokens_per_step
         self._most_steps = self.read_every = 10 if world.device.type == "cuda" else 1
         self._pending: list[_Pending] = []
@@ -62,15 +62,16 @@ class Meter:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough steps wait, or a process that is alone was asked to stop."""
-        stops = self.world.size == 1 and self.stop.is_made
-        return stops or len(self._pending) >= self.read_every
+        """Whether enough steps wait, or the run must stop."""
+        return self.must_stop or len(self._pending) >= self.read_every
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run was asked to end; of several processes all say the same."""
+        return self.stop.is_made if self.world.size == 1 else self._agreed_to_stop
 
     def read(self) -> list[StepRow]:
-        """Wait for the device, and return the steps since the last reading.
-
-        `must_stop` then tells, in every process alike, whether one of them was asked to stop.
-        """
+        """Wait for the device, and return the steps since the last reading."""
         if not self._pending:
             return []
         steps, self._pending = self._pending, []
@@ -78,7 +79,7 @@ class Meter:
         asked = steps[0].loss.new_tensor([self.stop.is_made, is_slow])
         sums = torch.cat([torch.stack([step.loss for step in steps]), asked])
         *losses, stops, slow = self.world.sum(sums).tolist()
-        self.must_stop = stops > 0
+        self._agreed_to_stop = stops > 0
         # Where a step takes long, waiting for it costs nothing, and a request is seen sooner.
         self.read_every = 1 if slow else self._most_steps
         grad_norms = torch.stack([step.grad_norm for step in steps]).tolist()
