@@ -111,7 +111,35 @@ def test_what_fails_in_the_first_process_is_raised():
         World(torch.device("cpu")).first_only(fail)
 
 
-@pytest.mark.parametrize("device", ["cdua", "mps", "cuda:99"])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be a whole number 1 or more, got 'abc'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE must be"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must be"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be a whole number from 0 to 1, got '2'"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK must be"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, "LOCAL_RANK must be"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "cannot reach the 1 others .*MASTER_ADDR"),
+        (
+            {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"},
+            "cannot reach the 1 others",
+        ),
+    ],
+)
+def test_an_impossible_place_among_processes_is_named(monkeypatch, changes, named):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=named) as error, join_world("cpu"):
+        pass
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("device", ["cdua", "mps", "cuda:99", "meta", 1.5, []])
 def test_a_device_that_is_not_there_is_named(device):
     with pytest.raises(UserError):
         choose_device(device, None)

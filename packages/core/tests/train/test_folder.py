@@ -17,7 +17,7 @@ from mezzo_core.train.loop import train
 def content(folder):
     """Everything below a folder: links as links, files with their bytes."""
     return {
-        str(path.relative_to(folder)): os.readlink(path)
+        str(path.relative_to(folder)): str(path.readlink())
         if path.is_symlink()
         else path.read_bytes()
         if path.is_file()

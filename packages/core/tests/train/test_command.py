@@ -1,0 +1,118 @@
+"""The train command: what it says, and the code with which it leaves."""
+
+import os
+import signal
+
+import pytest
+import torch
+from mezzo_core import cli
+from mezzo_core.train.log import RunLog
+
+
+@pytest.fixture
+def command(tiny, monkeypatch, capsys):
+    """Run a package's train command; return its exit code, its stdout and its stderr."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    paper = cli.Paper("tiny", "A paper.", {"tiny": tiny}, None, None, ("smoke",))
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.run(cli.make_app(paper), ["train", "tiny", *map(str, arguments)])
+        shown = capsys.readouterr()
+        return end.value.code, shown.out, shown.err
+
+    return run
+
+
+def one_line(result):
+    code, _, err = result
+    assert code == 2, err
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stopped_command_says_where_and_leaves_with_its_code(
+    command, tmp_path, monkeypatch, name, code
+):
+    honest = RunLog.step
+
+    def step(self, row):
+        honest(self, row)
+        if row["step"] == 1:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    monkeypatch.setattr(RunLog, "step", step)
+    found, out, err = command("--out", tmp_path / "run", "--quiet")
+    assert found == code
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert str(tmp_path / "run" / "checkpoints" / "step-1") in err
+    monkeypatch.undo()
+    assert command("--out", tmp_path / "run", "--quiet")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        pytest.param(lambda: torch.empty(1 << 55, dtype=torch.uint8), id="torch"),
+        pytest.param(lambda: bytearray(1 << 55), id="python"),
+    ],
+)
+def test_full_memory_is_one_line_that_says_what_helps(command, tmp_path, monkeypatch, fail):
+    monkeypatch.setattr(cli, "train", lambda *_, **__: fail())
+    line = one_line(command("--out", tmp_path / "run"))
+    assert "memory is full" in line
+    assert "--batch-size" in line
+
+
+def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli, "train", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        command("--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--seed", 2**64), "seed must be a whole number from 0 to 2^63 - 1"),
+        (("--seed", -1), "seed must be"),
+        (("--batch-size", 0), "batch_size must be"),
+        (("--batch-size", 2**63), "batch_size must be"),
+        (("--steps", 10**30), "steps must be"),
+        (("--out", "~no such user/run"), "begins with a user that is not known here"),
+    ],
+)
+def test_an_impossible_option_is_one_line(command, tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    assert named in one_line(command(*arguments))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_is_found(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert command("--out", "~/run", "--steps", 1, "--quiet")[0] == 0
+    assert (tmp_path / "run" / "config.json").is_file()
+
+
+def test_a_file_as_the_folder_is_one_line(command, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    assert str(tmp_path / "run") in one_line(command("--out", tmp_path / "run"))
+
+
+def test_brackets_in_a_folder_are_shown(command, tmp_path):
+    _, out, _ = command("--out", tmp_path / "[red]run", "--steps", 1, "--quiet")
+    assert str(tmp_path / "[red]run" / "model") in out
+
+
+def test_new_text_is_trained_on_when_told(command, tmp_path):
+    corpus, out = tmp_path / "words.txt", tmp_path / "run"
+    arguments = ("--data", corpus, "--out", out, "--quiet", "--steps")
+    corpus.write_text("half of the notes " * 200)
+    assert command(*arguments, 1)[0] == 0
+    corpus.write_text("half of the songs " * 200)
+    assert "--new-data" in one_line(command(*arguments, 2))
+    assert command(*arguments, 2, "--new-data")[0] == 0
