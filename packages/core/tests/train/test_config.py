@@ -23,7 +23,7 @@ from mezzo_core.train.config import OptimConfig
         ("lr", "1e-3"),
         ("lr", True),
         ("lr", None),
-        ("lr", 10**400),
+        pytest.param("lr", 10**400, id="lr-of-400-digits"),
         ("min_lr", "0"),
         ("warmup_fraction", None),
         ("weight_decay", math.inf),
