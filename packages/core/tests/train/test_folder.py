@@ -172,7 +172,7 @@ def test_a_changed_corpus_is_refused_until_told(tiny, tmp_path, rows_of):
     before = content(out)
     line = refused(longer, out)
     assert str(corpus) in line
-    assert "restore it" in line
+    assert "Restore it" in line
     assert "--new-data" in line
     packed = {name for name in content(out) if name.startswith("packed")}
     assert {**content(out), **before} == content(out)  # the new text was packed, no more
@@ -186,7 +186,7 @@ def test_without_a_checkpoint_the_corpus_may_change(tiny, tmp_path):
     config = tiny()
     claim(tmp_path, config, "a", has_checkpoint=False)
     claim(tmp_path, config, "b", has_checkpoint=False)
-    with pytest.raises(UserError, match="its fingerprint was 'b', now 'c'"):
+    with pytest.raises(UserError, match="its text or its tokenizer has changed"):
         claim(tmp_path, config, "c")
     claim(tmp_path, config, "c", resume=False)
     claim(tmp_path, config, "c")

@@ -217,9 +217,9 @@ def _refuse_other_corpus(out: Path, source: str, fingerprint: str) -> None:
     found = read_json(out / _CORPUS).get("fingerprint")
     if found != fingerprint:
         raise UserError(
-            f"the text of {source!r} is not what the run in {out} was trained on (its fingerprint "
-            f"was {reprlib.repr(found)}, now {reprlib.repr(fingerprint)}): restore it, or go on "
-            "with the new text by --new-data (new_data=True)"
+            f"the tokens of {source!r} are not those that the run in {out} was trained on: its "
+            "text or its tokenizer has changed. Restore it, or go on with the new one by "
+            "--new-data (new_data=True)"
         )
 
 
