@@ -10,7 +10,22 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 # What a value in a JSON file may have become; the last ones are put into the text as they are.
-_VALUES = (None, True, -1, 0, 1.5, 10**30, "", "x", "../x", "\x1b[2J", [], {}, [1], {"a": 1})
+_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**30,
+    "",
+    "x",
+    "../x",
+    "\x1b[2J",
+    [],
+    {},
+    [1],
+    {"a": 1},
+)
 _TEXTS = ("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 5000 + "]" * 5000, "{", '"\\ud800"')
 
 
