@@ -7,8 +7,8 @@ from mezzo_core.cli import model_folder
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.data.hub import HUB_PREFIX, reach_hub
-from mezzo_core.data.libraries import import_library
 from mezzo_core.errors import UserError
+from mezzo_core.libraries import import_library
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.lm import LMConfig
 from torch import Tensor
