@@ -323,9 +323,10 @@ def _add_eval(app: typer.Typer) -> None:
         config = _override(config, source=data)
         fitting_tokenizer(config.tokenizer, model.vocab_size)
         text = config.build(told(extra, "seq_len", int, folder), None)
-        result = perplexity(
-            model, text.validation_batches(batch_size), num_bytes=text.num_validation_bytes
-        )
+        with _values_of_the_user():
+            result = perplexity(
+                model, text.validation_batches(batch_size), num_bytes=text.num_validation_bytes
+            )
         if not math.isfinite(result.loss):
             raise UserError(f"{folder}: {NO_NUMBERS}")
         found = {

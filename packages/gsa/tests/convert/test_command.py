@@ -135,6 +135,15 @@ def test_what_cannot_be_converted_is_one_line(command, llama, checkpoint, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(command, llama, checkpoint, tmp_path):
+    folder, _ = checkpoint(llama(vocab_size=200))
+    words = ("--to", "gsa", "--tokenizer", "byte", "--out", tmp_path / "out")
+    code, _, error = command(folder, *words)
+    assert code == 2
+    assert "'byte' has 257 tokens, more than the model's vocabulary of 200" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_transformer_is_not_overwritten(command, llama, checkpoint, tmp_path):
     folder, _ = checkpoint(llama(vocab_size=257))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
