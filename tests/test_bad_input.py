@@ -226,7 +226,8 @@ def test_a_model_of_no_numbers_is_told_by_both_commands(capsys, copied, tmp_path
     weights[name][0, 0] = float("nan")
     save_file(weights, copied / "model.safetensors")
     describe(copied, weights_crc32=None)  # a training that diverged would have saved it so
-    assert "outputs are no numbers" in rejected(capsys, "generate", copied, "--prompt", "It")
+    line = rejected(capsys, "generate", copied, "--prompt", "It")
+    assert "outputs are no numbers" in line
     line = rejected(capsys, "eval", copied, "--data", tmp_path / "short.txt")
     assert "outputs are no numbers" in line
 
@@ -262,7 +263,9 @@ def test_what_stands_beside_a_model_is_checked(capsys, copied, name, value):
     extra = json.loads((copied / "config.json").read_text())["extra"]
     describe(copied, extra={**extra, name: value})
     words = ("generate", copied, "--prompt", "It") if name == "tokenizer" else ("eval", copied)
-    assert name.replace("data", "") in rejected(capsys, *words)
+    line = rejected(capsys, *words)
+    assert name in line
+    assert value in (0, 10**15) or "config.json" in line
     if name == "tokenizer" and value is not None:
         assert name in rejected(capsys, "train", "tiny_rat_l16", "--init-from", copied)
 

@@ -9,21 +9,20 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeGuard, TypeVar
+from typing import Annotated, Any, NoReturn, TypeGuard
 
 import torch
 import typer
 from rich.console import Console
 
-from mezzo_core.config_json import from_json
-from mezzo_core.data.config import DataConfig
-from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
+from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.inputs import check_writable, fitting_tokenizer, read_prompts, told, told_data
 from mezzo_core.nn.checkpoint import describe_model, find_model, load_model
 from mezzo_core.nn.generate import NO_NUMBERS, stream
 from mezzo_core.train.config import TrainConfig
@@ -33,7 +32,6 @@ from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
 from mezzo_core.train.stopping import StoppedError
 
-Value = TypeVar("Value")
 # Mistakes in options and arguments; typer may bring its own copy of click, which has the class.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -238,9 +236,7 @@ def _add_generate(app: typer.Typer) -> None:
     ) -> None:
         """Continue a text with a trained model, printed as it is written."""
         folder, chosen = find_model(run), _device(device)
-        texts = prompt or [_standard_input()]
-        for text in texts:
-            _check_text(text)
+        texts = read_prompts(prompt)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
         tokenizer = fitting_tokenizer(told(extra, "tokenizer", str, folder), model.vocab_size)
         prompts = [tokenizer.encode(text) for text in texts]
@@ -267,11 +263,12 @@ def _write(texts: Sequence[str], tokenizer: Tokenizer, steps: Iterator[list[int 
     if len(texts) == 1:
         decoder = StreamDecoder(tokenizer)
         _show(texts[0])
-        for (token,) in steps:
-            if _is_text(token, tokenizer):
-                _show(decoder.push(token))
-                sys.stdout.flush()
-        _show(decoder.flush() + "\n")
+        try:
+            for (token,) in steps:
+                if _is_text(token, tokenizer):
+                    _show(decoder.push(token))
+        finally:  # what was written stands in a line of its own, whatever comes next
+            _show(decoder.flush() + "\n")
         return
     rows: list[list[int]] = [[] for _ in texts]
     for step in steps:
@@ -289,20 +286,7 @@ def _is_text(token: int | None, tokenizer: Tokenizer) -> TypeGuard[int]:
 
 def _show(text: str) -> None:
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read().removesuffix("\n") if sys.stdin else ""
-    except UnicodeDecodeError as error:
-        raise UserError(f"the text on standard input is not UTF-8 ({error.reason})") from None
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # how Python hands on bytes that are no letters
-        raise UserError(f"the prompt is not UTF-8 text: {text!r}") from None
+    sys.stdout.flush()
 
 
 def _add_eval(app: typer.Typer) -> None:
@@ -317,10 +301,7 @@ def _add_eval(app: typer.Typer) -> None:
         """Measure perplexity on held-out text: the validation part of `--data`."""
         folder, chosen = find_model(run), _device(device)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
-        config = from_json(told(extra, "data", dict, folder))
-        if not isinstance(config, DataConfig):
-            raise UserError(f'{folder}/config.json: "data" must be of DataConfig')
-        config = _override(config, source=data)
+        config = _override(told_data(extra, folder), source=data)
         fitting_tokenizer(config.tokenizer, model.vocab_size)
         text = config.build(told(extra, "seq_len", int, folder), None)
         with _values_of_the_user():
@@ -370,53 +351,6 @@ def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
             raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
         check_writable(out, is_folder=True)
         paper.reproduce(ids, scale, out)
-
-
-def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer for a model of so many tokens.
-
-    Raises:
-        UserError: if it cannot be loaded, or has more tokens than the model.
-    """
-    tokenizer = load_tokenizer(name)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"the tokenizer {name!r} has {tokenizer.vocab_size} tokens, more than the model's "
-            f"vocabulary of {vocab_size}"
-        )
-    return tokenizer
-
-
-def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -> Value:
-    """Return what a model's config.json tells beside the model, such as its tokenizer.
-
-    Raises:
-        UserError: if it tells nothing, or something of another type.
-    """
-    value = extra.get(name)
-    if type(value) is not kind:
-        words = {str: "a text", int: "a whole number", dict: "an object"}
-        raise UserError(
-            f'{folder}/config.json: "{name}" of "extra" must be {words[kind]}, got {value!r:.60}'
-        )
-    return value
-
-
-def check_writable(path: Path, *, is_folder: bool) -> None:
-    """Check that a file or a folder can be written, before work whose result it gets is done.
-
-    Raises:
-        UserError: if it cannot.
-    """
-    there = path
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    wants_file = there == path and not is_folder
-    if not (there.is_file() if wants_file else there.is_dir()):
-        kind = "file" if wants_file else "folder"
-        raise UserError(f"{path} cannot be written: {there} is no {kind}")
-    if not os.access(there, os.W_OK):
-        raise UserError(f"{path} cannot be written: {there} allows no writing")
 
 
 def start_from(config: TrainConfig, run: Path) -> TrainConfig:

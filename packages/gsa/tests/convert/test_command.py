@@ -111,7 +111,7 @@ def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file, monkeypat
     (folder / file).write_text("{}")
     with pytest.raises(UserError, match=r"is no (tokenizer|SentencePiece model)"):
         read_transformer(str(folder))
-    monkeypatch.setattr("mezzo_core.cli.load_tokenizer", lambda name: ByteTokenizer())
+    monkeypatch.setattr("mezzo_core.inputs.load_tokenizer", lambda name: ByteTokenizer())
     expected = folder if file == "tokenizer.json" else folder / file
     assert read_transformer(str(folder)).extra["tokenizer"] == str(expected.resolve())
     assert read_transformer(str(folder), "byte").extra["tokenizer"] == "byte"

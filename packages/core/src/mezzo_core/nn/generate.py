@@ -118,7 +118,7 @@ class Sampler:
         best = logits.argmax(-1)
         largest = logits.gather(-1, best[:, None])  # NaN, if one of the row is
         tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, generator)
-        return tokens.where(largest[:, 0].isfinite(), NO_TOKEN)
+        return tokens.masked_fill(~largest[:, 0].isfinite(), NO_TOKEN)
 
     def _draw(self, logits: Tensor, largest: Tensor, generator: torch.Generator | None) -> Tensor:
         # The largest becomes 0 before the division, which can then not overflow.

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import torch
 import typer
-from mezzo_core.cli import check_writable
 from mezzo_core.errors import UserError, nearest, printable
+from mezzo_core.inputs import check_writable
 from mezzo_core.nn.checkpoint import save_model
 from rich.console import Console
 

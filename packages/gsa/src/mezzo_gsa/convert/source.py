@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo_core.cli import fitting_tokenizer
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.data.hub import HUB_PREFIX, reach_hub
 from mezzo_core.errors import UserError
+from mezzo_core.inputs import fitting_tokenizer
 from mezzo_core.libraries import import_library
 from mezzo_core.nn.checkpoint import find_model, load_model
 from mezzo_core.nn.lm import LMConfig
