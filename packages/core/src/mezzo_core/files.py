@@ -31,6 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
-from mezzo_core.libraries import import_library
+from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.lm import LM, LMConfig
 
 WEIGHTS = "model.safetensors"
@@ -150,8 +150,7 @@ def build_on_meta(config: LMConfig, where: str | Path) -> LM:
         with torch.device("meta"):
             return config.build()
     except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
-        reason = (str(error).strip() or "it is too large").splitlines()[0]
-        raise UserError(f"{where}: this model cannot be built: {reason}") from error
+        raise UserError(f"{where}: this model cannot be built: {first_line(error)}") from error
 
 
 @torch.no_grad()
@@ -332,8 +331,9 @@ def _usable(device: torch.device | str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"device {str(device)!r} cannot be used here: {reason}") from error
+        raise UserError(
+            f"device {str(device)!r} cannot be used here: {first_line(error)}"
+        ) from error
 
 
 def _safetensor_error() -> type[Exception]:
