@@ -7,7 +7,6 @@ the user can mend into one line and exit code 2, and leaves real defects their t
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,8 +90,9 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        where = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "computer's"
-        _fail(f"the {where} memory is full: a smaller batch or a smaller model fits")
+        whose = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        options = "--seq-len, --batch-size or --micro-batch-size"
+        _fail(f"{whose}'s memory is full: a smaller model or a smaller {options} needs less")
     sys.exit(code if isinstance(code, int) else 0)
 
 
