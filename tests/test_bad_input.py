@@ -1,10 +1,16 @@
 """Bad input gets one clear line, exit code 2 and no traceback, and nothing is lost."""
 
+import io
 import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from mezzo_core.config_json import OUR_PACKAGES
 from mezzo_core.nn import AttentionConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.linear_scan import linear_scan
@@ -18,6 +24,7 @@ from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_rat import RATConfig
 from mezzo_rat.__main__ import main
 from mezzo_rat.ops.rat_attention import chunk_rat_attention
+from safetensors.torch import load_file, save_file
 
 
 def command(capsys, *arguments: str, main=main) -> tuple[int, str]:
@@ -144,6 +151,48 @@ def test_a_bad_sampling_value_names_the_option(capsys, run, option, value):
     assert option[2:].replace("-", "_") in line.replace("-", "_")
 
 
+BAD_OPTIONS = [
+    ("generate", "--temperature", "nan"),
+    ("generate", "--temperature", "hot"),
+    ("generate", "--max-new-tokens", "0"),
+    ("generate", "--max-new-tokens", "10000000000000"),
+    ("generate", "--top-p", "nan"),
+    ("generate", "--seed", str(2**64)),
+    ("generate", "--seed", "-1"),
+    ("generate", "--device", "mps"),
+    ("generate", "--device", "cuda:99"),
+    ("generate", "--device", "tpu"),
+    ("generate", "--nosuch", "1"),
+    ("eval", "--batch-size", "0"),
+    ("eval", "--batch-size", "1e3"),
+    ("eval", "--device", "cuda:99"),
+    ("bench", "--device", "meta"),
+    ("bench", "--out", "."),
+    ("bench", "--out", "FILE/rows.jsonl"),
+    ("reproduce", "--out", "FILE"),
+    ("reproduce", "--out", "FILE/report"),
+    ("convert", "--seed", str(2**64)),
+    ("convert", "--out", "FILE/model"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), BAD_OPTIONS)
+def test_a_bad_value_of_an_option_is_one_line(capsys, run, name, option, value):
+    arguments = {
+        "generate": [run, "--prompt", "It"],
+        "eval": [run],
+        "bench": ["--quick"],
+        "reproduce": ["--scale", "smoke"],
+        "convert": [run, "--to", "gsa", "--out", run / "new"],
+    }[name]
+    value = value.replace("FILE", str(run / "config.json"))
+    before = sorted(run.rglob("*"))
+    line = rejected(capsys, name, *arguments, option, value, main=gsa_main)
+    named = value if option == "--out" else option[2:].replace("-", "_")
+    assert named in (line if option == "--out" else line.replace("-", "_"))
+    assert sorted(run.rglob("*")) == before
+
+
 def test_an_empty_prompt_is_refused(capsys, run):
     assert "prompt" in rejected(capsys, "generate", run, "--prompt", "")
 
@@ -154,6 +203,173 @@ def test_an_empty_prompt_is_refused(capsys, run):
 def test_a_bad_training_value_names_what_is_allowed(capsys, tmp_path, option, value):
     line = rejected(capsys, "train", "tiny_rnn", option, value, "--out", tmp_path / "out")
     assert option[2:].replace("-", "_") in line.replace("-", "_")
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    """The run's model alone, which a test may damage."""
+    shutil.copytree(run / "model", tmp_path / "copied")
+    return tmp_path / "copied"
+
+
+def describe(folder: Path, **changes) -> None:
+    """Change the description of a model; None takes a key away."""
+    path = folder / "config.json"
+    found = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
+def test_a_model_of_no_numbers_is_told_by_both_commands(capsys, copied, tmp_path):
+    (tmp_path / "short.txt").write_text("A few words. " * 300)
+    weights = load_file(copied / "model.safetensors")
+    name = next(name for name in weights if "mlp" in name)
+    weights[name][0, 0] = float("nan")
+    save_file(weights, copied / "model.safetensors")
+    describe(copied, weights_crc32=None)  # a training that diverged would have saved it so
+    line = rejected(capsys, "generate", copied, "--prompt", "It")
+    assert "outputs are no numbers" in line
+    line = rejected(capsys, "eval", copied, "--data", tmp_path / "short.txt")
+    assert "outputs are no numbers" in line
+
+
+def test_a_flipped_bit_in_the_weights_names_the_file(capsys, copied):
+    path = copied / "model.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    for words in (("generate", copied, "--prompt", "It"), ("eval", copied)):
+        assert f"{path} is damaged" in rejected(capsys, *words)
+
+
+EXTRAS = [
+    ("tokenizer", None),
+    ("tokenizer", 3),
+    ("tokenizer", ["byte"]),
+    ("data", None),
+    ("data", "embedded"),
+    ("data", {"type": "mezzo_core.nn.mlp:MLPConfig"}),
+    ("data", {"type": "mezzo_core.data.config:DataConfig", "tokenizer": 3}),
+    ("data", {"type": "mezzo_core.data.config:DataConfig", "seed": -1}),
+    ("seq_len", None),
+    ("seq_len", "64"),
+    ("seq_len", True),
+    ("seq_len", 0),
+    ("seq_len", 10**15),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), EXTRAS)
+def test_what_stands_beside_a_model_is_checked(capsys, copied, name, value):
+    extra = json.loads((copied / "config.json").read_text())["extra"]
+    describe(copied, extra={**extra, name: value})
+    words = ("generate", copied, "--prompt", "It") if name == "tokenizer" else ("eval", copied)
+    line = rejected(capsys, *words)
+    assert name in line
+    assert value in (0, 10**15) or "config.json" in line
+    if name == "tokenizer" and value is not None:
+        assert name in rejected(capsys, "train", "tiny_rat_l16", "--init-from", copied)
+
+
+def test_a_tokenizer_larger_than_a_saved_model_says_both_sizes(capsys, copied, tmp_path):
+    names = {f"t{i}": i for i in range(300)} | {"</s>": 300}
+    model = {"type": "WordLevel", "vocab": names, "unk_token": "t0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    extra = json.loads((copied / "config.json").read_text())["extra"]
+    extra["data"]["tokenizer"] = extra["tokenizer"] = str(tmp_path / "tokenizer.json")
+    describe(copied, extra=extra)
+    for words in (("generate", copied, "--prompt", "It"), ("eval", copied)):
+        line = rejected(capsys, *words)
+        assert "301" in line
+        assert "257" in line
+
+
+def test_a_prompt_that_is_no_text_is_refused(capsys, run, monkeypatch):
+    assert "not UTF-8" in rejected(capsys, "generate", run, "--prompt", os.fsdecode(b"\xff\x1b"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"It \xff"), encoding="utf-8"))
+    assert "not UTF-8" in rejected(capsys, "generate", run)
+    monkeypatch.setattr("sys.stdin", None)
+    assert "prompt is empty" in rejected(capsys, "generate", run)
+
+
+def test_memory_that_is_not_there_is_one_line(capsys, run, tmp_path):
+    size = str(2**31 - 1)  # 1 TB of weights
+    line = rejected(capsys, "train", "tiny_rnn", "--vocab-size", size, "--out", tmp_path / "out")
+    assert "memory is full" in line
+    assert "memory is full" in rejected(capsys, "eval", run, "--batch-size", 10**15)
+
+
+def test_what_comes_from_outside_moves_no_cursor(capsys, run, monkeypatch):
+    assert "no\\x1b[2Jwhere" in rejected(capsys, "eval", "no\x1b[2Jwhere")
+    assert ":smile: [red]" in rejected(capsys, "eval", ":smile: [red]")
+    words = ("generate", run, "--prompt", "It\x1b[2J\x9b1m\n", "--max-new-tokens", 1)
+    for is_terminal, shown in ((False, "It\x1b[2J\x9b1m\n"), (True, "It\\x1b[2J\\x9b1m\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer)
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        assert stop.value.code == 0
+        assert capsys.readouterr().out.startswith(shown)
+
+
+EVIL = "open('ran', 'w').close()\n"
+RUN_THEM = """
+import sys
+from mezzo_rat.__main__ import main
+for folder in sys.argv[1:]:
+    try:
+        main(["generate", folder, "--prompt", "It"])
+    except SystemExit as stop:
+        print(stop.code)
+"""
+
+
+def test_a_model_cannot_have_the_current_folder_imported(copied, tmp_path):
+    here = tmp_path / "here"
+    for name in ("mezzo_evil", "mezzo_gsa", "mine"):
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text(EVIL)
+        shutil.copytree(copied, here / f"of_{name}")
+        config = json.loads((copied / "config.json").read_text())["config"]
+        config["mixers"][0]["type"] = f"{name}:GSAConfig"
+        describe(here / f"of_{name}", config=config)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_THEM, "of_mezzo_evil", "of_mezzo_gsa", "of_mine"],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["2", "2", "2"], done.stderr
+    first, second, third = done.stderr.splitlines()
+    assert "'mezzo_evil:GSAConfig' is not from an allowed package" in first
+    assert "mezzo_gsa, and the one in the current folder is not imported" in second
+    assert "'mine:GSAConfig' is not from an allowed package" in third
+    assert not (here / "ran").exists()
+
+
+def test_a_package_that_the_user_names_is_imported(capsys, copied, tmp_path, monkeypatch):
+    (tmp_path / "mezzo_layers.py").write_text(
+        "from dataclasses import dataclass\nfrom mezzo_rat import RATConfig\n"
+        "@dataclass(frozen=True)\nclass Mine:\n"
+        "    def build(self, d_model):\n        return RATConfig(16, 32).build(d_model)\n"
+    )
+    config = json.loads((copied / "config.json").read_text())["config"]
+    config["mixers"] = [{"type": "mezzo_layers:Mine"}] * len(config["mixers"])
+    describe(copied, config=config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    words = ("generate", copied, "--prompt", "It", "--max-new-tokens", 1)
+    assert "mezzo_layers:Mine" in rejected(capsys, *words)
+    assert "mezzo_layers" not in sys.modules
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in (*words, "--allow-package", "mezzo_layers")])
+    assert stop.value.code == 0
+    del sys.modules["mezzo_layers"]
+
+
+def test_every_package_of_ours_may_be_named_in_a_model():
+    folders = (Path(__file__).parents[1] / "packages").iterdir()
+    assert {f"mezzo_{path.name}" for path in folders if path.is_dir()} == set(OUR_PACKAGES)
 
 
 def test_an_unknown_device_is_refused(capsys, run):

@@ -1,4 +1,5 @@
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional, Protocol
@@ -6,7 +7,7 @@ from typing import Any, Literal, Optional, Protocol
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.config_json import from_json, to_json
+from mezzo_core.config_json import check_fields, from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
@@ -28,10 +29,14 @@ class Leaf:
         if self.size < 0:
             raise ValueError(f"size must not be negative, got {self.size}")
 
+    def build(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Other:
     size: int = 1
+
+    def build(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Thawed:
 
 
 def there_and_back(config):
-    return from_json(json.loads(json.dumps(to_json(config))), (HERE, "mezzo_"))
+    return from_json(json.loads(json.dumps(to_json(config))), (HERE,))
 
 
 def leaf_json(**changes):
@@ -134,11 +139,51 @@ def test_a_whole_number_stays_one_where_both_kinds_are_allowed():
 
 
 def test_only_classes_of_allowed_packages_are_built():
-    assert_refused(leaf_json(), "Leaf", "not from an allowed package", allow=("mezzo_",))
+    assert_refused(leaf_json(), "Leaf", "not from an allowed package", allow=())
     assert_refused(leaf_json(), "Leaf", allow=(HERE[:-1],))  # a prefix is not the package
-    assert_refused(leaf_json(), "Leaf", allow=())
+    assert_refused(leaf_json(), "Leaf", allow=(f"{HERE[:-1]}_",))
     assert_refused({"type": "subprocess:Popen", "args": "ls"}, "subprocess:Popen")
     assert_refused(tree_json(leaf={"type": "pathlib:Path"}), "config.leaf", "pathlib:Path")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "namespace", "module"])
+def test_a_package_of_ours_is_never_the_current_folders(kind, tmp_path, monkeypatch):
+    here, code = tmp_path / "here", "raise SystemExit('it was imported')"
+    here.mkdir()
+    if kind == "module":
+        (here / "mezzo_new.py").write_text(code)
+    else:
+        target = here / "mezzo_new" if kind != "link" else tmp_path / "elsewhere"
+        target.mkdir()
+        (target / ("part.py" if kind == "namespace" else "__init__.py")).write_text(code)
+        if kind == "link":
+            (here / "mezzo_new").symlink_to(target)
+    monkeypatch.setattr("mezzo_core.config_json.OUR_PACKAGES", ("mezzo_new",))
+    monkeypatch.chdir(here)
+    for entry in ("", str(here)):  # as notebooks have it, and `python -m`
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(entry)
+            for type_name in ("mezzo_new:Config", "mezzo_new.part:Config"):
+                assert_refused({"type": type_name}, "mezzo_new", "current folder", allow=())
+    assert "mezzo_new" not in sys.modules
+
+
+def test_a_package_of_ours_that_is_installed_elsewhere_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "site/mezzo_new").mkdir(parents=True)
+    (tmp_path / "site/mezzo_new/__init__.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    size: int"
+    )
+    monkeypatch.setattr("mezzo_core.config_json.OUR_PACKAGES", ("mezzo_new",))
+    monkeypatch.chdir(tmp_path)
+    data = {"type": "mezzo_new:Config", "size": 3}
+    assert_refused(data, "config needs mezzo_new: pip install mezzo-new", allow=())
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert from_json(data).size == 3
+    del sys.modules["mezzo_new"]
+
+
+def test_a_class_is_named_by_the_module_that_defines_it():
+    assert_refused({"type": "mezzo_core.nn:MLPConfig"}, "no frozen dataclass 'MLPConfig'")
 
 
 def test_what_is_no_frozen_dataclass_is_never_called():
@@ -153,9 +198,8 @@ def test_an_unknown_class_or_module_shows_the_nearest():
         {"type": "mezzo_core.nn.mpl:MLPConfig"},
         "mezzo_core.nn.mpl",
         "mezzo_core.nn.mlp",
-        allow=("mezzo_",),
     )
-    assert_refused({"type": "mezzo_core."}, "mezzo_core.", allow=("mezzo_",))
+    assert_refused({"type": "mezzo_core."}, "mezzo_core.")
 
 
 # --- what does not fit ------------------------------------------------------------------------
@@ -201,6 +245,24 @@ def test_a_value_of_another_type_is_named_by_its_place(changes, words):
 @pytest.mark.parametrize("data", [None, 3, [], {}, {"type": 3}, {"kind": "a"}])
 def test_what_is_no_configuration_is_refused(data):
     assert_refused(data, 'an object with a "type"')
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": 3}, "Tree.name must be str, got 3"),
+        ({"leaf": Leaf}, "Tree.leaf must be Leaf"),
+        ({"parts": [Leaf()]}, "Tree.parts must be a tuple"),
+        ({"parts": (Leaf(), 3)}, "parts.1. must be Buildable, got 3"),
+        ({"betas": (0.9, "x")}, "betas.1. must be float, got 'x'"),
+        ({"count": True}, "Tree.count must be int, got True"),
+        ({"rate": 10**400}, "Tree.rate is too large"),
+    ],
+)
+def test_fields_are_checked_against_what_is_written_beside_them(changes, words):
+    check_fields(Tree("t", Leaf(), rate=1))
+    with pytest.raises(UserError, match=words):
+        check_fields(Tree(**{"name": "t", "leaf": Leaf(), **changes}))
 
 
 # --- what cannot be stored --------------------------------------------------------------------

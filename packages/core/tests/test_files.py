@@ -36,6 +36,9 @@ def test_what_is_no_file_is_named(tmp_path):
         read_json(tmp_path / "none.json")
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_json(tmp_path)
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(UserError, match=r"^\S+ cannot be read: it is a pipe or a device$"):
+        read_json(tmp_path / "pipe.json")  # without waiting for who writes into it
 
 
 def test_a_file_is_written_whole_with_the_users_mode(tmp_path):

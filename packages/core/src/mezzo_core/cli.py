@@ -4,29 +4,35 @@ A package describes itself once (`Paper`) and gets its commands from `make_app`;
 the user can mend into one line and exit code 2, and leaves real defects their traceback.
 """
 
+import io
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeGuard
 
 import torch
 import typer
 from rich.console import Console
 
-from mezzo_core.config_json import from_json
-from mezzo_core.data.tokenizers import StreamDecoder, load_tokenizer
+from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.perplexity import perplexity
-from mezzo_core.nn.checkpoint import describe_model, load_model
-from mezzo_core.nn.generate import stream
+from mezzo_core.inputs import check_writable, fitting_tokenizer, read_prompts, told, told_data
+from mezzo_core.nn.checkpoint import describe_model, find_model, load_model
+from mezzo_core.nn.generate import NO_NUMBERS, stream
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.device import choose_device
 from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
 from mezzo_core.train.stopping import StoppedError
+
+# Mistakes in options and arguments; typer may bring its own copy of click, which has the class.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @dataclass(frozen=True)
@@ -71,26 +77,45 @@ def make_app(paper: Paper) -> typer.Typer:
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; a user's error is one line on stderr and exit code 2."""
     try:
-        app(args=arguments, standalone_mode=True)
+        code = app(args=arguments, standalone_mode=False)
+    except _USAGE_ERROR as error:
+        if not (sys.argv[1:] if arguments is None else arguments):  # the help, asked for so
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _fail(error.format_message())  # type: ignore[attr-defined]
+    except typer.Abort:
+        sys.exit(1)
     except (UserError, OSError) as error:
-        line = " ".join(str(error).split())
-        Console(stderr=True, soft_wrap=True).print(f"error: {line}", markup=False, style="red")
-        sys.exit(2)
-    except torch.OutOfMemoryError:
-        Console(stderr=True).print("error: the GPU's memory is full: a smaller --batch-size fits")
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+        _fail(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
             raise
-        Console(stderr=True, soft_wrap=True).print(
-            "error: this machine's memory is full: a smaller model, --seq-len, --batch-size or "
-            "--micro-batch-size needs less"
-        )
-        sys.exit(2)
-    sys.exit(0)
+        whose = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        options = "--seq-len, --batch-size or --micro-batch-size"
+        _fail(f"{whose}'s memory is full: a smaller model or a smaller {options} needs less")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    line = printable(" ".join(message.split()))
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"error: {line}", markup=False, emoji=False, style="red")
+    sys.exit(2)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory was asked for that is not there; torch's CPU has no class for that."""
+    words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        word in str(error) for word in words
+    )
 
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if any.")]
+AllowPackage = Annotated[
+    list[str] | None,
+    typer.Option(help="A package of yours whose layers the model may have; repeat for several."),
+]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -197,20 +222,28 @@ def _add_generate(app: typer.Typer) -> None:
         prompt: Annotated[
             list[str] | None, typer.Option(help="Text to continue; repeat for several.")
         ] = None,
-        max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 200,
+        max_new_tokens: Annotated[
+            int, typer.Option(min=1, max=2**31 - 1, help="Tokens to write.")
+        ] = 200,
         temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-        top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens.")] = None,
+        top_k: Annotated[
+            int | None, typer.Option(min=1, help="Only the k likeliest tokens.")
+        ] = None,
         top_p: Annotated[float | None, typer.Option(help="Only the likeliest mass p.")] = None,
-        seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+        seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
         device: Device = None,
+        allow_package: AllowPackage = None,
     ) -> None:
         """Continue a text with a trained model, printed as it is written."""
-        model, _, extra = load_model(model_folder(run), device=_device(device))
-        tokenizer = load_tokenizer(extra["tokenizer"])
-        texts = prompt or [sys.stdin.read().removesuffix("\n")]
+        folder, chosen = find_model(run), _device(device)
+        texts = read_prompts(prompt)
+        model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
+        tokenizer = fitting_tokenizer(told(extra, "tokenizer", str, folder), model.vocab_size)
         prompts = [tokenizer.encode(text) for text in texts]
         if not all(prompts):
             raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # models write letters that it may not have
+            sys.stdout.reconfigure(errors="replace")
         with _values_of_the_user():
             steps = stream(
                 model,
@@ -222,26 +255,38 @@ def _add_generate(app: typer.Typer) -> None:
                 stop_tokens=(tokenizer.eos_token,),
                 seed=seed,
             )
-        if len(texts) == 1:
-            _write_live(texts[0], StreamDecoder(tokenizer), steps)
-            return
-        rows: list[list[int]] = [[] for _ in texts]
-        for step in steps:
-            for row, token in zip(rows, step, strict=True):
-                if token is not None:
-                    row.append(token)
-        for text, row in zip(texts, rows, strict=True):
-            sys.stdout.write(text + tokenizer.decode(row) + "\n\n")
+            _write(texts, tokenizer, steps)
 
 
-def _write_live(text: str, decoder: StreamDecoder, steps: Any) -> None:
-    out = sys.stdout
-    out.write(text)
-    for (token,) in steps:
-        if token is not None:
-            out.write(decoder.push(token))
-            out.flush()
-    out.write(decoder.flush() + "\n")
+def _write(texts: Sequence[str], tokenizer: Tokenizer, steps: Iterator[list[int | None]]) -> None:
+    """Write the texts and what the model adds: one as it comes, several when all are done."""
+    if len(texts) == 1:
+        decoder = StreamDecoder(tokenizer)
+        _show(texts[0])
+        try:
+            for (token,) in steps:
+                if _is_text(token, tokenizer):
+                    _show(decoder.push(token))
+        finally:  # what was written stands in a line of its own, whatever comes next
+            _show(decoder.flush() + "\n")
+        return
+    rows: list[list[int]] = [[] for _ in texts]
+    for step in steps:
+        for row, token in zip(rows, step, strict=True):
+            if _is_text(token, tokenizer):
+                row.append(token)
+    for text, row in zip(texts, rows, strict=True):
+        _show(text + tokenizer.decode(row) + "\n\n")
+
+
+def _is_text(token: int | None, tokenizer: Tokenizer) -> TypeGuard[int]:
+    """Tell whether there is a token; a vocabulary may be larger than its tokenizer's."""
+    return token is not None and token < tokenizer.vocab_size
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def _add_eval(app: typer.Typer) -> None:
@@ -249,28 +294,31 @@ def _add_eval(app: typer.Typer) -> None:
     def eval_command(
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
-        batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+        batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
         device: Device = None,
+        allow_package: AllowPackage = None,
     ) -> None:
         """Measure perplexity on held-out text: the validation part of `--data`."""
-        model, _, extra = load_model(model_folder(run), device=_device(device))
-        config = _override(from_json(extra["data"]), source=data)
-        text = config.build(extra["seq_len"], None)
-        result = perplexity(
-            model, text.validation_batches(batch_size), num_bytes=text.num_validation_bytes
-        )
-        Console().print_json(
-            json.dumps(
-                {
-                    "run": str(run),
-                    "data": config.source,
-                    "tokens": result.tokens,
-                    "loss": result.loss,
-                    "perplexity": result.perplexity,
-                    "bits_per_byte": result.bits_per_byte,
-                }
+        folder, chosen = find_model(run), _device(device)
+        model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
+        config = _override(told_data(extra, folder), source=data)
+        fitting_tokenizer(config.tokenizer, model.vocab_size)
+        text = config.build(told(extra, "seq_len", int, folder), None)
+        with _values_of_the_user():
+            result = perplexity(
+                model, text.validation_batches(batch_size), num_bytes=text.num_validation_bytes
             )
-        )
+        if not math.isfinite(result.loss):
+            raise UserError(f"{folder}: {NO_NUMBERS}")
+        found = {
+            "run": str(run),
+            "data": config.source,
+            "tokens": result.tokens,
+            "loss": result.loss,
+            "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
+            "bits_per_byte": result.bits_per_byte,
+        }
+        Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
 
 
 def _add_bench(app: typer.Typer, paper: Paper) -> None:
@@ -281,7 +329,10 @@ def _add_bench(app: typer.Typer, paper: Paper) -> None:
         out: Annotated[Path | None, typer.Option(help="Append rows to this .jsonl file.")] = None,
     ) -> None:
         """Measure speed and memory on this machine; every op is checked before it is timed."""
-        paper.bench(_device(device), quick, out)
+        chosen = _device(device)
+        if out is not None:
+            check_writable(out, is_folder=False)
+        paper.bench(chosen, quick, out)
 
 
 def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
@@ -298,15 +349,8 @@ def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
         """Rerun the paper's tables and claims, and write a report beside its numbers."""
         if scale not in paper.scales:
             raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
+        check_writable(out, is_folder=True)
         paper.reproduce(ids, scale, out)
-
-
-def model_folder(run: Path) -> Path:
-    """Return the folder of a run's model: RUN/model, or RUN itself when it holds one."""
-    for folder in (run / "model", run):
-        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-            return folder
-    raise UserError(f"{run} holds no trained model (no model/config.json, model/model.safetensors)")
 
 
 def start_from(config: TrainConfig, run: Path) -> TrainConfig:
@@ -315,9 +359,10 @@ def start_from(config: TrainConfig, run: Path) -> TrainConfig:
     Raises:
         UserError: if the folder holds no model.
     """
-    folder = model_folder(run)
+    folder = find_model(run)
     model, extra = describe_model(folder)
-    data = replace(config.data, tokenizer=extra.get("tokenizer", config.data.tokenizer))
+    tokenizer = told(extra, "tokenizer", str, folder) if "tokenizer" in extra else None
+    data = _override(config.data, tokenizer=tokenizer)
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 
@@ -336,12 +381,7 @@ def _override(config: Any, **options: Any) -> Any:
 
 
 def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device takes cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA GPU on this machine")
-    return device
+        return choose_device(name, None)
+    except UserError as error:
+        raise UserError(f"--device {name}: {error}") from None

@@ -6,19 +6,23 @@ frozen dataclass of an allowed package, and every value must fit the field's ann
 """
 
 import importlib
+import re
 import sys
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from mezzo_core.errors import UserError, nearest
 
-ALLOWED_PACKAGES = ("mezzo_",)
+OUR_PACKAGES = ("mezzo_core", "mezzo_gsa", "mezzo_rat")
+"""Packages whose classes any file may name: core and the papers', not all that begin alike."""
 _SCALARS = (bool, int, float, str, type(None))
+_TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -42,19 +46,37 @@ def to_json(config: Any) -> dict[str, Any]:
     return {"type": f"{cls.__module__}:{cls.__name__}", **values}
 
 
-def from_json(data: Any, allow_packages: Sequence[str] = ALLOWED_PACKAGES) -> Any:
+def from_json(data: Any, allow_packages: Sequence[str] = ()) -> Any:
     """Build the dataclass that `to_json` wrote.
 
     Args:
         data: the parsed JSON.
-        allow_packages: packages whose classes may be built; a name that ends in "_" allows every
-            package that starts with it.
+        allow_packages: packages besides `OUR_PACKAGES` whose classes may be built. They are
+            imported from wherever Python finds them.
 
     Raises:
         UserError: if a type is unknown or not allowed, a field is unknown, missing or of another
             type, or the class refuses the values.
     """
-    return _decode_dataclass(data, "config", tuple(allow_packages))
+    try:
+        return _decode_dataclass(data, "config", tuple(allow_packages))
+    except RecursionError:
+        raise UserError("config is nested too deeply") from None
+
+
+def check_fields(config: Any) -> None:
+    """Check that every field of a dataclass has the type that its annotation says.
+
+    A whole number serves where a float is asked for. For `__post_init__`, before values are looked
+    at.
+
+    Raises:
+        UserError: if one does not; the message names it.
+    """
+    cls = type(config)
+    hints = typing.get_type_hints(cls)
+    for field in fields(config):
+        _fit(getattr(config, field.name), hints[field.name], f"{cls.__name__}.{field.name}")
 
 
 def _encode(value: Any, where: str) -> Any:
@@ -69,6 +91,13 @@ def _encode(value: Any, where: str) -> Any:
     raise TypeError(f"{where} cannot be stored as JSON: {type(value).__name__} {value!r}")
 
 
+def _decode(value: Any, where: str, allow: tuple[str, ...]) -> Any:
+    """Turn JSON's lists into tuples and its objects into dataclasses."""
+    if isinstance(value, list):
+        return tuple(_decode(item, f"{where}[{i}]", allow) for i, item in enumerate(value))
+    return _decode_dataclass(value, where, allow) if isinstance(value, dict) else value
+
+
 def _decode_dataclass(data: Any, where: str, allow: tuple[str, ...]) -> Any:
     if not isinstance(data, dict) or not isinstance(data.get("type"), str):
         raise UserError(f'{where} must be an object with a "type", got {_short(data)}')
@@ -80,68 +109,102 @@ def _decode_dataclass(data: Any, where: str, allow: tuple[str, ...]) -> Any:
         if name == "type":
             continue
         if name not in known:
-            raise UserError(f"{where}: {cls.__name__} has no field {name!r}{nearest(name, known)}")
-        values[name] = _decode(value, hints[name], f"{where}.{name}", allow)
+            raise UserError(
+                f"{where}: {cls.__name__} has no field {_short(name)}{nearest(name, known)}"
+            )
+        place = f"{where}.{name}"
+        values[name] = _fit(_decode(value, place, allow), hints[name], place)
     missing = [name for name, field in known.items() if name not in values and _required(field)]
     if missing:
         raise UserError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
     try:
         return cls(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{where}: {cls.__name__} refuses its values: {error}") from error
 
 
 def _find_class(name: str, where: str, allow: tuple[str, ...]) -> type:
     """Import the class that `name`, "module:ClassName", stands for."""
+    if not _TYPE.fullmatch(name):
+        raise UserError(f'{where}: a type is written "module:ClassName", got {_short(name)}')
     module_name, _, class_name = name.partition(":")
-    if not any(_in_package(module_name, package) for package in allow):
+    allowed = (*OUR_PACKAGES, *allow)
+    if not any(_in_package(module_name, package) for package in allowed):
         raise UserError(
-            f"{where}: type {name!r} is not from an allowed package ({', '.join(allow)})"
+            f"{where}: type {_short(name)} is not from an allowed package ({', '.join(allowed)})"
         )
+    if not any(_in_package(module_name, package) for package in allow):
+        _require_installed(module_name.partition(".")[0], where)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        loaded = [m for m in sys.modules if any(_in_package(m, package) for package in allow)]
+        loaded = [m for m in sys.modules if any(_in_package(m, package) for package in allowed)]
         hint = nearest(module_name, get_close_matches(module_name, loaded))
         raise UserError(f"{where}: cannot import {module_name!r} ({error}){hint}") from error
     cls = getattr(module, class_name, None)
-    if not _is_frozen_dataclass(cls):
-        classes = [n for n, value in vars(module).items() if _is_frozen_dataclass(value)]
-        hint = nearest(class_name, classes)
+    if not _is_frozen_dataclass(cls) or cls.__module__ != module_name:
+        own = [n for n, value in vars(module).items() if _is_frozen_dataclass(value)]
+        hint = nearest(class_name, own)
         raise UserError(f"{where}: {module_name} has no frozen dataclass {class_name!r}{hint}")
     return typing.cast(type, cls)
 
 
-def _decode(value: Any, hint: Any, where: str, allow: tuple[str, ...]) -> Any:
-    """Turn a JSON value into what the annotation `hint` says, or raise a UserError."""
+def _require_installed(package: str, where: str) -> None:
+    """Refuse a package of ours that is not installed, or that is the current folder's.
+
+    `python -m` and notebooks let Python import from the current folder before all others: there,
+    whoever wrote the file that is read may have put a folder of such a name beside it.
+    """
+    if sys.modules.get(package) is not None:  # what runs already is not imported anew
+        return
+    spec = find_spec(package)
+    if spec is None:
+        raise UserError(f"{where} needs {package}: pip install {package.replace('_', '-')}")
+    folders = [Path(folder).parent.resolve() for folder in spec.submodule_search_locations or ()]
+    if spec.origin is None or not folders or Path.cwd().resolve() in folders:
+        raise UserError(
+            f"{where} needs {package}, and the one in the current folder is not imported: "
+            "change to another folder, or allow this package by its name"
+        )
+
+
+def _fit(value: Any, hint: Any, where: str) -> Any:
+    """Return the value as the annotation `hint` says, or raise a UserError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        hint = tuple if isinstance(value, list) else type(value)
+        return value
     if origin in (typing.Union, types.UnionType):
-        return _decode_union(value, args, where, allow)
+        return _fit_union(value, args, where)
     if origin is Literal:
-        if value not in args:
+        if not any(value == arg and type(value) is type(arg) for arg in args):
             raise UserError(f"{where} must be one of {args}, got {_short(value)}")
         return value
     if hint is tuple or origin is tuple:
-        return _decode_tuple(value, args, where, allow)
+        return _fit_tuple(value, args, where)
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and type(value) is int:
-        return float(value)
-    if hint in _SCALARS:  # bool is an int to Python, and a mistake here
-        if type(value) is not hint:
-            raise UserError(f"{where} must be {hint.__name__}, got {_short(value)}")
-        return value
-    if isinstance(value, dict):
-        config = _decode_dataclass(value, where, allow)
-        if _is_frozen_dataclass(hint) and not isinstance(config, hint):
-            raise UserError(f"{where} must be {hint.__name__}, got {type(config).__name__}")
-        return config
-    raise UserError(f"{where} must be {getattr(hint, '__name__', hint)}, got {_short(value)}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(f"{where} is too large for a float: {_short(value)}") from None
+    if not _is_one(value, origin or hint):
+        raise UserError(f"{where} must be {getattr(hint, '__name__', hint)}, got {_short(value)}")
+    return value
 
 
-def _decode_union(value: Any, args: tuple[Any, ...], where: str, allow: tuple[str, ...]) -> Any:
+def _is_one(value: Any, kind: Any) -> bool:
+    if kind is int and isinstance(value, bool):  # an int to Python, and a mistake here
+        return False
+    if getattr(kind, "_is_protocol", False):  # whatever has its methods
+        methods = [name for name in vars(kind) if not name.startswith("_")]
+        return not isinstance(value, type) and all(
+            callable(getattr(value, name, None)) for name in methods
+        )
+    return isinstance(value, kind)
+
+
+def _fit_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [arg for arg in args if arg is not type(None)]
@@ -149,25 +212,25 @@ def _decode_union(value: Any, args: tuple[Any, ...], where: str, allow: tuple[st
     # An exact type first, so that 1 stays an int for `float | int`.
     for choice in sorted(choices, key=lambda arg: type(value) is not arg):
         try:
-            return _decode(value, choice, where, allow)
+            return _fit(value, choice, where)
         except UserError as error:
             errors.append(str(error))
     raise UserError("; or ".join(errors))
 
 
-def _decode_tuple(value: Any, args: tuple[Any, ...], where: str, allow: tuple[str, ...]) -> Any:
-    if not isinstance(value, list):
-        raise UserError(f"{where} must be a list, got {_short(value)}")
+def _fit_tuple(value: Any, args: tuple[Any, ...], where: str) -> Any:
+    if not isinstance(value, tuple):
+        raise UserError(f"{where} must be a tuple (in JSON a list), got {_short(value)}")
     if not args:
-        hints: Sequence[Any] = [Any] * len(value)
-    elif args[-1] is Ellipsis:
-        hints = [args[0]] * len(value)
+        return value
+    if args[-1] is Ellipsis:
+        hints: Sequence[Any] = [args[0]] * len(value)
     elif len(args) == len(value):
         hints = args
     else:
         raise UserError(f"{where} must have {len(args)} items, got {len(value)}")
     return tuple(
-        _decode(item, hint, f"{where}[{i}]", allow)
+        _fit(item, hint, f"{where}[{i}]")
         for i, (item, hint) in enumerate(zip(value, hints, strict=True))
     )
 
@@ -185,8 +248,6 @@ def _required(field: Field[Any]) -> bool:
 
 
 def _in_package(module: str, package: str) -> bool:
-    if package.endswith("_"):
-        return module.startswith(package)
     return module == package or module.startswith(f"{package}.")
 
 

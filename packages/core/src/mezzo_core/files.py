@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,9 @@ def read_json(path: Path) -> dict[str, Any]:
             (NaN and infinity, which Python would accept, are no JSON).
     """
     try:
-        size = path.stat().st_size
+        mode, size = path.stat().st_mode, path.stat().st_size
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe may never end
+            raise UserError(f"{path} cannot be read: it is a pipe or a device")
         if size > _MOST_BYTES:
             raise UserError(f"{path} cannot be read: {size:,} bytes are too many for such a file")
         found = parse_json(path.read_bytes())
@@ -28,6 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):

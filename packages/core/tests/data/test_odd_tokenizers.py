@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from mezzo_core.data import load_tokenizer
-from mezzo_core.data.libraries import library_errors
 from mezzo_core.errors import UserError
+from mezzo_core.libraries import library_errors
 
 
 @pytest.fixture

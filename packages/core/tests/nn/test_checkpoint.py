@@ -1,4 +1,7 @@
 import json
+import os
+import stat
+import sys
 from dataclasses import replace
 
 import pytest
@@ -6,7 +9,7 @@ import safetensors.torch
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.checkpoint import load_model, save_model
+from mezzo_core.nn.checkpoint import copy_weights, find_model, load_model, save_model
 from safetensors import safe_open
 
 
@@ -160,10 +163,67 @@ def test_a_kill_at_any_rename_leaves_a_whole_model(saved, model, config, allow, 
         loaded, _, extra = load_model(saved, allow_packages=allow)
         assert_same_weights(loaded, model)
         assert extra == {}
+        assert find_model(saved.parent) == find_model(saved) == saved  # commands find it too
     # The next save puts everything right.
     save_model(model, config, saved, {"step": 10})
     assert load_model(saved, allow_packages=allow)[2] == {"step": 10}
     assert names_in(saved.parent) == ["model"]
+
+
+def test_what_killed_saves_have_left_goes_with_the_next_and_nothing_else_does(
+    saved, model, config, tmp_path
+):
+    beside, precious = saved.parent, tmp_path / "precious"
+    for name in (".model." + "0" * 16, ".model." + "a" * 16, ".model." + "b" * 16, ".model.mine"):
+        (beside / name).mkdir()
+        (beside / name / "model.safetensors").write_text("half")
+        (beside / name / ".tmpAb12Cd").write_text("half")
+    (beside / (".model." + "b" * 16) / "notes.txt").write_text("mine")
+    precious.mkdir()
+    (precious / "config.json").write_text("{}")
+    (beside / (".model." + "c" * 16)).symlink_to(precious)
+    (beside / (".model." + "d" * 16)).write_text("a file")
+    save_model(model, config, saved)
+    kept = [".model." + letter * 16 for letter in "bcd"]
+    assert names_in(beside) == sorted([*kept, ".model.mine", "model"])
+    assert names_in(beside / kept[0]) == ["notes.txt"]
+    assert names_in(beside / ".model.mine") == [".tmpAb12Cd", "model.safetensors"]
+    assert names_in(precious) == ["config.json"]
+
+
+def test_a_link_in_the_old_models_waiting_place_is_not_followed(saved, model, config, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/config.json").write_text("{}")
+    (saved.parent / ".model.previous").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot save the model"):
+        save_model(model, config, saved)
+    assert names_in(tmp_path / "precious") == ["config.json"]
+    assert names_in(saved) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_files_get_the_users_mode(model, config, folder, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_model(model, config, folder)
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {mode}
+
+
+def test_saving_without_the_library_says_what_brings_it(model, config, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(UserError, match=r"'safetensors': pip install 'mezzo-core\[train\]'"):
+        save_model(model, config, folder)
+    assert not folder.parent.exists()
+
+
+def test_what_json_has_not_is_refused_before_anything_is_written(model, config, folder):
+    for extra in ({"loss": float("nan")}, {"loss": float("inf")}, {"path": folder}):
+        with pytest.raises((TypeError, ValueError)):
+            save_model(model, config, folder, extra)
+    assert not folder.parent.exists()
 
 
 def test_a_folder_of_other_things_is_never_replaced(tmp_path, model, config):
@@ -230,7 +290,50 @@ def test_a_damaged_file_is_named(saved, allow):
     (saved / "config.json").write_text('{"config": ')
     assert_refused(saved, allow, "config.json", "JSON")
     (saved / "config.json").write_text("[]")
+    assert_refused(saved, allow, "config.json", "JSON object")
+    (saved / "config.json").write_text("{}")
     assert_refused(saved, allow, "config.json", 'no "config"')
+
+
+def test_a_flipped_bit_in_the_weights_is_named(saved, allow, model):
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    for place in (-1, -len(whole) // 3, 60):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert_refused(saved, allow, str(path))
+        with pytest.raises(UserError, match=r"model\.safetensors"):
+            copy_weights(saved, model)
+    path.write_bytes(whole)
+    load_model(saved, allow_packages=allow)
+
+
+def test_a_model_of_before_checksums_loads(saved, allow, model):
+    change_config(saved, lambda data: data.pop("weights_crc32"))
+    assert_same_weights(load_model(saved, allow_packages=allow)[0], model)
+    copy_weights(saved, model)
+
+
+def test_a_pipe_or_a_folder_is_no_file_of_a_model(saved, allow):
+    for name in ("model.safetensors", "config.json"):
+        (saved / name).unlink()
+        os.mkfifo(saved / name)
+        assert_refused(saved, allow, name)
+        with pytest.raises(UserError, match="holds no trained model"):
+            find_model(saved)
+        (saved / name).unlink()
+        (saved / name).mkdir()
+        assert_refused(saved, allow, name)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "nosuch"])
+def test_a_device_that_is_not_there_is_named(config, folder, device):
+    config = replace(config, mixers=(AttentionConfig(head_dim=8),))
+    save_model(config.build(), config, folder)
+    with pytest.raises(UserError, match=f"device '{device}' cannot be used here") as caught:
+        load_model(folder, device=device)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_pickle_under_the_name_of_the_weights_is_refused(saved, allow, model):
@@ -260,6 +363,60 @@ def test_a_configuration_that_cannot_be_built_is_refused(config, folder, allow):
     save_model(config.build(), config, folder)
     change_config(folder, lambda data: data["config"]["mixers"][0].update(head_dim=7))
     assert_refused(folder, (), "config.json", "head_dim")
+
+
+MLP = "mezzo_core.nn.mlp:MLPConfig"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"d_model": "16"}, ("config.json", "config.d_model", "int", "'16'")),
+        ({"d_model": True}, ("config.d_model", "int", "True")),
+        ({"d_model": 1.5}, ("config.d_model", "int", "1.5")),
+        ({"d_model": 10**12}, ("d_model", "2^31")),
+        ({"norm_eps": 10**400}, ("config.norm_eps",)),
+        ({"norm_eps": [1]}, ("config.norm_eps",)),
+        ({"vocab_size": 2**31 - 1}, ("embed.weight", "(37, 16)", "(2147483647, 16)")),
+        ({"mlp": {"type": MLP, "hidden": 10**12}}, ("mlp", "(1000000000000, 16)")),
+        ({"mlp": {"type": MLP, "hidden": 10**30}}, ("config.json", "cannot be built")),
+        ({"mlp": {"type": MLP, "kind": ["gelu"]}}, ("config.mlp.kind", "gelu")),
+        ({"mlp": 3}, ("config.mlp", "MLPConfig")),
+        ({"mixers": []}, ("mixers",)),
+        ({"mixers": {}}, ("config.mixers", "type")),
+        ({"mixers": [3]}, ("config.mixers[0]", "MixerConfig")),
+        ({"mixers": [{"type": MLP}]}, ("mixers[0]", "no mixer", "MLPConfig")),
+        ({"mixers": [{"type": "mezzo_core.train.config:OptimConfig"}]}, ("config.mixers[0]",)),
+        ({"mixers": [{"type": "mezzo_core.data.config:DataConfig"}]}, ("cannot be built",)),
+        ({"type": "mezzo_core.cli:Paper"}, ("Paper",)),
+        ({"type": "mezzo_core.cli:TrainConfig"}, ("no frozen dataclass",)),
+        ({"type": "mezzo_core.nn\ud800:LMConfig"}, ("module:ClassName",)),
+        ({"type": "mezzo_core\0:LMConfig"}, ("module:ClassName",)),
+    ],
+)
+def test_a_configuration_with_wrong_values_is_refused_in_one_line(saved, allow, changes, words):
+    change_config(saved, lambda data: data["config"].update(changes))
+    assert_refused(saved, allow, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("extra", [1]), ("extra", "byte"), ("weights_crc32", "0"), ("config", [])]
+)
+def test_a_description_with_wrong_types_is_refused(saved, allow, name, value):
+    change_config(saved, lambda data: data.update({name: value}))
+    assert_refused(saved, allow, "config.json", name)
+
+
+def test_a_deeply_nested_configuration_is_refused(saved, allow):
+    text = '{"type": "mezzo_core.nn.lm:LMConfig", "mixers": ['
+    for depth in (10, 200, 300, 400, 100_000):
+        (saved / "config.json").write_text('{"config": ' + text * depth + "]}" * depth + "}")
+        assert_refused(saved, allow, "config.json")
+
+
+def test_weights_of_whole_numbers_are_refused(saved, allow):
+    change_weights(saved, lambda weights: weights.update({"norm.weight": torch.ones(16).long()}))
+    assert_refused(saved, allow, "model.safetensors", "norm.weight", "F32", "I64")
 
 
 def test_a_weight_of_another_shape_is_named(saved, allow):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.generate import Decoder, Sampler, generate, stream
+from mezzo_core.nn.generate import NO_TOKEN, Decoder, Sampler, generate, stream
 
 few = settings(
     max_examples=15,
@@ -253,6 +253,14 @@ def test_steps_keep_no_graph_and_between_them_gradients_are_on(model):
         ({"prompts": [[-1]]}, r"prompts\[0\]"),
         ({"prompts": [[0.5]]}, r"prompts\[0\]"),
         ({"prompts": ["text"]}, r"prompts\[0\]"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": True}, "top_k"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"max_new_tokens": 10**12}, "max_new_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"seed": "0"}, "seed"),
     ],
 )
 @pytest.mark.parametrize("function", [generate, stream])
@@ -262,7 +270,45 @@ def test_a_bad_argument_is_refused_by_name_at_the_call(model, function, change, 
         function(model, **arguments)
 
 
+# --- a model whose outputs are no numbers -----------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.7), Sampler(0.7, top_k=2, top_p=0.9)])
+def test_no_token_is_drawn_from_what_is_no_number(sampler):
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, nan, 0.0], [0.0, 9.0, -inf], [inf, 0.0, 1.0], [-inf, -inf, -inf]]
+    assert sampler(torch.tensor(rows)).tolist() == [NO_TOKEN, 1, NO_TOKEN, NO_TOKEN]
+
+
+def test_a_model_of_no_numbers_says_so_at_the_step_that_shows_it(config):
+    torch.manual_seed(0)
+    model = replace(config, tie_embeddings=False).build()
+    tokens = generate(model, [[1, 2]], max_new_tokens=6)[0]
+    with torch.no_grad():  # only the second token that is written leads to NaN
+        model.embed.weight[tokens[1]] = float("nan")
+    assert tokens[1] not in [1, 2, tokens[0]]
+    steps = stream(model, [[1, 2]], max_new_tokens=6)
+    assert [next(steps)[0], next(steps)[0]] == tokens[:2]
+    with pytest.raises(ValueError, match="the model's outputs are no numbers"):
+        next(steps)
+
+
+def test_a_temperature_too_small_to_divide_by_takes_the_likeliest():
+    logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(50, 3)
+    assert (Sampler(1e-320)(logits) == 1).all()
+    assert (Sampler(5e-324, top_k=2, top_p=0.5)(logits) == 1).all()
+
+
 # --- on a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_model_of_no_numbers_says_so_too(model):
+    model.cuda()
+    with torch.no_grad():
+        model.embed.weight[5] = float("nan")
+    with pytest.raises(ValueError, match="the model's outputs are no numbers"):
+        generate(model, [[1, 2]], max_new_tokens=8)
 
 
 @pytest.mark.gpu

@@ -328,6 +328,15 @@ def test_a_hybrid_of_attentions_obeys_the_law_too(config):
         ({"d_model": -1}, "d_model"),
         ({"mixers": ()}, "mixers"),
         ({"mixers": [1]}, "mixers"),
+        ({"mixers": (1,)}, r"mixers\[0\] must be MixerConfig, got 1"),
+        ({"mixers": (MLPConfig,)}, "mixers"),
+        ({"d_model": "64"}, "d_model must be int, got '64'"),
+        ({"d_model": True}, "d_model must be int, got True"),
+        ({"d_model": 1.5}, "d_model"),
+        ({"d_model": 10**12}, "d_model"),
+        ({"mlp": None}, "mlp"),
+        ({"tie_embeddings": 1}, "tie_embeddings"),
+        ({"norm_eps": float("inf")}, "norm_eps"),
         ({"norm_eps": 0.0}, "norm_eps"),
         ({"init_std": float("nan")}, "init_std"),
     ],
@@ -338,11 +347,55 @@ def test_a_bad_configuration_is_refused_by_name(config, change, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [({"kind": "relu"}, "kind"), ({"hidden": 0}, "hidden")]
+    ("change", "name"),
+    [({"kind": "relu"}, "kind"), ({"kind": 3}, "kind"), ({"hidden": 0}, "hidden")]
+    + [({"hidden": wrong}, "hidden must be int") for wrong in ("64", True, 6.4)],
 )
 def test_a_bad_mlp_is_refused_by_name(change, name):
     with pytest.raises(ValueError, match=name):
         MLPConfig(**change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"head_dim": "8"}, {"num_kv_heads": 1.0}, {"rope_base": "x"}, {"window_size": True}]
+)
+def test_a_bad_attention_is_refused_by_name(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"AttentionConfig.{name} must be"):
+        AttentionConfig(**change)
+
+
+def test_what_builds_no_mixer_is_no_layer(config):
+    with pytest.raises(TypeError, match=r"mixers\[1\] builds no mixer, it is MLPConfig"):
+        replace(config, mixers=(*config.mixers[:1], MLPConfig())).build()
+
+
+@pytest.mark.parametrize("token", [-1, 37, 2**40])
+def test_a_token_beyond_the_vocabulary_is_named(model, token):
+    tokens = tokens_of(2, 5)
+    tokens[1, 3] = token
+    words = rf"tokens must be in \[0, 37\), got {token}"
+    with pytest.raises(ValueError, match=words):
+        model(tokens)
+    with pytest.raises(ValueError, match=words):
+        model.loss(tokens, tokens_of(2, 5))
+    with torch.no_grad(), pytest.raises(ValueError, match=words):
+        model.step(tokens[:, 3:4], model.reserve(model.init_state(2), 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+def test_no_tokens_give_no_logits_and_no_loss(model, shape):
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    assert model(tokens).logits.shape == (*shape, 37)
+    loss = model.loss(tokens, tokens)
+    loss.backward()
+    assert loss == 0
+    assert all((weight.grad == 0).all() for weight in model.parameters())
+
+
+def test_the_last_token_of_none_is_refused(model):
+    with pytest.raises(ValueError, match="last_only"):
+        model(torch.zeros(2, 0, dtype=torch.int64), model.init_state(2), last_only=True)
 
 
 def test_bad_tensors_are_refused_by_name(model):

@@ -10,6 +10,7 @@ import torch
 import typer
 from mezzo_core.cli import run
 from mezzo_core.data import DataConfig
+from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model
@@ -104,13 +105,13 @@ def test_a_llama_is_converted_to_the_same_weights_as_in_python(
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])
 def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file, monkeypatch):
-    folder, _ = checkpoint(llama())
+    folder, _ = checkpoint(llama(vocab_size=257))
     with pytest.raises(UserError, match=r"no tokenizer.json or tokenizer.model.*--tokenizer"):
         read_transformer(str(folder))
     (folder / file).write_text("{}")
     with pytest.raises(UserError, match=r"is no (tokenizer|SentencePiece model)"):
         read_transformer(str(folder))
-    monkeypatch.setattr("mezzo_gsa.convert.source.load_tokenizer", lambda name: None)
+    monkeypatch.setattr("mezzo_core.inputs.load_tokenizer", lambda name: ByteTokenizer())
     expected = folder if file == "tokenizer.json" else folder / file
     assert read_transformer(str(folder)).extra["tokenizer"] == str(expected.resolve())
     assert read_transformer(str(folder), "byte").extra["tokenizer"] == "byte"
@@ -134,8 +135,17 @@ def test_what_cannot_be_converted_is_one_line(command, llama, checkpoint, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(command, llama, checkpoint, tmp_path):
+    folder, _ = checkpoint(llama(vocab_size=200))
+    words = ("--to", "gsa", "--tokenizer", "byte", "--out", tmp_path / "out")
+    code, _, error = command(folder, *words)
+    assert code == 2
+    assert "'byte' has 257 tokens, more than the model's vocabulary of 200" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_transformer_is_not_overwritten(command, llama, checkpoint, tmp_path):
-    folder, _ = checkpoint(llama())
+    folder, _ = checkpoint(llama(vocab_size=257))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     code, _, error = command(folder, "--to", "gsa", "--tokenizer", "byte", "--out", folder)
     assert code == 2
@@ -151,13 +161,15 @@ def test_the_transformer_is_not_overwritten(command, llama, checkpoint, tmp_path
 def test_only_what_rotates_needs_a_rotation_that_is_known(
     command, llama, checkpoint, tmp_path, target, code
 ):
-    folder, _ = checkpoint(llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}))
+    folder, _ = checkpoint(
+        llama(vocab_size=257, rope_scaling={"rope_type": "llama3", "factor": 8.0})
+    )
     words = ("--to", target, "--tokenizer", "byte", "--out", tmp_path / "out")
     assert command(folder, *words)[0] == code
 
 
 def test_a_folder_with_something_else_is_left_alone(command, llama, checkpoint, tmp_path):
-    folder, _ = checkpoint(llama())
+    folder, _ = checkpoint(llama(vocab_size=257))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("all of it")
     words = ("--to", "gsa", "--out", tmp_path / "out", "--tokenizer", "byte")

@@ -7,6 +7,7 @@ arXiv:2305.13245; the window of Mistral 7B, arXiv:2310.06825, section 2.
 
 import json
 import math
+import os
 import pickle
 
 import pytest
@@ -294,6 +295,48 @@ def test_a_damaged_index_is_one_line(llama, checkpoint, change, named):
     damage_index(folder, change)
     with pytest.raises(UserError, match=named):
         load_llama(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 10000"),
+        ({"num_hidden_layers": 9_999}, "lacks model.layers.2"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        ({"vocab_size": 10**12}, "vocab_size must be from 1 to 2.31 - 1"),
+        ({"intermediate_size": 10**12}, r"config.json says \(1000000000000, 32\)"),
+        ({"intermediate_size": 10**30}, "this model cannot be built"),
+        ({"hidden_size": 2**30, "head_dim": 2**28}, "config.json says"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+    ],
+)
+def test_a_description_of_impossible_sizes_takes_no_memory(llama, checkpoint, changes, named):
+    folder, _ = checkpoint(llama())
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match=named) as error:
+        load_llama(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a": 1' + b"0" * 9999, b"\xff", b"3"])
+def test_descriptions_that_are_no_json_objects_are_one_line(llama, checkpoint, name, content):
+    folder, _ = checkpoint(llama(), num_files=2)
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=name) as error:
+        load_llama(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pipe_is_not_waited_for(llama, checkpoint):
+    folder, _ = checkpoint(llama(), num_files=2)
+    for name in ("model-00001-of-00002.safetensors", "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match=name):
+            load_llama(folder)
 
 
 def test_damaged_and_missing_files_are_one_line(llama, checkpoint, tmp_path):

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from mezzo_core.data.embedded import embedded_bytes, embedded_documents
 from mezzo_core.data.find import find_files, format_of, split_suffix
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
-from mezzo_core.data.libraries import import_library, library_errors
 from mezzo_core.errors import UserError
 from mezzo_core.files import parse_json
+from mezzo_core.libraries import import_library, library_errors
 
 # A longer text file is tokenized in pieces of about this many characters, cut after a line.
 PIECE_CHARACTERS = 1 << 22

@@ -6,8 +6,8 @@ import urllib.request
 from typing import Any
 from urllib.error import HTTPError
 
-from mezzo_core.data.libraries import import_library, library_errors
 from mezzo_core.errors import UserError
+from mezzo_core.libraries import import_library, library_errors
 
 HUB_PREFIX = "hub:"
 _TIMEOUT_SECONDS = 10

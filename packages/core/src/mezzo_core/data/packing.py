@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.data.corpora import Corpus, Piece
-from mezzo_core.data.libraries import first_line, import_library
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
+from mezzo_core.libraries import first_line, import_library
 
 # Part of the cache key: raise it when the same text would be packed differently.
 _FORMAT = 1

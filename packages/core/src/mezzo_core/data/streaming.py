@@ -21,11 +21,11 @@ from mezzo_core.data.batches import Batch, TextData, Windows, make_batch
 from mezzo_core.data.corpora import Corpus, Piece, read_file, sample_file, texts_of
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
-from mezzo_core.data.libraries import import_library
 from mezzo_core.data.packed import after_end_token
 from mezzo_core.data.packing import pack_corpus
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.libraries import import_library
 
 # The first documents, held out where there is no split "validation"; else the first of that.
 VALIDATION_DOCUMENTS = 100

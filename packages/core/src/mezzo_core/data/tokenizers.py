@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from mezzo_core.data.find import existing_path
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_tokenizer
-from mezzo_core.data.libraries import import_library, library_errors
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
+from mezzo_core.libraries import import_library, library_errors
 
 # What tokenizers call the token that ends a document, when nothing beside them says so.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")

@@ -6,6 +6,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.attention import attention
@@ -54,6 +55,9 @@ class AttentionConfig:
     window_size: int | None = None
     rope_base: float | None = 10_000.0
     alibi: AlibiFormula | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def build(self, d_model: int) -> "Attention":
         """Build the mixer for width `d_model`."""

@@ -1,21 +1,26 @@
 """A model on disk: a folder with model.safetensors and config.json, nothing pickled."""
 
 import json
-import shutil
-import tempfile
+import re
+import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mezzo_core.config_json import ALLOWED_PACKAGES, from_json, to_json
+from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
+from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.lm import LM, LMConfig
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 def save_model(
@@ -40,28 +45,34 @@ def save_model(
 
     Raises:
         UserError: if `folder` holds anything that is no part of a model, or a model that another
-            program wrote, or cannot be written.
+            program wrote, or cannot be written, or safetensors is not installed.
+        TypeError: if `extra` holds what JSON has not; ValueError for NaN and infinity.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    library = import_library("safetensors.torch", "train")
     folder = Path(folder).resolve()
-    description = json.dumps({"config": to_json(config), "extra": extra or {}}, indent=2)
+    described: dict[str, Any] = {"config": to_json(config), "extra": extra or {}}
+    json.dumps(described, allow_nan=False)  # what cannot be stored is refused before any work
     source = model.state_dict() if weights is None else weights
     aliases = _aliases(model)
     stored = {
         name: weight.detach().contiguous() for name, weight in source.items() if name not in aliases
     }
     _refuse_foreign(folder)
+    new = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-            new = Path(scratch) / "new"
-            new.mkdir()  # unlike the scratch folder's, its mode is the user's default
-            save_file(stored, new / WEIGHTS)
-            (new / CONFIG).write_text(description + "\n", encoding="utf-8")
+        _remove_leftovers(folder)
+        new.mkdir()
+        try:
+            library.save_file(stored, new / WEIGHTS)
+            # The library lets nobody else read; the folder's mode has the user's default.
+            (new / WEIGHTS).chmod(new.stat().st_mode & 0o666)
+            described["weights_crc32"] = _checksum(new / WEIGHTS)
+            (new / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
             _put_in_place(new, folder)
-    except (OSError, SafetensorError) as error:
+        finally:
+            _remove(new)
+    except (OSError, _safetensor_error()) as error:
         raise UserError(f"cannot save the model in {folder}: {error}") from error
 
 
@@ -82,19 +93,16 @@ def load_model(
 
     Raises:
         UserError: if a file is missing or damaged, the configuration names an unknown type or
-            field, or the weights are not those of the configured model.
+            field, the weights are not those of the configured model, or the device is not there.
     """
     folder = _existing(Path(folder).resolve())
-    config, extra = _read_config(folder / CONFIG, (*ALLOWED_PACKAGES, *allow_packages))
-    try:
-        with torch.device("meta"):
-            model = config.build()
-    except ValueError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
-    weights = _read_weights(folder / WEIGHTS, device)
+    description = _read_description(folder / CONFIG)
+    config = _read_config(folder / CONFIG, description, allow_packages)
+    device = _usable(device)
+    model = build_on_meta(config, folder / CONFIG)
     aliases = _aliases(model)
     expected = {n: t for n, t in model.state_dict().items() if n not in aliases}
-    check_weights(folder / WEIGHTS, expected, weights)
+    weights = _read_weights(folder / WEIGHTS, expected, description, device)
     shared = {name: weights[first] for name, first in aliases.items()}
     model.load_state_dict({**weights, **shared}, assign=True)
     for name, first in aliases.items():
@@ -103,7 +111,7 @@ def load_model(
     unsaved = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unsaved:
         raise UserError(f"{folder}: the model has buffers that are never saved: {unsaved}")
-    return model.eval(), config, extra
+    return model.eval(), config, description["extra"]
 
 
 def describe_model(
@@ -114,8 +122,35 @@ def describe_model(
     Raises:
         UserError: as `load_model`, for the description.
     """
-    folder = _existing(Path(folder).resolve())
-    return _read_config(folder / CONFIG, (*ALLOWED_PACKAGES, *allow_packages))
+    path = _existing(Path(folder).resolve()) / CONFIG
+    description = _read_description(path)
+    return _read_config(path, description, allow_packages), description["extra"]
+
+
+def find_model(run: str | Path) -> Path:
+    """Return the folder of a run's model, for `load_model`: RUN/model, or RUN itself.
+
+    Raises:
+        UserError: if neither is a model.
+    """
+    for folder in (Path(run) / "model", Path(run)):
+        if all((_existing(folder.resolve()) / name).is_file() for name in (CONFIG, WEIGHTS)):
+            return folder
+    raise UserError(f"{run} holds no trained model (no model/{CONFIG}, model/{WEIGHTS})")
+
+
+def build_on_meta(config: LMConfig, where: str | Path) -> LM:
+    """Build a model whose weights take no memory.
+
+    Raises:
+        UserError: if its parts do not fit together or are too large; the message begins with
+            `where`.
+    """
+    try:
+        with torch.device("meta"):
+            return config.build()
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
+        raise UserError(f"{where}: this model cannot be built: {first_line(error)}") from error
 
 
 @torch.no_grad()
@@ -129,24 +164,29 @@ def copy_weights(folder: str | Path, model: LM) -> None:
         UserError: if a file is missing or damaged, or the weights are those of another model; the
             model is as it was.
     """
-    path = _existing(Path(folder).resolve()) / WEIGHTS
-    weights, aliases = _read_weights(path, "cpu"), _aliases(model)
+    folder, aliases = _existing(Path(folder).resolve()), _aliases(model)
     mine = {name: w for name, w in model.state_dict().items() if name not in aliases}
-    check_weights(path, mine, weights)
+    weights = _read_weights(folder / WEIGHTS, mine, _read_description(folder / CONFIG), "cpu")
     for name, weight in mine.items():
         weight.copy_(weights[name])
 
 
 def check_weights(
-    where: str | Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]
+    where: str | Path, expected: Mapping[str, Tensor], got: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise a UserError that says, after `where`, which weights differ in name or shape."""
+    """Raise a UserError that says, after `where`, which weights differ in name or shape.
+
+    Args:
+        where: the file.
+        expected: the weights of the configured model.
+        got: the shape of each weight in the file.
+    """
     missing = [name for name in expected if name not in got]
     unexpected = [name for name in got if name not in expected]
     reshaped = [
-        f"{name} is {tuple(got[name].shape)}, the configuration says {tuple(expected[name].shape)}"
+        f"{name} is {tuple(got[name])}, the configuration says {tuple(expected[name].shape)}"
         for name in expected
-        if name in got and got[name].shape != expected[name].shape
+        if name in got and tuple(got[name]) != tuple(expected[name].shape)
     ]
     problems = []
     if missing:
@@ -180,10 +220,29 @@ def _put_in_place(new: Path, folder: Path) -> None:
     # between the two renames, load_model finds it there.
     previous = _previous(folder)
     if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+        _remove(previous)
         folder.rename(previous)
     new.rename(folder)
-    shutil.rmtree(previous, ignore_errors=True)
+    _remove(previous)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what saves to this folder that were killed have left beside it."""
+    ours = re.compile(re.escape(f".{folder.name}.") + "[0-9a-f]{16}")
+    with suppress(OSError):
+        for path in [path for path in folder.parent.iterdir() if ours.fullmatch(path.name)]:
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a model's folder if there is one. Anything else in it stays, and then so does it."""
+    if folder.is_symlink():
+        return
+    with suppress(OSError):
+        # safetensors writes into .tmpXXXXXX first
+        for path in [*folder.glob(".tmp??????"), folder / WEIGHTS, folder / CONFIG]:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _existing(folder: Path) -> Path:
@@ -192,7 +251,7 @@ def _existing(folder: Path) -> Path:
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise if saving would remove something that is no part of a model."""
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"cannot save the model in {folder}: it is a file")
     if folder.is_dir():
         foreign = sorted({path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG})
@@ -205,40 +264,80 @@ def _refuse_foreign(folder: Path) -> None:
 def _is_foreign(path: Path) -> bool:
     """Tell whether this config.json describes what `save_model` did not write, as the hub's do."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or one that is damaged, which saving mends
+        return "config" not in read_json(path)
+    except UserError:  # there is none, or one that is damaged, which saving mends
         return False
-    return isinstance(found, dict) and "config" not in found
 
 
-def _read_config(path: Path, allow: Sequence[str]) -> tuple[LMConfig, dict[str, Any]]:
+def _read_description(path: Path) -> dict[str, Any]:
+    """Read config.json: its "config", "extra" and "weights_crc32" (None if it has none)."""
     if not path.is_file():
         raise UserError(f"no model in {path.parent}: {path.name} is missing")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict) or "config" not in data:
+    found = {"extra": {}, "weights_crc32": None, **read_json(path)}
+    if "config" not in found:
         raise UserError(f'{path} is no description of a model: it has no "config"')
+    if not isinstance(found["extra"], dict):
+        raise UserError(f'{path}: "extra" must be a JSON object')
+    if type(found["weights_crc32"]) not in (int, type(None)):
+        raise UserError(f'{path}: "weights_crc32" must be a whole number')
+    return found
+
+
+def _read_config(path: Path, description: dict[str, Any], allow: Sequence[str]) -> LMConfig:
     try:
-        config = from_json(data["config"], allow)
+        config = from_json(description["config"], allow)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(config, LMConfig):
         raise UserError(f"{path}: config must be LMConfig, got {type(config).__name__}")
-    return config, data.get("extra", {})
+    return config
 
 
-def _read_weights(path: Path, device: torch.device | str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def _read_weights(
+    path: Path,
+    expected: Mapping[str, Tensor],
+    description: dict[str, Any],
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Read the weights; names, shapes and the checksum are compared before memory is taken."""
+    library = import_library("safetensors.torch", "train")
     if not path.is_file():
         raise UserError(f"no model in {path.parent}: {path.name} is missing")
     try:
-        return load_file(path, device=str(device))
-    except (OSError, SafetensorError) as error:
+        with library.safe_open(path, framework="pt") as file:
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            check_weights(path, expected, {n: part.get_shape() for n, part in stored.items()})
+            for name, part in stored.items():
+                if part.get_dtype() not in _DTYPES:
+                    raise UserError(
+                        f"{path}: {name} must be of {', '.join(_DTYPES)}, got {part.get_dtype()}"
+                    )
+        if description["weights_crc32"] not in (None, _checksum(path)):
+            raise UserError(f"{path} is damaged: its checksum is not that of what was saved")
+        return library.load_file(path, device=str(device))
+    except (OSError, _safetensor_error()) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 24):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UserError(
+            f"device {str(device)!r} cannot be used here: {first_line(error)}"
+        ) from error
+
+
+def _safetensor_error() -> type[Exception]:
+    return import_library("safetensors", "train").SafetensorError
 
 
 def _list(items: Iterable[str]) -> str:

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.lm import LM
+
+NO_TOKEN = -1
+"""What is drawn from logits that are no numbers."""
+NO_NUMBERS = "the model's outputs are no numbers: its training diverged, or its weights are damaged"
+_COLDEST = torch.finfo(torch.float32).tiny
 
 
 def generate(
@@ -41,7 +47,8 @@ def generate(
         seed: makes sampling repeatable; None draws from torch's global generator.
 
     Raises:
-        ValueError: if an argument is out of range; the message names it.
+        ValueError: if an argument is out of range, which the message names, or the model's outputs
+            are no numbers; TypeError if an argument is of another type.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for step in stream(
@@ -73,13 +80,16 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
-    Arguments and errors are `generate`'s, and the errors come at the call, not at the first step.
+    Arguments and errors are `generate`'s. Those about arguments come at the call, not at the first
+    step.
     The model is in evaluation mode until the iterator ends or is closed; its mode then returns.
     """
     sampler = Sampler(temperature, top_k, top_p)
     _check_prompts(prompts, model.vocab_size)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not isinstance(max_new_tokens, Integral) or not 1 <= max_new_tokens < 2**31:
+        raise ValueError(f"max_new_tokens must be from 1 to 2^31 - 1, got {max_new_tokens!r}")
+    if seed is not None and not (isinstance(seed, Integral) and 0 <= seed < 2**63):
+        raise ValueError(f"seed must be from 0 to 2^63 - 1, got {seed!r}")
     for token in stop_tokens:
         if not 0 <= token < model.vocab_size:
             raise ValueError(f"stop_tokens must be in [0, {model.vocab_size}), got {token}")
@@ -95,6 +105,7 @@ class Sampler:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or positive, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -103,18 +114,21 @@ class Sampler:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw one token a row: (B, vocab) to (B,) int64."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        logits = logits.float()
+        """Draw one token a row: (B, vocab) to (B,) int64; NO_TOKEN from what is no number."""
+        best = logits.argmax(-1)
+        largest = logits.gather(-1, best[:, None])  # NaN, if one of the row is
+        tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, generator)
+        return tokens.masked_fill(~largest[:, 0].isfinite(), NO_TOKEN)
+
+    def _draw(self, logits: Tensor, largest: Tensor, generator: torch.Generator | None) -> Tensor:
         # The largest becomes 0 before the division, which can then not overflow.
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        logits = (logits.float() - largest.float()) / self.temperature
         if self.top_k is None and self.top_p is None:
             return _sample(logits.softmax(-1), generator)
         # A stable sort keeps exactly k of equal logits, the first ones, as argmax does.
         logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
-            logits[:, self.top_k :] = float("-inf")
+            logits[:, min(self.top_k, logits.shape[1]) :] = float("-inf")
         probs = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             before = probs.cumsum(-1) - probs
@@ -211,7 +225,8 @@ class Decoder:
         return graph
 
     def _advance(self) -> None:
-        logits = self.model.step(self.tokens[:, None], self.state)
+        # After NO_TOKEN any token serves: on a GPU nobody has looked yet.
+        logits = self.model.step(self.tokens.clamp(min=0)[:, None], self.state)
         self.tokens.copy_(self.sampler(logits[:, -1], self.generator))
 
 
@@ -230,6 +245,8 @@ def _steps(
     try:
         for new in _new_tokens(model, prompts, max_new_tokens, sampler, seed):
             ids = new.tolist()
+            if NO_TOKEN in ids:
+                raise ValueError(NO_NUMBERS)
             running = [on and i not in stop_tokens for on, i in zip(running, ids, strict=True)]
             if not any(running):
                 return

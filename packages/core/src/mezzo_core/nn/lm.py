@@ -1,5 +1,6 @@
 """The language model: embedding, blocks, final norm, head; one class for every mixer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
@@ -8,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.init import init_weights
-from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.mixer import AbstractMixer, MixerConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.project import project
 
 IGNORE_INDEX = -100
 """A target that takes no part in the loss."""
+_LARGEST = 2**31 - 1
+"""Of a width or a vocabulary: the product of two still is a number of weights to torch."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +46,33 @@ class LMConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("vocab_size", "d_model"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not isinstance(self.mixers, tuple) or not self.mixers:
-            raise ValueError(f"mixers must be a tuple with one item a layer, got {self.mixers!r}")
+            if not 1 <= getattr(self, name) <= _LARGEST:
+                raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {getattr(self, name)}")
+        if not self.mixers:
+            raise ValueError("mixers must have one item a layer, got none")
         for name in ("norm_eps", "init_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
 
     def build(self) -> "LM":
         """Build the model, on torch's default device, with its weights drawn by `init_weights`.
 
         Under `torch.device("meta")` it takes no memory, which is enough for counting.
+
+        Raises:
+            ValueError: if a mixer refuses this width.
+            TypeError: if one of `mixers` builds something else.
         """
         embed = nn.Embedding(self.vocab_size, self.d_model)
-        blocks = [
-            Block(
-                mixer.build(self.d_model), self.mlp.build(self.d_model), self.d_model, self.norm_eps
-            )
-            for mixer in self.mixers
-        ]
+        blocks = []
+        for i, config in enumerate(self.mixers):
+            mixer = config.build(self.d_model)
+            if not isinstance(mixer, AbstractMixer):
+                raise TypeError(f"mixers[{i}] builds no mixer, it is {type(config).__name__}")
+            mlp = self.mlp.build(self.d_model)
+            blocks.append(Block(mixer, mlp, self.d_model, self.norm_eps))
         norm = nn.RMSNorm(self.d_model, eps=self.norm_eps)
         head = nn.Linear(self.d_model, self.vocab_size, bias=False)
         if self.tie_embeddings:
@@ -116,19 +126,22 @@ class LM(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: (B, T) int64, each in [0, vocab).
+            tokens: (B, T) int64, each in [0, vocab), which is checked on a CPU only.
             state: where the tokens continue from (`init_state`, or the state of an earlier call);
                 None keeps no state.
             cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractMixer`.
             lengths: (B,) int64, real tokens of each row, at least 1; the rest is padding on the
                 right. Needs a state.
-            last_only: give the logits of each row's last real token alone. A prefill needs no
-                others, and all of them can be larger than the model.
+            last_only: give the logits of each row's last real token alone, which there must be. A
+                prefill needs no others, and all of them can be larger than the model.
 
         Raises:
-            ValueError: if an argument has another shape or dtype; the message names it.
+            ValueError: if an argument has another shape or dtype, or a token is beyond the
+                vocabulary; the message names it.
         """
         self._check(tokens, state)
+        if last_only and tokens.shape[1] == 0:
+            raise ValueError("last_only takes the last token of each row, got tokens with T = 0")
         x = self.embed(tokens)
         new_state = []
         for i, block in enumerate(self.blocks):
@@ -229,6 +242,14 @@ class LM(nn.Module):
                 f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
                 f"of shape {tuple(tokens.shape)}"
             )
+        # Looking at values would stop a GPU's stream or break a graph.
+        is_seen = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_seen and tokens.numel() > 0:
+            low, high = (int(end) for end in tokens.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(
+                    f"tokens must be in [0, {self.vocab_size}), got {low if low < 0 else high}"
+                )
         if state is not None and len(state) != len(self.blocks):
             raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {len(state)}")
 

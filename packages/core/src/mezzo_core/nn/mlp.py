@@ -1,11 +1,12 @@
 """The position-wise half of a block: GELU or SwiGLU, no biases."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.project import project
 
 MLPKind = Literal["gelu", "swiglu"]
@@ -25,8 +26,7 @@ class MLPConfig:
     hidden: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(MLPKind):
-            raise ValueError(f"kind must be one of {get_args(MLPKind)}, got {self.kind!r}")
+        check_fields(self)
         if self.hidden is not None and self.hidden < 1:
             raise ValueError(f"hidden must be at least 1, got {self.hidden}")
 

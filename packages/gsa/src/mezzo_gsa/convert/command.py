@@ -5,7 +5,8 @@ from typing import Annotated
 
 import torch
 import typer
-from mezzo_core.errors import UserError, nearest
+from mezzo_core.errors import UserError, nearest, printable
+from mezzo_core.inputs import check_writable
 from mezzo_core.nn.checkpoint import save_model
 from rich.console import Console
 
@@ -40,6 +41,7 @@ def convert_command(
     transformer = read_transformer(source, tokenizer, has_rope=to in ROTATED)
     if transformer.folder.resolve() == out.resolve():
         raise UserError(f"--out must be another folder than the model's own, {out}")
+    check_writable(out, is_folder=True)
     config, weights = convert(transformer.config, transformer.weights, TARGETS[to], seed=seed)
     with torch.device("meta"):
         model = config.build()
@@ -48,8 +50,11 @@ def convert_command(
     save_model(model, config, out, extra, weights=weights)
     added = model.num_parameters() - before
     Console().print(
-        f"{source}: {before:,} weights of a Transformer, {added:,} new ones of {to}; "
-        f"the model is in {out}",
+        printable(
+            f"{source}: {before:,} weights of a Transformer, {added:,} new ones of {to}; "
+            f"the model is in {out}"
+        ),
         soft_wrap=True,
         markup=False,
+        emoji=False,
     )

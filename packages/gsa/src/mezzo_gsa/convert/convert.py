@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.checkpoint import check_weights
+from mezzo_core.nn.checkpoint import build_on_meta, check_weights
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mixer import MixerConfig
@@ -123,11 +123,13 @@ def convert(
         the Transformer's had.
 
     Raises:
-        UserError: as `convert_config`, or if the weights are not those of `config`.
+        UserError: as `convert_config`, or if the weights are not those of `config`, or the new
+            model cannot be built.
     """
     new_config = convert_config(config, make)
-    with torch.device("meta"):
-        check_weights("the Transformer's weights", config.build().state_dict(), weights)
+    expected = build_on_meta(config, "the Transformer").state_dict()
+    check_weights("the Transformer's weights", expected, {n: w.shape for n, w in weights.items()})
+    build_on_meta(new_config, "the new model")
     mixers = {f"blocks.{i}.mixer.": mixer for i, mixer in enumerate(new_config.mixers)}
     kept = {name: w for name, w in weights.items() if ".mixer." not in name}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):

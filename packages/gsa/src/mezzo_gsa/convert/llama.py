@@ -5,15 +5,18 @@ and keys' rows are copied in the order in which they are stored. A window of W k
 token itself in both.
 """
 
-import json
-import math
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
+from mezzo_core.libraries import import_library
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.checkpoint import build_on_meta
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from torch import Tensor
@@ -35,6 +38,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
+# No model has more; their names are listed before any file is looked at.
+_MOST_LAYERS = 10_000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OURS = {
     "model.embed_tokens": "embed",
@@ -74,7 +79,7 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
     """
     folder = Path(folder)
     path = folder / CONFIG
-    config = llama_config(_read_json(path), path, has_rope=has_rope)
+    config = llama_config(read_json(path), path, has_rope=has_rope)
     names = _names(len(config.mixers), config.tie_embeddings)
     weights = {
         names[name]: weight for name, weight in _read_weights(folder, names, config.tie_embeddings)
@@ -88,7 +93,7 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
 def is_llama(folder: str | Path) -> bool:
     """Tell whether a folder holds a model in the hub's layout, of whatever architecture."""
     path = Path(folder) / CONFIG
-    return path.is_file() and "model_type" in _read_json(path)
+    return path.is_file() and "model_type" in read_json(path)
 
 
 def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True) -> LMConfig:
@@ -128,6 +133,9 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
         window_size=_count_or_none(found, path, "sliding_window") if kind == "mistral" else None,
         rope_base=_rope_base(found, path) if has_rope else None,
     )
+    layers = _count(found, path, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise UserError(f"{path}: num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}")
     tied = found.get("tie_word_embeddings", False)
     if type(tied) is not bool:
         raise UserError(f"{path}: tie_word_embeddings must be true or false, got {tied!r}")
@@ -136,7 +144,7 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
         return LMConfig(
             vocab_size=_count(found, path, "vocab_size"),
             d_model=d_model,
-            mixers=(mixer,) * _count(found, path, "num_hidden_layers"),
+            mixers=(mixer,) * layers,
             mlp=MLPConfig("swiglu", hidden=_count(found, path, "intermediate_size")),
             norm_eps=norm_eps,
             tie_embeddings=tied,
@@ -157,7 +165,7 @@ def _count_or_none(found: Mapping[str, Any], path: Path, key: str) -> int | None
 
 
 def _positive(value: Any, path: Path, key: str) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
         raise UserError(f"{path}: {key} must be a positive number, got {value!r}")
     return float(value)
 
@@ -196,8 +204,6 @@ def _read_weights(
     folder: Path, names: Mapping[str, str], tied: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight that `names` lists, by the hub's name, file by file."""
-    from safetensors import SafetensorError, safe_open
-
     files = _files(folder)
     missing = [name for name in names if name not in files]
     # Old checkpoints store the rotation's frequencies, and a tied head may be stored twice.
@@ -213,31 +219,36 @@ def _read_weights(
             f"weights of the model that {CONFIG} describes"
         )
     for file in dict.fromkeys(files.values()):
-        try:
-            with safe_open(folder / file, framework="pt") as stored:
-                for name in (name for name in names if files[name] == file):
-                    yield name, stored.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder / file} cannot be read: {error}") from error
+        with _opened(folder / file) as stored:
+            for name in (name for name in names if files[name] == file):
+                yield name, stored.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of weights; what goes wrong with it is one line."""
+    library = import_library("safetensors", "train")
+    if not path.is_file():  # the library would wait for a pipe
+        raise UserError(f"{path} cannot be read: it is missing, or no file")
+    try:
+        with library.safe_open(path, framework="pt") as stored:
+            yield stored
+    except (OSError, library.SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _files(folder: Path) -> dict[str, str]:
     """Return the file of every weight."""
-    from safetensors import SafetensorError, safe_open
-
     if (folder / INDEX).is_file():
-        files = _read_json(folder / INDEX).get("weight_map")
+        files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in files.values()
         ):
             raise UserError(f"{folder / INDEX}: weight_map must name files beside it")
         return files
     if (folder / WHOLE).is_file():
-        try:
-            with safe_open(folder / WHOLE, framework="pt") as stored:
-                return dict.fromkeys(stored.keys(), WHOLE)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder / WHOLE} cannot be read: {error}") from error
+        with _opened(folder / WHOLE) as stored:
+            return dict.fromkeys(stored.keys(), WHOLE)
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     instead = f"; {pickled[0]} is pickled, which is never read" if pickled else ""
     raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}{instead}")
@@ -246,11 +257,7 @@ def _files(folder: Path) -> dict[str, str]:
 def _check_shapes(
     folder: Path, config: LMConfig, names: Mapping[str, str], weights: Mapping[str, Tensor]
 ) -> None:
-    try:
-        with torch.device("meta"):
-            expected = config.build().state_dict()
-    except ValueError as error:  # heads that do not divide
-        raise UserError(f"{folder / CONFIG}: {error}") from error
+    expected = build_on_meta(config, folder / CONFIG).state_dict()
     for theirs, ours in names.items():
         found, wanted = weights[ours], expected[ours]
         if found.shape != wanted.shape or found.dtype not in _DTYPES:
@@ -258,15 +265,3 @@ def _check_shapes(
                 f"{folder}: {theirs} is {found.dtype} of shape {tuple(found.shape)}, {CONFIG} says "
                 f"{tuple(wanted.shape)}"
             )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"no model in {path.parent}: {path.name} is missing")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found

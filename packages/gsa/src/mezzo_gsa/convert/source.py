@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo_core.cli import model_folder
 from mezzo_core.config_json import to_json
-from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.data import DataConfig
 from mezzo_core.data.hub import HUB_PREFIX, reach_hub
-from mezzo_core.data.libraries import import_library
 from mezzo_core.errors import UserError
-from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.inputs import fitting_tokenizer
+from mezzo_core.libraries import import_library
+from mezzo_core.nn.checkpoint import find_model, load_model
 from mezzo_core.nn.lm import LMConfig
 from torch import Tensor
 
@@ -48,14 +48,15 @@ def read_transformer(
     """
     folder = download(source) if source.startswith(HUB_PREFIX) else Path(source)
     if not is_llama(folder):
-        folder = model_folder(folder)
+        folder = find_model(folder)
         model, config, extra = load_model(folder)
         if tokenizer is not None:
-            extra = {**extra, **_described(tokenizer)}
+            extra = {**extra, **_described(tokenizer, config.vocab_size)}
         return Transformer(folder, config, model.state_dict(), extra)
-    extra = {"name": source, "seq_len": SEQ_LEN}
-    extra |= _described(tokenizer or _tokenizer_of(folder, source))
-    return Transformer(folder, *load_llama(folder, has_rope=has_rope), extra)
+    tokenizer = tokenizer or _tokenizer_of(folder, source)
+    config, weights = load_llama(folder, has_rope=has_rope)
+    extra = {"name": source, "seq_len": SEQ_LEN, **_described(tokenizer, config.vocab_size)}
+    return Transformer(folder, config, weights, extra)
 
 
 def download(source: str) -> Path:
@@ -84,9 +85,10 @@ def _tokenizer_of(folder: Path, source: str) -> str:
     raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name one with --tokenizer")
 
 
-def _described(tokenizer: str) -> dict[str, Any]:
+def _described(tokenizer: str, vocab_size: int) -> dict[str, Any]:
     """Name the tokenizer for whoever reads the new model, from wherever that is."""
+    if not tokenizer.startswith(HUB_PREFIX):
+        fitting_tokenizer(tokenizer, vocab_size)  # a bad one is found now, not in use
     if tokenizer != "byte" and not tokenizer.startswith(HUB_PREFIX):
-        load_tokenizer(tokenizer)  # a bad one is found now, not when the model is used
         tokenizer = str(Path(tokenizer).expanduser().resolve())
     return {"tokenizer": tokenizer, "data": to_json(DataConfig(tokenizer=tokenizer))}

@@ -14,7 +14,7 @@ def import_library(name: str, extra: str) -> ModuleType:
     """Import a library of one of mezzo-core's extras.
 
     Args:
-        name: the module, which is also what the message calls the library.
+        name: the module; the message names the library that it is of.
         extra: the extra of mezzo-core that brings it.
 
     Raises:
@@ -24,7 +24,7 @@ def import_library(name: str, extra: str) -> ModuleType:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"this needs the library {name!r}: pip install 'mezzo-core[{extra}]'"
+            f"this needs the library {name.partition('.')[0]!r}: pip install 'mezzo-core[{extra}]'"
         ) from error
 
 

@@ -1,0 +1,95 @@
+"""What a command is given, checked before it works: prompts, tokenizers, places to write to."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mezzo_core.config_json import from_json
+from mezzo_core.data.config import DataConfig
+from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
+from mezzo_core.errors import UserError
+
+Value = TypeVar("Value")
+
+
+def read_prompts(given: Sequence[str] | None) -> list[str]:
+    """Return the prompts that were given, or else what comes on standard input.
+
+    Raises:
+        UserError: if one is not UTF-8.
+    """
+    try:
+        texts = list(given or [sys.stdin.read().removesuffix("\n") if sys.stdin else ""])
+    except UnicodeDecodeError as error:
+        raise UserError(f"the text on standard input is not UTF-8 ({error.reason})") from None
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # so Python hands on bytes of an argument that are no UTF-8
+            raise UserError(f"the prompt is not UTF-8 text: {text!r}") from None
+    return texts
+
+
+def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """Load a tokenizer for a model of so many tokens.
+
+    Raises:
+        UserError: if it cannot be loaded, or has more tokens than the model.
+    """
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer {name!r} has {tokenizer.vocab_size} tokens, more than the model's "
+            f"vocabulary of {vocab_size}"
+        )
+    return tokenizer
+
+
+def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -> Value:
+    """Return what a model's config.json tells beside the model, such as its tokenizer.
+
+    Raises:
+        UserError: if it tells nothing, or something of another type.
+    """
+    value = extra.get(name)
+    if type(value) is not kind:
+        words = {str: "a text", int: "a whole number", dict: "an object"}
+        raise UserError(
+            f'{folder}/config.json: "{name}" of "extra" must be {words[kind]}, got {value!r:.60}'
+        )
+    return value
+
+
+def told_data(extra: Mapping[str, Any], folder: Path) -> DataConfig:
+    """Return the data that a model's config.json tells beside the model.
+
+    Raises:
+        UserError: if it tells none, or what is no description of data.
+    """
+    described = told(extra, "data", dict, folder)
+    try:
+        config = from_json(described)
+    except UserError as error:
+        raise UserError(f'{folder}/config.json, "data": {error}') from error
+    if not isinstance(config, DataConfig):
+        raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
+    return config
+
+
+def check_writable(path: Path, *, is_folder: bool) -> None:
+    """Check that a file or a folder can be written, before work whose result it gets is done.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    wants_file = there == path and not is_folder
+    if not (there.is_file() if wants_file else there.is_dir()):
+        kind = "file" if wants_file else "folder"
+        raise UserError(f"{path} cannot be written: {there} is no {kind}")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{path} cannot be written: {there} allows no writing")
