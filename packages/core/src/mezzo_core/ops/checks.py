@@ -1,6 +1,6 @@
 """What every op and every mixer asks of its arguments, in the same words."""
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> N
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value) or (positive and value <= 0):
+    # Compared, not asked: torch.compile may hold the number as a symbol.
+    is_finite = -sys.float_info.max <= value <= sys.float_info.max
+    if not is_finite or (positive and value <= 0):
         raise ValueError(
             f"{op}: {name} must be {'positive and ' if positive else ''}finite, got {value}"
         )
@@ -41,6 +43,8 @@ def check_size(op: str, name: str, value: Any, least: int = 1) -> None:
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be {least} or more, got {value}")
+    if isinstance(value, int) and value >= 2**63:
+        raise ValueError(f"{op}: {name} must be less than 2^63")
 
 
 def check_lengths(op: str, lengths: Any, x: Tensor) -> None:

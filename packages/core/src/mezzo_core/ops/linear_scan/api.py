@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mezzo_core.ops.checks import check_floating, check_size
+from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.linear_scan import reference
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
@@ -33,7 +35,8 @@ def linear_scan(
 
     Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
     in `a`, `x` and `initial_state`, through both results; not twice. The chunked form
-    is the intra-chunk recurrence of RAT (equation 3 of the RAT paper).
+    is the intra-chunk recurrence of RAT (equation 3 of the RAT paper). A NaN reaches later tokens of
+    its sequence alone; the Triton form may carry it past a chunk's start.
 
     Args:
         a: (B, T, *) decays, any real number, any floating-point dtype.
@@ -60,7 +63,7 @@ def linear_scan(
     D = math.prod(dims)
     if initial_state is not None:
         initial_state = initial_state.to(accumulation_dtype(x.dtype)).reshape(num_states, D)
-    out, final_state = _linear_scan(
+    out, final_state = _differentiable(
         a.reshape(B, T, D),
         x.reshape(B, T, D),
         initial_state,
@@ -79,15 +82,15 @@ def _check(
     cu_seqlens: Tensor | None,
 ) -> None:
     for name, value in (("a", a), ("x", x), ("initial_state", initial_state)):
-        if value is not None and not value.is_floating_point():
-            raise TypeError(f"linear_scan: {name} must be floating-point, got {value.dtype}")
+        if value is not None:
+            check_floating("linear_scan", name, value)
     if x.ndim < 2 or a.shape != x.shape:
         raise ValueError(
             "linear_scan: a and x must have one shape (B, T, *), "
             f"got a {tuple(a.shape)} and x {tuple(x.shape)}"
         )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"linear_scan: chunk_size must be at least 1, got {chunk_size}")
+    if chunk_size is not None:
+        check_size("linear_scan", "chunk_size", chunk_size)
     num_states = x.shape[0]
     if cu_seqlens is not None:
         check_cu_seqlens("linear_scan", cu_seqlens, x)
@@ -180,4 +183,4 @@ def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ..
     return da, dx, (None if initial_state is None else dh0), None, None, None
 
 
-_linear_scan.register_autograd(_backward, setup_context=_save)
+_differentiable = register_gradient(_linear_scan, _backward, _save)

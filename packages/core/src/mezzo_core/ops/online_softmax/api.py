@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mezzo_core.ops.checks import check_floating
+from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.online_softmax import reference
 from mezzo_core.ops.precision import accumulation_dtype
@@ -41,13 +43,20 @@ def merge_softmax(a: SoftmaxPart, b: SoftmaxPart, *, impl: Impl = "auto") -> Sof
     """
     _check(a, b)
     chosen = resolve_impl("merge_softmax", impl, a.out.device)
-    return SoftmaxPart(*_merge_softmax(a.out, a.lse, b.out, b.lse, chosen))
+    return SoftmaxPart(*_differentiable(a.out, a.lse, b.out, b.lse, chosen))
 
 
 def _check(a: SoftmaxPart, b: SoftmaxPart) -> None:
+    for name, part in (("a", a), ("b", b)):
+        if not isinstance(part, SoftmaxPart):
+            raise TypeError(
+                f"merge_softmax: {name} must be a SoftmaxPart, got {type(part).__name__}"
+            )
+        check_floating("merge_softmax", f"{name}.out", part.out)
+        check_floating("merge_softmax", f"{name}.lse", part.lse)
     lse_dtype = accumulation_dtype(a.out.dtype)
     for name, part in (("a", a), ("b", b)):
-        if not part.out.is_floating_point() or part.out.dtype != a.out.dtype:
+        if part.out.dtype != a.out.dtype:
             raise TypeError(
                 "merge_softmax: a.out and b.out must have one floating-point dtype, "
                 f"got {a.out.dtype} and {b.out.dtype}"
@@ -134,4 +143,4 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
     return (*_merge_softmax_bwd(dout, dlse, *ctx.saved_tensors, ctx.impl), None)
 
 
-_merge_softmax.register_autograd(_backward, setup_context=_save)
+_differentiable = register_gradient(_merge_softmax, _backward, _save)
