@@ -6,6 +6,7 @@ from mezzo_core.positions import (
     alibi_slopes,
     apply_rope,
     rope_angles,
+    rope_frequencies,
     sequence_ids,
     sequence_positions,
 )
@@ -51,6 +52,19 @@ def test_rope_takes_positions_of_each_row_and_keeps_the_dtype():
     # Float32 inside: only the result is rounded.
     assert low.dtype == torch.bfloat16
     assert torch.equal(low, rotated(x.bfloat16().float(), positions).bfloat16())
+
+
+def test_angles_are_as_exact_as_their_dtype():
+    positions, dim, base = torch.tensor([0, 1, 999, 70_001]), 8, 10_000.0
+    exact = [[p * base ** (-2 * i / dim) for i in range(4)] for p in positions.tolist()]
+    exact = torch.tensor(exact, dtype=torch.float64)
+    cos, sin = rope_angles(positions, dim, base, dtype=torch.float64)
+    torch.testing.assert_close(cos, exact.cos(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(sin, exact.sin(), rtol=0, atol=1e-10)
+    narrow = rope_angles(positions, dim, base)
+    steps = rope_frequencies(dim, base)
+    assert steps.dtype == narrow[0].dtype == torch.float32
+    assert torch.equal(narrow[0], (positions.float()[:, None] * steps).cos())
 
 
 def test_angles_of_far_positions_stay_apart():
@@ -125,6 +139,8 @@ def test_bad_arguments_are_named():
         rope_angles(torch.arange(3), 5)
     with pytest.raises(ValueError, match="base must be positive"):
         rope_angles(torch.arange(3), 4, base=0.0)
+    with pytest.raises(ValueError, match=r"dtype must be torch\.float32 or torch\.float64"):
+        rope_angles(torch.arange(3), 4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="cos and sin must be 4 wide"):
         apply_rope(torch.randn(1, 2, 1, 8), *rope_angles(torch.arange(2), 4))
     with pytest.raises(ValueError, match="num_heads"):
@@ -137,4 +153,5 @@ def test_bad_arguments_are_named():
 
 def test_rope_angles_pass_opcheck():
     positions = torch.arange(6).view(2, 3)
-    torch.library.opcheck(torch.ops.mezzo.rope_angles.default, (positions, 8, 10_000.0))
+    for dtype in ((), (torch.float64,)):
+        torch.library.opcheck(torch.ops.mezzo.rope_angles.default, (positions, 8, 10_000.0, *dtype))

@@ -1,3 +1,4 @@
+import math
 from importlib.util import find_spec
 
 import pytest
@@ -207,6 +208,8 @@ def test_compiles_to_one_graph(impl):
         (TypeError, "q, k and v must have one floating dtype", {"k": torch.bfloat16}),
         (TypeError, "k_cache and v_cache must have one", {"v_cache": torch.bfloat16}),
         (TypeError, "lengths must be int32 or int64, got torch.float32", {"lengths": torch.float}),
+        (TypeError, "q must be floating-point .* got float8", {"q": torch.float8_e4m3fn}),
+        (TypeError, "v_cache must be floating-point .* got bool", {"v_cache": torch.bool}),
         (ValueError, r"q must be \(B, HQ, D\), k and v \(B, H, D\)", {"q": (2, 4, 16)}),
         (ValueError, r"q must be \(B, HQ, D\), k and v \(B, H, D\)", {"v": (2, 4, 32)}),
         (ValueError, "q and k must have heads, got 0 and 2", {"q": (2, 0, 32)}),
@@ -233,10 +236,13 @@ def test_bad_arguments_are_named(error, message, changes):
 def test_a_bad_rotation_is_refused_before_anything_is_written(impl):
     inputs = problem([3, 8], S=8)
     before = {name: inputs[name].clone() for name in CACHE}
-    with pytest.raises(ValueError, match="base must be positive"):
+    for base, error in ((math.nan, ValueError), (math.inf, ValueError), ("9", TypeError)):
+        with pytest.raises(error, match="rope_base must be"):
+            append_token_(**inputs, rope_base=base, impl=impl)
+    with pytest.raises(ValueError, match="rope_base must be positive"):
         append_token_(**inputs, rope_base=0.0, impl=impl)
     assert all(torch.equal(inputs[name], before[name]) for name in CACHE)
-    with pytest.raises(ValueError, match="dim must be even"):
+    with pytest.raises(ValueError, match="D must be even"):
         append_token_(**problem([3, 8], S=8, D=5), rope_base=BASE)
 
 

@@ -184,7 +184,7 @@ def test_what_triton_cannot_do_is_refused_when_asked_for_by_name(message, change
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (TypeError, "x must be floating-point, got torch.int64", {"x": torch.int64}),
+        (TypeError, "x must be floating-point .* got int64", {"x": torch.int64}),
         (TypeError, "bias must have the dtype of weight", {"bias": torch.float64}),
         (ValueError, r"x must be \(\.\.\., K\) and weight \(N, K\)", {"x": (2, 16)}),
         (ValueError, r"x must be .* got \(\) and", {"x": ()}),

@@ -25,7 +25,7 @@ def resolve_impl(op: str, impl: str, device: torch.device, unsupported: str | No
     Raises:
         ValueError: if `impl` is no implementation, or Triton was asked for by name and cannot run.
     """
-    if impl not in get_args(Impl):
+    if not isinstance(impl, str) or impl not in get_args(Impl):
         raise ValueError(f"{op}: impl must be one of {get_args(Impl)}, got {impl!r}")
     if impl == "reference":
         return "reference"

@@ -1,9 +1,12 @@
 """The public ops `append_token_` and `decode_attention`: arguments checked, form chosen."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 
@@ -50,6 +53,10 @@ def append_token_(
             positive, gradients are asked for, or `impl` cannot do the request.
     """
     _check_append(q, k, v, k_cache, v_cache, lengths)
+    if rope_base is not None:
+        check_number("append_token_", "rope_base", rope_base, positive=True)
+        if q.shape[-1] % 2:
+            raise ValueError(f"append_token_: D must be even for RoPE, got {q.shape[-1]}")
     tensors = (q, k, v, k_cache, v_cache)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError("append_token_ has no backward: call it under torch.no_grad()")
@@ -89,12 +96,15 @@ def decode_attention(
         ValueError: if shapes or devices disagree, gradients are asked for, or `impl` cannot do the
             request.
     """
-    _check_dtypes(q, k, v, lengths)
+    _check_dtypes(q, k, v, lengths, alibi_slopes)
+    if scale is not None:
+        check_number("decode_attention", "scale", scale)
     _check_shapes(q, k, v, lengths, alibi_slopes)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("decode_attention has no backward: call it under torch.no_grad()")
     chosen = resolve_impl("decode_attention", impl, q.device, _unsupported(q, k))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = max(q.shape[-1], 1) ** -0.5
     return _decode_attention(q, k, v, lengths, alibi_slopes, scale, chosen)
 
 
@@ -107,14 +117,25 @@ def _unsupported(q: Tensor, k: Tensor) -> str | None:
     return None
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+def _check_dtypes(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, alibi_slopes: Tensor | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("alibi_slopes", alibi_slopes)):
+        if name != "alibi_slopes" or x is not None:
+            check_floating("decode_attention", name, x)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
             "decode_attention: q, k and v must have one floating dtype, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}"
         )
+    _check_lengths("decode_attention", lengths)
+
+
+def _check_lengths(op: str, lengths: Any) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{op}: lengths must be a tensor, got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"decode_attention: lengths must be int32 or int64, got {lengths.dtype}")
+        raise TypeError(f"{op}: lengths must be int32 or int64, got {lengths.dtype}")
 
 
 def _check_shapes(
@@ -147,18 +168,20 @@ def _check_shapes(
 def _check_append(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
 ) -> None:
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+    tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    for name, x in tensors.items():
+        check_floating("append_token_", name, x)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
             "append_token_: q, k and v must have one floating dtype, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}"
         )
-    if not k_cache.is_floating_point() or v_cache.dtype != k_cache.dtype:
+    if v_cache.dtype != k_cache.dtype:
         raise TypeError(
             "append_token_: k_cache and v_cache must have one floating dtype, "
             f"got {k_cache.dtype} and {v_cache.dtype}"
         )
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"append_token_: lengths must be int32 or int64, got {lengths.dtype}")
+    _check_lengths("append_token_", lengths)
     if q.ndim != 3 or k.ndim != 3 or k.shape[::2] != q.shape[::2] or v.shape != k.shape:
         raise ValueError(
             "append_token_: q must be (B, HQ, D), k and v (B, H, D), "
@@ -175,8 +198,7 @@ def _check_append(
         )
     if lengths.shape != (B,):
         raise ValueError(f"append_token_: lengths must be ({B},), got {tuple(lengths.shape)}")
-    others = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths}
-    for name, x in others.items():
+    for name, x in {**tensors, "lengths": lengths}.items():
         if x.device != q.device:
             raise ValueError(f"append_token_: {name} is on {x.device}, q on {q.device}")
 

@@ -56,7 +56,7 @@ def append_token_(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if rope_base is not None:
-        angles = rope_angles(lengths[:, None], q.shape[-1], rope_base)
+        angles = rope_angles(lengths[:, None], q.shape[-1], rope_base, dtype=wide)
         q, k = (apply_rope(x.to(wide)[:, None], *angles)[:, 0] for x in (q, k))
     place = (torch.arange(q.shape[0], device=q.device), lengths % k_cache.shape[1])
     k_cache[place], v_cache[place] = k.to(k_cache.dtype), v.to(v_cache.dtype)

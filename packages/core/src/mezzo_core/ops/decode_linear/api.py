@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.decode_linear import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 
@@ -41,8 +42,12 @@ def decode_linear(
 
     Raises:
         TypeError: if a tensor is not floating-point, or `bias` has not the dtype of `weight`.
-        ValueError: if shapes or devices disagree, or `impl` cannot do the request.
+        ValueError: if shapes or devices disagree, `norm_eps` is negative or not finite, or `impl`
+            cannot do the request.
     """
+    check_number("decode_linear", "norm_eps", norm_eps)
+    if norm_eps < 0:
+        raise ValueError(f"decode_linear: norm_eps must be 0 or more, got {norm_eps}")
     _check(x, weight, bias, norm_weight)
     unsupported = _unsupported(x, weight, bias, norm_weight)
     if resolve_impl("decode_linear", impl, x.device, unsupported) == "triton":
@@ -75,8 +80,8 @@ def _unsupported(
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None) -> None:
     tensors = {"x": x, "weight": weight, "bias": bias, "norm_weight": norm_weight}
     for name, part in tensors.items():
-        if part is not None and not part.is_floating_point():
-            raise TypeError(f"decode_linear: {name} must be floating-point, got {part.dtype}")
+        if part is not None or name in ("x", "weight"):
+            check_floating("decode_linear", name, part)
         if part is not None and part.device != x.device:
             raise ValueError(f"decode_linear: {name} is on {part.device}, x on {x.device}")
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
