@@ -1,4 +1,5 @@
 import inspect
+import math
 from itertools import accumulate
 
 import pytest
@@ -139,7 +140,7 @@ def test_gradients_of_the_reference_pass_gradcheck():
 def test_a_query_that_sees_nothing_gets_zero_and_no_gradient():
     x, dout = problem(B=1, T=2, S=3, HQ=2, H=1)
     where = {"q_positions": torch.tensor([[5, 1]]), "k_positions": torch.tensor([[-1, 2, 4]])}
-    for impl in ("reference", "sdpa", "auto"):
+    for impl in ("reference", "sdpa", "blocked", "auto"):
         out, gradients = grads(lambda i=impl, **t: attention(**t, **where, impl=i).out, x, dout)
         assert torch.equal(out[:, 1], torch.zeros_like(out[:, 1]))
         assert torch.equal(gradients["q"][:, 1], torch.zeros_like(out[:, 1]))
@@ -165,7 +166,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("T", [1, 63, 100])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("impl", ["auto", "sdpa"])
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "blocked"])
 def test_backends_equal_the_reference(options, T, impl):
     for H in (4, 2, 1):
         inputs, dout = problem(T=T, H=H)
@@ -202,7 +203,7 @@ lengths_of_sequences = st.lists(st.sampled_from([0, 1, 2, 7, 30]), min_size=1, m
 @given(
     lengths_of_sequences.filter(any),
     st.sampled_from([{}, {"window_size": 3}, {"alibi_slopes": alibi_slopes(4)}, {"causal": False}]),
-    st.sampled_from(["auto", "reference"]),
+    st.sampled_from(["auto", "reference", "blocked"]),
 )
 def test_packed_sequences_do_not_see_each_other(lengths, options, impl):
     x, _ = problem(B=1, T=sum(lengths), H=2)
@@ -282,6 +283,15 @@ def test_no_tokens_give_no_outputs():
     assert got.lse.isinf().all()
 
 
+@pytest.mark.parametrize("T", [0, 7])
+@pytest.mark.parametrize("B", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"return_lse": True}])
+def test_gradients_of_no_tokens_and_of_no_rows_are_empty(B, T, options):
+    inputs = {name: torch.randn(B, T, 4, 8) for name in ("q", "k", "v")}
+    _, gradients = grads(lambda **x: attention(**x, **options).out, inputs, torch.ones(B, T, 4, 8))
+    assert [gradients[name].shape for name in inputs] == [(B, T, 4, 8)] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"window_size": 9}, {"alibi_slopes": alibi_slopes(4)}])
 def test_other_dtypes_stay_close_to_float64(dtype, options):
@@ -316,7 +326,16 @@ def test_attention_compiles_into_one_graph(options):
         ({"k": torch.randn(2, 7, 4, 9)}, ValueError, "k must have q's batch and width"),
         ({"v": torch.randn(2, 6, 4, 8)}, ValueError, "v must have k's batch"),
         ({"k": torch.randn(2, 7, 4, 8).double()}, TypeError, "one floating dtype"),
-        ({"q": torch.ones(2, 7, 4, 8, dtype=torch.int64)}, TypeError, "one floating dtype"),
+        ({"q": torch.ones(2, 7, 4, 8, dtype=torch.int64)}, TypeError, "q must be floating-point"),
+        ({"q": torch.ones(2, 7, 0, 8)}, ValueError, "heads and widths of 1 and more"),
+        (
+            {"q": torch.ones(2, 7, 4, 0), "k": torch.ones(2, 7, 4, 0)},
+            ValueError,
+            "heads and widths",
+        ),
+        ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
+        ({"scale": -math.inf}, ValueError, "scale must be finite, got -inf"),
+        ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
         (
             {"k": torch.randn(2, 7, 3, 8), "v": torch.randn(2, 7, 3, 8)},
             ValueError,
@@ -327,7 +346,7 @@ def test_attention_compiles_into_one_graph(options):
             ValueError,
             "as many keys as queries",
         ),
-        ({"window_size": 0}, ValueError, "window_size counts the current token"),
+        ({"window_size": 0}, ValueError, "window_size must be 1 or more, got 0"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes must be \(4,\)"),
         ({"q_positions": torch.arange(7)[None]}, ValueError, "together or not at all"),
         (
@@ -371,8 +390,7 @@ def test_bad_borders_are_named(cu_seqlens, error, message):
 
 
 def test_borders_and_positions_exclude_each_other():
-    inputs, _ = problem(B=1)
-    places = torch.arange(7)[None]
+    inputs, places = problem(B=1)[0], torch.arange(7)[None]
     with pytest.raises(ValueError, match="exclude each other"):
         attention(**inputs, cu_seqlens=borders([7]), q_positions=places, k_positions=places)
 

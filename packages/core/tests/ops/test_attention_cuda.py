@@ -251,3 +251,16 @@ def test_a_mask_made_in_inference_mode_serves_training(fresh_compiler):
     with torch.inference_mode():
         attention(**inputs, window_size=77)
     grads(lambda **x: attention(**x, window_size=77).out, inputs, dout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [10, 12, 22])
+def test_slopes_computed_in_the_graph_compile(num_heads):
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 1, 300, num_heads, 32, device="cuda").unbind(0)
+
+    def attend(q, k, v):
+        return attention(q, k, v, alibi_slopes=2 * alibi_slopes(num_heads, device="cuda")).out
+
+    out = torch.compile(attend, fullgraph=True)(q, k, v)
+    assert_close("out", out, attend(q, k, v), rtol=1e-5)

@@ -7,12 +7,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mezzo_core.ops.attention import flash, flex, sdpa
+from mezzo_core.ops.attention import blocked, flash, flex, sdpa
 from mezzo_core.ops.attention.reference import attention_reference
-from mezzo_core.ops.attention.request import AttentionOutput, Request, is_plain
+from mezzo_core.ops.attention.request import AttentionOutput, Request, in_transform, is_plain
+from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
-AttentionImpl = Literal["auto", "reference", "sdpa", "flex", "flash"]
+SMALL_MASK = 1024 * 1024
+"""Queries times keys up to which, on a CPU, sdpa with a mask in memory is faster than blocks."""
+
+AttentionImpl = Literal["auto", "reference", "sdpa", "blocked", "flex", "flash"]
 
 
 class _Backend(NamedTuple):
@@ -23,6 +27,7 @@ class _Backend(NamedTuple):
 _BACKENDS = {
     "reference": _Backend(attention_reference, lambda r: None),
     "sdpa": _Backend(sdpa.attention_sdpa, sdpa.unsupported),
+    "blocked": _Backend(blocked.attention_blocked, blocked.unsupported),
     "flex": _Backend(flex.attention_flex, flex.unsupported),
     "flash": _Backend(flash.attention_flash, flash.unsupported),
 }
@@ -46,7 +51,9 @@ def attention(
     """Attend: softmax(scale q·k - slope · distance) v over the keys that each query sees.
 
     Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. Gradients
-    flow to q, k and v, from the lse too; none to the slopes.
+    flow to q, k and v, from the lse too, not twice; none to the slopes. On a CPU a NaN or an
+    infinity reaches the queries that see its token and no others; a GPU's kernels may let it reach
+    other queries of its row.
 
     Args:
         q: queries.
@@ -56,7 +63,7 @@ def attention(
         window_size: W; a query sees keys less than W positions back, itself counted: W = 1 is
             itself alone.
         alibi_slopes: slope of each query head (`mezzo_core.positions.alibi_slopes`).
-        scale: of the products; K^-0.5 when None.
+        scale: of the products, any finite number; K^-0.5 when None.
         cu_seqlens: borders of sequences packed in one row (B = 1): from 0 to T, never decreasing;
             a sequence sees itself alone. Their values are checked on the CPU only, where that
             costs no wait.
@@ -72,19 +79,17 @@ def attention(
         AttentionOutput(out, lse). A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        TypeError: if q, k, v are not of one floating dtype, or positions and borders not integer.
+        TypeError: if q, k, v are not of one floating dtype, positions and borders not integer, or
+            an option is of another kind.
         ValueError: if shapes or devices disagree, arguments exclude each other, or `impl` cannot
             do the request.
     """
-    if impl not in get_args(AttentionImpl):
+    if not isinstance(impl, str) or impl not in get_args(AttentionImpl):
         raise ValueError(f"attention: impl must be one of {get_args(AttentionImpl)}, got {impl!r}")
     _check_tensors(q, k, v)
-    if window_size is not None and window_size < 1:
-        raise ValueError(
-            f"attention: window_size counts the current token, so it is at least 1; "
-            f"got {window_size}"
-        )
+    _check_options(causal, return_lse, window_size, scale)
     if alibi_slopes is not None:
+        check_floating("attention", "alibi_slopes", alibi_slopes)
         if alibi_slopes.shape != (q.shape[2],):
             raise ValueError(
                 f"attention: alibi_slopes must be ({q.shape[2]},), one for each query head; "
@@ -93,6 +98,11 @@ def attention(
         _check_device("alibi_slopes", alibi_slopes, q)
         alibi_slopes = alibi_slopes.detach()
     _check_places(q, k, causal, cu_seqlens, q_positions, k_positions)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif scale <= 0:
+        # Backends mask before they scale, and -inf times such a scale is no mask: q takes the sign.
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     request = Request(
         q,
         k,
@@ -100,7 +110,7 @@ def attention(
         causal,
         window_size,
         alibi_slopes,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale,
         cu_seqlens,
         q_positions,
         k_positions,
@@ -129,16 +139,34 @@ def _fastest(r: Request) -> str:
         return "reference"
     if not is_plain(r) and flex.unsupported(r) is None:
         return "flex"
-    return "sdpa" if sdpa.unsupported(r) is None else "reference"
+    able = sdpa.unsupported(r) is None
+    small = is_plain(r) or r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
+    # Where vmap may run it is left to torch's own operators.
+    if not (able and small) and blocked.unsupported(r) is None and not in_transform():
+        return "blocked"
+    return "sdpa" if able else "reference"
+
+
+def _check_options(
+    causal: bool, return_lse: bool, window_size: int | None, scale: float | None
+) -> None:
+    for name, value in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"attention: {name} must be True or False, got {value!r}")
+    if window_size is not None:
+        check_size("attention", "window_size", window_size)
+    if scale is not None:
+        check_number("attention", "scale", scale)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating("attention", name, x)
         if x.ndim != 4:
             raise ValueError(
                 f"attention: {name} must be (batch, tokens, heads, width), got {tuple(x.shape)}"
             )
-        if not x.is_floating_point() or x.dtype != q.dtype:
+        if x.dtype != q.dtype:
             raise TypeError(
                 f"attention: q, k and v must have one floating dtype, got q {q.dtype}, "
                 f"{name} {x.dtype}"
@@ -149,7 +177,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "attention: k must have q's batch and width, v must have k's batch, tokens and heads; "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if 0 in (q.shape[2], q.shape[3], k.shape[2], v.shape[3]):
+        raise ValueError(
+            "attention: q, k and v must have heads and widths of 1 and more, "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"attention: the heads of q must be a multiple of those of k and v, got {q.shape[2]} "
             f"and {k.shape[2]}"
@@ -186,6 +219,8 @@ def _check_places(
         ("q_positions", q_positions, T),
         ("k_positions", k_positions, S),
     ):
+        if not isinstance(positions, Tensor):
+            raise TypeError(f"attention: {name} must be a tensor, got {type(positions).__name__}")
         if positions.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"attention: {name} must be int32 or int64, got {positions.dtype}")
         if positions.shape not in ((B, length), (1, length)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from mezzo_core.ops.attention.request import AttentionOutput, Request
+from mezzo_core.ops.attention.request import AttentionOutput, Request, seen_interval
 from mezzo_core.positions import sequence_ids
 
 # Since torch 2.9; until then the lse was asked for by `return_lse=True`.
@@ -41,18 +41,23 @@ def attention_flex(r: Request) -> AttentionOutput:
     """Compute attention with one fused kernel, forward and backward, lse and its gradient too."""
     inputs = [x.transpose(1, 2) for x in (r.q, r.k, r.v)]
     options: dict[str, Any] = {}
+    # Where shapes are symbols, their comparison is no bool that flex_attention would take.
+    if r.q.shape[2] != r.k.shape[2]:
+        options["enable_gqa"] = True
     if r.return_lse and _AUX_REQUEST is None:
-        options = {"return_lse": True}
+        options["return_lse"] = True
     elif r.return_lse:
-        options = {"return_aux": _AUX_REQUEST(lse=True)}
+        options["return_aux"] = _AUX_REQUEST(lse=True)
     compiling = torch.compiler.is_compiling()
+    slopes = r.slopes
+    if slopes is not None and compiling:
+        slopes = captured(slopes)
     flex: Any = flex_attention if compiling else _compiled_flex()
     result = flex(
         *inputs,
-        score_mod=None if r.slopes is None else _alibi(r.slopes),
+        score_mod=None if slopes is None else _alibi(slopes),
         block_mask=_block_mask(r, cached=not compiling),
         scale=r.scale,
-        enable_gqa=r.q.shape[2] != r.k.shape[2],
         **options,
     )
     if not r.return_lse:
@@ -107,16 +112,7 @@ def make_block_mask(
     """Return the block mask of T queries and S keys; arguments as of `attention`."""
     tokens = torch.arange(T, device=device)
     ids = None if cu_seqlens is None else owners(cu_seqlens, T)
-    # The interval of keys of each query, both ends included; empty where first > last.
-    first, last = torch.zeros_like(tokens), torch.full_like(tokens, S - 1)
-    if cu_seqlens is not None and ids is not None:
-        borders = cu_seqlens.to(torch.int64)
-        first = borders[ids]
-        last = borders[(ids + 1).clamp(max=borders.shape[0] - 1)] - 1
-    if causal:
-        last = tokens
-    if window_size is not None:
-        first = torch.maximum(first, tokens - window_size + 1)
+    first, last = seen_interval(tokens, S, causal, window_size, cu_seqlens, ids)
     num_partial, partial, num_full, full = interval_blocks(first, last, S)
     return BlockMask.from_kv_blocks(
         num_partial,
@@ -204,7 +200,19 @@ def _fake_interval_blocks(
     return counts, indices, torch.empty_like(counts), torch.empty_like(indices)
 
 
-# An op for the same reason: inductor refuses masks that read what the graph computes pointwise.
+# An op for the same reason: score_mods may not read what the graph computes pointwise.
+@torch.library.custom_op("mezzo::captured", mutates_args=())
+def captured(slopes: Tensor) -> Tensor:
+    """Return a copy of what a score_mod reads."""
+    return slopes.clone()
+
+
+@captured.register_fake
+def _fake_captured(slopes: Tensor) -> Tensor:
+    return torch.empty_like(slopes)
+
+
+# And an op for masks, which may not read it either.
 @torch.library.custom_op("mezzo::sequence_owners", mutates_args=())
 def owners(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return `sequence_ids`, (T,) int64."""

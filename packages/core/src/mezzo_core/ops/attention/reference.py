@@ -7,6 +7,7 @@ from mezzo_core.ops.attention.request import (
     AttentionOutput,
     Request,
     alibi_bias,
+    lost_tokens,
     visible_keys,
 )
 
@@ -21,7 +22,8 @@ def attention_reference(r: Request) -> AttentionOutput:
         out[t]     = sum_s exp(score[t,s] - lse[t]) v[s]
 
     Matrix products run in the dtype of the inputs, the softmax in float32 (float64 for float64).
-    A query that sees no key gets out 0 and lse -inf.
+    A query that sees no key gets out 0 and lse -inf. One that sees a value with a NaN or an
+    infinity gets NaN; the others do not, although such values are multiplied with their zeros.
     """
     B, T, HQ, _ = r.q.shape
     H = r.k.shape[2]
@@ -30,10 +32,14 @@ def attention_reference(r: Request) -> AttentionOutput:
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * r.scale
     if r.slopes is not None:
         scores = scores + alibi_bias(r, r.slopes)
+    lost, v = lost_tokens(r.v), r.v
+    if lost is not None:
+        v = v.masked_fill(lost[:, :, None, None], 0)
+        scores = scores.masked_fill(lost[:, None, None], float("nan"))
     scores = scores.masked_fill(~visible_keys(r)[:, None], float("-inf"))
     lse, probabilities = _softmax(scores)
     probabilities = probabilities.to(r.v.dtype).unflatten(1, (H, HQ // H))
-    out = torch.einsum("bhgts,bshv->bthgv", probabilities, r.v).reshape(B, T, HQ, r.v.shape[-1])
+    out = torch.einsum("bhgts,bshv->bthgv", probabilities, v).reshape(B, T, HQ, r.v.shape[-1])
     return AttentionOutput(out, lse.transpose(1, 2) if r.return_lse else None)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_ids
 
 
@@ -72,6 +73,60 @@ def visible_keys(r: Request) -> Tensor:
         ids = sequence_ids(r.q.shape[1], r.cu_seqlens)
         visible = visible & (ids[:, None] == ids[None, :])
     return visible
+
+
+def seen_interval(
+    tokens: Tensor,
+    num_keys: int,
+    causal: bool,
+    window_size: int | None,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key that each query sees where no positions are given.
+
+    Both are (T,) int64 and never decrease; a query sees none where first > last.
+
+    Args:
+        tokens: 0..T-1, the queries.
+        num_keys: S.
+        causal: as of `attention`.
+        window_size: as of `attention`.
+        cu_seqlens: as of `attention`.
+        ids: (T,), the packed sequence of each token, given with `cu_seqlens`.
+    """
+    first, last = torch.zeros_like(tokens), torch.full_like(tokens, num_keys - 1)
+    if cu_seqlens is not None and ids is not None:
+        borders = cu_seqlens.to(torch.int64)
+        first = borders[ids]
+        last = borders[(ids + 1).clamp(max=borders.shape[0] - 1)] - 1
+    if causal:
+        last = tokens
+    if window_size is not None:
+        first = torch.maximum(first, tokens - window_size + 1)
+    return first, last
+
+
+def lost_tokens(*tensors: Tensor) -> Tensor | None:
+    """Return (B, S), which tokens of (B, S, H, D) tensors hold a NaN or an infinity.
+
+    What a query does not see weighs 0, and 0 * NaN is NaN: backends put zeros in the place of such
+    tokens, and NaN into the results of the queries that see them. Eager calls on a CPU look first,
+    and get None where there are none; elsewhere that would be a wait, or break a graph.
+    """
+    can_look = not torch.compiler.is_compiling() and not in_transform()
+    if can_look and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors):
+        # A sum is finite only if all its terms are, and reads memory once.
+        sums = [x.detach().sum(dtype=accumulation_dtype(x.dtype)) for x in tensors]
+        if all(total.isfinite() for total in sums):
+            return None
+    finite = [x.detach().isfinite().flatten(2).all(-1) for x in tensors]
+    return ~torch.stack(finite).all(0)
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of torch.func (grad, vmap) runs, which may look at no value."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def alibi_bias(r: Request, slopes: Tensor) -> Tensor:

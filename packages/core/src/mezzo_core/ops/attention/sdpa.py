@@ -1,5 +1,7 @@
 """Attention by torch's fused kernels: flash or cuDNN on a GPU, a blocked kernel on a CPU."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +11,7 @@ from mezzo_core.ops.attention.request import (
     alibi_bias,
     has_empty_rows,
     is_plain,
+    lost_tokens,
     visible_keys,
 )
 
@@ -27,14 +30,27 @@ def attention_sdpa(r: Request) -> AttentionOutput:
     """Compute attention with `scaled_dot_product_attention`; masks are (T, S) tensors.
 
     Causal attention without other features needs no mask and takes the fastest kernel that torch
-    has for the device; grouped heads are read in place.
+    has for the device; grouped heads are read in place. On a CPU a NaN or an infinity in a key or
+    value reaches the queries that see it and no other; on a GPU the kernels are taken as they are.
     """
+    lost = lost_tokens(r.k, r.v) if r.q.device.type == "cpu" else None
+    if lost is None:
+        return _attend(r)
+    k, v = (x.masked_fill(lost[:, :, None, None], 0) for x in (r.k, r.v))
+    if is_plain(r):
+        sees = lost.cumsum(1) > 0 if r.causal else lost.any(1, keepdim=True)
+    else:
+        sees = (visible_keys(r) & lost[:, None]).any(-1)
+    out = _attend(r._replace(k=k, v=v)).out
+    return AttentionOutput(out.masked_fill(sees[:, :, None, None], float("nan")), None)
+
+
+def _attend(r: Request) -> AttentionOutput:
     q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
     if is_plain(r):
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=r.causal, scale=r.scale, enable_gqa=grouped
-        )
+        # Where shapes are symbols, their comparison is no bool that the kernel would take.
+        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
         return AttentionOutput(out.transpose(1, 2), None)
     return AttentionOutput(_masked(r), None)
 

@@ -1,0 +1,229 @@
+"""Attention on a CPU, a block of queries at a time, over the keys that the block may see.
+
+The scores of one block are all that is in memory, in the backward pass too, which computes them
+again: a window of W needs memory for T (W + BLOCK) scores and less, whatever T is. It is an op of
+its own, so that torch.compile need not unroll the loop.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_core.ops.attention.request import (
+    AttentionOutput,
+    Request,
+    lost_tokens,
+    seen_interval,
+    token_positions,
+    visible_keys,
+)
+from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.positions import sequence_ids
+
+BLOCK = 128  # queries of a block
+
+
+def unsupported(r: Request) -> str | None:
+    """Say why this backend cannot do the request, or None if it can."""
+    return None if r.q.device.type == "cpu" else f"tensors on {r.q.device} (it needs a CPU)"
+
+
+def attention_blocked(r: Request) -> AttentionOutput:
+    """Compute attention; products and softmax run in float32 (float64 for float64)."""
+    out, lse = _differentiable(*r[:-1])
+    return AttentionOutput(out, lse if r.return_lse else None)
+
+
+class _Block(NamedTuple):
+    """A block of t queries, (B, H, G t, ...), scaled, and its s keys, (B, H, s, ...)."""
+
+    queries: slice
+    keys: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+
+
+@torch.library.custom_op("mezzo::blocked_attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: int | None,
+    slopes: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    r = Request(
+        q, k, v, causal, window_size, slopes, scale, cu_seqlens, q_positions, k_positions, True
+    )
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
+    for queries, _, _, _, b_v, scores in _blocks(r):
+        weights = scores.softmax(-1)
+        # exp(top - lse) is the largest weight.
+        top = scores.amax(-1, keepdim=True)
+        part_lse = top - weights.amax(-1, keepdim=True).log()
+        empty = top == float("-inf")
+        if empty.any():
+            weights.masked_fill_(empty, 0)
+            part_lse.masked_fill_(empty, float("-inf"))
+        t = queries.stop - queries.start
+        out[:, queries] = _tokens_first(weights @ b_v, t).to(out.dtype)
+        lse[:, queries] = _tokens_first(part_lse, t).squeeze(-1)
+    return out, lse
+
+
+@_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: int | None,
+    slopes: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse
+
+
+@torch.library.custom_op("mezzo::blocked_attention_bwd", mutates_args=())
+def _attention_bwd(
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: int | None,
+    slopes: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r = Request(
+        q, k, v, causal, window_size, slopes, scale, cu_seqlens, q_positions, k_positions, True
+    )
+    H = k.shape[2]
+    dq = q.new_zeros(q.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
+    pull = (dlse - (dout.to(lse.dtype) * out).sum(-1))[..., None]
+    # With 0 in place of -inf, an empty row's weights are exp(-inf - 0) = 0.
+    lse = lse.masked_fill(lse == float("-inf"), 0)[..., None]
+    for queries, keys, b_q, b_k, b_v, scores in _blocks(r):
+        d = _heads_first(dout[:, queries], H).to(lse.dtype)
+        weights = scores.sub_(_heads_first(lse[:, queries], H)).exp_()
+        dscores = (d @ b_v.transpose(-1, -2)).add_(_heads_first(pull[:, queries], H))
+        dscores.mul_(weights)
+        t = queries.stop - queries.start
+        dq[:, queries] = _tokens_first(dscores @ b_k, t).mul_(scale).to(q.dtype)
+        dk[:, keys] += (dscores.transpose(-1, -2) @ b_q).transpose(1, 2)
+        dv[:, keys] += (weights.transpose(-1, -2) @ d).transpose(1, 2)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@_attention_bwd.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: int | None,
+    slopes: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.causal, ctx.window_size, slopes, ctx.scale, *places = inputs
+    ctx.save_for_backward(*output, q, k, v, slopes, *places)
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, slopes, cu_seqlens, q_positions, k_positions = ctx.saved_tensors
+    places = (cu_seqlens, q_positions, k_positions)
+    found = _attention_bwd(
+        dout, dlse, *tensors, ctx.causal, ctx.window_size, slopes, ctx.scale, *places
+    )
+    return (*found, *[None] * 7)
+
+
+_differentiable = register_gradient(_attention, _backward, _save)
+
+
+def _blocks(r: Request) -> Iterator[_Block]:
+    """Yield every block of queries that sees keys, with its scores; masked ones are -inf."""
+    (_, T, HQ, _), (_, S, H, _) = r.q.shape, r.k.shape
+    dtype = accumulation_dtype(r.q.dtype)
+    interval = _interval(r)
+    q_pos, k_pos = token_positions(r)
+    lost = lost_tokens(r.v)
+    for start in range(0, T, BLOCK):
+        queries, keys = slice(start, min(start + BLOCK, T)), slice(0, S)
+        if interval is not None:
+            # Its ends never decrease: the first query's is the least, the last one's the most.
+            keys = slice(int(interval[0][start]), int(interval[1][queries.stop - 1]) + 1)
+        if keys.start >= keys.stop:
+            continue
+        q = _heads_first(r.q[:, queries], H).to(dtype) * r.scale
+        k, v = (x[:, keys].transpose(1, 2).to(dtype) for x in (r.k, r.v))
+        scores = q @ k.transpose(-1, -2)
+        # (B, H, G, t, s), for what differs from query to query.
+        wide = scores.unflatten(2, (HQ // H, -1))
+        if r.slopes is not None:
+            distance = (q_pos[:, queries, None] - k_pos[:, None, keys]).abs()
+            wide -= r.slopes.to(dtype).view(H, -1, 1, 1) * distance[:, None, None]
+        if lost is not None:
+            here = lost[:, keys]
+            v = v.masked_fill(here[:, None, :, None], 0)
+            wide.masked_fill_(here[:, None, None, None], float("nan"))
+        if interval is not None:
+            places = k_pos[0, keys]
+            visible = places >= interval[0][queries, None]
+            visible &= places <= interval[1][queries, None]
+        else:
+            part = r._replace(q_positions=q_pos[:, queries], k_positions=k_pos[:, keys])
+            visible = visible_keys(part)[:, None, None]
+        if not visible.all():
+            wide.masked_fill_(~visible, float("-inf"))
+        yield _Block(queries, keys, q, k, v, scores)
+
+
+def _interval(r: Request) -> tuple[Tensor, Tensor] | None:
+    if r.q_positions is not None:
+        return None
+    T, S = r.q.shape[1], r.k.shape[1]
+    ids = None if r.cu_seqlens is None else sequence_ids(T, r.cu_seqlens)
+    return seen_interval(torch.arange(T), S, r.causal, r.window_size, r.cu_seqlens, ids)
+
+
+def _heads_first(x: Tensor, num_heads: int) -> Tensor:
+    """Turn (B, t, HQ, D) into (B, H, G t, D): the queries of a group are rows of one product."""
+    return x.unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _tokens_first(x: Tensor, num_tokens: int) -> Tensor:
+    """Turn it back."""
+    return x.unflatten(2, (-1, num_tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)

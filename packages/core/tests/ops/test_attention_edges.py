@@ -1,0 +1,216 @@
+"""Attention at its edges: odd scales, NaN and infinities, long rows, transforms."""
+
+import math
+import re
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.ops.attention import attention
+from mezzo_core.positions import alibi_slopes
+from mezzo_core.testing import assert_close, grads
+
+
+def problem(B=2, T=7, HQ=4, H=None, D=8):
+    """Random q, k, v and the gradient of the output."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(B, T, HQ, D), (B, T, H or HQ, D), (B, T, H or HQ, D), (B, T, HQ, D)]
+    q, k, v, dout = (torch.randn(s, generator=draw) for s in shapes)
+    return {"q": q, "k": k, "v": v}, dout
+
+
+def borders(lengths):
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+# --- Any finite scale --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0, 0.0, -0.0, 1e-30, 3])
+@pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "blocked"])
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"alibi_slopes": alibi_slopes(4)}])
+def test_a_scale_may_be_zero_or_negative(scale, impl, options):
+    inputs, dout = problem(T=9, H=2)
+    wide = {name: x.double() for name, x in inputs.items()}
+    slopes = options.get("alibi_slopes")
+    out, gradients = grads(
+        lambda **x: attention(**x, **options, scale=scale, impl=impl).out, inputs, dout
+    )
+    expected, slow = grads(
+        lambda q, k, v: by_hand(q, k, v, scale, options.get("window_size", 9), slopes),
+        wide,
+        dout.double(),
+    )
+    assert_close("out", out, expected, rtol=1e-5)
+    for name in inputs:
+        assert_close(f"d{name}", gradients[name], slow[name], rtol=1e-4, atol=1e-6)
+
+
+def by_hand(q, k, v, scale, window_size, slopes):
+    """Scale, then mask."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance
+    scores = scores.masked_fill((distance < 0) | (distance >= window_size), float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
+
+
+# --- What is masked is selected, not multiplied ------------------------------------------------
+
+ISOLATED = [
+    {},
+    {"window_size": 5},
+    {"alibi_slopes": alibi_slopes(4)},
+    {"cu_seqlens": borders([60, 0, 1, 89])},
+    {"cu_seqlens": borders([60, 90]), "causal": False},
+    {
+        "q_positions": torch.arange(149, -1, -1)[None],
+        "k_positions": torch.arange(149, -1, -1)[None],
+    },
+]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("options", ISOLATED)
+@pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "blocked", "compiled"])
+def test_a_lost_token_reaches_the_queries_that_see_it_alone(impl, options, name):
+    inputs, _ = problem(B=2 if "cu_seqlens" not in options else 1, T=150, H=2)
+    run = attention
+    if impl == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    call = {**options, "impl": "auto" if impl == "compiled" else impl}
+    clean = run(**inputs, **call).out
+    for bad in (math.nan, math.inf):
+        for t in (0, 70, 149):
+            spoiled = {**inputs, name: inputs[name].clone()}
+            spoiled[name][0, t, -1, 3] = bad
+            out = run(**spoiled, **call).out
+            sees = torch.arange(150) == t if name == "q" else seen_by(t, options)
+            hit = torch.zeros(len(out), 150, dtype=torch.bool)
+            hit[0] = sees
+            assert torch.equal(out[~hit], clean[~hit])
+            if math.isnan(bad):
+                assert out[hit].flatten(1).isnan().any(1).all()
+
+
+def seen_by(t, options):
+    """Which of 150 queries see key t."""
+    visible = torch.ones(150, 150, dtype=torch.bool)
+    places = options.get("q_positions", torch.arange(150)[None])[0]
+    distance = places[:, None] - places
+    if options.get("causal", True):
+        visible &= distance >= 0
+    visible &= distance < options.get("window_size", 1000)
+    if "cu_seqlens" in options:
+        ids = torch.repeat_interleave(options["cu_seqlens"].diff())
+        visible &= ids[:, None] == ids
+    return visible[:, t]
+
+
+# --- Memory on a CPU ---------------------------------------------------------------------------
+
+
+def peak(run):
+    """Return what a call returns, and by how many bytes the process grew to run it."""
+    status = Path("/proc/self/status")
+
+    def size(name):
+        return int(re.search(rf"{name}:\s+(\d+) kB", status.read_text())[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+    before = size("VmRSS")
+    return run(), size("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    "options", [{"window_size": 64}, {"cu_seqlens": torch.arange(0, 20_001, 100)}]
+)
+def test_a_long_row_with_a_short_reach_takes_little_memory_on_a_cpu(options):
+    T = 20_000
+    inputs, dout = problem(B=1, T=T, HQ=1)
+    (out, gradients), grown = peak(
+        lambda: grads(lambda **x: attention(**x, **options).out, inputs, dout)
+    )
+    assert grown < T * T / 4  # a mask alone would take T * T bytes, several times
+    end = slice(T - 100, T)
+    options = {name: x for name, x in options.items() if name != "cu_seqlens"}
+    alone = attention(**{name: x[:, end] for name, x in inputs.items()}, **options).out
+    # With a window, the first of these see keys before them.
+    seen = slice(63 if options else 0, None)
+    assert_close("out", out[:, end][:, seen], alone[:, seen], rtol=1e-5)
+    assert all(x.isfinite().all() for x in gradients.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_the_measure_of_memory_sees_a_mask():
+    inputs, _ = problem(B=1, T=3000, HQ=1)
+    _, grown = peak(lambda: attention(**inputs, window_size=64, impl="sdpa"))
+    assert grown > 3000 * 3000
+
+
+# --- Transforms --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"impl": "blocked"}])
+def test_the_gradient_of_torch_func_is_that_of_autograd(options):
+    inputs, dout = problem(T=9, H=2)
+    _, expected = grads(lambda **x: attention(**x, **options).out, inputs, dout)
+
+    def loss(k):
+        return (attention(inputs["q"], k, inputs["v"], **options).out * dout).sum()
+
+    found = torch.func.grad(loss)(inputs["k"])
+    assert_close("dk", found, expected["k"], rtol=1e-5)
+    per_row = torch.vmap(lambda q: attention(q[None], q[None], q[None]).out)(inputs["q"])
+    assert per_row.shape == (2, 1, 9, 4, 8)
+
+
+def test_a_second_gradient_of_torch_func_is_refused_rather_than_zero():
+    inputs, _ = problem(T=5)
+    q, k, v = inputs.values()
+
+    def slope(k):
+        return torch.func.grad(lambda x: attention(q, x, v, impl="blocked").out.sum())(k).sum()
+
+    with pytest.raises(RuntimeError, match="no second gradient"):
+        torch.func.grad(slope)(k)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": -0.4},
+        {"window_size": 3},
+        {"alibi_slopes": alibi_slopes(4)},
+        {"return_lse": True},
+    ],
+)
+@pytest.mark.parametrize("marked", [False, True])
+def test_one_graph_serves_every_length(options, marked):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, **options).out,
+        fullgraph=True,
+        dynamic=None if marked else True,
+        backend="eager",
+    )
+    for T in (9, 7, 33):
+        x = torch.randn(2, T, 4, 8)
+        if marked:
+            torch._dynamo.mark_dynamic(x, 1)
+        with torch.compiler.set_stance("fail_on_recompile" if T != 9 else "default"):
+            out = compiled(x, x, x)
+        assert_close(f"T = {T}", out, attention(x, x, x, **options).out, rtol=1e-6)
+
+
+def test_blocked_attention_passes_opcheck():
+    inputs, _ = problem(T=130, H=2)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    arguments = (*inputs.values(), True, 5, alibi_slopes(4), 0.3, None, None, None)
+    torch.library.opcheck(torch.ops.mezzo.blocked_attention.default, arguments)
