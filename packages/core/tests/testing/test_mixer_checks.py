@@ -7,6 +7,7 @@ import torch
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.testing.mixers import (
     check_causal,
+    check_isolated,
     check_packed,
     check_ragged,
     check_segments,
@@ -38,6 +39,8 @@ class RunningMean(AbstractMixer):
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
         if cu_seqlens is not None and self.mistake != "packing ignored":
             sizes = cu_seqlens.diff().tolist()
+            if self.mistake == "sequences times zero":
+                x = x + 0 * x.sum(1, keepdim=True)
             return torch.cat([self(part)[0] for part in x.split(sizes, 1)], 1), None
         B, T, _ = x.shape
         given = state if state is not None else self.init_state(B)
@@ -48,8 +51,15 @@ class RunningMean(AbstractMixer):
         real = torch.full((B,), T) if lengths is None else lengths
         if self.mistake == "lengths ignored":
             real = torch.full((B,), T)
-        x = x * (torch.arange(T) < real[:, None]).unsqueeze(-1)
+        padding = (torch.arange(T) >= real[:, None]).unsqueeze(-1)
+        x = x * ~padding if self.mistake == "padding times zero" else x.masked_fill(padding, 0)
         h = given.h[:, None] + x.cumsum(1)
+        if self.mistake == "past times zero":
+            h = given.h[:, None] + torch.ones(T, T).tril() @ x
+        if self.mistake == "rows times zero":
+            h = h + 0 * x.sum(0)
+        if self.mistake == "NaN swallowed":
+            h = h.nan_to_num()
         if self.mistake == "future leaks":
             h = h + 1e-6 * x.mean(1, keepdim=True)
         count = given.lengths[:, None] + torch.arange(1, T + 1)
@@ -89,6 +99,7 @@ class RunningMean(AbstractMixer):
 CHECKS = {
     "segments": lambda m: check_segments(m, d_model=C, num_tokens=9, splits=[4, 0, 5]),
     "causal": lambda m: check_causal(m, d_model=C, num_tokens=9),
+    "isolated": lambda m: check_isolated(m, C, 9),
     "packed": lambda m: check_packed(m, C, [0, 3, 1, 0, 5]),
     "ragged": lambda m: check_ragged(m, C, [5, 0, 1, 9], 3),
     "step": lambda m: check_step(m, C, [5, 0, 1, 9], 3),
@@ -109,6 +120,12 @@ def test_a_correct_mixer_passes(name):
         ("segments", "state returned in training", "must return None"),
         ("causal", "future leaks", "reached the past"),
         ("causal", "x ignored", "reached nothing"),
+        ("isolated", "past times zero", "nan in token 1 reached the past"),
+        ("isolated", "rows times zero", "nan in token 0 reached another row"),
+        ("isolated", "NaN swallowed", "nan in token 0 does not show there"),
+        ("isolated", "sequences times zero", "nan in a packed sequence reached another one"),
+        ("isolated", "padding times zero", "nan in padding reached the next forward"),
+        ("isolated", "lengths ignored", "in padding reached the next forward"),
         ("packed", "packing ignored", "packed"),
         ("ragged", "lengths ignored", "row"),
         ("ragged", "state forgotten", "row"),

@@ -4,7 +4,7 @@ Inputs are float32, random normal from a fixed seed, on the device of the mixer'
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -66,6 +66,39 @@ def check_causal(
             changed, _ = mixer(other)
             assert torch.equal(changed[:, :t], y[:, :t]), f"a change at {t} reached the past"
             assert not torch.equal(changed[:, t:], y[:, t:]), f"a change at {t} reached nothing"
+
+
+def check_isolated(
+    mixer: AbstractMixer, d_model: int, num_tokens: int, *, batch: int = 2, seed: int = 0
+) -> None:
+    """Assert that a NaN or an infinity stays where causality lets it be.
+
+    In token t of row 0 it leaves what comes before t, and the other rows, bit-equal, and a NaN
+    shows at t. In one of several packed sequences it leaves the others bit-equal. In padding it
+    leaves the real tokens, and what comes after them by `forward` and by `step`, bit-equal.
+
+    Args:
+        mixer: the mixer under test.
+        d_model: its width C.
+        num_tokens: length T of the sequences, at least 3.
+        batch: number of sequences, at least 2.
+        seed: of the inputs.
+    """
+    x = _normal(mixer, (batch, num_tokens, d_model), seed)
+    with torch.no_grad():
+        y, _ = mixer(x)
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            for t in sorted({0, 1, num_tokens // 2, num_tokens - 1}):
+                other = x.clone()
+                other[0, t] = bad
+                found, _ = mixer(other)
+                where = f"{bad} in token {t}"
+                assert torch.equal(found[0, :t], y[0, :t]), f"{where} reached the past"
+                assert torch.equal(found[1:], y[1:]), f"{where} reached another row"
+                hidden = bad != bad and bool(found[0, t].isfinite().all())
+                assert not hidden, f"{where} does not show there"
+            _check_isolated_packing(mixer, x[:1], bad)
+            _check_isolated_padding(mixer, x, bad)
 
 
 def check_packed(
@@ -191,6 +224,39 @@ def check_state_bytes(
         f"state_bytes({num_tokens}) = {told}, but the state holds {values} bytes of values "
         f"({total} with counters)"
     )
+
+
+def _check_isolated_packing(mixer: AbstractMixer, x: Tensor, bad: float) -> None:
+    """Spoil one of three packed sequences after the other."""
+    T = x.shape[1]
+    borders = [0, T // 3, T - T // 3, T]
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+    y, _ = mixer(x, cu_seqlens=cu_seqlens)
+    for start, end in pairwise(borders):
+        other = x.clone()
+        other[:, start:end] = bad
+        found, _ = mixer(other, cu_seqlens=cu_seqlens)
+        same = torch.equal(found[:, :start], y[:, :start]) and torch.equal(
+            found[:, end:], y[:, end:]
+        )
+        assert same, f"{bad} in a packed sequence reached another one"
+
+
+def _check_isolated_padding(mixer: AbstractMixer, x: Tensor, bad: float) -> None:
+    """Spoil the padding of prompts, and go on with two tokens by `forward` and by `step`."""
+    B, T = x.shape[:2]
+    lengths = torch.tensor([(T * i) // B for i in range(B)], device=x.device)
+    padding = torch.arange(T, device=x.device) >= lengths[:, None]
+    outputs = []
+    for prompts in (x, x.masked_fill(padding[..., None], bad)):
+        y, state = mixer(prompts, mixer.init_state(B), lengths=lengths)
+        after = [y[~padding], mixer(x[:, :2], state)[0]]
+        room = mixer.reserve(state, 2)
+        after += [mixer.step(x[:, t : t + 1], room) for t in range(2)]
+        outputs.append(after)
+    names = ("real tokens", "the next forward", "the next step", "the step after")
+    for name, clean, found in zip(names, *outputs, strict=True):
+        assert torch.equal(found, clean), f"{bad} in padding reached {name}"
 
 
 def _normal(mixer: AbstractMixer, shape: tuple[int, ...], seed: int) -> Tensor:
