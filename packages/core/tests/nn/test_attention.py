@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.ops.attention import attention
+from mezzo_core.positions import apply_rope
 from mezzo_core.testing import assert_close
 from mezzo_core.testing.mixers import (
     check_causal,
+    check_isolated,
     check_packed,
     check_ragged,
     check_segments,
@@ -48,6 +51,12 @@ def test_segments_and_single_steps_equal_the_whole(name, splits):
 @configs
 def test_no_output_depends_on_a_later_token(name):
     check_causal(build(name), d_model=C, num_tokens=13)
+
+
+@configs
+@pytest.mark.parametrize("num_tokens", [9, 150])
+def test_what_is_not_finite_stays_where_causality_lets_it_be(name, num_tokens):
+    check_isolated(build(name), C, num_tokens)
 
 
 @configs
@@ -200,6 +209,48 @@ def test_autocast_decodes_with_a_cache_of_the_activations():
     assert_close("steps", torch.cat([y, *steps], 1), full, rtol=2e-2)
 
 
+@pytest.mark.parametrize("wide_first", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_autocast_may_begin_or_end_between_prompt_and_steps(rows, wide_first):
+    mixer = build("grouped")
+    x = torch.randn(rows, 6, C)
+    with torch.no_grad():
+        full, _ = mixer(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not wide_first):
+            _, state = mixer(x[:, :3], mixer.init_state(rows))
+        state = mixer.reserve(state, 3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=wide_first):
+            steps = [mixer.step(x[:, t : t + 1], state) for t in range(3, 6)]
+    assert_close("steps", torch.cat(steps, 1).float(), full[:, 3:], rtol=2e-2)
+
+
+def test_float64_is_exact_in_every_way_to_run():
+    mixer = build("rope").double()
+    x = torch.randn(2, 300, C, dtype=torch.float64)
+    with torch.no_grad():
+        full, _ = mixer(x)
+        q, k, v = mixer._project(x)
+        steps = 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+        angles = torch.arange(300)[:, None] * steps
+        q, k = (apply_rope(part, angles.cos(), angles.sin()) for part in (q, k))
+        assert_close("forward", full, mixer.wo(attention(q, k, v).out.flatten(2)), rtol=1e-13)
+        state = mixer.reserve(mixer(x[:, :-1], mixer.init_state(2))[1], 1)
+        assert_close("step", mixer.step(x[:, -1:], state), full[:, -1:], rtol=1e-13)
+
+
+def test_inductor_compiles_an_odd_length_right():
+    # Over 5 s: it compiles C++, where torch.compile has gone wrong before.
+    torch._dynamo.reset()
+    mixer = build(dataclasses.replace(CONFIGS["window"], num_kv_heads=2))
+    x, dy = torch.randn(2, 2, 19, C)
+    inputs = {"x": x.requires_grad_(), **dict(mixer.named_parameters())}
+    y, expected = mixer(x)[0], torch.compile(mixer, fullgraph=True)(x)[0]
+    assert_close("y", y, expected, rtol=1e-5)
+    found, right = (torch.autograd.grad(z, list(inputs.values()), dy) for z in (y, expected))
+    for name, got, ref in zip(inputs, found, right, strict=True):
+        assert_close(f"d{name}", got, ref, rtol=1e-5)
+
+
 def test_flops_count_weights_and_visible_keys():
     T = 50
     for name, config in CONFIGS.items():
@@ -225,7 +276,11 @@ def test_training_compiles_into_one_graph(name):
     [
         ({"head_dim": 5}, "head_dim must divide d_model, got 5 and 32"),
         ({"num_kv_heads": 3}, "num_kv_heads must divide the 4 query heads, got 3"),
-        ({"window_size": 0}, "window_size must be at least 1"),
+        ({"window_size": 0}, "window_size must be 1 or more, got 0"),
+        ({"head_dim": 0}, "head_dim must be 1 or more, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be 1 or more, got 0"),
+        ({"rope_base": 0.0}, "rope_base must be positive and finite, got 0.0"),
+        ({"rope_base": float("nan")}, "rope_base must be positive and finite, got nan"),
         ({"alibi": "press"}, "set rope_base=None"),
         ({"head_dim": 1}, "head_dim must be even for RoPE"),
         ({"alibi": "bloom", "rope_base": None}, "'press', 'olmo'"),
@@ -234,6 +289,41 @@ def test_training_compiles_into_one_graph(name):
 def test_bad_configurations_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         build(dataclasses.replace(CONFIGS["rope"], **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 8.0}, "head_dim must be an int, got float"),
+        ({"num_kv_heads": True}, "num_kv_heads must be an int, got bool"),
+        ({"window_size": "5"}, "window_size must be an int, got str"),
+        ({"rope_base": "x"}, "rope_base must be a number, got str"),
+    ],
+)
+def test_configurations_of_another_kind_are_named(changes, message):
+    with pytest.raises(TypeError, match=message):
+        build(dataclasses.replace(CONFIGS["rope"], **changes))
+
+
+def test_a_cache_of_other_heads_is_refused():
+    other, mixer, x = build("grouped"), build("rope"), torch.randn(2, 1, C)
+    with torch.no_grad():
+        _, state = other(x, other.init_state(2))
+        for call in (mixer, mixer.step):
+            with pytest.raises(ValueError, match=r"state.k and state.v must be \(B, S, 4, 8\)"):
+                call(x, state)
+            with pytest.raises(TypeError, match="must be floating-point"):
+                call(x, mixer.init_state(2)._replace(k=torch.zeros(2, 0, 4, 8).int()))
+            with pytest.raises(TypeError, match=r"state.lengths must be \(B,\) int64"):
+                call(x, mixer.init_state(2)._replace(lengths=torch.zeros(2)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0), (0, 0)])
+def test_gradients_of_no_tokens_and_of_no_rows_are_empty(name, B, T):
+    mixer, x = build(name), torch.randn(B, T, C, requires_grad=True)
+    for y in (mixer(x)[0], mixer(x, mixer.init_state(B))[0]):
+        assert torch.autograd.grad(y.sum(), x)[0].shape == (B, T, C)
 
 
 def test_bad_calls_are_named():

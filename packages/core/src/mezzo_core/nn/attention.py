@@ -10,7 +10,9 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.attention import attention
+from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import (
     AlibiFormula,
     alibi_slopes,
@@ -73,8 +75,10 @@ class Attention(AbstractMixer):
         """Make the projections.
 
         Raises:
-            ValueError: if widths or heads do not divide, the window is empty, the ALiBi formula is
-                unknown, or RoPE and ALiBi are both asked for.
+            TypeError: if a number of the config is none, or no int where it counts something.
+            ValueError: if widths or heads do not divide, the window is empty, the base of RoPE is
+                not positive and finite, the ALiBi formula is unknown, or RoPE and ALiBi are both
+                asked for.
         """
         super().__init__()
         _check_config(d_model, config)
@@ -102,12 +106,21 @@ class Attention(AbstractMixer):
             ValueError: if an argument breaks the mixer's contract.
         """
         self.check_input(x, state, cu_seqlens, lengths)
+        if state is not None:
+            self._check_cache(state)
         T = x.shape[1]
+        if lengths is not None:
+            # Whatever padding holds, what is computed from it is finite.
+            padding = torch.arange(T, device=x.device) >= lengths[:, None]
+            x = x.masked_fill(padding[..., None], 0)
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         q, k, v = self._project(x)
         if self.config.rope_base is not None:
-            angles = rope_angles(positions, self.config.head_dim, self.config.rope_base)
+            dtype = accumulation_dtype(q.dtype)
+            angles = rope_angles(
+                positions, self.config.head_dim, self.config.rope_base, dtype=dtype
+            )
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         slopes = self._slopes(x.device)
         q_positions, k_positions = None, None
@@ -136,6 +149,7 @@ class Attention(AbstractMixer):
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
         self.check_step(x, state)
+        self._check_cache(state)
         k, _, lengths = state
         S = k.shape[1]
         is_ring = self.config.window_size == S
@@ -144,7 +158,8 @@ class Attention(AbstractMixer):
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
         q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
         out = decode_attention(q, *state, alibi_slopes=self._slopes(x.device))
-        return project(self.wo, out.flatten(1)[:, None])
+        # The cache keeps the dtype that it was filled in; the products follow the token.
+        return project(self.wo, out.to(new_q.dtype).flatten(1)[:, None])
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
@@ -155,6 +170,22 @@ class Attention(AbstractMixer):
         k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
         k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
         return KVCache(k, v, state.lengths.clone())
+
+    def _check_cache(self, state: KVCache) -> None:
+        """Raise an error if the state is of an Attention of other heads, or of another kind."""
+        for name, part in (("k", state.k), ("v", state.v)):
+            check_floating("Attention", f"state.{name}", part)
+        heads = (self.num_kv_heads, self.config.head_dim)
+        if state.k.ndim != 4 or state.k.shape[2:] != heads or state.v.shape != state.k.shape:
+            raise ValueError(
+                f"state.k and state.v must be (B, S, {heads[0]}, {heads[1]}), "
+                f"got {tuple(state.k.shape)} and {tuple(state.v.shape)}"
+            )
+        if state.lengths.dtype != torch.int64 or state.lengths.ndim != 1:
+            raise TypeError(
+                f"state.lengths must be (B,) int64, got {tuple(state.lengths.shape)} "
+                f"{state.lengths.dtype}"
+            )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
@@ -213,15 +244,21 @@ def _slot_positions(lengths: Tensor, num_slots: int) -> Tensor:
 
 def _check_config(d_model: int, config: AttentionConfig) -> None:
     D, H = config.head_dim, config.num_kv_heads
-    if D < 1 or d_model < 1 or d_model % D:
+    check_size("AttentionConfig", "head_dim", D)
+    check_size("AttentionConfig", "d_model", d_model)
+    if d_model < 1 or d_model % D:
         raise ValueError(f"head_dim must divide d_model, got {D} and {d_model}")
-    if H is not None and (H < 1 or (d_model // D) % H):
+    if H is not None:
+        check_size("AttentionConfig", "num_kv_heads", H)
+    if H is not None and (d_model // D) % H:
         raise ValueError(f"num_kv_heads must divide the {d_model // D} query heads, got {H}")
-    if config.window_size is not None and config.window_size < 1:
-        raise ValueError(f"window_size must be at least 1, got {config.window_size}")
+    if config.window_size is not None:
+        check_size("AttentionConfig", "window_size", config.window_size)
     if config.alibi is not None and config.alibi not in get_args(AlibiFormula):
         raise ValueError(f"alibi must be one of {get_args(AlibiFormula)}, got {config.alibi!r}")
     if config.rope_base is not None and config.alibi is not None:
         raise ValueError("alibi and rope_base exclude each other: set rope_base=None for ALiBi")
+    if config.rope_base is not None:
+        check_number("AttentionConfig", "rope_base", config.rope_base, positive=True)
     if config.rope_base is not None and D % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {D}")
