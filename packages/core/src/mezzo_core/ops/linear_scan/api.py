@@ -34,9 +34,9 @@ def linear_scan(
     """Compute h[t] = a[t] ⊙ h[t-1] + x[t], the gated linear recurrence inside RAT and linear RNNs.
 
     Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
-    in `a`, `x` and `initial_state`, through both results; not twice. The chunked form
-    is the intra-chunk recurrence of RAT (equation 3 of the RAT paper). A NaN reaches later tokens of
-    its sequence alone; the Triton form may carry it past a chunk's start.
+    in `a`, `x` and `initial_state`, through both results; not twice. The chunked form is the
+    intra-chunk recurrence of RAT (equation 3 of the RAT paper). A NaN reaches later tokens of its
+    own sequence alone; the Triton form may carry it past a chunk's start.
 
     Args:
         a: (B, T, *) decays, any real number, any floating-point dtype.
