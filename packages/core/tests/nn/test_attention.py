@@ -291,20 +291,6 @@ def test_bad_configurations_are_named(changes, message):
         build(dataclasses.replace(CONFIGS["rope"], **changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head_dim": 8.0}, "head_dim must be an int, got float"),
-        ({"num_kv_heads": True}, "num_kv_heads must be an int, got bool"),
-        ({"window_size": "5"}, "window_size must be an int, got str"),
-        ({"rope_base": "x"}, "rope_base must be a number, got str"),
-    ],
-)
-def test_configurations_of_another_kind_are_named(changes, message):
-    with pytest.raises(TypeError, match=message):
-        build(dataclasses.replace(CONFIGS["rope"], **changes))
-
-
 def test_a_cache_of_other_heads_is_refused():
     other, mixer, x = build("grouped"), build("rope"), torch.randn(2, 1, C)
     with torch.no_grad():

@@ -75,7 +75,6 @@ class Attention(AbstractMixer):
         """Make the projections.
 
         Raises:
-            TypeError: if a number of the config is none, or no int where it counts something.
             ValueError: if widths or heads do not divide, the window is empty, the base of RoPE is
                 not positive and finite, the ALiBi formula is unknown, or RoPE and ALiBi are both
                 asked for.
@@ -246,7 +245,7 @@ def _check_config(d_model: int, config: AttentionConfig) -> None:
     D, H = config.head_dim, config.num_kv_heads
     check_size("AttentionConfig", "head_dim", D)
     check_size("AttentionConfig", "d_model", d_model)
-    if d_model < 1 or d_model % D:
+    if d_model % D:
         raise ValueError(f"head_dim must divide d_model, got {D} and {d_model}")
     if H is not None:
         check_size("AttentionConfig", "num_kv_heads", H)
