@@ -291,19 +291,6 @@ def test_bad_configurations_are_named(changes, message):
         build(dataclasses.replace(CONFIGS["rope"], **changes))
 
 
-def test_a_cache_of_other_heads_is_refused():
-    other, mixer, x = build("grouped"), build("rope"), torch.randn(2, 1, C)
-    with torch.no_grad():
-        _, state = other(x, other.init_state(2))
-        for call in (mixer, mixer.step):
-            with pytest.raises(ValueError, match=r"state.k and state.v must be \(B, S, 4, 8\)"):
-                call(x, state)
-            with pytest.raises(TypeError, match="must be floating-point"):
-                call(x, mixer.init_state(2)._replace(k=torch.zeros(2, 0, 4, 8).int()))
-            with pytest.raises(TypeError, match=r"state.lengths must be \(B,\) int64"):
-                call(x, mixer.init_state(2)._replace(lengths=torch.zeros(2)))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0), (0, 0)])
 def test_gradients_of_no_tokens_and_of_no_rows_are_empty(name, B, T):

@@ -10,7 +10,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.attention import attention
-from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import (
@@ -105,8 +105,6 @@ class Attention(AbstractMixer):
             ValueError: if an argument breaks the mixer's contract.
         """
         self.check_input(x, state, cu_seqlens, lengths)
-        if state is not None:
-            self._check_cache(state)
         T = x.shape[1]
         if lengths is not None:
             # Whatever padding holds, what is computed from it is finite.
@@ -148,7 +146,6 @@ class Attention(AbstractMixer):
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
         self.check_step(x, state)
-        self._check_cache(state)
         k, _, lengths = state
         S = k.shape[1]
         is_ring = self.config.window_size == S
@@ -169,22 +166,6 @@ class Attention(AbstractMixer):
         k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
         k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
         return KVCache(k, v, state.lengths.clone())
-
-    def _check_cache(self, state: KVCache) -> None:
-        """Raise an error if the state is of an Attention of other heads, or of another kind."""
-        for name, part in (("k", state.k), ("v", state.v)):
-            check_floating("Attention", f"state.{name}", part)
-        heads = (self.num_kv_heads, self.config.head_dim)
-        if state.k.ndim != 4 or state.k.shape[2:] != heads or state.v.shape != state.k.shape:
-            raise ValueError(
-                f"state.k and state.v must be (B, S, {heads[0]}, {heads[1]}), "
-                f"got {tuple(state.k.shape)} and {tuple(state.v.shape)}"
-            )
-        if state.lengths.dtype != torch.int64 or state.lengths.ndim != 1:
-            raise TypeError(
-                f"state.lengths must be (B,) int64, got {tuple(state.lengths.shape)} "
-                f"{state.lengths.dtype}"
-            )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
