@@ -416,7 +416,7 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
         ({"g": torch.zeros(2, 4, 1, 4)}, ValueError, "g must be"),
         ({"z": torch.zeros(2, 4, 2, 3)}, ValueError, "z must be"),
         ({"gate_bias": torch.zeros(8)}, ValueError, "gate_bias must be"),
-        ({"g": torch.zeros(2, 4, 2, 4, dtype=torch.int64)}, TypeError, "g must be a floating"),
+        ({"g": torch.zeros(2, 4, 2, 4, dtype=torch.int64)}, TypeError, "g must be floating"),
         ({"k": torch.zeros(2, 4, 1, 4, dtype=torch.float64)}, TypeError, "share a dtype"),
         ({"k": torch.zeros(2, 4, 1, 4, device="meta")}, ValueError, "k must be on cpu"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be"),
