@@ -43,7 +43,7 @@ def check_form(
         if name in shapes and x.shape != shapes[name]:
             raise ValueError(f"{op}: {name} must be {tuple(shapes[name])}, got {tuple(x.shape)}")
         if x.device != v.device:
-            raise ValueError(f"{op}: {name} must be on {v.device} as v is, got {x.device}")
+            raise ValueError(f"{op}: {name} is on {x.device}, other inputs on {v.device}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     check_numbers(op, chunk_size, rope, rope_base)
