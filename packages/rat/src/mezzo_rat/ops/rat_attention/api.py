@@ -63,7 +63,8 @@ def chunk_rat_attention(
         out[n,l] = sigmoid(z[n,l]) softmax(scale q[n,l]·K) V
 
     RoPE turns q and k~ after the recurrence. Gates, recurrence and softmax are float32 (float64 for
-    float64 inputs), the products of attention are in the dtype of the inputs. Any T, L >= 1.
+    float64 inputs), the products of attention are in the dtype of the inputs. Any T, L >= 1. A NaN
+    or an infinity at a token changes nothing before it, in no other sequence, and in padding none.
 
     Args:
         q: queries of G groups; head h reads group h % G. G divides H.
@@ -75,7 +76,8 @@ def chunk_rat_attention(
         z: logits of the output gate; None means no gate.
         rope: rotate by the index n of the chunk, by the position of the token, or not at all.
         rope_base: base of RoPE's frequencies.
-        scale: of the logits; D**-0.5 by default.
+        scale: of the logits, any finite number (the kernels take positive ones); D**-0.5 by
+            default.
         state: continue from here; its gradients are computed too.
         lengths: int64, how many tokens of each row are real, the rest being padding on the right;
             needs a state.
