@@ -394,9 +394,19 @@ def test_on_a_gpu_steps_at_the_papers_width(B, N):
     assert_close("k", state.k, wide.k, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("part", [1, 2, 3, 4])  # of z, v, g, q, k
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "dtype"),  # the part of z, v, g, q, k
+    [
+        (1, NAN, torch.float32),
+        (1, INF, torch.bfloat16),
+        (2, NAN, torch.float32),
+        (3, NAN, torch.float32),
+        (4, NAN, torch.float32),
+    ],
+)
 def test_a_broken_token_changes_none_before_it_and_no_other_sequence(value, part, dtype):
     inputs = draw(1, 50, 2, 1, 32, dtype=dtype)
     heads = [2, 2, 2, 1, 1]
