@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
 from mezzo_rat.ops.gated_scan import gated_scan
+from mezzo_rat.padding import without_padding
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class LinearRNNConfig:
         """Build the mixer.
 
         Raises:
-            ValueError: if `span` is not positive.
+            TypeError: if `span` is no int.
+            ValueError: if it is not positive.
         """
         return LinearRNN(self, d_model)
 
@@ -44,8 +47,8 @@ class LinearRNN(AbstractMixer):
 
     def __init__(self, config: LinearRNNConfig, d_model: int) -> None:
         super().__init__()
-        if config.span < 1:
-            raise ValueError(f"span must be 1 or more, got {config.span}")
+        check_size("LinearRNN", "d_model", d_model)
+        check_size("LinearRNN", "span", config.span)
         self.config, self.d_model = config, d_model
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)  # z, v, g
         self.gate_bias = nn.Parameter(torch.empty(d_model))
@@ -68,7 +71,7 @@ class LinearRNN(AbstractMixer):
         self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
         out, last = gated_scan(
-            self.in_proj(x),
+            self.in_proj(without_padding(x, lengths)),
             gate_bias=self.gate_bias,
             initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
+from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -17,6 +18,8 @@ from mezzo_rat.ops.rat_attention import (
     reserve,
     step_rat_attention_,
 )
+from mezzo_rat.ops.rat_attention.checks import check_numbers
+from mezzo_rat.padding import without_padding
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class RATConfig:
         """Build the mixer.
 
         Raises:
-            ValueError: if the widths do not divide, or a size is not positive.
+            TypeError: if a size or a number is of another kind.
+            ValueError: if the widths do not divide, a size is not positive, or a value is none of
+                those above; both name the field.
         """
         return RAT(self, d_model)
 
@@ -59,18 +64,20 @@ class RAT(AbstractMixer):
     def __init__(self, config: RATConfig, d_model: int) -> None:
         super().__init__()
         D = config.head_dim
-        if config.chunk_size < 1:
-            raise ValueError(f"chunk_size must be 1 or more, got {config.chunk_size}")
-        if D < 1 or d_model % D:
-            raise ValueError(f"head_dim must divide d_model = {d_model}, got {D}")
+        check_size("RAT", "d_model", d_model)
+        check_size("RAT", "head_dim", D)
+        if d_model % D:
+            raise ValueError(f"RAT: head_dim must divide d_model = {d_model}, got {D}")
         H = d_model // D
         G = H if config.num_groups is None else config.num_groups
-        if G < 1 or H % G:
-            raise ValueError(f"num_groups must divide the {H} heads, got {G}")
-        if config.gate_rank is not None and config.gate_rank < 1:
-            raise ValueError(f"gate_rank must be 1 or more, or None, got {config.gate_rank}")
+        check_size("RAT", "num_groups", G)
+        if H % G:
+            raise ValueError(f"RAT: num_groups must divide the {H} heads, got {G}")
+        if config.gate_rank is not None:
+            check_size("RAT", "gate_rank", config.gate_rank)
+        check_numbers("RAT", config.chunk_size, config.rope, config.rope_base)
         if config.rope is not None and D % 2:
-            raise ValueError(f"rope needs an even head_dim, got {D}")
+            raise ValueError(f"RAT: rope needs an even head_dim, got {D}")
         self.config = config
         self.d_model, self.num_heads, self.num_groups = d_model, H, G
         gate = d_model if config.gate_rank is None else config.gate_rank
@@ -97,6 +104,7 @@ class RAT(AbstractMixer):
     ) -> tuple[Tensor, RATState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
+        x = without_padding(x, lengths)
         y, state = chunk_rat_attention_zvgqk(
             self._project(x), **self._form(), state=state, lengths=lengths, cu_seqlens=cu_seqlens
         )

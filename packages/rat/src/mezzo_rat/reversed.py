@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.ops.attention import attention
+from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.divide import floor_divide
 from mezzo_core.ops.linear_scan import linear_scan
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from mezzo_rat.gate_bias import init_gate_bias
 from mezzo_rat.ops.forget_gate import forget_gate
 from mezzo_rat.ops.rat_attention.layout import packed_layout
+from mezzo_rat.padding import without_padding
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class RATReversedConfig:
         """Build the mixer.
 
         Raises:
-            ValueError: if the widths do not divide, or a size is not positive.
+            TypeError: if a size or `rope_base` is of another kind.
+            ValueError: if the widths do not divide, or a number is not positive and finite; both
+                name the field.
         """
         return RATReversed(self, d_model)
 
@@ -70,11 +75,14 @@ class RATReversed(AbstractMixer):
     def __init__(self, config: RATReversedConfig, d_model: int) -> None:
         super().__init__()
         D = config.head_dim
-        for name in ("chunk_size", "gate_rank", "span"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(config, name)}")
-        if D < 2 or D % 2 or d_model % D:
-            raise ValueError(f"head_dim must be even and divide d_model = {d_model}, got {D}")
+        check_size("RATReversed", "d_model", d_model)
+        for name in ("chunk_size", "head_dim", "gate_rank", "span"):
+            check_size("RATReversed", name, getattr(config, name))
+        check_number("RATReversed", "rope_base", config.rope_base, positive=True)
+        if D % 2 or d_model % D:
+            raise ValueError(
+                f"RATReversed: head_dim must be even and divide d_model = {d_model}, got {D}"
+            )
         self.config, self.d_model = config, d_model
         self.widths = (d_model, d_model, d_model, config.gate_rank, D)
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
@@ -97,15 +105,14 @@ class RATReversed(AbstractMixer):
     ) -> tuple[Tensor, RATReversedState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        if x.shape[1] == 0:
-            return x, state
-        v, g, k, z, q = self.in_proj(x).split(self.widths, dim=-1)
+        check_floating("RATReversed", "gate_bias", self.gate_bias)
+        v, g, k, z, q = self.in_proj(without_padding(x, lengths)).split(self.widths, dim=-1)
         z = self.z_proj(z)
         v, g, k, q = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (v, g, k, q))
         keep, write = forget_gate(g, self.gate_bias.view(v.shape[2:]))
-        if cu_seqlens is not None:
+        if cu_seqlens is not None and x.shape[1] > 0:
             h = self._packed(q, k, v, keep, write, cu_seqlens)
-        elif state is not None:
+        elif state is not None and x.shape[1] > 0:
             added = torch.full_like(state.lengths, x.shape[1]) if lengths is None else lengths
             h, state = self._continued(q, k, v, keep, write, state, added)
         else:
@@ -120,7 +127,8 @@ class RATReversed(AbstractMixer):
         """Apply RoPE by place in the chunk: inside a chunk that is RoPE by token."""
         L = self.config.chunk_size
         place = torch.arange(x.shape[1], device=x.device)[None] % L
-        return apply_rope(x, *rope_angles(place, x.shape[3], self.config.rope_base))
+        base, dtype = self.config.rope_base, accumulation_dtype(x.dtype)
+        return apply_rope(x, *rope_angles(place, x.shape[3], base, dtype=dtype))
 
     def _chunks(
         self,
@@ -130,7 +138,7 @@ class RATReversed(AbstractMixer):
         keep: Tensor,
         write: Tensor,
         initial: Tensor | None = None,
-        first: Tensor | None = None,
+        borders: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Mix whole chunks, (B, N L, ...), q not yet turned and k turned.
 
@@ -141,25 +149,27 @@ class RATReversed(AbstractMixer):
             keep: (B, N L, H, D) forget gates.
             write: (B, N L, H, D), 1 - keep.
             initial: (B, H, D), e before the first chunk.
-            first: (N,) bool, which chunks begin a sequence.
+            borders: (S + 1,) borders of sequences among the chunks, from 0 to N.
 
         Returns:
             h (B, N L, H, D), and e before each chunk and after the last, (B, N + 1, H, D).
         """
-        B, _, H, D = v.shape
+        B, length, H, D = v.shape
         L = self.config.chunk_size
-        q, k, v = (y.reshape(-1, L, y.shape[2], D) for y in (self._turned(q).expand_as(k), k, v))
-        a = attention(q, k, v).out.reshape(B, -1, L, H, D)
-        keep, write = keep.unflatten(1, (-1, L)), write.unflatten(1, (-1, L))
+        N = length // L
+        q, k, v = (y.reshape(B * N, L, H, D) for y in (self._turned(q).expand_as(k), k, v))
+        a = attention(q, k, v).out.reshape(B, N, L, H, D)
+        keep, write = keep.unflatten(1, (N, L)), write.unflatten(1, (N, L))
         written = write * a
-        decay = keep[:, :, -1]
-        if first is not None:
-            decay = decay.masked_fill(first[:, None, None], 0.0)
-        ends = linear_scan(decay, written[:, :, -1], initial_state=initial).out
+        ends = linear_scan(
+            keep[:, :, -1], written[:, :, -1], initial_state=initial, cu_seqlens=borders
+        ).out
         before = ends.new_zeros(B, H, D) if initial is None else initial
         ends = torch.cat([before[:, None], ends], dim=1)
         carried = ends[:, :-1]
-        if first is not None:
+        if borders is not None:
+            first = torch.zeros(N + 1, dtype=torch.bool, device=v.device)
+            first = first.index_fill(0, borders, True)[:-1]  # a border may be N
             carried = carried.masked_fill(first[:, None, None], 0.0)
         h = torch.addcmul(written, keep, carried[:, :, None])
         return h.flatten(1, 2), ends
@@ -178,8 +188,10 @@ class RATReversed(AbstractMixer):
         q, k, v, keep, write = (
             F.pad(y, (0, 0, 0, 0, 0, 1)).index_select(1, token) for y in (q, k, v, keep, write)
         )
-        first = layout.chunk[0].index_select(0, layout.end[0]) == 0
-        h, _ = self._chunks(q, self._turned(k), v, keep, write, first=first)
+        num_chunks = floor_divide(cu_seqlens.long().diff() + L - 1, L)
+        # The slots that no sequence needs are a sequence of their own, at the end.
+        borders = F.pad(F.pad(num_chunks.cumsum(0), (1, 0)), (0, 1), value=slots)
+        h, _ = self._chunks(q, self._turned(k), v, keep, write, borders=borders)
         return h.index_select(1, place)
 
     def _continued(
@@ -205,7 +217,7 @@ class RATReversed(AbstractMixer):
         v = F.pad(state.v.to(v.dtype), rest).where(old, v)
         h, ends = self._chunks(q, k, v, keep, write, initial=state.h)
         h = _rows(h, offset[:, None] + torch.arange(T, device=v.device))
-        closed = (offset + added) // L
+        closed = floor_divide(offset + added, L)
         # A row whose chunks are all closed owns no key of an open one: any chunk will do.
         chunk = closed.clamp(max=N - 1)[:, None] * L + torch.arange(L, device=v.device)
         return h, RATReversedState(

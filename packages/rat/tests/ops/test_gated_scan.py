@@ -12,6 +12,7 @@ from mezzo_rat.ops.gated_scan import gated_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["reference", "triton"]
+FLOAT8 = torch.float8_e4m3fn
 # Name: (B, T, lengths of packed sequences, real tokens of each row).
 # Above 128 tokens time is split.
 CASES = {
@@ -70,7 +71,7 @@ def recurrence(zvg, gate_bias, initial_state, real):
             # Not sigmoid, whose derivative torch computes as f (1 - f): 1 - f has no digits at 50.
             keep, write = (F.logsigmoid(x).exp() for x in (g[t] + gate_bias, -g[t] - gate_bias))
             h = keep * h + write * v[t]
-        outs.append(z[t].sigmoid() * h)
+        outs.append(z[t].sigmoid() * h if t < real else torch.zeros_like(h))
     return torch.stack(outs) if outs else z[:0], h
 
 
@@ -232,9 +233,7 @@ def test_padding_has_no_influence(impl):
         )
         assert_close("out", expected[0][0][row : row + 1, :length], alone, rtol=1e-5)
         assert_close("final_state", expected[0][1][row : row + 1], last, rtol=1e-5)
-        _, v, g = inputs["zvg"][row, length:].chunk(3, -1)
-        v.fill_(float("nan"))
-        g.fill_(float("nan"))
+        inputs["zvg"][row, length:] = float("nan")
     assert_same(grads(scan(impl, **options), inputs, dout), expected, rtol=0)
 
 
@@ -374,6 +373,9 @@ def test_auto_takes_the_reference_for_float64_and_triton_refuses_it():
         (TypeError, "gate_bias must be floating", {"gate_bias": torch.ones(3).int()}),
         (ValueError, "gate_bias is on meta", {"gate_bias": torch.ones(3, device="meta")}),
         (ValueError, r"initial_state must be \(1, 3\)", {"initial_state": torch.ones(2, 3)}),
+        (TypeError, "zvg must be floating-point", {"zvg": torch.ones(1, 6, 9, dtype=FLOAT8)}),
+        (TypeError, "initial_state must be floating", {"initial_state": torch.ones(1, 3).bool()}),
+        (ValueError, "lengths must be from 0 to T = 6", {"lengths": torch.tensor([7])}),
         (TypeError, "lengths must be int64, got torch.int32", {"lengths": torch.ones(1).int()}),
         (ValueError, r"lengths must be \(1,\)", {"lengths": torch.ones(2).long()}),
         (TypeError, "cu_seqlens must be int32 or int64", {"cu_seqlens": torch.tensor([0.0, 6.0])}),

@@ -288,6 +288,41 @@ def test_the_scale_multiplies_the_logits():
     assert_close("out", out, chunk_rat_attention(**louder, chunk_size=2).out, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [-1.5, -1e-3, 0, 0.0, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_finite_scale_gives_what_the_definition_gives(scale, packed):
+    inputs, dout = draw(1, 11, 2, 1, 4), torch.randn(1, 11, 2, 4)
+    form = {"chunk_size": 3, "scale": scale}
+    cu_seqlens = torch.tensor([0, 4, 11]) if packed else None
+
+    def definition(**x):
+        borders = pairwise(cu_seqlens.tolist()) if packed else [(0, 11)]
+        outputs = [recurrent_rat_attention(**tokens(x, a, b), **form).out for a, b in borders]
+        return torch.cat(outputs, 1)
+
+    ref, dref = grads(definition, inputs, dout)
+    out, found = grads(
+        lambda **x: chunk_rat_attention(**x, **form, cu_seqlens=cu_seqlens).out, inputs, dout
+    )
+    assert_close("out", out, ref, rtol=1e-5)
+    for name, truth in dref.items():
+        assert_close(f"d{name}", found[name], truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
+def test_what_a_state_does_not_use_may_hold_anything(op):
+    inputs = draw(2, 11, 2, 1, 4)
+    _, state = chunk_rat_attention(**tokens(inputs, 0, 4), chunk_size=4, state=empty_state(inputs))
+    state = reserve(state, 100, 4)
+    spoiled = RATState(*(field.clone() for field in state))
+    spoiled.k[:], spoiled.v[:] = float("nan"), float("nan")  # no chunk is open
+    spoiled.k_ends[:, 1:], spoiled.v_ends[:, 1:] = float("nan"), float("nan")
+    (out, _), (expected, _) = (
+        op(**tokens(inputs, 4, 11), chunk_size=4, state=start) for start in (spoiled, state)
+    )
+    assert torch.equal(out, expected)
+
+
 def test_a_missing_output_gate_and_bias_mean_ones_and_zeros():
     inputs = draw(1, 8, 2, 1, 4)
     plain = {name: inputs[name] for name in ("q", "k", "v", "g")}
@@ -416,11 +451,19 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
         ({"g": torch.zeros(2, 4, 1, 4)}, ValueError, "g must be"),
         ({"z": torch.zeros(2, 4, 2, 3)}, ValueError, "z must be"),
         ({"gate_bias": torch.zeros(8)}, ValueError, "gate_bias must be"),
-        ({"g": torch.zeros(2, 4, 2, 4, dtype=torch.int64)}, TypeError, "g must be a floating"),
+        ({"g": torch.zeros(2, 4, 2, 4, dtype=torch.int64)}, TypeError, "g must be floating"),
         ({"k": torch.zeros(2, 4, 1, 4, dtype=torch.float64)}, TypeError, "share a dtype"),
-        ({"k": torch.zeros(2, 4, 1, 4, device="meta")}, ValueError, "k must be on cpu"),
+        (
+            {"k": torch.zeros(2, 4, 1, 4, device="meta")},
+            ValueError,
+            "k is on meta, other inputs on cpu",
+        ),
+        ({"q": torch.zeros(2, 4, 1, 4, dtype=torch.float8_e4m3fn)}, TypeError, "q must be float"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be"),
-        ({"chunk_size": 2.0}, ValueError, "chunk_size must be"),
+        ({"chunk_size": 2.0}, TypeError, "chunk_size must be"),
+        ({"chunk_size": True}, TypeError, "chunk_size must be"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite"),
+        ({"rope_base": 0.0}, ValueError, "rope_base must be positive"),
         ({"rope": "tokens"}, ValueError, 'rope must be "chunk"'),
         ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths needs a state"),
         ({"impl": "fast"}, ValueError, "impl must be one of"),

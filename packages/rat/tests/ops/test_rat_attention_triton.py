@@ -392,3 +392,36 @@ def test_on_a_gpu_steps_at_the_papers_width(B, N):
         )
     assert_close("out", out, ref, rtol=5e-3)
     assert_close("k", state.k, wide.k, rtol=1e-5)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "dtype"),  # the part of z, v, g, q, k
+    [
+        (1, NAN, torch.float32),
+        (1, INF, torch.bfloat16),
+        (2, NAN, torch.float32),
+        (3, NAN, torch.float32),
+        (4, NAN, torch.float32),
+    ],
+)
+def test_a_broken_token_changes_none_before_it_and_no_other_sequence(value, part, dtype):
+    inputs = draw(1, 50, 2, 1, 32, dtype=dtype)
+    heads = [2, 2, 2, 1, 1]
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
+    broken = {**inputs, "zvgqk": inputs["zvgqk"].clone()}
+    broken["zvgqk"][0, 21, 32 * sum(heads[:part]) + 3] = value
+    borders = torch.tensor([0, 13, 13, 30, 50], device=DEVICE)
+    for cu_seqlens, first, end in ((None, 21, 50), (borders, 21, 30)):
+        expected, out = (
+            chunk_rat_attention_zvgqk(**x, **form, cu_seqlens=cu_seqlens).out
+            for x in (inputs, broken)
+        )
+        ref = chunk_rat_attention_zvgqk(
+            **broken, **{**form, "impl": "reference"}, cu_seqlens=cu_seqlens
+        ).out
+        assert torch.equal(out[:, :first], expected[:, :first])
+        assert torch.equal(out[:, end:], expected[:, end:])
+        assert out[ref.isnan()].isnan().all(), "what is NaN must not become finite"

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating, check_lengths
+from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
@@ -49,7 +51,7 @@ def gated_scan(
             at 0, ends at T, never decreases. Its values are checked on the CPU only: on a GPU that
             would stop the stream.
         lengths: (B,) int64, how many tokens of each row are real, the rest being padding on the
-            right, which leaves the state as it is.
+            right, which leaves the state as it is, and whose outputs are 0.
         impl: "auto", "reference" or "triton"; Triton has no float64.
 
     Returns:
@@ -62,6 +64,8 @@ def gated_scan(
     """
     _check(zvg, gate_bias, initial_state, cu_seqlens, lengths)
     unsupported = "float64; supported: float32, bfloat16, float16"
+    if cu_seqlens is not None:
+        check_borders("gated_scan", cu_seqlens, zvg.shape[1])
     chosen = resolve_impl(
         "gated_scan", impl, zvg.device, unsupported if zvg.dtype == torch.float64 else None
     )
@@ -75,9 +79,7 @@ def gated_scan(
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (zvg, gate_bias, initial_state)
     )
-    out, final_state, _ = _gated_scan(
-        zvg, gate_bias, initial_state, cu_seqlens, lengths, differentiable
-    )
+    out, final_state, _ = _scan(zvg, gate_bias, initial_state, cu_seqlens, lengths, differentiable)
     return GatedScanOutput(out, final_state)
 
 
@@ -88,37 +90,28 @@ def _check(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
 ) -> None:
-    if zvg.ndim != 3 or zvg.shape[2] % 3:
+    check_floating("gated_scan", "zvg", zvg)
+    if zvg.ndim != 3 or zvg.shape[2] % 3 or zvg.shape[2] < 1:
         raise ValueError(f"gated_scan: zvg must be (B, T, 3C), got {tuple(zvg.shape)}")
-    B, _, C = zvg.shape[0], zvg.shape[1], zvg.shape[2] // 3
-    num_states = B
+    C, num_states = zvg.shape[2] // 3, zvg.shape[0]
     if cu_seqlens is not None:
         check_cu_seqlens("gated_scan", cu_seqlens, zvg)
         num_states = cu_seqlens.shape[0] - 1
     for name, value, shape in (
-        ("zvg", zvg, zvg.shape),
         ("gate_bias", gate_bias, (C,)),
         ("initial_state", initial_state, (num_states, C)),
     ):
         if value is None:
             continue
-        if not value.is_floating_point():
-            raise TypeError(f"gated_scan: {name} must be floating-point, got {value.dtype}")
+        check_floating("gated_scan", name, value)
         if value.shape != shape:
             raise ValueError(f"gated_scan: {name} must be {shape}, got {tuple(value.shape)}")
         if value.device != zvg.device:
             raise ValueError(f"gated_scan: {name} is on {value.device}, zvg on {zvg.device}")
-    if lengths is None:
-        return
-    if cu_seqlens is not None:
-        raise ValueError("gated_scan: lengths and cu_seqlens exclude each other")
-    if lengths.dtype != torch.int64:
-        raise TypeError(f"gated_scan: lengths must be int64, got {lengths.dtype}")
-    if lengths.shape != (B,) or lengths.device != zvg.device:
-        raise ValueError(
-            f"gated_scan: lengths must be ({B},) on {zvg.device}, "
-            f"got {tuple(lengths.shape)} on {lengths.device}"
-        )
+    if lengths is not None:
+        if cu_seqlens is not None:
+            raise ValueError("gated_scan: lengths and cu_seqlens exclude each other")
+        check_lengths("gated_scan", lengths, zvg)
 
 
 @torch.library.custom_op("mezzo_rat::gated_scan", mutates_args=())
@@ -218,4 +211,4 @@ def _backward(
     )
 
 
-_gated_scan.register_autograd(_backward, setup_context=_save)
+_scan = register_gradient(_gated_scan, _backward, _save)

@@ -25,6 +25,7 @@ def gated_scan_reference(
         padding = (torch.arange(zvg.shape[1], device=zvg.device) >= lengths[:, None])[..., None]
         # Masked before the gates too, or a NaN in the padding would reach the gradients.
         v, g = v.masked_fill(padding, 0.0), g.masked_fill(padding, 0.0)
+        z = z.masked_fill(padding, float("-inf"))
     keep, write = forget_gate(g, gate_bias)
     if padding is not None:
         keep = keep.masked_fill(padding, 1.0)

@@ -26,8 +26,9 @@ SHORTEST, MOST = 128, 512
 TILE = 16
 # Of a thread in the backward: 12 warps fit on an SM, where the compiler's own choice lets 8.
 REGISTERS = 168
-# The logit as which a token that is not real is read: it keeps the state and writes nothing.
-KEEP = tl.constexpr(float("inf"))
+# The logits as which a token that is not real is read: it keeps the state and writes nothing, and
+# nothing comes out.
+KEEP, SHUT = tl.constexpr(float("inf")), tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -157,7 +158,7 @@ def gated_scan_bwd_kernel_span(
         t_0 = start + (num_tiles - 1 - i_t) * BT
         p_z = zvg + i_b * stride_b + t_0 * stride_t + o_d
         p_do = dout + i_b * stride_db + t_0 * stride_dt + o_d
-        b_z = _rows(p_z, stride_t, t_0, end, m_d, 0.0, BT)
+        b_z = _rows(p_z, stride_t, t_0, real_end, m_d, SHUT, BT)
         b_g = _rows(p_z + 2 * C, stride_t, t_0, real_end, m_d, KEEP, BT)
         b_do = _rows(p_do, stride_dt, t_0, end, m_d, 0.0, BT)
         for i in tl.static_range(BT - 1, -1, -1):
@@ -208,7 +209,7 @@ def gated_scan_fwd_kernel(
         p_z = zvg + i_b * stride_b + t_0 * stride_t + o_d
         b_g = _rows(p_z + 2 * C, stride_t, t_0, real_end, m_d, KEEP, BT)
         b_v = _rows(p_z + C, stride_t, t_0, real_end, m_d, 0.0, BT)
-        b_z = _rows(p_z, stride_t, t_0, end, m_d, 0.0, BT)
+        b_z = _rows(p_z, stride_t, t_0, real_end, m_d, SHUT, BT)
         if EVERY > 0:
             p_kept = kept + (i_b * tl.cdiv(T, EVERY) + t_0 // EVERY) * C + o_d
         for i in tl.static_range(BT):
@@ -252,7 +253,7 @@ def gated_scan_bwd_kernel(
         b_h = tl.load(p_kept, mask=m_d, other=0.0)
         b_g = _rows(p_z + 2 * C, stride_t, t_0, real_end, m_d, KEEP, BT)
         b_v = _rows(p_z + C, stride_t, t_0, real_end, m_d, 0.0, BT)
-        b_z = _rows(p_z, stride_t, t_0, end, m_d, 0.0, BT)
+        b_z = _rows(p_z, stride_t, t_0, real_end, m_d, SHUT, BT)
         b_do = _rows(p_do, stride_dt, t_0, end, m_d, 0.0, BT)
         # Forward: dz, and what the walk back multiplies: dh += d, dv = w dh, dg = m dh, dh *= f.
         steps = ()

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from mezzo_rat.ops.rat_attention.chunked import chunk_reference
 from mezzo_rat.ops.rat_attention.plan import Sizes
 from mezzo_rat.ops.rat_attention.reference import RATForm, recurrent_reference
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
+from mezzo_rat.padding import without_padding
 
 HEAD_DIMS = (32, 64, 128, 256)
 """Head dimensions that the Triton kernels take."""
@@ -61,7 +63,8 @@ def chunk_rat_attention(
         out[n,l] = sigmoid(z[n,l]) softmax(scale q[n,l]·K) V
 
     RoPE turns q and k~ after the recurrence. Gates, recurrence and softmax are float32 (float64 for
-    float64 inputs), the products of attention are in the dtype of the inputs. Any T, L >= 1.
+    float64 inputs), the products of attention are in the dtype of the inputs. Any T, L >= 1. A NaN
+    or an infinity at a token changes nothing before it, in no other sequence, and in padding none.
 
     Args:
         q: queries of G groups; head h reads group h % G. G divides H.
@@ -73,7 +76,8 @@ def chunk_rat_attention(
         z: logits of the output gate; None means no gate.
         rope: rotate by the index n of the chunk, by the position of the token, or not at all.
         rope_base: base of RoPE's frequencies.
-        scale: of the logits; D**-0.5 by default.
+        scale: of the logits, any finite number (the kernels take positive ones); D**-0.5 by
+            default.
         state: continue from here; its gradients are computed too.
         lengths: int64, how many tokens of each row are real, the rest being padding on the right;
             needs a state.
@@ -85,22 +89,17 @@ def chunk_rat_attention(
     Raises:
         ValueError, TypeError: naming the argument that does not fit.
     """
-    form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    check_rows(v, state, lengths, cu_seqlens)
+    op = "chunk_rat_attention"
+    form = check_form(op, q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
+    check_rows(op, v, state, lengths, cu_seqlens)
     parts = (v, g, q, k) if z is None else (z, v, g, q, k)
     unsupported = _unsupported(parts, gate_bias, state, form.scale)
-    if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
+    if resolve_impl(op, impl, v.device, unsupported) == "triton":
         zvgqk = torch.cat([part.flatten(2) for part in parts], dim=-1)
         B, T, H, D = v.shape
         sizes = Sizes(B, T, H, q.shape[2], D, z is not None)
         return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
-    if v.shape[1] == 0:
-        return RATAttentionOutput(v, state)
-    if state is not None:
-        state = _ready(state, v, chunk_size)
-    keep, write = forget_gate(g, gate_bias)
-    y, state = chunk_reference(q, k, v, keep, write, form, state, lengths, cu_seqlens, impl)
-    return RATAttentionOutput(_gated(y, z, v.dtype), state)
+    return _by_reference(q, k, v, g, gate_bias, z, form, state, lengths, cu_seqlens, impl)
 
 
 def chunk_rat_attention_zvgqk(
@@ -124,21 +123,18 @@ def chunk_rat_attention_zvgqk(
     product yields them: W = (3 H + 2 G) D. The other arguments, and the errors, are those of
     `chunk_rat_attention`.
     """
+    op = "chunk_rat_attention_zvgqk"
     form, parts = _split(
-        zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
+        op, zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
     )
     z, v, g, q, k = parts
+    check_rows(op, v, state, lengths, cu_seqlens)
     unsupported = _unsupported(parts, gate_bias, state, form.scale)
-    if resolve_impl("chunk_rat_attention", impl, v.device, unsupported) == "triton":
-        check_rows(v, state, lengths, cu_seqlens)
+    if resolve_impl(op, impl, v.device, unsupported) == "triton":
         B, T, H, D = v.shape
         sizes = Sizes(B, T, H, num_groups, D, True)
         return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
-    return chunk_rat_attention(
-        q, k, v, g, chunk_size=chunk_size, gate_bias=gate_bias, z=z, rope=rope,
-        rope_base=rope_base, scale=scale, state=state, lengths=lengths, cu_seqlens=cu_seqlens,
-        impl=impl,
-    )  # fmt: skip
+    return _by_reference(q, k, v, g, gate_bias, z, form, state, lengths, cu_seqlens, impl)
 
 
 def recurrent_rat_attention(
@@ -162,12 +158,15 @@ def recurrent_rat_attention(
     The definition of the op, and the step of a decoder (T = 1). Arguments and errors are those of
     `chunk_rat_attention`; sequences cannot be packed.
     """
-    form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    check_rows(v, state, lengths, None)
-    resolve_impl("recurrent_rat_attention", impl, v.device, _NO_STEPS)
-    if v.shape[1] == 0:
-        return RATAttentionOutput(v, state)
-    B, _, H, D = v.shape
+    op = "recurrent_rat_attention"
+    form = check_form(op, q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
+    check_rows(op, v, state, lengths, None)
+    resolve_impl(op, impl, v.device, _NO_STEPS)
+    B, T, H, D = v.shape
+    if T == 0:  # no step to take: the chunk form's empty results have gradients
+        return _by_reference(q, k, v, g, gate_bias, z, form, state, None, None, "reference")
+    q, k, v, g = (without_padding(x, lengths) for x in (q, k, v, g))
+    z = None if z is None else without_padding(z, lengths)
     begin = init_state(B, H, D, dtype=v.dtype, device=v.device) if state is None else state
     begin = _ready(begin, v, chunk_size)
     keep, write = forget_gate(g, gate_bias)
@@ -198,14 +197,17 @@ def step_rat_attention_(
     Raises:
         ValueError: also for more tokens than one a row; on a CPU, if no slot is left.
     """
+    op = "step_rat_attention_"
     form, parts = _split(
-        zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
+        op, zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
     )
-    check_rows(parts[1], state, None, None)
+    if state is None:
+        raise TypeError(f"{op}: state must be a RATState, got NoneType")
+    check_rows(op, parts[1], state, None, None)
     if zvgqk.shape[1] != 1:
-        raise ValueError(f"zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
+        raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
     unsupported = _unsupported(parts, gate_bias, state, form.scale)
-    if resolve_impl("step_rat_attention_", impl, zvgqk.device, unsupported) == "triton":
+    if resolve_impl(op, impl, zvgqk.device, unsupported) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
         return registered.rat_attention_step_(
             zvgqk.contiguous(), bias, *state, num_groups, True, chunk_size, rope or "none",
@@ -219,7 +221,7 @@ def step_rat_attention_(
     assert after is not None
     for old, new in zip(state, after, strict=True):
         if old.shape != new.shape:
-            raise ValueError("state has no slot left for another token: reserve more")
+            raise ValueError(f"{op}: state has no slot left for another token: reserve more")
         old.copy_(new)
     return y
 
@@ -228,6 +230,7 @@ _NO_STEPS = "a loop over tokens; supported: reference"
 
 
 def _split(
+    op: str,
     zvgqk: Tensor,
     num_heads: int,
     num_groups: int,
@@ -238,16 +241,21 @@ def _split(
     scale: float | None,
 ) -> tuple[RATForm, tuple[Tensor, ...]]:
     """Check a projection, and return what to compute, and views of z, v, g, q, k."""
+    check_floating(op, "zvgqk", zvgqk)
+    check_size(op, "num_heads", num_heads)
+    check_size(op, "num_groups", num_groups)
     H, G = num_heads, num_groups
-    D, rest = divmod(zvgqk.shape[-1], 3 * H + 2 * G)
-    if zvgqk.ndim != 3 or rest:
+    if H % G:
+        raise ValueError(f"{op}: num_groups must divide the {H} heads, got {G}")
+    if zvgqk.ndim != 3 or zvgqk.shape[2] < 1 or zvgqk.shape[2] % (3 * H + 2 * G):
         raise ValueError(
-            f"zvgqk must be (B, T, W) with W a multiple of 3 H + 2 G = {3 * H + 2 * G}, "
+            f"{op}: zvgqk must be (B, T, W) with W a multiple of 3 H + 2 G = {3 * H + 2 * G}, "
             f"got {tuple(zvgqk.shape)}"
         )
+    D = zvgqk.shape[2] // (3 * H + 2 * G)
     views = zvgqk.split([n * D for n in (H, H, H, G, G)], dim=-1)
     z, v, g, q, k = (x.unflatten(-1, (-1, D)) for x in views)
-    form = check_form(q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
+    form = check_form(op, q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
     return form, (z, v, g, q, k)
 
 
@@ -273,6 +281,28 @@ def _unsupported(
     return None
 
 
+def _by_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    gate_bias: Tensor | None,
+    z: Tensor | None,
+    form: RATForm,
+    state: RATState | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    impl: Impl,
+) -> RATAttentionOutput:
+    q, k, v, g = (without_padding(x, lengths) for x in (q, k, v, g))
+    z = None if z is None else without_padding(z, lengths)
+    if state is not None and v.shape[1] > 0:
+        state = _ready(state, v, form.chunk_size)
+    keep, write = forget_gate(g, gate_bias)
+    y, state = chunk_reference(q, k, v, keep, write, form, state, lengths, cu_seqlens, impl)
+    return RATAttentionOutput(_gated(y, z, v.dtype), state)
+
+
 def _by_kernels(
     zvgqk: Tensor,
     gate_bias: Tensor | None,
@@ -287,11 +317,11 @@ def _by_kernels(
         zvgqk = zvgqk.contiguous()
     shared = (sizes.G, sizes.has_z, form.chunk_size, form.rope or "none", form.rope_base)
     if state is None:
-        y, *_ = registered.rat_attention(
+        y, *_ = registered.differentiable_rat_attention(
             zvgqk, bias, cu_seqlens, sizes.H, *shared, form.scale
         )  # fmt: skip
         return RATAttentionOutput(y, None)
-    state = _ready(state, zvgqk, form.chunk_size)
+    state = RATState(*(x.contiguous() for x in _ready(state, zvgqk, form.chunk_size)))
     added = torch.full_like(state.lengths, sizes.T) if lengths is None else lengths
     y, *after = registered.rat_attention_continued(zvgqk, bias, *state, added, *shared, form.scale)
     k, v, k_ends, v_ends = after

@@ -1,8 +1,9 @@
 """What the arguments of RAT attention must be, for all its forms."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from mezzo_core.ops.checks import check_floating, check_lengths, check_number, check_size
 from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from mezzo_rat.ops.rat_attention.state import RATState
 
 
 def check_form(
+    op: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -22,61 +24,85 @@ def check_form(
     rope_base: float,
     scale: float | None,
 ) -> RATForm:
-    """Check what both forms take, and return what they compute."""
-    if v.ndim != 4:
-        raise ValueError(f"v must be (B, T, H, D), got {tuple(v.shape)}")
+    """Check what all forms take, and return what they compute."""
+    given = {"q": q, "k": k, "v": v, "g": g, "z": z, "gate_bias": gate_bias}
+    for name, x in given.items():
+        if x is not None or name in ("q", "k", "v", "g"):
+            check_floating(op, name, x)
+    if v.ndim != 4 or 0 in v.shape[2:]:
+        raise ValueError(f"{op}: v must be (B, T, H, D), H, D >= 1, got {tuple(v.shape)}")
     B, T, H, D = v.shape
     if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (B, T, D) or q.shape[2] < 1 or H % q.shape[2]:
         raise ValueError(
-            f"q must be ({B}, {T}, G, {D}) with G a divisor of {H}, got {tuple(q.shape)}"
+            f"{op}: q must be ({B}, {T}, G, {D}) with G a divisor of {H}, got {tuple(q.shape)}"
         )
-    for name, x, shape in (
-        ("k", k, q.shape),
-        ("g", g, v.shape),
-        ("z", z, v.shape),
-        ("gate_bias", gate_bias, v.shape[2:]),
-    ):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("z", z), ("gate_bias", gate_bias)):
-        if x is not None and not x.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
-        if x is not None and x.device != v.device:
-            raise ValueError(f"{name} must be on {v.device} as v is, got {x.device}")
+    shapes = {"k": q.shape, "g": v.shape, "z": v.shape, "gate_bias": v.shape[2:]}
+    for name, x in given.items():
+        if x is None:
+            continue
+        if name in shapes and x.shape != shapes[name]:
+            raise ValueError(f"{op}: {name} must be {tuple(shapes[name])}, got {tuple(x.shape)}")
+        if x.device != v.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, other inputs on {v.device}")
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be an integer of 1 or more, got {chunk_size!r}")
-    if rope not in ("chunk", "token", None):
-        raise ValueError(f'rope must be "chunk", "token" or None, got {rope!r}')
+        raise TypeError(f"{op}: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_numbers(op, chunk_size, rope, rope_base)
     if rope is not None and D % 2:
-        raise ValueError(f"rope needs an even head dimension D, got {D}")
+        raise ValueError(f"{op}: rope needs an even head dimension D, got {D}")
+    if scale is not None:
+        check_number(op, "scale", scale)
     return RATForm(chunk_size, rope, rope_base, D**-0.5 if scale is None else scale)
 
 
+def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
+    """Check what says how long chunks are and how heads turn; the mixer asks this too."""
+    check_size(op, "chunk_size", chunk_size)
+    if rope not in ("chunk", "token", None):
+        raise ValueError(f'{op}: rope must be "chunk", "token" or None, got {rope!r}')
+    check_number(op, "rope_base", rope_base, positive=True)
+
+
 def check_rows(
-    v: Tensor, state: RATState | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+    op: str,
+    v: Tensor,
+    state: RATState | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
     """Check what says where the rows of v continue, end or are packed."""
-    B, _, H, D = v.shape
     if state is not None:
-        for name, shape in (("k", (B, H, D)), ("v", (B, H, D)), ("lengths", (B,))):
-            got = tuple(getattr(state, name).shape)
-            if got != shape:
-                raise ValueError(f"state.{name} must be {shape}, got {got}")
-        ends = state.k_ends
-        if ends.shape != (B, ends.shape[1], H, D) or state.v_ends.shape != ends.shape:
-            raise ValueError(
-                f"state.k_ends and state.v_ends must be ({B}, N, {H}, {D}), "
-                f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
-            )
-    if lengths is not None and state is None:
-        raise ValueError("lengths needs a state: start from init_state")
-    if lengths is not None and (lengths.shape != (B,) or lengths.dtype != torch.int64):
-        raise ValueError(
-            f"lengths must be int64 of shape ({B},), got {lengths.dtype} {tuple(lengths.shape)}"
-        )
+        _check_state(op, state, v)
+    if lengths is not None:
+        if state is None:
+            raise ValueError(f"{op}: lengths needs a state: start from init_state")
+        check_lengths(op, lengths, v)
     if cu_seqlens is not None:
         if state is not None:
-            raise ValueError("cu_seqlens and state exclude each other: packed rows do not continue")
-        check_cu_seqlens("chunk_rat_attention", cu_seqlens, v)
+            raise ValueError(
+                f"{op}: cu_seqlens and state exclude each other: packed rows do not continue"
+            )
+        check_cu_seqlens(op, cu_seqlens, v)
+
+
+def _check_state(op: str, state: RATState, v: Tensor) -> None:
+    if not isinstance(state, RATState):
+        raise TypeError(f"{op}: state must be a RATState, got {type(state).__name__}")
+    B, _, H, D = v.shape
+    for name in ("k", "v", "k_ends", "v_ends"):
+        check_floating(op, f"state.{name}", getattr(state, name))
+    if not isinstance(state.lengths, Tensor) or state.lengths.dtype != torch.int64:
+        got = getattr(state.lengths, "dtype", type(state.lengths).__name__)
+        raise TypeError(f"{op}: state.lengths must be an int64 tensor, got {got}")
+    ends = state.k_ends
+    for name, shape in (("k", (B, H, D)), ("v", (B, H, D)), ("lengths", (B,))):
+        got = tuple(getattr(state, name).shape)
+        if got != shape:
+            raise ValueError(f"{op}: state.{name} must be {shape}, got {got}")
+    if ends.ndim != 4 or ends.shape != (B, ends.shape[1], H, D) or state.v_ends.shape != ends.shape:
+        raise ValueError(
+            f"{op}: state.k_ends and state.v_ends must be ({B}, N, {H}, {D}), "
+            f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
+        )
+    for name, field in state._asdict().items():
+        if field.device != v.device:
+            raise ValueError(f"{op}: state.{name} must be on {v.device}, got {field.device}")

@@ -52,8 +52,8 @@ def chunk_reference(
     """
     T, L = v.shape[1], form.chunk_size
     k_in, v_in = _spread(write, k), write * v
-    if state is None:
-        if cu_seqlens is None:
+    if state is None or T == 0:
+        if cu_seqlens is None or T == 0:
             layout = plain_layout(T, L, v.device)
         else:
             layout = packed_layout(T, L, cu_seqlens)
@@ -68,8 +68,10 @@ def chunk_reference(
         opens = (layout.position % L == 0)[..., None, None]
         keep = keep.masked_fill(opens, 0.0).masked_fill(padding, 1.0)
         scan = partial(linear_scan, keep, impl=scan_impl)
-        k_run, k_last = scan(k_in.masked_fill(padding, 0.0), initial_state=state.k)
-        v_run, v_last = scan(v_in.masked_fill(padding, 0.0), initial_state=state.v)
+        unused = (state.lengths % L == 0)[:, None, None]  # whatever it holds, it may be NaN
+        k_0, v_0 = (x.masked_fill(unused, 0.0) for x in (state.k, state.v))
+        k_run, k_last = scan(k_in.masked_fill(padding, 0.0), initial_state=k_0)
+        v_run, v_last = scan(v_in.masked_fill(padding, 0.0), initial_state=v_0)
         state = state._replace(k=k_last, v=v_last, lengths=state.lengths + added)
 
     ends = [x.gather(1, layout.end) for x in (layout.chunk, layout.position)]
@@ -98,6 +100,10 @@ def _attend(
     RoPE would turn a query and its own k~ by the same angle, so that logit needs no rotation.
     """
     G, N = q.shape[2], k_ends.shape[1]
+    # A weight of 0 times a value of NaN is NaN, for queries that must not see it. So such a value
+    # becomes 0 and its key NaN: the logits, which are masked and not multiplied, carry it.
+    lost = ~v_ends.isfinite()
+    k_ends, v_ends = k_ends.masked_fill(lost, float("nan")), v_ends.masked_fill(lost, 0.0)
     own = (k_run.unflatten(2, (-1, G)) * q.unsqueeze(2)).sum(-1).flatten(2).transpose(1, 2)
     keys = k_ends.unflatten(2, (-1, G)).permute(0, 2, 3, 4, 1)  # (B, R, G, D, N)
     queries = q_rotated.transpose(1, 2).unsqueeze(1)  # (B, 1, G, T, D)
@@ -106,8 +112,8 @@ def _attend(
     hidden = slots >= layout.slot[..., None]
     if layout.first is not None:
         hidden = hidden | (slots < layout.first[..., None])
-    past = past.to(own.dtype).masked_fill(hidden[:, None], float("-inf"))
-    weights = (torch.cat([past, own[..., None]], dim=-1) * scale).softmax(-1)
+    past = (past.to(own.dtype) * scale).masked_fill(hidden[:, None], float("-inf"))
+    weights = torch.cat([past, own[..., None] * scale], dim=-1).softmax(-1)
     w_past, w_own = weights.split([N, 1], dim=-1)
     values = torch.matmul(w_past.to(v_ends.dtype), v_ends.transpose(1, 2)).transpose(1, 2)
     return values.to(v_run.dtype) + w_own.transpose(1, 2) * v_run

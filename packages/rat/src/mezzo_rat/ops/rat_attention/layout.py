@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from mezzo_core.ops.divide import floor_divide
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.positions import sequence_ids
 from torch import Tensor
@@ -28,7 +29,7 @@ class ChunkLayout(NamedTuple):
 def plain_layout(num_tokens: int, chunk_size: int, device: torch.device) -> ChunkLayout:
     """Lay out rows that start with their first token; the last chunk may be short."""
     position = torch.arange(num_tokens, device=device)[None]
-    chunk = position // chunk_size
+    chunk = floor_divide(position, chunk_size)
     ends = torch.arange(-(-num_tokens // chunk_size), device=device)[None] * chunk_size
     end = (ends + chunk_size - 1).clamp(max=num_tokens - 1)
     return ChunkLayout(chunk, None, end, None, chunk, position)
@@ -47,8 +48,8 @@ def packed_layout(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Chunk
     borders = cu_seqlens.long()
     sequence = sequence_ids(num_tokens, borders)
     position = torch.arange(num_tokens, device=borders.device) - borders[sequence]
-    chunk = position // chunk_size
-    num_chunks = (borders.diff() + chunk_size - 1) // chunk_size
+    chunk = floor_divide(position, chunk_size)
+    num_chunks = floor_divide(borders.diff() + chunk_size - 1, chunk_size)
     first = (num_chunks.cumsum(0) - num_chunks)[sequence]
     slot = first + chunk
     slots = torch.arange(num_tokens // chunk_size + num_chunks.shape[0], device=slot.device)
@@ -61,7 +62,7 @@ def continued_layout(
 ) -> ChunkLayout:
     """Lay out rows that have seen `start` (B,) tokens and now get `lengths` (B,) more."""
     position = start[:, None] + torch.arange(num_tokens, device=start.device)
-    chunk = position // chunk_size
+    chunk = floor_divide(position, chunk_size)
     borders = torch.arange(1, num_slots + 1, device=start.device) * chunk_size
     end = torch.minimum(borders, (start + lengths)[:, None]) - 1 - start[:, None]
     return ChunkLayout(chunk, None, end.clamp(min=0), end >= 0, chunk, position)

@@ -3,6 +3,8 @@
 from typing import Literal, NamedTuple
 
 import torch
+from mezzo_core.ops.divide import floor_divide
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 
@@ -22,7 +24,8 @@ class RATForm(NamedTuple):
         if self.rope is None:
             return x
         at = chunk if self.rope == "chunk" else position
-        return apply_rope(x, *rope_angles(at, x.shape[-1], self.rope_base))
+        dtype = accumulation_dtype(x.dtype)
+        return apply_rope(x, *rope_angles(at, x.shape[-1], self.rope_base, dtype=dtype))
 
 
 def recurrent_reference(
@@ -53,7 +56,7 @@ def recurrent_reference(
     R, L = v.shape[2] // q.shape[2], form.chunk_size
     outputs = []
     for t in range(v.shape[1]):
-        n = state.lengths // L
+        n = floor_divide(state.lengths, L)
         opens = (state.lengths % L == 0)[:, None, None]
         # A group's key meets the gates of its R heads, so k~ differs from head to head.
         k_run = keep[:, t] * state.k.masked_fill(opens, 0.0) + write[:, t] * k[:, t].repeat(1, R, 1)
@@ -67,7 +70,8 @@ def recurrent_reference(
         logits = torch.einsum("bthd,bnhd->bhn", q_t, k_ends).to(k_run.dtype) * form.scale
         future = torch.arange(k_ends.shape[1], device=v.device) > n[:, None]
         weights = logits.masked_fill(future[:, None], float("-inf")).softmax(-1)
-        outputs.append(torch.einsum("bhn,bnhd->bhd", weights.to(v.dtype), v_ends))
+        seen = v_ends.masked_fill(future[..., None, None], 0.0)  # 0 times NaN would be NaN
+        outputs.append(torch.einsum("bhn,bnhd->bhd", weights.to(v.dtype), seen))
         after = RATState(k_run, v_run, k_ends, v_ends, state.lengths + 1)
         state = after if lengths is None else _where(t < lengths, after, state)
     return torch.stack(outputs, dim=1), state

@@ -6,6 +6,7 @@
 from typing import Any, Literal, cast
 
 import torch
+from mezzo_core.ops.gradients import register_gradient
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.plan import Plan, Sizes, continued_plan, packed_plan, plain_plan
@@ -123,7 +124,7 @@ def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tens
     return dx, None if gate_bias is None else dbias, *none
 
 
-rat_attention.register_autograd(_backward, setup_context=_save)
+differentiable_rat_attention = register_gradient(rat_attention, _backward, _save)
 
 
 @torch.library.custom_op("mezzo_rat::rat_attention_continued", mutates_args=())

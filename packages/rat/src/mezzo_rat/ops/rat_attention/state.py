@@ -51,7 +51,12 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
     slots = state.k_ends.shape[1]
     if num_tokens == 1 and slots > 0 and _must_not_wait(state.lengths):
         return state
-    longest = int(state.lengths.max()) if slots > 0 else 0  # no slots: no token was seen yet
+    if slots == 0 or state.lengths.shape[0] == 0:
+        longest = 0  # no token was seen yet
+    elif torch.compiler.is_compiling():
+        longest = slots * chunk_size  # at most: looking would break the graph
+    else:
+        longest = int(state.lengths.max())
     missing = -(-(longest + num_tokens) // chunk_size) - slots
     if missing <= 0:
         return state

@@ -107,8 +107,13 @@ def chunk_scan_fwd_kernel(
         b_g, b_v, b_k, b_q = n_g, n_v, n_k, n_q
     # A chunk of no tokens gets an end too: zeros, for what is masked must still be finite.
     o_end = (i_b * N + i_n) * (G * R * D) + o_hd
-    tl.store(k_ends + o_end, b_kc, mask=m_hd)
-    tl.store(v_ends + o_end, b_vc.to(v_ends.dtype.element_ty), mask=m_hd)
+    # Attention multiplies the ends that a query must not see by 0. So a value that is no finite
+    # number becomes 0 and its key NaN: the logits, which are masked and not multiplied, carry it.
+    b_end = b_vc.to(v_ends.dtype.element_ty).to(tl.float32)
+    finite = tl.abs(b_end) < float("inf")
+    tl.store(k_ends + o_end, tl.where(finite, b_kc, float("nan")), mask=m_hd)
+    b_end = tl.where(finite, b_end, 0.0)
+    tl.store(v_ends + o_end, b_end.to(v_ends.dtype.element_ty), mask=m_hd)
     if MODE == "continued":
         m_last = m_hd & (first < last) & (last == tl.load(stops + i_b))
         tl.store(k_last + i_b * G * R * D + o_hd, b_kc, mask=m_last)

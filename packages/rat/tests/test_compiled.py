@@ -1,0 +1,101 @@
+"""What torch.compile makes of the package on a CPU: right to the last token, with its inductor."""
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close
+from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
+from mezzo_rat.ops.rat_attention.layout import continued_layout, packed_layout, plain_layout
+
+C, L = 16, 16
+CONFIGS = [
+    RATConfig(L, head_dim=8),
+    LinearRNNConfig(span=8),
+    RATReversedConfig(L, head_dim=8, gate_rank=3, span=4),
+]
+configs = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew():
+    torch._dynamo.reset()
+
+
+def forms(mixer, num_tokens):
+    """A plain call, a packed one, and one of prompts of different lengths."""
+    borders = torch.tensor([0, num_tokens // 3, num_tokens])
+    lengths = torch.tensor([num_tokens - 5])
+    return {
+        "plain": {},
+        "packed": {"cu_seqlens": borders},
+        "prompts": {"state": mixer.init_state(1), "lengths": lengths},
+    }
+
+
+def results(mixer, call, x, form):
+    """Outputs of real tokens, the state, and gradients of x and of all weights."""
+    x = x.clone().requires_grad_()
+    y, state = call(x, **form)
+    if "lengths" in form:
+        y = y[:, : int(form["lengths"][0])]
+    held = [] if state is None else [part for part in state if part.is_floating_point()]
+    loss = y.square().sum() + sum(part.square().sum() for part in held)
+    found = torch.autograd.grad(loss, [x, *mixer.parameters()])
+    return [y.detach(), *(part.detach() for part in held), *found]
+
+
+def check_compiled(config, backend, num_tokens, names):
+    torch.manual_seed(0)
+    mixer = config.build(C)
+    compiled = torch.compile(mixer, fullgraph=True, backend=backend)
+    for length in num_tokens:
+        x, given = torch.randn(1, length, C), forms(mixer, length)
+        for name in names:
+            found, truth = (results(mixer, call, x, given[name]) for call in (compiled, mixer))
+            for i, (got, wanted) in enumerate(zip(found, truth, strict=True)):
+                assert_close(f"{name}, T = {length}: {i}", got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_inductor_lays_out_every_token():
+    borders, start, added = torch.tensor([0, 30, 100]), torch.tensor([7, 20]), torch.tensor([80, 9])
+
+    def layouts(x):
+        T = x.shape[1]
+        return [
+            plain_layout(T, L, x.device),
+            packed_layout(T, L, borders),
+            continued_layout(T, L, 9, start, added),
+        ]
+
+    x = torch.zeros(1, 100)
+    for got, expected in zip(torch.compile(layouts)(x), layouts(x), strict=True):
+        for name, value in expected._asdict().items():
+            assert value is None or torch.equal(getattr(got, name), value), name
+
+
+# Compiling a mixer in C++ takes its seconds: 16 is the length at which the inductor splits a loop.
+@pytest.mark.slow
+@configs
+def test_the_inductor_trains_on_every_token(config):
+    check_compiled(config, "inductor", [100], ["plain"])
+
+
+@configs
+def test_one_graph_serves_every_form_and_a_second_length(config):
+    check_compiled(config, "aot_eager", [100, 17], ["plain", "packed", "prompts"])
+
+
+@configs
+def test_a_graph_of_any_length_serves_all(config):
+    torch.manual_seed(0)
+    mixer = config.build(C)
+    seen = []
+
+    def count(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    compiled = torch.compile(mixer, fullgraph=True, dynamic=True, backend=count)
+    for length in (100, 17, 194):
+        x = torch.randn(1, length, C)
+        assert_close(f"T = {length}", compiled(x)[0], mixer(x)[0].detach(), rtol=1e-5)
+    assert len(seen) == 1
