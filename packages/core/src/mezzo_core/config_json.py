@@ -76,7 +76,10 @@ def check_fields(config: Any) -> None:
     cls = type(config)
     hints = typing.get_type_hints(cls)
     for field in fields(config):
-        _fit(getattr(config, field.name), hints[field.name], f"{cls.__name__}.{field.name}")
+        value, where = getattr(config, field.name), f"{cls.__name__}.{field.name}"
+        _fit(value, hints[field.name], where)
+        if isinstance(value, int) and abs(value) >= 2**63:  # torch's sizes and seeds have 64 bits
+            raise UserError(f"{where} must be below 2^63, got {_short(value)}")
 
 
 def _encode(value: Any, where: str) -> Any:

@@ -123,10 +123,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             "apply_rope: x must be (B, T, H, D), cos and sin alike (T, D/2) or (B or 1, T, D/2); "
             f"got {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    if 2 * cos.shape[-1] != x.shape[-1]:
+    if 2 * cos.shape[-1] != x.shape[-1] or cos.shape[-2] != x.shape[1]:
         raise ValueError(
-            f"apply_rope: cos and sin must be {x.shape[-1] // 2} wide for heads of width "
-            f"{x.shape[-1]}, got {cos.shape[-1]}"
+            f"apply_rope: cos and sin must end in ({x.shape[1]}, {x.shape[-1] // 2}) for x "
+            f"{tuple(x.shape)}, got {tuple(cos.shape)}"
         )
     cos, sin = cos[..., None, :], sin[..., None, :]
     # float64 stays float64, so that gradients can be checked.

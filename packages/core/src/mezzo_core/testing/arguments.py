@@ -44,6 +44,7 @@ class Call:
         definition: the function that says what is right, of the same arguments; None: the results
             must be finite.
         words: for an argument, other words by which a message may name it.
+        of_any_rank: names of tensors that may have an axis more or less.
     """
 
     function: Callable[..., Any]
@@ -51,6 +52,7 @@ class Call:
     optional: frozenset[str] = frozenset()
     definition: Callable[..., Any] | None = None
     words: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    of_any_rank: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -67,6 +69,8 @@ class Replacement(NamedTuple):
     value: Any
     must_refuse: bool
     """Whether it can mean nothing; else a right result is as good as an error."""
+    is_relative: bool = False
+    """Whether it is wrong only beside the others: then a message may name any of them."""
 
 
 def check_arguments(call: Call) -> None:
@@ -88,21 +92,24 @@ def check_arguments(call: Call) -> None:
 def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
     """Make a call with some arguments replaced, and say what is wrong with what comes back."""
     told = f"{call.name}: " + ", ".join(f"{name} is {part.what}" for name, part in replaced.items())
-    values = {name: part.value for name, part in replaced.items()}
-    # Sizes that disagree are named by either of those that do.
-    blamed = [n for n, part in replaced.items() if part.must_refuse] or [*call.arguments()]
+    arguments = {**call.arguments(), **{name: part.value for name, part in replaced.items()}}
     try:
         with torch.no_grad():
-            result = call.function(**{**call.arguments(), **values})
+            result = call.function(**arguments)
             expected = None
             if call.definition is not None:
-                expected = call.definition(**{**call.arguments(), **values})
+                expected = call.definition(**{**call.arguments(), **arguments})
     except Exception as error:
         if not replaced:
             raise
+        is_relative = any(part.is_relative for part in replaced.values())
+        if is_relative and ("on meta" in str(error) or "device" in str(error)):
+            return None  # the other side may be a layer's weight, and the words be torch's own
+        blamed = arguments if is_relative else replaced
         return _fault_of(told, error, [w for n in blamed for w in (n, *call.words.get(n, ()))])
-    if any(part.must_refuse for part in replaced.values()):
-        return f"{told}: accepted"
+    for name, part in replaced.items():
+        if part.must_refuse and not (part.is_relative and name in call.of_any_rank):
+            return f"{told}: accepted"
     return _fault_of_result(told, result, expected)
 
 
@@ -163,7 +170,7 @@ def _fault_of(told: str, error: Exception, names: Sequence[str]) -> str | None:
 
 
 def _fault_of_result(told: str, result: Any, expected: Any) -> str | None:
-    results = [*_tensors(result)]
+    results = [part for part in _tensors(result) if not part.is_meta]
     if not all(part.isfinite().all() for part in results):
         return f"{told}: accepted, and gives NaN"
     try:
@@ -182,19 +189,19 @@ def _other_tensors(x: Tensor) -> list[Replacement]:
         Replacement("bool", torch.ones_like(x, dtype=torch.bool), True),
         Replacement("complex", x.to(torch.complex64), True),
         Replacement(str(other), x.to(other), True),
-        Replacement("a scalar", x.new_ones(()), True),
-        Replacement("on another device", x.to("meta"), True),
-        Replacement("with an axis more", x[None], True),
-        Replacement("with an axis less", x[0], True),
+        Replacement("a scalar", x.new_ones(()), True, True),
+        Replacement("on another device", x.to("meta"), False, True),
+        Replacement("with an axis more", x[None], True, True),
+        Replacement("with an axis less", x[0], True, True),
         Replacement("strided", x.repeat_interleave(2, -1)[..., ::2], False),
     ]
     if x.is_floating_point():
         found.append(Replacement("float8", x.to(torch.float8_e4m3fn), True))
     for axis in range(x.ndim):
-        found.append(Replacement(f"doubled along {axis}", torch.cat([x, x], axis), False))
-        found.append(Replacement(f"empty along {axis}", x.narrow(axis, 0, 0), False))
-        fewer = x.narrow(axis, 0, x.shape[axis] - 1)
-        found.append(Replacement(f"one less along {axis}", fewer, False))
+        found.append(Replacement(f"doubled along {axis}", torch.cat([x, x], axis), False, True))
+        found.append(Replacement(f"empty along {axis}", x.narrow(axis, 0, 0), False, True))
+        fewer = x.narrow(axis, 0, max(x.shape[axis] - 1, 0))
+        found.append(Replacement(f"one less along {axis}", fewer, False, True))
     return found
 
 
@@ -203,8 +210,8 @@ def _other_states(state: Any) -> list[Replacement]:
     for name, value in state._asdict().items():
         parts = [*_other_tensors(value), Replacement("None", None, True)]
         found += [
-            Replacement(f"with {name} {what}", state._replace(**{name: other}), must)
-            for what, other, must in parts
+            Replacement(f"with {name} {what}", state._replace(**{name: other}), must, relative)
+            for what, other, must, relative in parts
         ]
     return found
 

@@ -81,9 +81,10 @@ def _check(
     chunk_size: int | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    for name, value in (("a", a), ("x", x), ("initial_state", initial_state)):
-        if value is not None:
-            check_floating("linear_scan", name, value)
+    for name, value in (("a", a), ("x", x)):
+        check_floating("linear_scan", name, value)
+    if initial_state is not None:
+        check_floating("linear_scan", "initial_state", initial_state)
     if x.ndim < 2 or a.shape != x.shape:
         raise ValueError(
             "linear_scan: a and x must have one shape (B, T, *), "

@@ -1,0 +1,146 @@
+"""Core's ops and configurations, each argument replaced: one clear line, or a right result."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
+from mezzo_core.ops.attention import attention
+from mezzo_core.ops.decode_attention import append_token_, decode_attention
+from mezzo_core.ops.decode_linear import decode_linear
+from mezzo_core.ops.linear_scan import linear_scan
+from mezzo_core.ops.online_softmax import SoftmaxPart, merge_softmax
+from mezzo_core.positions import alibi_slopes, apply_rope, rope_angles
+from mezzo_core.testing.arguments import (
+    Call,
+    check_arguments,
+    check_fields,
+    find_fault,
+    replacements,
+)
+
+B, T, H, D = 2, 5, 2, 4
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def attend(**more):
+    return {"q": draw(B, T, 2 * H, D), "k": draw(B, T, H, D), "v": draw(B, T, H, D), **more}
+
+
+def cache(**more):
+    lengths = torch.tensor([3, 1])
+    return {"q": draw(B, 2 * H, D), "k": draw(B, T, H, D), "v": draw(B, T, H, D)} | {
+        "lengths": lengths, **more
+    }  # fmt: skip
+
+
+def appended():
+    return {
+        "q": draw(B, 2 * H, D), "k": draw(B, H, D), "v": draw(B, H, D),
+        "k_cache": draw(B, T, H, D), "v_cache": draw(B, T, H, D),
+        "lengths": torch.tensor([3, 1]), "rope_base": 10_000.0,
+    }  # fmt: skip
+
+
+def parts():
+    a, b = (SoftmaxPart(draw(B, T, H, D), draw(B, T, H)) for _ in range(2))
+    return {"a": a, "b": b}
+
+
+by_reference = partial(attention, impl="reference")
+CALLS = [
+    Call(attention, lambda: attend(scale=0.5), frozenset({"scale"}), by_reference),
+    Call(attention, lambda: attend(window_size=3), frozenset({"window_size"}), by_reference),
+    Call(
+        attention,
+        lambda: attend(alibi_slopes=alibi_slopes(2 * H)),
+        frozenset({"alibi_slopes"}),
+        by_reference,
+    ),
+    Call(
+        attention,
+        lambda: {
+            "q": draw(1, T, H, D), "k": draw(1, T, H, D), "v": draw(1, T, H, D),
+            "cu_seqlens": torch.tensor([0, 2, 2, T]),
+        },
+        frozenset({"cu_seqlens"}),
+        by_reference,
+    ),
+    Call(
+        attention,
+        lambda: attend(q_positions=torch.arange(T)[None], k_positions=torch.arange(T)[None]),
+        definition=by_reference,
+    ),
+    Call(decode_attention, lambda: cache(scale=0.5), frozenset({"scale"})),
+    Call(
+        decode_attention,
+        lambda: cache(alibi_slopes=alibi_slopes(2 * H)),
+        frozenset({"alibi_slopes"}),
+    ),
+    Call(append_token_, appended, frozenset({"rope_base"})),
+    Call(
+        decode_linear,
+        lambda: {"x": draw(B, D), "weight": draw(3, D), "bias": draw(3), "norm_weight": draw(D)}
+        | {"norm_eps": 1e-6},
+        frozenset({"bias", "norm_weight"}),
+        of_any_rank=frozenset({"x"}),
+    ),
+    Call(
+        linear_scan,
+        lambda: {"a": draw(B, T, D).sigmoid(), "x": draw(B, T, D), "initial_state": draw(B, D)}
+        | {"chunk_size": 2},
+        frozenset({"initial_state", "chunk_size"}),
+    ),
+    Call(
+        linear_scan,
+        lambda: {"a": draw(1, T, D), "x": draw(1, T, D), "cu_seqlens": torch.tensor([0, 2, T])},
+        frozenset({"cu_seqlens"}),
+    ),
+    Call(merge_softmax, parts),
+    Call(
+        rope_angles,
+        lambda: {"positions": torch.arange(T)[None], "dim": 4, "base": 10_000.0},
+        of_any_rank=frozenset({"positions"}),
+    ),
+    Call(
+        apply_rope,
+        lambda: {"x": draw(B, T, H, D), "cos": draw(T, D // 2), "sin": draw(T, D // 2)},
+    ),
+    Call(alibi_slopes, lambda: {"num_heads": 3, "formula": "press"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_each_argument_replaced_is_named_or_right(call):
+    check_arguments(call)
+
+
+@given(data=st.data())
+def test_several_arguments_replaced_are_named_or_right(data):
+    call = data.draw(st.sampled_from(CALLS))
+    choices = {name: replacements(value) for name, value in call.arguments().items()}
+    names = data.draw(st.sets(st.sampled_from([n for n in choices if choices[n]]), min_size=2))
+    replaced = {name: data.draw(st.sampled_from(choices[name])) for name in sorted(names)}
+    assert find_fault(call, replaced) is None
+
+
+def logits(config: LMConfig) -> torch.Tensor:
+    return config.build()(torch.zeros(2, 3, dtype=torch.int64)).logits
+
+
+LM = LMConfig(vocab_size=9, d_model=8, mixers=(AttentionConfig(head_dim=4),))
+
+
+def test_each_field_replaced_is_named_or_right():
+    check_fields(LM, logits)
+    check_fields(MLPConfig(), lambda mlp: mlp.build(8)(draw(2, 8)))
+    for mixer in (
+        AttentionConfig(head_dim=4),
+        AttentionConfig(head_dim=4, rope_base=None, alibi="press"),
+    ):
+        check_fields(mixer, lambda config: config.build(8)(draw(2, 3, 8))[0])
