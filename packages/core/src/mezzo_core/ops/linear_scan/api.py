@@ -81,8 +81,8 @@ def _check(
     chunk_size: int | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    for name, value in (("a", a), ("x", x)):
-        check_floating("linear_scan", name, value)
+    check_floating("linear_scan", "a", a)
+    check_floating("linear_scan", "x", x)
     if initial_state is not None:
         check_floating("linear_scan", "initial_state", initial_state)
     if x.ndim < 2 or a.shape != x.shape:
