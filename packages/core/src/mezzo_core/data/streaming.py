@@ -7,6 +7,7 @@ a restart: a block can be read again, so that a resumed run sees the very same b
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ class TextStream:
     text_column: str
     rank: int = 0
     world_size: int = 1
+    skipped: int = 0  # at the start of each epoch of this shard
 
 
 def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int = 1) -> TextStream:
@@ -91,10 +93,10 @@ def share_stream(
         world_size: how many processes share the stream.
     """
     validation = _first_texts(dataset, text_column, name)
-    # Sharded first: a document among the first N of all is among the first N of its shard, so
-    # that skipping N in every shard keeps each held-out document out of training.
-    train = _shard(dataset, rank, world_size).skip(VALIDATION_DOCUMENTS)
-    return TextStream(name, train, validation, text_column, rank, world_size)
+    # A document among the first N of all is among the first N of its shard, so that skipping N in
+    # every shard keeps each held-out document out of training.
+    train = _shard(dataset, rank, world_size)
+    return TextStream(name, train, validation, text_column, rank, world_size, VALIDATION_DOCUMENTS)
 
 
 def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
@@ -295,9 +297,10 @@ class StreamedText(TextData):
     def _blocks(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[str]]]:
         """Yield the blocks of an epoch from a place on, each with its documents shuffled."""
         dataset = self._stream.dataset
-        dataset.set_epoch(start.epoch)
         dataset.load_state_dict(start.block_start or {})
-        rows = iter(dataset)
+        # Not `dataset.skip`, after which datasets 4.0 to 5.0 give every shard to each process, and
+        # no `set_epoch`, by which 5.2 deals the shards anew, the held-out documents with them.
+        rows = islice(dataset, 0 if start.block_start else self._stream.skipped, None)
         number, block_start, index = start.block, start.block_start, start.index
         while True:
             texts = [
