@@ -1,13 +1,24 @@
-"""Settings of every test: without a GPU, kernels run in Triton's interpreter."""
+"""Settings of every test: without a GPU, kernels run in Triton's interpreter; cores are shared."""
 
 import os
+from importlib import metadata
 from importlib.util import find_spec
 
+# Workers share the cores, with the processes that their tests start; torch reads this at import.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
+
 import torch
-from mezzo_core.testing.interpreter import repair_bfloat16
+from mezzo_core.testing.interpreter import repair_interpreter
 
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    repair_bfloat16()
+    repair_interpreter()
+
+
+def pytest_report_header() -> str:
+    """Say with what the tests run: the versions differ between environments."""
+    names = [name for name in ("torch", "triton", "numpy") if find_spec(name)]
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names)

@@ -172,19 +172,23 @@ def append(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that this file is in, or None for an installed wheel."""
+    """Return the commit of the checkout that this file is in; None for an installed copy.
+
+    An installed copy may lie inside another project's repository, which does not track it.
+    """
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return _git("rev-parse", "--short=12", "HEAD")
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git answers beside this file; None if it refuses or is not installed."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

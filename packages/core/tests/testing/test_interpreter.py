@@ -56,3 +56,18 @@ def test_casts_from_bfloat16_are_exact(device):
     torch.testing.assert_close(
         cast(values, torch.float32), values.float(), rtol=0, atol=0, equal_nan=True
     )
+
+
+@triton.jit
+def masked_kernel(p_x, p_out, size, number, BT: tl.constexpr):
+    places = tl.arange(0, BT)
+    wanted = (places < size) & (tl.program_id(0) + 7 == number)
+    tl.store(p_out + places, tl.load(p_x + places, mask=wanted, other=-1.0), mask=wanted)
+
+
+def test_a_comparison_of_two_numbers_masks_a_block(device):
+    x, untouched = torch.arange(8.0, device=device), torch.full((8,), 5.0, device=device)
+    for number, expected in ((7, [0, 1, 2, 5, 5, 5, 5, 5]), (8, [5] * 8)):
+        out = untouched.clone()
+        masked_kernel[(1,)](x, out, 3, number, 8)
+        assert out.tolist() == expected

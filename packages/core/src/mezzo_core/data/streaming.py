@@ -46,6 +46,7 @@ class TextStream:
     rank: int = 0
     world_size: int = 1
     identity: str = ""  # what is known of the text before it is read
+    skipped: int = 0  # documents at the start of each epoch of this shard
 
 
 def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int = 1) -> TextStream:
@@ -113,10 +114,12 @@ def share_stream(
         identity: differs when the text may differ, as far as that is known.
     """
     validation = _first_texts(dataset, text_column, name)
-    # Sharded first: a document among the first N of all is among the first N of its shard, so
-    # that skipping N in every shard keeps each held-out document out of training.
-    train = _shard(dataset, rank, world_size).skip(VALIDATION_DOCUMENTS)
-    return TextStream(name, train, validation, text_column, rank, world_size, identity)
+    # A document among the first N of all is among the first N of its shard, so that skipping N in
+    # every shard keeps each held-out document out of training.
+    train = _shard(dataset, rank, world_size)
+    return TextStream(
+        name, train, validation, text_column, rank, world_size, identity, VALIDATION_DOCUMENTS
+    )
 
 
 def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
@@ -338,9 +341,11 @@ class StreamedText(TextData):
     def _blocks(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[str]]]:
         """Yield the blocks of an epoch from a place on, each with its documents shuffled."""
         dataset = self._stream.dataset
-        dataset.set_epoch(start.epoch)
         dataset.load_state_dict(start.block_start or {})
-        texts = texts_of(dataset, self._stream.text_column, self._stream.name)
+        # Not `dataset.skip`, after which datasets 4.0 to 5.0 give every shard to each process, and
+        # no `set_epoch`, by which 5.2 deals the shards anew, the held-out documents with them.
+        rows = itertools.islice(dataset, 0 if start.block_start else self._stream.skipped, None)
+        texts = texts_of(rows, self._stream.text_column, self._stream.name)
         number, block_start, index = start.block, start.block_start, start.index
         while block := list(itertools.islice(texts, BLOCK_DOCUMENTS)):
             after = dataset.state_dict()

@@ -16,7 +16,7 @@ def environment() -> dict[str, str]:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit() or "unknown",
+        "commit": commit() or f"unknown (mezzo-core {_version('mezzo-core')})",
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "memory": _memory(),
         "gpu": torch.cuda.get_device_name(0) if cuda else "none",

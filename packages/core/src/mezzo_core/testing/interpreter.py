@@ -1,6 +1,8 @@
-"""Bfloat16 in Triton's interpreter, which holds its bits in integers.
+"""Triton's interpreter made to do what GPUs do, where it does not as it comes.
 
-As it comes, it multiplies matrices of these integers, and casts cut off what they should round.
+It holds the bits of bfloat16 in integers: it multiplies matrices of these integers, and casts cut
+off what they should round. Comparisons of integers bear the integers' type there, so one number
+compared and spread over a block becomes a block of integers, which Triton 3.9 refuses as a mask.
 """
 
 from typing import Any
@@ -8,15 +10,16 @@ from typing import Any
 import numpy as np
 
 
-def repair_bfloat16() -> None:
-    """Make the interpreter multiply matrices of bfloat16, and cast to and from it, as GPUs do.
+def repair_interpreter() -> None:
+    """Repair products of bfloat16, casts to and from it, and masks that one comparison makes.
 
-    Arithmetic on elements stays wrong: a kernel casts them to float32 first.
+    Arithmetic on elements of bfloat16 stays wrong: a kernel casts them to float32 first.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    spread = InterpreterBuilder.create_splat
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -32,7 +35,12 @@ def repair_bfloat16() -> None:
             return TensorHandle(_rounded(x.data), tl.bfloat16)
         return widened(x) if pair == (tl.bfloat16, tl.float32) else cast(self, x, to)
 
+    def create_splat(self: Any, kind: Any, x: Any) -> Any:
+        block = spread(self, kind, x)
+        return TensorHandle(block.data.astype(bool), tl.int1) if x.data.dtype == bool else block
+
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+    InterpreterBuilder.create_splat = create_splat
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:

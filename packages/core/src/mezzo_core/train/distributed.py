@@ -178,6 +178,7 @@ def shard(model: nn.Module, world: World) -> None:
     if world.size == 1:
         return
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (*model.blocks, model):  # type: ignore[misc]
+        # In torch 2.8 gloo adds up where it is asked for the mean: there it is asked for the sum.
+        sum_and_divide = world.device.type == "cpu"
+        fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
