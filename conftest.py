@@ -9,6 +9,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
 
 import torch
+from hypothesis import settings
 from mezzo_core.testing.interpreter import repair_interpreter
 
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
@@ -16,6 +17,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     repair_interpreter()
+
+# The same examples in every run; `pytest --hypothesis-profile=thorough` draws many, and new ones.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=5000)
+settings.load_profile("steady")
 
 
 def pytest_report_header() -> str:
