@@ -102,7 +102,9 @@ def chunk_scan_fwd_kernel(
         b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
         b_own = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
         p_run = v_run + (i_b * T + t) * (G * R * D)
-        tl.store(p_run + o_hd, b_vc.to(v_run.dtype.element_ty), mask=m_hd)
+        # A query that sees no end takes its own value whatever the logit: a lost logit must show.
+        b_run = b_vc + (b_own - b_own)[:, None]
+        tl.store(p_run + o_hd, b_run.to(v_run.dtype.element_ty), mask=m_hd)
         tl.store(own + (i_b * G * R + o_h) * T + t, b_own, mask=m_h)
         b_g, b_v, b_k, b_q = n_g, n_v, n_k, n_q
     # A chunk of no tokens gets an end too: zeros, for what is masked must still be finite.
