@@ -293,7 +293,7 @@ def test_what_needs_gradients_is_refused():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda i: {"q": i["q"][:, None]}, ValueError, "k must have the batch"),
+        (lambda i: {"q": i["q"][:, None]}, ValueError, r"q must be \(B, HQ, K\)"),
         (lambda i: {"k": i["k"][..., :8]}, ValueError, "k must be as wide as q"),
         (lambda i: {"v": i["v"].half()}, TypeError, "v must have the dtype of q"),
         (lambda i: {"g": None, "s": None}, ValueError, "g or s must be given"),
