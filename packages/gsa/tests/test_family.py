@@ -123,14 +123,6 @@ def test_shapes_can_be_had_without_numbers(mixer):
     assert [part.shape for part in state] == [part.shape for part in mixer.init_state(2)]
 
 
-def test_steps_in_float64_are_as_exact_as_the_whole(mixer):
-    mixer, x = mixer.double(), torch.randn(2, 40, C, dtype=torch.float64)
-    with torch.no_grad():
-        whole, state = mixer(x)[0], mixer.init_state(2)
-        steps = torch.cat([mixer.step(x[:, t : t + 1], state) for t in range(40)], 1)
-    torch.testing.assert_close(steps, whole, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("config", [GSAConfig, GLAConfig, HGRN2Config, RetNetConfig])
 def test_a_norm_has_a_positive_eps(config):
     with pytest.raises(ValueError, match=r"norm_eps must be positive and finite, got -1\.0"):

@@ -83,3 +83,15 @@ def test_t2r_adds_no_weights_but_the_norm():
 def test_impossible_configurations_are_refused_when_they_are_built(config, message):
     with pytest.raises(ValueError, match=message):
         config.build(C)
+
+
+def test_in_float64_only_distances_matter_to_the_last_digits():
+    torch.manual_seed(0)
+    mixer, x = RetNetConfig(2).build(16).double(), torch.randn(1, 9, 16, dtype=torch.float64)
+    state = mixer.init_state(1)
+    with torch.no_grad():
+        first, _ = mixer(x, state)
+        far, _ = mixer(x, state._replace(lengths=state.lengths + 100_003))
+        step = mixer.step(x[:, :1], state._replace(lengths=state.lengths + 100_003))
+    torch.testing.assert_close(far, first, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(step, first[:, :1], rtol=1e-9, atol=1e-10)
