@@ -5,6 +5,7 @@ they stay eager code, which autograd follows as it is.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,61 +27,13 @@ def eager_op(name: str, form: Form) -> Form:
 
     The op's backward runs the form once more, and goes back through that.
     """
-
-    def run(
-        inputs: list[Tensor],
-        states: list[Tensor],
-        cu_seqlens: Tensor | None,
-        scale: float,
-        between: str,
-    ) -> list[Tensor]:
-        if cu_seqlens is not None:
-            check_borders(name, cu_seqlens, inputs[0].shape[1])
-        if not inputs[0].shape[1]:
-            q, _, v, *_ = inputs
-            none = q.new_zeros(*q.shape[:3], v.shape[3])
-            return [none + sum(x.sum() for x in inputs), *states]  # for gradients, as empty
-        # Autocast would take the products of float32 states in 16 bits.
-        with without_autocast(inputs[0].device):
-            return form(inputs, states, cu_seqlens, scale, between)
+    run = partial(_run, name, form)
 
     def forward(*arguments: Any) -> list[Tensor]:
         return [_fresh(x) for x in run(*arguments)]
 
-    def fake(inputs: list[Tensor], states: list[Tensor], *_: Any) -> list[Tensor]:
-        q, _, v, *_ = inputs
-        return [q.new_empty(*q.shape[:3], v.shape[3]), *(x.new_empty(x.shape) for x in states)]
-
-    def backward(
-        dresults: list[Tensor | None], inputs: list[Tensor], states: list[Tensor], *rest: Any
-    ) -> list[Tensor]:
-        # An op runs below autograd; this one needs it.
-        key = torch._C.DispatchKey.AutogradFunctionality
-        with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (*inputs, *states)]
-            results = run(leaves[: len(inputs)], leaves[len(inputs) :], *rest)
-            pairs = [
-                (y, dy)
-                for y, dy in zip(results, dresults, strict=True)
-                if dy is not None and y.requires_grad
-            ]
-            if not pairs:
-                return [torch.zeros_like(x) for x in leaves]
-            ys, dys = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ys, leaves, dys, materialize_grads=True)
-        return [_fresh(x) for x in found]
-
-    def fake_backward(
-        dresults: list[Tensor | None], inputs: list[Tensor], states: list[Tensor], *_: Any
-    ) -> list[Tensor]:
-        return [x.new_empty(x.shape) for x in (*inputs, *states)]
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        parts, states, cu_seqlens, *ctx.form = inputs
-        ctx.num_inputs = len(parts)
-        ctx.save_for_backward(*parts, *states, cu_seqlens)
-        # Few pull on the last states: a missing gradient stays missing.
-        ctx.set_materialize_grads(False)
+    def backward(*arguments: Any) -> list[Tensor]:
+        return [_fresh(x) for x in _gradients(run, *arguments)]
 
     def pull(ctx: Any, dresults: list[Tensor | None]) -> tuple[Any, ...]:
         *tensors, cu_seqlens = ctx.saved_tensors
@@ -97,9 +50,9 @@ def eager_op(name: str, form: Form) -> Form:
         mutates_args=(),
         schema=f"(Tensor?[] dresults, {ARGUMENTS}) -> Tensor[]",
     )
-    op.register_fake(fake)
-    op_bwd.register_fake(fake_backward)
-    op.register_autograd(pull, setup_context=save)
+    op.register_fake(_fake)
+    op_bwd.register_fake(_fake_backward)
+    op.register_autograd(pull, setup_context=_save)
 
     def dispatch(
         inputs: list[Tensor],
@@ -112,6 +65,67 @@ def eager_op(name: str, form: Form) -> Form:
         return take(inputs, states, cu_seqlens, scale, between)
 
     return dispatch
+
+
+def _run(
+    name: str,
+    form: Form,
+    inputs: list[Tensor],
+    states: list[Tensor],
+    cu_seqlens: Tensor | None,
+    scale: float,
+    between: str,
+) -> list[Tensor]:
+    if cu_seqlens is not None:
+        check_borders(name, cu_seqlens, inputs[0].shape[1])
+    if not inputs[0].shape[1]:  # gradients exist, and are empty
+        return [_outputs(inputs).zero_() + sum(x.sum() for x in inputs), *states]
+    # Autocast would take the products of float32 states in 16 bits.
+    with without_autocast(inputs[0].device):
+        return form(inputs, states, cu_seqlens, scale, between)
+
+
+def _gradients(
+    run: Callable[..., list[Tensor]],
+    dresults: list[Tensor | None],
+    inputs: list[Tensor],
+    states: list[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    # An op runs below autograd; this one needs it.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (*inputs, *states)]
+        results = run(leaves[: len(inputs)], leaves[len(inputs) :], *rest)
+        pairs = [(y, dy) for y, dy in zip(results, dresults, strict=True) if dy is not None]
+        if not pairs:
+            return [torch.zeros_like(x) for x in leaves]
+        ys, dys = zip(*pairs, strict=True)
+        return [*torch.autograd.grad(ys, leaves, dys, materialize_grads=True)]
+
+
+def _fake(inputs: list[Tensor], states: list[Tensor], *_: Any) -> list[Tensor]:
+    return [_outputs(inputs), *(x.new_empty(x.shape) for x in states)]
+
+
+def _fake_backward(
+    dresults: list[Tensor | None], inputs: list[Tensor], states: list[Tensor], *_: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*inputs, *states)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    parts, states, cu_seqlens, *ctx.form = inputs
+    ctx.num_inputs = len(parts)
+    ctx.save_for_backward(*parts, *states, cu_seqlens)
+    # Few pull on the last states: a missing gradient stays missing.
+    ctx.set_materialize_grads(False)
+
+
+def _outputs(inputs: list[Tensor]) -> Tensor:
+    """Return room for out (B, T, HQ, V)."""
+    q, v = inputs[0], inputs[2]
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _fresh(x: Tensor) -> Tensor:

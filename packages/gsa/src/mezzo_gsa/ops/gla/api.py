@@ -129,13 +129,15 @@ def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor
 def _run_recurrent(
     inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
 ) -> list[Tensor]:
-    return [*recurrent_gla_reference(*inputs, scale, *states, cu_seqlens)]
+    (q, k, v, g), (state,) = inputs, states
+    return [*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
 
 
 def _run_chunked(
     inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
 ) -> list[Tensor]:
-    return [*chunk_gla_reference(*inputs, scale, *states, cu_seqlens)]
+    (q, k, v, g), (state,) = inputs, states
+    return [*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
 
 
 _recurrent = eager_op("recurrent_gla", _run_recurrent)

@@ -29,8 +29,10 @@ def chunk_gla_reference(
     T, H = k.shape[1], k.shape[2]
     L = min(CHUNK, 1 << (T - 1).bit_length())
     layout = None if cu_seqlens is None else lay_out(T, L, cu_seqlens)
-    chunks = (cut(x.to(initial_state.dtype), L, layout).unflatten(2, (H, -1)) for x in (q, k, v, g))
-    out, final_state = read_chunks(*chunks, initial_state, layout)
+    queries, keys, values, gates = (
+        cut(x.to(initial_state.dtype), L, layout).unflatten(2, (H, -1)) for x in (q, k, v, g)
+    )
+    out, final_state = read_chunks(queries, keys, values, gates, initial_state, layout)
     return join((scale * out).flatten(2, 3), T, layout).to(q.dtype), final_state
 
 

@@ -241,8 +241,8 @@ def _run_recurrent(
     scale: float,
     between: str,
 ) -> list[Tensor]:
-    form = scale, cast(Between, between), GSAState(*states), cu_seqlens
-    out, last = recurrent_gsa_reference(*inputs, *form)
+    (q, k, v, g, s), middle = inputs, cast(Between, between)
+    out, last = recurrent_gsa_reference(q, k, v, g, s, scale, middle, GSAState(*states), cu_seqlens)
     return [out, *last]
 
 
@@ -253,8 +253,8 @@ def _run_chunked(
     scale: float,
     between: str,
 ) -> list[Tensor]:
-    form = scale, cast(Between, between), GSAState(*states), cu_seqlens
-    out, last = chunked_gsa(*inputs, *form)
+    (q, k, v, g, s), middle = inputs, cast(Between, between)
+    out, last = chunked_gsa(q, k, v, g, s, scale, middle, GSAState(*states), cu_seqlens)
     return [out, *last]
 
 
