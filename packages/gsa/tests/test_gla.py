@@ -67,12 +67,12 @@ def test_flops_are_the_weights_twice_and_the_state_five_times():
     ("config", "message"),
     [
         (GLAConfig(num_heads=0), "num_heads must be 1 or more, got 0"),
-        (GLAConfig(num_heads=3), "expand_k must give each of the 3 heads a whole number"),
-        (GLAConfig(expand_v=0.3), "expand_v must give each of the 4 heads a whole number"),
+        (GLAConfig(num_heads=3), "expand_k must give each head, of num_heads = 3, a whole number"),
+        (GLAConfig(expand_v=0.3), "expand_v must give each head, of num_heads = 4, a whole number"),
         (GLAConfig(num_kv_heads=3), "num_kv_heads must divide num_heads = 4, got 3"),
-        (GLAConfig(num_kv_heads=0), "num_kv_heads must divide num_heads = 4, got 0"),
+        (GLAConfig(num_kv_heads=0), "num_kv_heads must be 1 or more, got 0"),
         (GLAConfig(gate_rank=0), "gate_rank must be 1 or more, got 0"),
-        (GLAConfig(damping=0.0), "damping must be positive, got 0"),
+        (GLAConfig(damping=0.0), "damping must be positive and finite, got 0"),
         (GLAConfig(feature_map="gelu"), "feature_map must be None or 'relu', got 'gelu'"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_layer_of_the_paper_has_four_squares_and_128_d_numbers_of_state():
     ("config", "message"),
     [
         (HGRN2Config(), "head_dim must divide d_model = 16, got 128"),
-        (HGRN2Config(head_dim=0), "head_dim must divide d_model = 16, got 0"),
+        (HGRN2Config(head_dim=0), "head_dim must be 1 or more, got 0"),
         (HGRN2Config(head_dim=4, lower_bound=1.0), r"lower_bound must be in \[0, 1\), got 1.0"),
         (HGRN2Config(head_dim=4, lower_bound=-0.1), r"lower_bound must be in \[0, 1\), got -0.1"),
     ],

@@ -30,7 +30,7 @@ def test_it_is_the_definition_as_a_decayed_product_of_rotated_queries_and_keys()
 
 
 def test_many_heads_decay_by_less_than_float32_can_tell_from_one():
-    found = log_decay(32, torch.device("cpu")).double()
+    found = log_decay(32, torch.device("cpu"), torch.float32).double()
     expected = torch.log1p(-(2.0 ** (-5 - torch.arange(32, dtype=torch.float64))))
     assert_close("log decay", found, expected, rtol=1e-6)
     assert (found < 0).all()
@@ -71,7 +71,10 @@ def test_t2r_adds_no_weights_but_the_norm():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RetNetConfig(num_heads=3), "expand_k must give each of the 3 heads a whole number"),
+        (
+            RetNetConfig(num_heads=3),
+            "expand_k must give each head, of num_heads = 3, a whole number",
+        ),
         (RetNetConfig(num_heads=16), "keys of an even width, got 1 channels a head"),
         (RetNetConfig(num_kv_heads=3), "num_kv_heads must divide num_heads = 4, got 3"),
         (RetNetConfig(feature_map="exp"), "feature_map must be None or 'relu', got 'exp'"),
@@ -80,3 +83,15 @@ def test_t2r_adds_no_weights_but_the_norm():
 def test_impossible_configurations_are_refused_when_they_are_built(config, message):
     with pytest.raises(ValueError, match=message):
         config.build(C)
+
+
+def test_in_float64_only_distances_matter_to_the_last_digits():
+    torch.manual_seed(0)
+    mixer, x = RetNetConfig(2).build(16).double(), torch.randn(1, 9, 16, dtype=torch.float64)
+    state = mixer.init_state(1)
+    with torch.no_grad():
+        first, _ = mixer(x, state)
+        far, _ = mixer(x, state._replace(lengths=state.lengths + 100_003))
+        step = mixer.step(x[:, :1], state._replace(lengths=state.lengths + 100_003))
+    torch.testing.assert_close(far, first, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(step, first[:, :1], rtol=1e-9, atol=1e-10)

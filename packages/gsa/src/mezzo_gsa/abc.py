@@ -5,15 +5,17 @@ from typing import Literal, NamedTuple
 
 import torch
 from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.gsa import head_width, real_tokens
+from mezzo_gsa.gsa import head_width
 from mezzo_gsa.ops.elementwise import gated_norm
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa
 from mezzo_gsa.ops.gsa.step import step_gsa_
+from mezzo_gsa.ops.padding import skip_padding
 
 NORM_EPS = 1e-5
 
@@ -37,6 +39,7 @@ class ABCConfig:
         """Build the mixer.
 
         Raises:
+            TypeError: if a field is of another kind.
             ValueError: if the heads do not divide, a size is not positive, or `reading` is unknown.
         """
         return ABC(self, d_model)
@@ -69,11 +72,11 @@ class ABC(AbstractMixer):
     def __init__(self, config: ABCConfig, d_model: int) -> None:
         super().__init__()
         H, M = config.num_heads, config.num_slots
+        check_size("ABCConfig", "num_heads", H)
+        check_size("ABCConfig", "num_slots", M)
         self.head_dim = head_width(d_model, H)
-        if M < 1:
-            raise ValueError(f"num_slots must be 1 or more, got {M}")
         if config.reading not in ("text", "code"):
-            raise ValueError(f'reading must be "text" or "code", got {config.reading!r}')
+            raise ValueError(f'ABCConfig: reading must be "text" or "code", got {config.reading!r}')
         self.config, self.d_model = config, d_model
         self.widths = (d_model, d_model, d_model, H * M)
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
@@ -93,9 +96,8 @@ class ABC(AbstractMixer):
         q, k, v, logits = self._project(x)
         before, z = running_lse(logits, None if state is None else state.z, cu_seqlens)
         g, s = self._strengths(logits, before, z)
-        if lengths is not None:
-            real = real_tokens(x, lengths)
-            g, s = (part if part is None else torch.where(real, part, 0.0) for part in (g, s))
+        k, v = skip_padding(lengths, k, v)
+        g, s = (part if part is None else skip_padding(lengths, part)[0] for part in (g, s))
         memory = None if state is None else GSAState(state.k, state.v)
         out, after = chunk_gsa(q, k, v, g, s, initial_state=memory, cu_seqlens=cu_seqlens)
         y = self._output(out)

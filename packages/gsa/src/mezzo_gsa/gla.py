@@ -6,12 +6,20 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
+from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
-from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
+from mezzo_gsa.heads import (
+    FeatureMap,
+    apply_feature_map,
+    check_feature_map,
+    check_flag,
+    plan_heads,
+)
+from mezzo_gsa.ops.elementwise import log_gate
 from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
-from mezzo_gsa.ops.gla.padding import skip_padding
+from mezzo_gsa.ops.padding import skip_padding
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class GLAConfig:
         """Build the mixer.
 
         Raises:
+            TypeError: if a field is of another kind.
             ValueError: if the widths do not divide, or a number is not positive.
         """
         return GLA(self, d_model)
@@ -64,14 +73,19 @@ class GLA(AbstractMixer):
 
     def __init__(self, config: GLAConfig, d_model: int) -> None:
         super().__init__()
-        check_feature_map(config.feature_map)
-        if config.gate_rank < 1:
-            raise ValueError(f"gate_rank must be 1 or more, got {config.gate_rank}")
-        if not config.damping > 0:
-            raise ValueError(f"damping must be positive, got {config.damping}")
+        check_feature_map("GLAConfig", config.feature_map)
+        check_size("GLAConfig", "gate_rank", config.gate_rank)
+        check_flag("GLAConfig", "output_gate", config.output_gate)
+        for name in ("damping", "norm_eps"):
+            check_number("GLAConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model
         HQ, H, K, V = self.heads = plan_heads(
-            d_model, config.num_heads, config.num_kv_heads, config.expand_k, config.expand_v
+            "GLAConfig",
+            d_model,
+            config.num_heads,
+            config.num_kv_heads,
+            config.expand_k,
+            config.expand_v,
         )
         self.form = LayerForm(
             scale=K**-0.5,
@@ -103,9 +117,8 @@ class GLA(AbstractMixer):
         q = apply_feature_map(self.q_proj(x).unflatten(-1, (HQ, K)), self.config.feature_map)
         k = apply_feature_map(self.k_proj(x).unflatten(-1, (H, K)), self.config.feature_map)
         v = self.v_proj(x).unflatten(-1, (H, V))
-        logits = self.g_proj(x).unflatten(-1, (H, K))
-        logits = logits.to(accumulation_dtype(logits.dtype))
-        k, g = skip_padding(k, F.logsigmoid(logits) / self.config.damping, lengths)
+        g = log_gate(self.g_proj(x).unflatten(-1, (H, K)), self.config.damping)
+        k, v, g = skip_padding(lengths, k, v, g)
         out, h = chunk_gla(
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,

@@ -7,18 +7,24 @@ from typing import Any, Literal, get_args
 import torch
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project, suits_op
+from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mezzo_gsa.heads import check_flag
 from mezzo_gsa.ops.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
 from mezzo_gsa.ops.gsa.step import step_gsa_packed_
+from mezzo_gsa.ops.padding import skip_padding
 
 SPANS = (2.0, 2048.0)
 """The shortest and the longest memory, in tokens, that constant gates start with by default, and
 all gates where a recipe says `gsa_spread`."""
+
+MAX_DAMPING = 1e30
+"""The logits with which slots start spread are about as large, and must be finite."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class GSAConfig:
         """Build the mixer.
 
         Raises:
+            TypeError: if a field is of another kind.
             ValueError: if heads do not divide, a size is not positive, or a choice is unknown.
         """
         return GSA(self, d_model)
@@ -75,12 +82,12 @@ class GSA(AbstractMixer):
 
     def __init__(self, config: GSAConfig, d_model: int) -> None:
         super().__init__()
+        _check(config)
         HQ, M = config.num_heads, config.num_slots
         H = HQ if config.num_kv_heads is None else config.num_kv_heads
         D = head_width(d_model, HQ)
-        if H < 1 or HQ % H:
+        if HQ % H:
             raise ValueError(f"num_kv_heads must divide the {HQ} heads, got {H}")
-        _check(config)
         self.config, self.d_model, self.num_kv_heads = config, d_model, H
         by_token = config.gate == "token"
         self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
@@ -102,7 +109,7 @@ class GSA(AbstractMixer):
             return
         M, (short, long) = self.config.num_slots, map(math.log, self.config.gate_spans or SPANS)
         spans = torch.linspace(short, long, M, dtype=torch.float64).exp()
-        power = self.config.damping * torch.log1p(-1 / spans)  # log of α^τ = sigmoid(logit)
+        power = float(self.config.damping) * torch.log1p(-1 / spans)  # log of α^τ = sigmoid(logit)
         logits = power - torch.log(-torch.expm1(power))
         start.copy_(logits.repeat(self.num_kv_heads))
 
@@ -127,9 +134,7 @@ class GSA(AbstractMixer):
             out, after = chunk_gsa_packed(qkvg, **self._packing(), **op)
         else:
             q, k, v, g = self._split(qkvg)
-            if lengths is not None:
-                g = torch.where(real_tokens(x, lengths), g, 0.0)
-            out, after = chunk_gsa(q, k, v, g, **op)
+            out, after = chunk_gsa(q, *skip_padding(lengths, k, v, g), **op)
         return self.out_proj(self._normed(out)), None if state is None else after
 
     def step(self, x: Tensor, state: GSAState) -> Tensor:
@@ -212,27 +217,34 @@ def head_width(d_model: int, num_heads: int) -> int:
     """Return D = C / num_heads.
 
     Raises:
+        TypeError: if `d_model` is no int.
         ValueError: if that is no whole number.
     """
-    if num_heads < 1 or d_model % num_heads:
+    check_size("build", "d_model", d_model)
+    if d_model % num_heads:
         raise ValueError(f"num_heads must divide d_model = {d_model}, got {num_heads}")
     return d_model // num_heads
 
 
-def real_tokens(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return which tokens of x (B, T, C) are no padding, (B, T, 1, 1)."""
-    return (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None, None]
-
-
 def _check(config: GSAConfig) -> None:
-    if config.num_slots < 1:
-        raise ValueError(f"num_slots must be 1 or more, got {config.num_slots}")
+    for name in ("num_heads", "num_slots", "num_kv_heads"):
+        if name != "num_kv_heads" or config.num_kv_heads is not None:
+            check_size("GSAConfig", name, getattr(config, name))
     for name in ("damping", "norm_eps"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
-    spans = config.gate_spans or SPANS
-    if len(spans) != 2 or not 1 < spans[0] <= spans[1] < math.inf:
-        raise ValueError(f"gate_spans must be two numbers above 1, the shorter first, got {spans}")
+        check_number("GSAConfig", name, getattr(config, name), positive=True)
+    if config.damping > MAX_DAMPING:
+        raise ValueError(f"GSAConfig: damping must be at most {MAX_DAMPING}, got {config.damping}")
+    for name in ("output_norm", "keep_states"):
+        check_flag("GSAConfig", name, getattr(config, name))
+    spans = SPANS if config.gate_spans is None else config.gate_spans
+    if not isinstance(spans, (tuple, list)) or len(spans) != 2:
+        raise ValueError(f"GSAConfig: gate_spans must be two numbers, got {spans!r}")
+    for span in spans:
+        check_number("GSAConfig", "each of gate_spans", span)
+    if not 1 < spans[0] <= spans[1]:
+        raise ValueError(
+            f"GSAConfig: gate_spans must be above 1, the shorter first, got {tuple(spans)}"
+        )
     choices = {
         "gate": ("token", "constant"),
         "between": get_args(Between),
@@ -240,4 +252,6 @@ def _check(config: GSAConfig) -> None:
     }
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {getattr(config, name)!r}")
+            raise ValueError(
+                f"GSAConfig: {name} must be one of {allowed}, got {getattr(config, name)!r}"
+            )

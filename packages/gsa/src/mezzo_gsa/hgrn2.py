@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
+from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
 from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
-from mezzo_gsa.ops.gla.padding import skip_padding
+from mezzo_gsa.ops.padding import skip_padding
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class HGRN2Config:
         """Build the mixer.
 
         Raises:
+            TypeError: if a field is of another kind.
             ValueError: if `head_dim` does not divide `d_model`, the bound is not in [0, 1), or
                 `norm_eps` is not positive.
         """
@@ -44,8 +46,7 @@ def lower_bounds(num_layers: int) -> list[float]:
     Raises:
         ValueError: if there is no layer.
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be 1 or more, got {num_layers}")
+    check_size("lower_bounds", "num_layers", num_layers)
     return [layer / num_layers for layer in range(num_layers)]
 
 
@@ -60,10 +61,16 @@ class HGRN2(AbstractMixer):
     def __init__(self, config: HGRN2Config, d_model: int) -> None:
         super().__init__()
         D = config.head_dim
-        if D < 1 or d_model % D:
+        check_size("HGRN2Config", "head_dim", D)
+        check_size("HGRN2Config", "d_model", d_model)
+        if d_model % D:
             raise ValueError(f"head_dim must divide d_model = {d_model}, got {D}")
+        check_number("HGRN2Config", "norm_eps", config.norm_eps, positive=True)
+        check_number("HGRN2Config", "lower_bound", config.lower_bound)
         if not 0 <= config.lower_bound < 1:
-            raise ValueError(f"lower_bound must be in [0, 1), got {config.lower_bound}")
+            raise ValueError(
+                f"HGRN2Config: lower_bound must be in [0, 1), got {config.lower_bound}"
+            )
         self.config, self.d_model, self.num_heads = config, d_model, d_model // D
         self.form = LayerForm(
             feature_map="swish",
@@ -92,7 +99,7 @@ class HGRN2(AbstractMixer):
             for part in (F.silu(self.q_proj(x)), self.v_proj(x), self.g_proj(x))
         )
         k, g = self._gate(logits)
-        k, g = skip_padding(k.to(v.dtype), g, lengths)
+        k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
         out, h = chunk_gla(
             q, k, v, g, initial_state=None if state is None else state.h, cu_seqlens=cu_seqlens
         )

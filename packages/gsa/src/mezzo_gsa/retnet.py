@@ -8,13 +8,20 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.project import project
+from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor, nn
 
-from mezzo_gsa.heads import FeatureMap, apply_feature_map, check_feature_map, plan_heads
+from mezzo_gsa.heads import (
+    FeatureMap,
+    apply_feature_map,
+    check_feature_map,
+    check_flag,
+    plan_heads,
+)
 from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
-from mezzo_gsa.ops.gla.padding import skip_padding
+from mezzo_gsa.ops.padding import skip_padding
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class RetNetConfig:
         """Build the mixer.
 
         Raises:
+            TypeError: if a field is of another kind.
             ValueError: if the widths do not divide, a head's keys have an odd width, or a number
                 is not positive.
         """
@@ -67,10 +75,18 @@ class RetNet(AbstractMixer):
 
     def __init__(self, config: RetNetConfig, d_model: int) -> None:
         super().__init__()
-        check_feature_map(config.feature_map)
+        check_feature_map("RetNetConfig", config.feature_map)
+        check_flag("RetNetConfig", "output_gate", config.output_gate)
+        for name in ("rope_base", "norm_eps"):
+            check_number("RetNetConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model
         HQ, H, K, V = self.heads = plan_heads(
-            d_model, config.num_heads, config.num_kv_heads, config.expand_k, config.expand_v
+            "RetNetConfig",
+            d_model,
+            config.num_heads,
+            config.num_kv_heads,
+            config.expand_k,
+            config.expand_v,
         )
         if K % 2:
             raise ValueError(f"rotary places need keys of an even width, got {K} channels a head")
@@ -101,7 +117,8 @@ class RetNet(AbstractMixer):
         HQ, H, K, V = self.heads
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
-        angles = rope_angles(positions, K, self.config.rope_base)
+        dtype = accumulation_dtype(self.o_proj.weight.dtype)
+        angles = rope_angles(positions, K, self.config.rope_base, dtype=dtype)
         q, k = (
             apply_rope(apply_feature_map(part, self.config.feature_map), *angles)
             for part in (
@@ -112,8 +129,8 @@ class RetNet(AbstractMixer):
         v = self.v_proj(x).unflatten(-1, (H, V))
         if H < HQ:
             k, v = (part.repeat_interleave(HQ // H, dim=2) for part in (k, v))
-        g = log_decay(HQ, x.device).expand(*x.shape[:2], HQ)[..., None]
-        k, g = skip_padding(k, g, lengths)
+        g = log_decay(HQ, x.device, dtype)
+        k, v, g = skip_padding(lengths, k, v, g.expand(*x.shape[:2], HQ)[..., None])
         out, h = chunk_gla(
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
@@ -138,7 +155,7 @@ class RetNet(AbstractMixer):
             project(self.q_proj, x).unflatten(1, (HQ, K)),
             k,
             v,
-            _decay_table(HQ, x.device).expand(x.shape[0], HQ)[..., None],
+            _decay_table(HQ, x.device, state.h.dtype).expand(x.shape[0], HQ)[..., None],
             state.h,
             self.form,
             norm_weight=self.norm.weight,
@@ -176,9 +193,9 @@ class RetNet(AbstractMixer):
         return 2 * weights + 5 * HQ * K * V + gate
 
 
-def log_decay(num_heads: int, device: torch.device) -> Tensor:
-    """Return log γ of each head, (HQ,) float32; γ itself would lose its digits."""
-    heads = torch.arange(num_heads, device=device, dtype=torch.float32)
+def log_decay(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return log γ of each head, (HQ,); γ itself would lose its digits."""
+    heads = torch.arange(num_heads, device=device, dtype=dtype)
     return torch.log1p(-torch.exp2(-5 - heads))
 
 

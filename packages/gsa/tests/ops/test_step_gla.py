@@ -263,8 +263,11 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ({"z": torch.ones(1, 32)}, r"z must be \(1, 64\), got \(1, 32\)"),
         ({"k": None, "gates": torch.ones(1, 2, 1)}, "without k, gates must have the width"),
         ({"places": None}, "places and rope_base must be given both or neither"),
-        ({"places": torch.ones(1)}, r"places must be integers \(1,\), got torch.float32"),
-        ({"places": torch.ones(2).long()}, r"places must be integers \(1,\), got torch.int64"),
+        ({"places": torch.ones(1)}, r"places must be int32 or int64 \(1,\), got torch.float32"),
+        (
+            {"places": torch.ones(2).long()},
+            r"places must be int32 or int64 \(1,\), got torch.int64",
+        ),
     ],
 )
 def test_a_layer_that_does_not_fit_is_named(change, message):
@@ -278,9 +281,9 @@ def test_a_layer_that_does_not_fit_is_named(change, message):
     ("fields", "message"),
     [
         ({"feature_map": "gelu"}, "feature_map must be None or one of"),
-        ({"damping": 0.0}, "damping must be positive, got 0.0"),
-        ({"rope_base": -1.0}, "rope_base must be positive, got -1.0"),
-        ({"norm_eps": -1.0}, "norm_eps must be positive, got -1.0"),
+        ({"damping": 0.0}, "damping must be positive and finite, got 0.0"),
+        ({"rope_base": -1.0}, "rope_base must be positive and finite, got -1.0"),
+        ({"norm_eps": -1.0}, "norm_eps must be positive and finite, got -1.0"),
         ({"lower_bound": 1.0}, r"lower_bound must be in \[0, 1\), got 1.0"),
     ],
 )

@@ -293,7 +293,7 @@ def test_what_needs_gradients_is_refused():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda i: {"q": i["q"][:, None]}, ValueError, "k must have the batch"),
+        (lambda i: {"q": i["q"][:, None]}, ValueError, r"q must be \(B, HQ, K\)"),
         (lambda i: {"k": i["k"][..., :8]}, ValueError, "k must be as wide as q"),
         (lambda i: {"v": i["v"].half()}, TypeError, "v must have the dtype of q"),
         (lambda i: {"g": None, "s": None}, ValueError, "g or s must be given"),
@@ -328,7 +328,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ({"gate_logits": torch.zeros(32)}, ValueError, r"x must be \(B, 208\)"),
         ({"norm_weight": torch.zeros(3)}, ValueError, r"norm_weight must be \(80,\)"),
         ({"between": "max"}, ValueError, "between must be one of"),
-        ({"damping": -1.0}, ValueError, "damping must be positive, got -1"),
+        ({"damping": -1.0}, ValueError, "damping must be positive and finite, got -1"),
         ({"x": torch.zeros(2, 240)}, ValueError, r"state\.k must be \(2, 2, 16, 32\)"),
     ],
 )

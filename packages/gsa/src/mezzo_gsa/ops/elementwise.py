@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 def log_gate(logits: Tensor, damping: float) -> Tensor:
     """Return g = log(sigmoid(logits)^(1/τ)), at most 0, float32 (float64 for float64)."""
-    return F.logsigmoid(logits.to(accumulation_dtype(logits.dtype))) / damping
+    return F.logsigmoid(logits.to(accumulation_dtype(logits.dtype))) / float(damping)
 
 
 def gated_norm(

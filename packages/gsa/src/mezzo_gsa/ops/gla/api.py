@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.packed import check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.autocast import without_autocast
+from mezzo_gsa.ops.checks import check_state
+from mezzo_gsa.ops.eager_op import eager_op
 from mezzo_gsa.ops.gla import registered
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
@@ -40,10 +41,9 @@ def recurrent_gla(
 
     Arguments, results and errors are those of `chunk_gla`, which is the form to train with.
     """
-    g, state = _prepare("recurrent_gla", q, k, v, g, initial_state, cu_seqlens)
-    with without_autocast(q.device):
-        state = _zeros(k, v, g, cu_seqlens) if state is None else state
-        return GLAOutput(*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens))
+    g, state = _prepare("recurrent_gla", q, k, v, g, scale, initial_state, cu_seqlens)
+    state = _zeros(k, v, g, cu_seqlens) if state is None else state
+    return GLAOutput(*_recurrent([q, k, v, g], [state], cu_seqlens, scale, "none"))
 
 
 def chunk_gla(
@@ -62,6 +62,9 @@ def chunk_gla(
     It equals `recurrent_gla` for any gates, -inf included. Differentiable in q, k, v, g and the
     initial state, through both results; not twice by the kernels.
 
+    NaN and infinities reach no earlier token, no other row and no other packed sequence; on a GPU
+    they may reach earlier tokens of their own chunk.
+
     Args:
         q: (B, T, HQ, K) queries; query head h reads head h // (HQ // H).
         k: (B, T, H, K) keys.
@@ -69,7 +72,7 @@ def chunk_gla(
         g: (B, T, H, K), the log of each key channel's forget gate, or (B, T, H, 1), of each
             head's; at most 0, float32 (other dtypes are converted). A token with g = 0 and k = 0
             leaves the state as it is.
-        scale: multiplies q.
+        scale: multiplies q; any finite number.
         initial_state: S before the first token, (B, H, K, V), or (S, H, K, V) when packed; None:
             zeros.
         cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
@@ -82,18 +85,14 @@ def chunk_gla(
         (float64 for float64): its initial state if it has none.
 
     Raises:
-        TypeError: if a tensor's dtype is not one of those above.
-        ValueError: if a shape, a device, `cu_seqlens` or `impl` is not as above.
+        TypeError: if an argument is of another kind, or a tensor's dtype not one of those above.
+        ValueError: if a shape, a device, `scale`, `cu_seqlens` or `impl` is not as above.
     """
-    g, state = _prepare("chunk_gla", q, k, v, g, initial_state, cu_seqlens)
+    g, state = _prepare("chunk_gla", q, k, v, g, scale, initial_state, cu_seqlens)
     if resolve_impl("chunk_gla", impl, q.device, unsupported(q, v)) == "triton":
         return GLAOutput(*registered.gla(q, k, v, g, state, cu_seqlens, scale))
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
-    if q.shape[1] == 0:
-        return GLAOutput(q.new_zeros(*q.shape[:3], v.shape[3]), state)
-    # Autocast would take the products of float32 states in 16 bits.
-    with without_autocast(q.device):
-        return GLAOutput(*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens))
+    return GLAOutput(*_chunked([q, k, v, g], [state], cu_seqlens, scale, "none"))
 
 
 def _prepare(
@@ -102,30 +101,18 @@ def _prepare(
     k: Tensor,
     v: Tensor,
     g: Tensor,
+    scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments; return g and the initial state in float32 (float64 for float64)."""
-    if q.ndim != 4:
-        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
-    check_inputs(op, q, k, v, g)
+    check_inputs(op, q, k, v, g, scale, sizes="(B, T, HQ, K)")
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, q)
-        check_borders(op, cu_seqlens, q.shape[1])
     dtype = accumulation_dtype(q.dtype)
     if initial_state is None:
         return g.to(dtype), None
-    shape = _state_shape(k, v, cu_seqlens)
-    if not isinstance(initial_state, Tensor):
-        found = type(initial_state).__name__
-        raise TypeError(f"{op}: initial_state must be a tensor, got {found}")
-    if not initial_state.is_floating_point():
-        raise TypeError(f"{op}: initial_state must be floating-point, got {initial_state.dtype}")
-    if initial_state.shape != shape or initial_state.device != q.device:
-        raise ValueError(
-            f"{op}: initial_state must be {shape} on {q.device}, "
-            f"got {tuple(initial_state.shape)} on {initial_state.device}"
-        )
+    check_state(op, "initial_state", initial_state, _state_shape(k, v, cu_seqlens), q)
     return g.to(dtype), initial_state.to(dtype)
 
 
@@ -137,3 +124,21 @@ def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
 def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the state of those who were given none."""
     return g.new_zeros(_state_shape(k, v, cu_seqlens))
+
+
+def _run_recurrent(
+    inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
+) -> list[Tensor]:
+    (q, k, v, g), (state,) = inputs, states
+    return [*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
+
+
+def _run_chunked(
+    inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
+) -> list[Tensor]:
+    (q, k, v, g), (state,) = inputs, states
+    return [*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
+
+
+_recurrent = eager_op("recurrent_gla", _run_recurrent)
+_chunked = eager_op("chunk_gla", _run_chunked)

@@ -1,33 +1,49 @@
 """What the ops of gated linear attention accept, and what their kernels do."""
 
 import torch
+from mezzo_core.ops.checks import check_floating, check_number
 from torch import Tensor
 
 MAX_K, MAX_V = 512, 1024
 """The widest heads that the kernels are made for."""
 
 
-def check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
-    """Raise a ValueError or TypeError that names the tensor which does not fit the others.
+def check_inputs(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float,
+    *,
+    sizes: str,
+    gates: str = "g",
+) -> None:
+    """Raise a ValueError or TypeError that names the argument which does not fit the others.
 
-    q is (..., HQ, K); all share its first axes.
+    `sizes` are those of q, for messages: one letter for each of its axes, the first of which all
+    share; `gates` is the name of g.
     """
+    named = (("q", q), ("k", k), ("v", v), (gates, g))
+    for name, x in named:
+        check_floating(op, name, x)
+    check_number(op, "scale", scale)
+    if q.ndim != sizes.count(",") + 1:
+        raise ValueError(f"{op}: q must be {sizes}, got {tuple(q.shape)}")
     *axes, HQ, K = q.shape
-    rows = ", ".join(map(str, axes))
     H = k.shape[-2] if k.ndim == q.ndim else 0
     if not H or not HQ or HQ % H or k.shape != (*axes, H, K):
         raise ValueError(
-            f"{op}: k must be ({rows}, H, {K}) with H a divisor of {HQ}, got {tuple(k.shape)}"
+            f"{op}: k must be ({_listed(axes)}, H, {K}) with H a divisor of {HQ}, "
+            f"got {tuple(k.shape)}"
         )
     if v.ndim != q.ndim or v.shape[:-1] != (*axes, H):
-        raise ValueError(f"{op}: v must be ({rows}, {H}, V), got {tuple(v.shape)}")
+        raise ValueError(f"{op}: v must be ({_listed(axes)}, {H}, V), got {tuple(v.shape)}")
     if g.shape not in ((*axes, H, K), (*axes, H, 1)):
         raise ValueError(
-            f"{op}: g must be {(*axes, H, K)} or {(*axes, H, 1)}, got {tuple(g.shape)}"
+            f"{op}: {gates} must be {(*axes, H, K)} or {(*axes, H, 1)}, got {tuple(g.shape)}"
         )
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
-        if not x.is_floating_point():
-            raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
+    for name, x in named:
         if x.device != q.device:
             raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
         if not x.shape[-1]:
@@ -35,6 +51,10 @@ def check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+
+def _listed(axes: list[int]) -> str:
+    return ", ".join(map(str, axes))  # in messages only: torch.compile knows no str() of a size
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:

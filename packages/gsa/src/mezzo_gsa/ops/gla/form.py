@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from mezzo_core.ops.checks import check_number
+
 StepMap = Literal["relu", "swish"]
 
 
@@ -11,6 +13,7 @@ class LayerForm:
     """The forms of GLA, HGRN2 and RetNet, as `step_gla_layer_` takes them.
 
     Raises:
+        TypeError: if a number is none.
         ValueError: if a field is out of range; the message names it.
     """
 
@@ -33,7 +36,9 @@ class LayerForm:
             )
         for name in ("damping", "rope_base", "norm_eps"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if value is not None or name == "norm_eps":
+                check_number("LayerForm", name, value, positive=True)
+        check_number("LayerForm", "scale", self.scale)
+        check_number("LayerForm", "lower_bound", self.lower_bound)
         if not 0 <= self.lower_bound < 1:
             raise ValueError(f"lower_bound must be in [0, 1), got {self.lower_bound}")

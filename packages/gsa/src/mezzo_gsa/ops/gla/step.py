@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
@@ -11,11 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.autocast import without_autocast
+from mezzo_gsa.ops.checks import check_memory, check_no_gradients
 from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.form import LayerForm, StepMap
 from mezzo_gsa.ops.gla.reference import gla_step
-from mezzo_gsa.ops.step_checks import check_memory, check_no_gradients
+
+PLACES = (torch.int32, torch.int64)
 
 
 def step_gla_(
@@ -52,7 +55,7 @@ def step_gla_(
         ValueError: if a shape, a device or `impl` is not as above.
     """
     op = "step_gla_"
-    _check(op, q, k, v, g, state)
+    _check(op, q, k, v, g, scale, state)
     check_no_gradients(op, q, k, v, g, state)
     g = g.to(state.dtype)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
@@ -97,12 +100,16 @@ def step_gla_layer_(
         RuntimeError, TypeError, ValueError: as `step_gla_`, naming the argument.
     """
     op = "step_gla_layer_"
+    if not isinstance(form, LayerForm):
+        raise TypeError(f"{op}: form must be a LayerForm, got {type(form).__name__}")
+    check_floating(op, "q", q)
+    check_floating(op, "gates", gates)
     if k is None and (gates.shape[-1] != q.shape[-1] or gates.dtype != q.dtype):
         raise ValueError(
             f"{op}: without k, gates must have the width and the dtype of q, "
             f"{tuple(q.shape)} {q.dtype}, got {tuple(gates.shape)} {gates.dtype}"
         )
-    _check(op, q, gates if k is None else k, v, gates, state)
+    _check(op, q, gates if k is None else k, v, gates, form.scale, state, gates="gates")
     _check_layer(op, q, v, norm_weight, z, places, form)
     check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
@@ -187,7 +194,8 @@ def _featured(x: Tensor, places: Tensor | None, form: LayerForm) -> Tensor:
         x = F.relu(x) if form.feature_map == "relu" else F.silu(x)
     if form.rope_base is None or places is None:
         return x
-    angles = rope_angles(places[:, None], x.shape[2], form.rope_base)
+    dtype = accumulation_dtype(x.dtype)
+    angles = rope_angles(places[:, None], x.shape[2], form.rope_base, dtype=dtype)
     return apply_rope(x[:, None], *angles)[:, 0]
 
 
@@ -199,10 +207,17 @@ def _normed(out: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor
     return (y if z is None else y * F.silu(z.to(dtype))).to(out.dtype)
 
 
-def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> None:
-    if q.ndim != 3:
-        raise ValueError(f"{op}: q must be (B, HQ, K), got {tuple(q.shape)}")
-    check_inputs(op, q, k, v, g)
+def _check(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float,
+    state: Tensor,
+    gates: str = "g",
+) -> None:
+    check_inputs(op, q, k, v, g, scale, sizes="(B, HQ, K)", gates=gates)
     check_memory(op, "state", state, (*k.shape, v.shape[2]), q)
 
 
@@ -216,6 +231,9 @@ def _check_layer(
     form: LayerForm,
 ) -> None:
     (B, HQ, _), V = q.shape, v.shape[2]
+    check_floating(op, "norm_weight", norm_weight)
+    if z is not None:
+        check_floating(op, "z", z)
     if norm_weight.shape not in ((V,), (HQ * V,)):
         raise ValueError(
             f"{op}: norm_weight must be ({V},) or ({HQ * V},), got {tuple(norm_weight.shape)}"
@@ -226,9 +244,11 @@ def _check_layer(
         raise ValueError(f"{op}: places and rope_base must be given both or neither")
     if places is not None and q.shape[2] % 2:
         raise ValueError(f"{op}: q must have an even width to be turned, got {tuple(q.shape)}")
-    if places is not None and (places.shape != (B,) or places.is_floating_point()):
+    if places is not None and not isinstance(places, Tensor):
+        raise TypeError(f"{op}: places must be a tensor, got {type(places).__name__}")
+    if places is not None and (places.shape != (B,) or places.dtype not in PLACES):
         raise ValueError(
-            f"{op}: places must be integers ({B},), got {places.dtype} {tuple(places.shape)}"
+            f"{op}: places must be int32 or int64 ({B},), got {places.dtype} {tuple(places.shape)}"
         )
     for name, x in (("norm_weight", norm_weight), ("z", z), ("places", places)):
         if x is not None and x.device != q.device:

@@ -1,14 +1,16 @@
 """The public ops of gated slot attention: arguments checked, defaults filled in, who computes."""
 
+from typing import cast
+
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.autocast import without_autocast
+from mezzo_gsa.ops.eager_op import eager_op
 from mezzo_gsa.ops.elementwise import log_gate
 from mezzo_gsa.ops.gsa import registered, registered_packed
 from mezzo_gsa.ops.gsa.between import Between
@@ -39,14 +41,10 @@ def recurrent_gsa(
 
     Arguments, results and errors are those of `chunk_gsa`, which is the form to train with.
     """
-    _check("recurrent_gsa", q, k, v, g, s, between, initial_state, cu_seqlens)
-    if cu_seqlens is not None:
-        check_borders("recurrent_gsa", cu_seqlens, q.shape[1])
+    _check("recurrent_gsa", q, k, v, g, s, scale, between, initial_state, cu_seqlens)
     g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
-    # Autocast would take the products of float32 memories in 16 bits.
-    with without_autocast(q.device):
-        results = recurrent_gsa_reference(q, k, v, g, s, scale, between, state, cu_seqlens)
-    return GSAOutput(*results)
+    out, *last = _recurrent([q, k, v, g, s], [*state], cu_seqlens, scale, between)
+    return GSAOutput(out, GSAState(*last))
 
 
 def chunk_gsa(
@@ -68,6 +66,9 @@ def chunk_gsa(
     It equals `recurrent_gsa`, for any gates. Differentiable in q, k, v, g, s and the initial
     state, through both results; not twice.
 
+    NaN and infinities reach no earlier token, no other row and no other packed sequence; on a GPU
+    they may reach earlier tokens of their own chunk.
+
     Args:
         q: (B, T, HQ, K) queries; query head h reads head h // (HQ // H).
         k: (B, T, H, K) keys.
@@ -76,7 +77,7 @@ def chunk_gsa(
             None: nothing decays, and s must be given.
         s: (B, T, H, M) write strength; None: 1 - exp(g). A token with g = 0 and no s leaves the
             memory as it is.
-        scale: multiplies q.
+        scale: multiplies q; any finite number.
         between: what turns K~ q into the weights of the slots; "softmax" is GSA, the others are
             the paper's ablation (Table 2).
         initial_state: K~ and V~ before the first token, (B, H, M, K) and (B, H, M, V), or S in
@@ -92,21 +93,19 @@ def chunk_gsa(
         out (B, T, HQ, V) in the dtype of q, and the final state, float32 (float64 for float64).
 
     Raises:
-        TypeError: if a tensor's dtype is not one of those above.
-        ValueError: if a shape, a device, `between`, `cu_seqlens` or `impl` is not as above, or
-            neither g nor s is given.
+        TypeError: if an argument is of another kind, or a tensor's dtype not one of those above.
+        ValueError: if a shape, a device, `scale`, `between`, `cu_seqlens` or `impl` is not as
+            above, or neither g nor s is given.
     """
-    _check("chunk_gsa", q, k, v, g, s, between, initial_state, cu_seqlens)
+    _check("chunk_gsa", q, k, v, g, s, scale, between, initial_state, cu_seqlens)
     gates = s if g is None else g
     assert gates is not None
     sizes = gates.shape[3], k.shape[3], v.shape[3]
-    no = unsupported(q.dtype, q.shape[1], *sizes, on_gpu=q.is_cuda)
+    no = unsupported(q.dtype, q.shape[:2], *sizes, on_gpu=q.is_cuda)
     if resolve_impl("chunk_gsa", impl, q.device, no) == "reference":
-        if cu_seqlens is not None:
-            check_borders("chunk_gsa", cu_seqlens, q.shape[1])
         g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
-        with without_autocast(q.device):
-            return GSAOutput(*chunked_gsa(q, k, v, g, s, scale, between, state, cu_seqlens))
+        out, *last = _chunked([q, k, v, g, s], [*state], cu_seqlens, scale, between)
+        return GSAOutput(out, GSAState(*last))
     g = torch.zeros_like(gates, dtype=torch.float32) if g is None else g.float()
     s = None if s is None else s.float()
     first = (None, None) if initial_state is None else (x.float() for x in initial_state)
@@ -156,12 +155,12 @@ def chunk_gsa_packed(
         out (B, T, HQ, D) and the final state.
 
     Raises:
-        TypeError: if x is not floating-point.
+        TypeError: if x is not floating-point, a number of heads or slots is no int, or as
+            `chunk_gsa`.
         ValueError: if W does not hold the heads, a number of heads or slots or the damping is not
             positive, or as `chunk_gsa`.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"chunk_gsa_packed: x must be floating-point, got {x.dtype}")
+    check_floating("chunk_gsa_packed", "x", x)
     check_packing(
         "chunk_gsa_packed",
         num_heads=num_heads,
@@ -177,9 +176,9 @@ def chunk_gsa_packed(
             f"+ {num_kv_heads} · {num_slots}, got {tuple(x.shape)}"
         )
     q, k, v, logits = registered.unpack(x, num_heads, num_kv_heads, num_slots)
-    _check("chunk_gsa_packed", q, k, v, logits, None, between, initial_state, cu_seqlens)
+    _check("chunk_gsa_packed", q, k, v, logits, None, scale, between, initial_state, cu_seqlens)
     D = q.shape[3]
-    no = unsupported(x.dtype, x.shape[1], num_slots, D, D, on_gpu=x.is_cuda)
+    no = unsupported(x.dtype, x.shape[:2], num_slots, D, D, on_gpu=x.is_cuda)
     if resolve_impl("chunk_gsa_packed", impl, x.device, no) == "reference":
         if swish:
             q, k, v = (F.silu(part) for part in (q, k, v))
@@ -202,13 +201,12 @@ def _check(
     v: Tensor,
     g: Tensor | None,
     s: Tensor | None,
+    scale: float,
     between: str,
     initial_state: GSAState | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    if q.ndim != 4:
-        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
-    check_inputs(op, q, k, v, g, s, between)
+    check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, T, HQ, K)")
     H, M = (g if g is not None else s).shape[2:]  # type: ignore[union-attr]
     check_state(op, initial_state, q, cu_seqlens, (H, M, k.shape[3], v.shape[3]))
 
@@ -234,6 +232,34 @@ def _fill_in(
     S = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     H, M = g.shape[2:]
     return g, s, GSAState(*(x.new_zeros(S, H, M, x.shape[3], dtype=dtype) for x in (k, v)))
+
+
+def _run_recurrent(
+    inputs: list[Tensor],
+    states: list[Tensor],
+    cu_seqlens: Tensor | None,
+    scale: float,
+    between: str,
+) -> list[Tensor]:
+    (q, k, v, g, s), middle = inputs, cast(Between, between)
+    out, last = recurrent_gsa_reference(q, k, v, g, s, scale, middle, GSAState(*states), cu_seqlens)
+    return [out, *last]
+
+
+def _run_chunked(
+    inputs: list[Tensor],
+    states: list[Tensor],
+    cu_seqlens: Tensor | None,
+    scale: float,
+    between: str,
+) -> list[Tensor]:
+    (q, k, v, g, s), middle = inputs, cast(Between, between)
+    out, last = chunked_gsa(q, k, v, g, s, scale, middle, GSAState(*states), cu_seqlens)
+    return [out, *last]
+
+
+_recurrent = eager_op("recurrent_gsa", _run_recurrent)
+_chunked = eager_op("chunk_gsa", _run_chunked)
 
 
 def _is_differentiable(*tensors: Tensor | None) -> bool:

@@ -1,29 +1,45 @@
 """What the ops of gated slot attention accept, and what their kernels do."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
+from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
+from mezzo_gsa.ops import checks
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.state import GSAState
 
 
 def check_inputs(
-    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, between: str
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    scale: float,
+    between: str,
+    *,
+    sizes: str,
 ) -> None:
-    """Raise a ValueError or TypeError that names the tensor which does not fit the others."""
-    if between not in get_args(Between):
-        raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
+    """Raise a ValueError or TypeError that names the argument which does not fit the others.
+
+    `sizes` are those of q, for messages: one letter for each of its axes.
+    """
+    check_between(op, between)
+    check_number(op, "scale", scale)
     if g is None and s is None:
         raise ValueError(f"{op}: g or s must be given, got neither")
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("s", s)):
-        if x is None:
-            continue
-        if not x.is_floating_point():
-            raise TypeError(f"{op}: {name} must be floating-point, got {x.dtype}")
-        if x.ndim != q.ndim or x.shape[: q.ndim - 2] != q.shape[: q.ndim - 2]:
+    named = [("q", q), ("k", k), ("v", v)]
+    named += [(name, x) for name, x in (("g", g), ("s", s)) if x is not None]
+    for name, x in named:
+        check_floating(op, name, x)
+    if q.ndim != sizes.count(",") + 1:
+        raise ValueError(f"{op}: q must be {sizes}, got {tuple(q.shape)}")
+    for name, x in named:
+        if x.ndim != q.ndim or x.shape[:-2] != q.shape[:-2]:
             raise ValueError(
                 f"{op}: {name} must have the batch and tokens of q {tuple(q.shape)}, "
                 f"got {tuple(x.shape)}"
@@ -33,39 +49,47 @@ def check_inputs(
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-    if q.ndim < 3:
-        raise ValueError(f"{op}: q must be (B, T, HQ, K), got {tuple(q.shape)}")
+    _check_sizes(op, q, k, named)
+
+
+def _check_sizes(op: str, q: Tensor, k: Tensor, named: list[tuple[str, Tensor]]) -> None:
     H = k.shape[-2]
     if k.shape[-1] != q.shape[-1] or H < 1 or q.shape[-2] < 1 or q.shape[-2] % H:
         raise ValueError(
             f"{op}: k must be as wide as q, with a number of heads that divides q's: "
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}"
         )
-    M = (g if g is not None else s).shape[-1]  # type: ignore[union-attr]
-    for name, x, width in (("v", v, v.shape[-1]), ("g", g, M), ("s", s, M)):
-        if x is not None and x.shape[-2:] != (H, width):
+    M = named[3][1].shape[-1]
+    for name, x in named[2:]:
+        width = x.shape[-1] if name == "v" else M
+        if x.shape[-2:] != (H, width):
             raise ValueError(
                 f"{op}: {name} must end in (H, {'M' if name != 'v' else 'V'}) = {(H, width)}, "
                 f"got {tuple(x.shape)}"
             )
-    for name, x in (("k", k), ("v", v), ("g", g), ("s", s)):
-        if x is not None and not x.shape[-1]:
+    for name, x in named:
+        if not x.shape[-1]:
             raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
+
+
+def check_between(op: str, between: Any) -> None:
+    """Raise a ValueError if nothing of that name stands between the two passes."""
+    if between not in get_args(Between):
+        raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
 
 
 def check_packing(
     op: str, *, num_heads: int, num_kv_heads: int, num_slots: int, damping: float
 ) -> None:
-    """Raise a ValueError that names what cannot be of a projection's layout, or of its gates."""
+    """Raise an error that names what cannot be of a projection's layout, or of its gates."""
     for name, count in (("num_kv_heads", num_kv_heads), ("num_slots", num_slots)):
-        if count < 1:
-            raise ValueError(f"{op}: {name} must be 1 or more, got {count}")
-    if num_heads < 1 or num_heads % num_kv_heads:
+        check_size(op, name, count)
+    check_size(op, "num_heads", num_heads)
+    if num_heads % num_kv_heads:
         raise ValueError(
             f"{op}: num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}"
         )
-    if not damping > 0:
-        raise ValueError(f"{op}: damping must be positive, got {damping}")
+    check_number(op, "damping", damping, positive=True)
 
 
 def check_state(
@@ -86,26 +110,27 @@ def check_state(
         raise TypeError(f"{op}: initial_state must be a GSAState, got {type(state).__name__}")
     H, M, K, V = sizes
     for name, x, D in (("k", state.k, K), ("v", state.v, V)):
-        if not x.is_floating_point():
-            raise TypeError(f"{op}: initial_state.{name} must be floating-point, got {x.dtype}")
-        if x.shape != (num_states, H, M, D) or x.device != q.device:
-            raise ValueError(
-                f"{op}: initial_state.{name} must be {(num_states, H, M, D)} on {q.device}, "
-                f"got {tuple(x.shape)} on {x.device}"
-            )
+        checks.check_state(op, f"initial_state.{name}", x, (num_states, H, M, D), q)
 
 
 def unsupported(
-    dtype: torch.dtype, num_tokens: int, M: int, K: int, V: int, *, on_gpu: bool = False
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    M: int,
+    K: int,
+    V: int,
+    *,
+    on_gpu: bool = False,
 ) -> str | None:
     """Return what the kernels cannot do of a request, or None if they can.
 
-    `on_gpu`: they multiply there with instructions that ptxas 12.9 still gets wrong in one case.
+    `rows`: B, and T unless it is one. `on_gpu`: they multiply there with instructions that ptxas
+    12.9 still gets wrong in one case.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{dtype}; supported: float32, bfloat16, float16"
-    if num_tokens == 0:
-        return "rows of no tokens"
+    if 0 in rows:
+        return "no rows, or rows of no tokens"
     if M > 128 or max(K, V) > 512:
         return f"M = {M}, K = {K}, V = {V}; supported: M up to 128, K and V up to 512"
     if on_gpu and dtype == torch.float16 and M > 64:

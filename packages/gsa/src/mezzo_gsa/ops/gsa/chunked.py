@@ -1,14 +1,20 @@
 """Gated slot attention by chunks in plain PyTorch: two passes of gated linear attention."""
 
-import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.eager_chunks import carry, cut, join, lay_out
+from mezzo_gsa.ops.eager_chunks import ChunkLayout, carry, cut, join, lay_out
+from mezzo_gsa.ops.eager_halves import (
+    at_right,
+    decay_from_start,
+    decay_to_end,
+    half_widths,
+    left_halves,
+    right_halves,
+)
+from mezzo_gsa.ops.gla.chunked import CHUNK, read_chunks
 from mezzo_gsa.ops.gsa.between import Between, apply_between
 from mezzo_gsa.ops.gsa.state import GSAState
-from mezzo_gsa.ops.pivots import pivot_levels
-
-CHUNK = 64
 
 
 def chunked_gsa(
@@ -23,30 +29,40 @@ def chunked_gsa(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, GSAState]:
     """Compute what `recurrent_gsa_reference` computes, CHUNK tokens at a time."""
-    T, dtype = q.shape[1], initial_state.k.dtype
-    num_groups = q.shape[2] // k.shape[2]
-    layout = None if cu_seqlens is None else lay_out(T, CHUNK, cu_seqlens)
-    keys, values, gates, strengths = (cut(x.to(dtype), CHUNK, layout) for x in (k, v, g, s))
-    # Nothing is left at -100, and sums stay finite.
-    running = gates.double().clamp(min=-100).cumsum(-2)
-    total = running[..., -1:, :]
-    write = strengths * torch.exp((total - running).to(dtype))
-    keep, total = torch.exp(running.to(dtype)), torch.exp(total.to(dtype)).mT
-    starts_k, last_k = carry(initial_state.k, total, write.mT @ keys, layout)
-    starts_v, last_v = carry(initial_state.v, total, write.mT @ values, layout)
-    levels = list(pivot_levels(running, dtype))
-    outs = []
-    for j in range(num_groups):  # query heads of one key head
-        queries = scale * cut(q[:, :, j::num_groups].to(dtype), CHUNK, layout)
-        scores = queries @ keys.mT
-        logits = keep * (queries @ starts_k.mT)
-        logits = logits + scores.diagonal(dim1=-2, dim2=-1)[..., None] * strengths
-        for mask, x in levels:
-            logits = logits + x * ((scores * mask) @ (x * strengths))
-        p = apply_between(logits, between)
-        weights = torch.diag_embed((p * strengths).sum(-1))
-        for mask, x in levels:
-            weights = weights + mask * ((p * x) @ (strengths * x).mT)
-        outs.append((p * keep) @ starts_v + weights @ values)
-    out = torch.stack(outs, dim=3).flatten(2, 3)  # (B, N, H G, L, V)
-    return join(out, T, layout).to(q.dtype), GSAState(last_k, last_v)
+    (_, T, H, _), dtype = k.shape, initial_state.k.dtype
+    L = min(CHUNK, 1 << (T - 1).bit_length())
+    layout = None if cu_seqlens is None else lay_out(T, L, cu_seqlens)
+    queries, keys, values, strengths = (
+        cut(x.to(dtype), L, layout).unflatten(2, (H, -1)) for x in (q, k, v, s)
+    )
+    gates = cut(g.to(accumulation_dtype(dtype)), L, layout).unflatten(2, (H, -1))
+    logits, last_k = _read_slots(queries, keys, gates, strengths, initial_state.k, layout)
+    weights = apply_between(scale * logits, between)
+    out, last_v = read_chunks(weights, strengths, values, gates, initial_state.v, layout)
+    return join(out.flatten(2, 3), T, layout).to(q.dtype), GSAState(last_k, last_v)
+
+
+def _read_slots(
+    q: Tensor, k: Tensor, g: Tensor, s: Tensor, initial_state: Tensor, layout: ChunkLayout | None
+) -> tuple[Tensor, Tensor]:
+    """Return K~ q (B, N, H, HQ / H, L, M) and the last K~: `read_chunks`, but gates are of values.
+
+    Args:
+        q: (B, N, H, HQ / H, L, K), N chunks of L tokens, a power of two.
+        k: (B, N, H, 1, L, K).
+        g: (B, N, H, 1, L, M), at least float32.
+        s: (B, N, H, 1, L, M).
+        initial_state: (B, H, M, K), or S in place of B when packed.
+        layout: of packed sequences.
+    """
+    dtype, L = initial_state.dtype, k.shape[-2]
+    ends = (s * decay_to_end(g).to(dtype)).mT @ k
+    decays = g.sum(-2).exp().to(dtype)[..., None]
+    starts, last = carry(initial_state, decays[:, :, :, 0], ends[:, :, :, 0], layout)
+    logits = decay_from_start(g).to(dtype) * (q @ starts[:, :, :, None].mT)
+    logits = logits + (q * k).sum(-1, keepdim=True) * s
+    for w in half_widths(L):
+        writes = left_halves(s, w) * decay_to_end(left_halves(g, w)).to(dtype)
+        reads = right_halves(q, w) @ left_halves(k, w).mT @ writes
+        logits = logits + at_right(decay_from_start(right_halves(g, w)).to(dtype) * reads, w)
+    return logits, last

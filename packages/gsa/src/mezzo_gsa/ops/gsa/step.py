@@ -1,19 +1,20 @@
 """One decoding token of gated slot attention, in place: from q, k, v, g, or from a projection."""
 
-from typing import get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float
+from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.checks import check_memory, check_no_gradients
 from mezzo_gsa.ops.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa.api import recurrent_gsa
 from mezzo_gsa.ops.gsa.between import Between
-from mezzo_gsa.ops.gsa.checks import check_inputs, unsupported
+from mezzo_gsa.ops.gsa.checks import check_between, check_inputs, unsupported
 from mezzo_gsa.ops.gsa.state import GSAState
-from mezzo_gsa.ops.step_checks import check_memory, check_no_gradients
 
 
 def step_gsa_(
@@ -50,14 +51,12 @@ def step_gsa_(
 
     Raises:
         RuntimeError: if a gradient would be needed.
-        TypeError: if a tensor's dtype is not one of those above.
-        ValueError: if a shape, a device, `between` or `impl` is not as above, or neither g nor s
-            is given.
+        TypeError: if an argument is of another kind, or a tensor's dtype not one of those above.
+        ValueError: if a shape, a device, `scale`, `between` or `impl` is not as above, or neither
+            g nor s is given.
     """
     op = "step_gsa_"
-    check_inputs(op, q, k, v, g, s, between)
-    if q.ndim != 3:
-        raise ValueError(f"{op}: q must be (B, HQ, K), got {tuple(q.shape)}")
+    check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, HQ, K)")
     gates = g if g is not None else s
     assert gates is not None
     B, H, M = gates.shape
@@ -125,10 +124,10 @@ def step_gsa_packed_(
     """
     op = "step_gsa_packed_"
     B, H, M, K, V = _packed_sizes(op, x, state, num_heads, gate_logits, norm_weight)
-    if not damping > 0:
-        raise ValueError(f"{op}: damping must be positive, got {damping}")
-    if between not in get_args(Between):
-        raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
+    check_between(op, between)
+    check_number(op, "scale", scale)
+    for name, number in (("damping", damping), ("norm_eps", norm_eps)):
+        check_number(op, name, number, positive=True)
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
     if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
@@ -250,6 +249,11 @@ def _packed_sizes(
     norm_weight: Tensor | None,
 ) -> tuple[int, int, int, int, int]:
     """Return B, H, M, K and V."""
+    _check_kind(op, state)
+    check_floating(op, "x", x)
+    for name, part in (("gate_logits", gate_logits), ("norm_weight", norm_weight)):
+        if part is not None:
+            check_floating(op, name, part)
     if state.k.ndim != 4 or state.v.ndim != 4:
         raise ValueError(
             f"{op}: state must be (B, H, M, K) and (B, H, M, V), "
@@ -257,13 +261,12 @@ def _packed_sizes(
         )
     _, H, M, K = state.k.shape
     V = state.v.shape[3]
-    if num_heads < 1 or num_heads % H:
+    check_size(op, "num_heads", num_heads)
+    if H < 1 or num_heads % H:
         raise ValueError(f"{op}: num_heads must be a multiple of the state's {H}, got {num_heads}")
     W = (num_heads + H) * K + H * V + (H * M if gate_logits is None else 0)
     if x.ndim != 2 or x.shape[1] != W:
         raise ValueError(f"{op}: x must be (B, {W}) for this state, got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"{op}: x must be floating-point, got {x.dtype}")
     widths = (("gate_logits", gate_logits, H * M), ("norm_weight", norm_weight, num_heads * V))
     for name, part, width in widths:
         if part is not None and (part.shape != (width,) or part.device != x.device):
@@ -274,9 +277,17 @@ def _packed_sizes(
     return x.shape[0], H, M, K, V
 
 
+def _check_kind(op: str, state: Any) -> None:
+    if not isinstance(state, GSAState):
+        raise TypeError(f"{op}: state must be a GSAState, got {type(state).__name__}")
+    for name, part in state._asdict().items():
+        check_floating(op, f"state.{name}", part)
+
+
 def _check_state(
     op: str, state: GSAState, x: Tensor, shape_k: tuple[int, ...], shape_v: tuple[int, ...]
 ) -> None:
+    _check_kind(op, state)
     check_memory(op, "state.k", state.k, shape_k, x)
     check_memory(op, "state.v", state.v, shape_v, x)
 
@@ -286,4 +297,4 @@ def _unsupported(dtype: torch.dtype, state: GSAState) -> str | None:
     if not all(part.is_contiguous() for part in state):
         return "a state that is not contiguous"
     _, _, M, K = state.k.shape
-    return unsupported(dtype, 1, M, K, state.v.shape[3])
+    return unsupported(dtype, state.k.shape[:1], M, K, state.v.shape[3])

@@ -1,0 +1,136 @@
+"""Mixers compiled by the inductor for a CPU equal themselves, at lengths that fill no chunk."""
+
+import pytest
+import torch
+from mezzo_core.nn import init_weights
+from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.ops.gla import chunk_gla, recurrent_gla
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
+from mezzo_gsa.retnet import RetNetConfig
+
+C = 16
+CONFIGS = {
+    "gsa": GSAConfig(2, num_slots=4),
+    "abc": ABCConfig(2, num_slots=4),
+    "gla": GLAConfig(2),
+    "hgrn2": HGRN2Config(8),
+    "retnet": RetNetConfig(2),
+}
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=CONFIGS)
+def mixer(request):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mixer = CONFIGS[request.param].build(C)
+    init_weights(mixer, 0.5)
+    return mixer
+
+
+def forms(mixer):
+    """Return a function of the mixer plain, packed, and from a state with padding: one graph."""
+
+    def outputs(x, borders, state, lengths):
+        padded, after = mixer(x, state, lengths=lengths)
+        return [mixer(x)[0], mixer(x[:1], cu_seqlens=borders)[0], padded, *after]
+
+    return outputs
+
+
+def results_and_gradients(outputs, mixer, T):
+    x = normal(2, T, C).requires_grad_()
+    borders, lengths = torch.tensor([0, 5, 5, T]), torch.tensor([T - 3, 0])
+    results = outputs(x, borders, mixer.init_state(2), lengths)
+    loss = sum((y * normal(*y.shape)).sum() for y in results[:3])
+    weights = dict(mixer.named_parameters())
+    found = torch.autograd.grad(loss, [x, *weights.values()])
+    return [*enumerate(results), *zip(["x", *weights], found, strict=True)]
+
+
+def assert_equal(compiled, mixer, lengths):
+    for T in lengths:
+        pairs = [results_and_gradients(f, mixer, T) for f in (compiled, forms(mixer))]
+        for (name, found), (_, truth) in zip(*pairs, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4, msg=f"{name} at {T}")
+
+
+def test_the_inductor_gives_what_eager_gives_at_lengths_that_fill_no_chunk(mixer):
+    # One graph for both lengths: compiling takes some ten seconds.
+    assert_equal(torch.compile(forms(mixer), fullgraph=True, dynamic=True), mixer, (100, 17))
+
+
+def test_a_second_length_compiles_in_one_graph_too(mixer):
+    compiled = torch.compile(forms(mixer), fullgraph=True, backend="aot_eager")
+    assert_equal(compiled, mixer, (100, 17, 33))
+
+
+def test_decoding_compiles_in_one_graph(mixer):
+    step = torch.compile(mixer.step, fullgraph=True, backend="aot_eager")
+    x = normal(2, 3, C)
+    ours, state = mixer.init_state(2), mixer.init_state(2)
+    with torch.no_grad():
+        for t in range(3):
+            found, expected = step(x[:, t : t + 1], ours), mixer.step(x[:, t : t + 1], state)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for found, expected in zip(ours, state, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+FORMS = [chunk_gsa, recurrent_gsa, chunk_gla, recurrent_gla]
+
+
+def draw(op, rows, T, states):
+    inputs = [normal(rows, T, 4, 3), normal(rows, T, 2, 3), normal(rows, T, 2, 5)]
+    if op in (chunk_gla, recurrent_gla):
+        return [*inputs, -normal(rows, T, 2, 3).abs()], [normal(states, 2, 3, 5)]
+    inputs += [-normal(rows, T, 2, 6).abs(), normal(rows, T, 2, 6)]
+    return inputs, [normal(states, 2, 6, 3), normal(states, 2, 6, 5)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("op", FORMS)
+def test_the_ops_of_compiled_graphs_keep_their_contract(op, packed):
+    inputs, states = draw(op, 1, 7, 2 if packed else 1)
+    rest = (torch.tensor([0, 3, 7]) if packed else None, 0.5, "softmax")
+    forward, backward = (
+        getattr(torch.ops.mezzo_gsa, f"{op.__name__}_eager{end}").default for end in ("", "_bwd")
+    )
+    results = forward(inputs, states, *rest)
+    torch.library.opcheck(backward, (results, inputs, states, *rest))
+    torch.library.opcheck(backward, ([None, *results[1:]], inputs, states, *rest))
+    leaves = [[x.requires_grad_() for x in part] for part in (inputs, states)]
+    torch.library.opcheck(forward, (*leaves, *rest))
+
+
+@pytest.mark.parametrize("op", FORMS)
+@pytest.mark.parametrize("T", [0, 1, 70])
+def test_the_ops_of_compiled_graphs_equal_eager(op, T):
+    torch._dynamo.reset()
+    inputs, states = draw(op, 2, T, 2)
+    leaves = [x.requires_grad_() for x in (*inputs, *states)]
+
+    def results_and_gradients(function):
+        state = states[0] if len(states) == 1 else GSAState(*states)
+        out, last = function(*inputs, scale=0.5, initial_state=state)
+        results = [out, *(last if isinstance(last, tuple) else (last,))]
+        total = sum((y * normal(*y.shape)).sum() for y in results)
+        return [*results, *torch.autograd.grad(total, leaves)]
+
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    found, expected = results_and_gradients(compiled), results_and_gradients(op)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_borders_are_checked_in_compiled_graphs_too():
+    torch._dynamo.reset()
+    inputs, _ = draw(chunk_gla, 1, 7, 1)
+    compiled = torch.compile(chunk_gla, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"chunk_gla: cu_seqlens must .* end at T = 7, got"):
+        compiled(*inputs, cu_seqlens=torch.tensor([0, 3, 6]))
