@@ -379,7 +379,7 @@ MLP = "mezzo_core.nn.mlp:MLPConfig"
         ({"norm_eps": [1]}, ("config.norm_eps",)),
         ({"vocab_size": 2**31 - 1}, ("embed.weight", "(37, 16)", "(2147483647, 16)")),
         ({"mlp": {"type": MLP, "hidden": 10**12}}, ("mlp", "(1000000000000, 16)")),
-        ({"mlp": {"type": MLP, "hidden": 10**30}}, ("config.json", "cannot be built")),
+        ({"mlp": {"type": MLP, "hidden": 10**30}}, ("config.json", "hidden must be below 2^63")),
         ({"mlp": {"type": MLP, "kind": ["gelu"]}}, ("config.mlp.kind", "gelu")),
         ({"mlp": 3}, ("config.mlp", "MLPConfig")),
         ({"mixers": []}, ("mixers",)),

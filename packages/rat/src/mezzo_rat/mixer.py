@@ -65,6 +65,7 @@ class RAT(AbstractMixer):
         super().__init__()
         D = config.head_dim
         check_size("RAT", "d_model", d_model)
+        check_numbers("RAT", config.chunk_size, config.rope, config.rope_base)
         check_size("RAT", "head_dim", D)
         if d_model % D:
             raise ValueError(f"RAT: head_dim must divide d_model = {d_model}, got {D}")
@@ -75,7 +76,6 @@ class RAT(AbstractMixer):
             raise ValueError(f"RAT: num_groups must divide the {H} heads, got {G}")
         if config.gate_rank is not None:
             check_size("RAT", "gate_rank", config.gate_rank)
-        check_numbers("RAT", config.chunk_size, config.rope, config.rope_base)
         if config.rope is not None and D % 2:
             raise ValueError(f"RAT: rope needs an even head_dim, got {D}")
         self.config = config
