@@ -90,11 +90,13 @@ def _check_pairs(op: str, dim: int, base: float, dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: dtype must be torch.float32 or torch.float64, got {dtype}")
 
 
-def _check_integers(op: str, name: str, x: Any) -> None:
+def _check_integers(op: str, name: str, x: Any, *, is_row: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be int32 or int64, got {x.dtype}")
+    if is_row and x.ndim != 1:
+        raise ValueError(f"{op}: {name} must have one axis, got {tuple(x.shape)}")
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,10 +193,10 @@ def sequence_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
 
     Raises:
         TypeError: if `num_tokens` is no int, or the borders are no int32 or int64 tensor.
-        ValueError: if `num_tokens` is negative.
+        ValueError: if `num_tokens` is negative, or the borders are not (S + 1,).
     """
     check_size("sequence_ids", "num_tokens", num_tokens, 0)
-    _check_integers("sequence_ids", "cu_seqlens", cu_seqlens)
+    _check_integers("sequence_ids", "cu_seqlens", cu_seqlens, is_row=True)
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.to(torch.int64), tokens, right=True) - 1
 
@@ -220,16 +222,17 @@ def sequence_positions(
 
     Raises:
         TypeError: if `num_tokens` is no int, or `cu_seqlens` or `start` no int32 or int64 tensor.
-        ValueError: if `num_tokens` is negative, or both `cu_seqlens` and `start` are given.
+        ValueError: if `num_tokens` is negative, both `cu_seqlens` and `start` are given, or the
+            one that is given has not one axis.
     """
     check_size("sequence_positions", "num_tokens", num_tokens, 0)
     if cu_seqlens is not None and start is not None:
         raise ValueError("cu_seqlens and start exclude each other: packed rows do not continue")
     if cu_seqlens is not None:
-        _check_integers("sequence_positions", "cu_seqlens", cu_seqlens)
+        _check_integers("sequence_positions", "cu_seqlens", cu_seqlens, is_row=True)
         first = cu_seqlens.to(torch.int64)[sequence_ids(num_tokens, cu_seqlens)]
         return (torch.arange(num_tokens, device=cu_seqlens.device) - first)[None]
     if start is not None:
-        _check_integers("sequence_positions", "start", start)
+        _check_integers("sequence_positions", "start", start, is_row=True)
         return start.to(torch.int64)[:, None] + torch.arange(num_tokens, device=start.device)
     return torch.arange(num_tokens, device=device)[None]

@@ -241,3 +241,18 @@ def test_more_rows_and_heads_than_an_axis_of_the_grid_holds():
     inputs = problem([2] * 70_000, S=2, HQ=1, H=1)
     out = decode_attention(**inputs, impl="triton")
     assert_close("out", out, decode_attention(**inputs, impl="reference"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0, -0.0])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_scale_of_decoding_may_be_zero_or_negative(impl, scale):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    q, k, v = torch.randn(1, 2, 32), *torch.randn(2, 1, 4, 2, 32)
+    if torch.cuda.is_available():
+        q, k, v = q.cuda(), k.cuda(), v.cuda()
+    k[:, 3], v[:, 3] = math.nan, math.nan  # no token is there yet
+    lengths = torch.tensor([3], device=q.device)
+    out = decode_attention(q, k, v, lengths, scale=scale, impl=impl)
+    weights = (torch.einsum("bhd,bshd->bhs", q, k[:, :3]) * scale).softmax(-1)
+    torch.testing.assert_close(out, torch.einsum("bhs,bshd->bhd", weights, v[:, :3]))
