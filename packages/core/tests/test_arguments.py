@@ -22,6 +22,7 @@ from mezzo_core.testing.arguments import (
     Call,
     check_arguments,
     check_fields,
+    check_mixer_arguments,
     find_fault,
     replacements,
 )
@@ -147,6 +148,10 @@ def test_several_arguments_replaced_are_named_or_right(data):
     names = data.draw(st.sets(st.sampled_from([n for n in choices if choices[n]]), min_size=1))
     replaced = {name: data.draw(st.sampled_from(choices[name])) for name in sorted(names)}
     assert find_fault(call, replaced) is None
+
+
+def test_each_argument_of_a_mixer_replaced_is_named_or_right():
+    check_mixer_arguments(AttentionConfig(head_dim=4, window_size=3).build(8))
 
 
 def logits(config: LMConfig) -> torch.Tensor:

@@ -7,7 +7,12 @@ import inspect
 
 import pytest
 import torch
-from mezzo_core.testing.arguments import Call, check_arguments, check_fields
+from mezzo_core.testing.arguments import (
+    Call,
+    check_arguments,
+    check_fields,
+    check_mixer_arguments,
+)
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
@@ -113,17 +118,21 @@ def test_each_argument_replaced_is_named_or_right(call):
     check_arguments(call)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GSAConfig(2, num_slots=4, gate_spans=(2.0, 9.0)),
-        GSAConfig(2, num_kv_heads=1, num_slots=4, gate="constant"),
-        ABCConfig(2, num_slots=4),
-        GLAConfig(2, num_kv_heads=1),
-        HGRN2Config(4, lower_bound=0.5),
-        RetNetConfig(2, num_kv_heads=1),
-    ],
-    ids=str,
-)
+CONFIGS = [
+    GSAConfig(2, num_slots=4, gate_spans=(2.0, 9.0)),
+    GSAConfig(2, num_kv_heads=1, num_slots=4, gate="constant"),
+    ABCConfig(2, num_slots=4),
+    GLAConfig(2, num_kv_heads=1),
+    HGRN2Config(4, lower_bound=0.5),
+    RetNetConfig(2, num_kv_heads=1),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_each_argument_of_a_mixer_replaced_is_named_or_right(config):
+    check_mixer_arguments(config.build(8))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_each_field_replaced_is_named_or_gives_numbers(config):
     check_fields(config, lambda config: config.build(8)(normal(1, 3, 8))[0])

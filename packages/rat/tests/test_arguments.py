@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mezzo_core.testing.arguments import Call, check_arguments, check_fields
+from mezzo_core.testing.arguments import check_fields, check_mixer_arguments
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 
-B, T, D, C = 2, 5, 4, 8
+D, C = 4, 8
 MIXERS = {
     "rat": RATConfig(chunk_size=2, head_dim=D, num_groups=1),
     "linear_rnn": LinearRNNConfig(span=8),
@@ -17,34 +17,9 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def of_mixer(name: str) -> list[Call]:
-    mixer = MIXERS[name].build(C)
-
-    def stepping():
-        return {"x": draw(B, 1, C), "state": mixer.reserve(mixer.init_state(B), 3)}
-
-    return [
-        Call(mixer, lambda: {"x": draw(B, T, C)}),
-        Call(mixer, lambda: {"x": draw(1, T, C), "cu_seqlens": torch.tensor([0, 2, T])}, MAY),
-        Call(
-            mixer,
-            lambda: (
-                {"x": draw(B, T, C), "state": mixer.init_state(B)}
-                | {"lengths": torch.tensor([3, T])}
-            ),
-            MAY,
-        ),
-        Call(mixer.step, stepping),
-    ]
-
-
-MAY = frozenset({"state", "lengths", "cu_seqlens"})
-
-
 @pytest.mark.parametrize("name", MIXERS)
 def test_each_argument_replaced_is_named_or_right(name):
-    for call in of_mixer(name):
-        check_arguments(call)
+    check_mixer_arguments(MIXERS[name].build(C))
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -169,6 +169,7 @@ class AbstractMixer(nn.Module, ABC):
                 name: (value.shape[1:], value.is_floating_point())
                 for name, value in self.init_state(1)._asdict().items()
             }
+        grown: dict[str, int] = {}
         for name, value in state._asdict().items():
             where = f"state.{name}"
             sizes, is_floating = self._state_shapes[name]
@@ -186,6 +187,10 @@ class AbstractMixer(nn.Module, ABC):
                     f"{where} must be ({wanted}) on {x.device}, "
                     f"got {tuple(value.shape)} on {value.device}"
                 )
+            if 0 in sizes:
+                grown[where] = value.shape[1 + sizes.index(0)]
+        if len(set(grown.values())) > 1:
+            raise ValueError(f"the fields of the state must have grown alike, got {grown}")
 
 
 def _kind(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.testing.numerics import assert_close
 
 # What no argument may be, whatever it stands for.
@@ -111,6 +112,31 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
         if part.must_refuse and not (part.is_relative and name in call.of_any_rank):
             return f"{told}: accepted"
     return _fault_of_result(told, result, expected)
+
+
+def check_mixer_arguments(mixer: AbstractMixer, *, batch: int = 2, num_tokens: int = 5) -> None:
+    """Replace each argument of a mixer's forward and step; see `check_arguments`.
+
+    Args:
+        mixer: on a CPU, in float32.
+        batch: rows of the inputs, at least 2.
+        num_tokens: of each row, at least 3.
+
+    Raises:
+        AssertionError: as `check_arguments`.
+    """
+    optional = frozenset({"state", "lengths", "cu_seqlens"})
+    x = torch.randn(batch, num_tokens, mixer.d_model, generator=torch.Generator().manual_seed(0))
+    borders, lengths = torch.tensor([0, 2, num_tokens]), torch.full((batch,), num_tokens - 1)
+    for function, arguments in (
+        (mixer, lambda: {"x": x}),
+        (mixer, lambda: {"x": x[:1], "cu_seqlens": borders}),
+        (mixer, lambda: {"x": x, "state": mixer.init_state(batch), "lengths": lengths}),
+        (mixer.step, lambda: {"x": x[:, :1], "state": mixer.reserve(mixer.init_state(batch), 3)}),
+    ):
+        # A step needs its state.
+        may = optional if function is mixer else frozenset[str]()
+        check_arguments(Call(function, arguments, may))
 
 
 def replacements(value: Any) -> list[Replacement]:
