@@ -1,7 +1,8 @@
 """The shapes in public signatures are true: the ops' own tests pass with every call checked.
 
 The hook wraps the functions of `api` modules, so it needs a process of its own. Tests of bad input
-and of compiled graphs are left out: there the hook speaks first, or stands in the graph.
+and of compiled graphs are left out: there the hook speaks first, or stands in the graph. So are
+those of kernels: a signature holds whoever computes, and the interpreter takes most of the time.
 """
 
 import subprocess
@@ -30,7 +31,7 @@ def test_every_call_fits_its_signature():
     unwanted = "bad or named or compile or graph or opcheck or excludes or refuse or error or impl"
     command = [sys.executable, "-m", "pytest", "-q", "-x", f"--jaxtyping-packages={hook}"]
     done = subprocess.run(
-        [*command, "-k", f"not ({unwanted})", *OPS.values()],
+        [*command, "-k", f"not ({unwanted} or triton)", *OPS.values()],
         cwd=ROOT,
         capture_output=True,
         text=True,

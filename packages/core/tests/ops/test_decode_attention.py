@@ -243,7 +243,7 @@ def test_more_rows_and_heads_than_an_axis_of_the_grid_holds():
     assert_close("out", out, decode_attention(**inputs, impl="reference"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0, -0.0])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, -0.0])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_scale_of_decoding_may_be_zero_or_negative(impl, scale):
     if impl == "triton":
