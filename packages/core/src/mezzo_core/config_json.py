@@ -218,7 +218,8 @@ def _fit_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
             return _fit(value, choice, where)
         except UserError as error:
             errors.append(str(error))
-    raise UserError("; or ".join(errors))
+    also = "; None is allowed too" if type(None) in args else ""
+    raise UserError("; or ".join(errors) + also)
 
 
 def _fit_tuple(value: Any, args: tuple[Any, ...], where: str) -> Any:

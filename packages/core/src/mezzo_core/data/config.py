@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shorten
-from typing import Any
 
+from mezzo_core.config_json import check_fields
 from mezzo_core.data.batches import TextData
 from mezzo_core.data.corpora import open_corpus
 from mezzo_core.data.packed import PackedText
@@ -44,19 +44,16 @@ class DataConfig:
     mask_documents: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("source", "tokenizer", "text_column"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise UserError(f"{name} must be text that is not empty, got {shorten(value)}")
-        for name in ("streaming", "mask_documents"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise UserError(f"{name} must be True or False, got {shorten(value)}")
-        fraction = self.validation_fraction
-        if not _is_number(fraction, int | float) or not 0 < fraction < 1:
-            raise UserError(f"validation_fraction must be between 0 and 1, got {shorten(fraction)}")
-        if not _is_number(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise UserError(f"seed must be from 0 to 2^63 - 1, got {shorten(self.seed)}")
+            if not getattr(self, name):
+                raise UserError(f"{name} must be text that is not empty")
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(
+                f"validation_fraction must be between 0 and 1, got {self.validation_fraction}"
+            )
+        if self.seed < 0:
+            raise UserError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
@@ -73,7 +70,7 @@ class DataConfig:
         Raises:
             UserError: if the corpus or the tokenizer cannot be used, or there is too little text.
         """
-        if not _is_number(seq_len, int) or not 0 < seq_len < 2**31:
+        if type(seq_len) is not int or not 0 < seq_len < 2**31:
             raise UserError(f"seq_len must be from 1 to 2^31 - 1, got {shorten(seq_len)}")
         tokenizer = load_tokenizer(self.tokenizer)
         if self.streaming:
@@ -94,7 +91,3 @@ class DataConfig:
             seed=self.seed,
             mask_documents=self.mask_documents,
         )
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # a bool is an int to Python

@@ -4,10 +4,10 @@ A recipe is a function that returns a `TrainConfig`; a variant is `dataclasses.r
 """
 
 import math
-import reprlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from mezzo_core.config_json import check_fields
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
 from mezzo_core.nn.lm import LMConfig
@@ -37,9 +37,8 @@ class OptimConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "min_lr", "warmup_fraction", "weight_decay", "clip"):
-            _check(name, getattr(self, name), _is_number(getattr(self, name)), "a number")
-        _check("lr", self.lr, self.lr > 0 and math.isfinite(self.lr), "above 0")
+        check_fields(self)
+        _check("lr", self.lr, 0 < self.lr < math.inf, "above 0")
         _check("min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, f"from 0 to lr = {self.lr}")
         _check(
             "warmup_fraction", self.warmup_fraction, 0 <= self.warmup_fraction <= 1, "from 0 to 1"
@@ -47,9 +46,7 @@ class OptimConfig:
         _check(
             "betas",
             self.betas,
-            isinstance(self.betas, tuple)
-            and len(self.betas) == 2
-            and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas),
+            all(0 <= beta < 1 for beta in self.betas),
             "two numbers from 0 to below 1",
         )
         _check("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "0 or more")
@@ -101,52 +98,27 @@ class TrainConfig:
     init_from: str | None = None
 
     def __post_init__(self) -> None:
-        named = isinstance(self.name, str) and bool(self.name.strip())
-        _check("name", self.name, named, "a name that is not empty")
-        for name, kind in (("model", LMConfig), ("data", DataConfig), ("optim", OptimConfig)):
-            value = getattr(self, name)
-            _check(name, value, isinstance(value, kind), f"of the class {kind.__name__}")
+        check_fields(self)
+        _check("name", self.name, bool(self.name.strip()), "a name that is not empty")
         for name in ("seq_len", "batch_size", "steps", "eval_every", "checkpoint_every"):
             _check_count(name, getattr(self, name))
         _check_count("keep_checkpoints", self.keep_checkpoints)
-        good_seed = type(self.seed) is int and 0 <= self.seed < 2**63
-        _check("seed", self.seed, good_seed, "a whole number from 0 to 2^63 - 1")
+        _check("seed", self.seed, self.seed >= 0, "from 0 to 2^63 - 1")
         if self.eval_batches is not None:
             _check_count("eval_batches", self.eval_batches, " (or None)")
         if self.micro_batch_size is not None:
-            micro = self.micro_batch_size
             _check(
                 "micro_batch_size",
-                micro,
-                type(micro) is int and micro >= 1 and self.batch_size % micro == 0,
+                self.micro_batch_size,
+                self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
                 f"a divisor of batch_size = {self.batch_size} (or None)",
             )
-        _check("compile", self.compile, isinstance(self.compile, bool), "True or False")
-        is_path = self.init_from is None or isinstance(self.init_from, str)
-        _check("init_from", self.init_from, is_path, "the name of a folder (or None)")
-        _check(
-            "precision",
-            self.precision,
-            self.precision in get_args(Precision),
-            f"one of {', '.join(get_args(Precision))}",
-        )
-        _check(
-            "track",
-            self.track,
-            self.track is None or self.track in get_args(Track),
-            f"None or one of {', '.join(get_args(Track))}",
-        )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
-
-
-def _check_count(name: str, value: Any, also: str = "") -> None:
-    good = type(value) is int and 1 <= value < 2**31
-    _check(name, value, good, f"a whole number from 1 to 2^31 - 1{also}")
+def _check_count(name: str, value: int, also: str = "") -> None:
+    _check(name, value, 1 <= value < 2**31, f"from 1 to 2^31 - 1{also}")
 
 
 def _check(name: str, value: Any, good: bool, allowed: str) -> None:
     if not good:
-        raise UserError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+        raise UserError(f"{name} must be {allowed}, got {value!r}")
