@@ -22,7 +22,7 @@ from mezzo_core.testing.arguments import (
     Call,
     check_arguments,
     check_fields,
-    check_mixer_arguments,
+    check_module_arguments,
     find_fault,
     replacements,
 )
@@ -151,7 +151,7 @@ def test_several_arguments_replaced_are_named_or_right(data):
 
 
 def test_each_argument_of_a_mixer_replaced_is_named_or_right():
-    check_mixer_arguments(AttentionConfig(head_dim=4, window_size=3).build(8))
+    check_module_arguments(AttentionConfig(head_dim=4, window_size=3).build(8))
 
 
 def logits(config: LMConfig) -> torch.Tensor:

@@ -227,7 +227,7 @@ def measure_training(
     model = build(name, config, device)
     optimizer = build_optimizer(model, OptimConfig())
     if compiles:
-        for block in model.blocks:
+        for block in model.stack.blocks:
             block.compile(dynamic=False, fullgraph=name != FLA)
 
     def step(tokens: Tensor) -> None:

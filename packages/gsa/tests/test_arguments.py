@@ -11,7 +11,7 @@ from mezzo_core.testing.arguments import (
     Call,
     check_arguments,
     check_fields,
-    check_mixer_arguments,
+    check_module_arguments,
 )
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
@@ -130,7 +130,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_each_argument_of_a_mixer_replaced_is_named_or_right(config):
-    check_mixer_arguments(config.build(8))
+    check_module_arguments(config.build(8))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

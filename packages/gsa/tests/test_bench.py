@@ -211,7 +211,7 @@ def test_flas_layers_can_take_the_place_of_our_mixers():
     fla.replace_mixers(model, 128, 2, 16)
     tokens = torch.randint(257, (1, 8))
     model.loss(tokens, tokens).backward()
-    for block in model.blocks:
+    for block in model.stack.blocks:
         assert isinstance(block.mixer.layer, StandIn)
         assert block.mixer.layer.proj.weight.grad is not None
 

@@ -103,7 +103,7 @@ def test_models_have_the_papers_size(name):
     with torch.device("meta"):
         model = speed.model_config(name, speed.FULL).build()
     assert 1.25e9 < model.num_parameters() < 1.45e9
-    assert len(model.blocks) == 24
+    assert len(model.stack.blocks) == 24
 
 
 def test_only_one_model_keeps_its_states():

@@ -5,7 +5,7 @@ import torch
 from mezzo_core.data.embedded import embedded_documents
 from mezzo_core.nn import LMConfig, init_weights
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.mixers import (
+from mezzo_core.testing.laws import (
     check_causal,
     check_isolated,
     check_packed,

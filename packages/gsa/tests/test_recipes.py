@@ -24,7 +24,7 @@ def test_every_recipe_builds_its_model_and_bears_its_name(name):
     config = RECIPES[name]()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
-    assert len(on_meta(name).blocks) == len(config.model.mixers)
+    assert len(on_meta(name).stack.blocks) == len(config.model.mixers)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_models_of_one_size_have_about_as_many_weights(setting):
 def test_states_have_the_sizes_of_appendix_c(setting, architecture, size):
     model = on_meta(f"{setting}_{architecture}")
     numbers = sum(x.numel() for s in model.init_state(1) for x in s if x.is_floating_point())
-    assert numbers == size * len(model.blocks) * model.embed.embedding_dim
+    assert numbers == size * len(model.stack.blocks) * model.embed.embedding_dim
 
 
 def test_a_layer_of_the_small_model_has_4_125_d2_weights():
-    mixer = on_meta("1p3b_gsa").blocks[0].mixer
+    mixer = on_meta("1p3b_gsa").stack.blocks[0].mixer
     assert sum(w.numel() for w in mixer.parameters() if w.ndim == 2) == 4.125 * 2048**2
 
 

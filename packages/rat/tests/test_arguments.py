@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mezzo_core.testing.arguments import check_fields, check_mixer_arguments
+from mezzo_core.testing.arguments import check_fields, check_module_arguments
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 
 D, C = 4, 8
@@ -19,7 +19,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_each_argument_replaced_is_named_or_right(name):
-    check_mixer_arguments(MIXERS[name].build(C))
+    check_module_arguments(MIXERS[name].build(C))
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.mixers import (
+from mezzo_core.testing.laws import (
     check_causal,
     check_packed,
     check_ragged,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.mixers import (
+from mezzo_core.testing.laws import (
     check_causal,
     check_packed,
     check_ragged,

@@ -24,7 +24,7 @@ def test_every_recipe_builds_its_model_and_bears_its_name(name):
         model = config.model.build()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
-    assert len(model.blocks) == len(config.model.mixers)
+    assert len(model.stack.blocks) == len(config.model.mixers)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.positions import apply_rope, rope_angles
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.mixers import (
+from mezzo_core.testing.laws import (
     check_causal,
     check_packed,
     check_ragged,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.errors import UserError
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 
 FACTOR = 3.0
 """How much worse than the reference in bf16, on the CPU, a layer may be."""

@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.nn.mixer import AbstractMixer
 from mezzo_core.nn.mlp import MLPConfig
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class RunningMean(AbstractMixer):
         self.gain = nn.Parameter(torch.empty(d_model))
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def init_gates(self) -> None:
+    def init_own_weights(self) -> None:
         nn.init.uniform_(self.gain, self.config.min_gain, self.config.max_gain)
 
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):

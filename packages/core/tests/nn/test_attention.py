@@ -8,7 +8,7 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.positions import apply_rope
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.mixers import (
+from mezzo_core.testing.laws import (
     check_causal,
     check_isolated,
     check_packed,

@@ -385,7 +385,7 @@ MLP = "mezzo_core.nn.mlp:MLPConfig"
         ({"mixers": []}, ("mixers",)),
         ({"mixers": {}}, ("config.mixers", "type")),
         ({"mixers": [3]}, ("config.mixers[0]", "MixerConfig")),
-        ({"mixers": [{"type": MLP}]}, ("mixers[0]", "no mixer", "MLPConfig")),
+        ({"mixers": [{"type": MLP}]}, ("MLPConfig builds no mixer",)),
         ({"mixers": [{"type": "mezzo_core.train.config:OptimConfig"}]}, ("config.mixers[0]",)),
         ({"mixers": [{"type": "mezzo_core.data.config:DataConfig"}]}, ("cannot be built",)),
         ({"type": "mezzo_core.cli:Paper"}, ("Paper",)),

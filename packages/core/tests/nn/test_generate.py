@@ -201,7 +201,7 @@ def test_the_seed_repeats_the_sample_and_leaves_the_global_generator_alone(model
 
 def test_the_mode_of_every_module_comes_back(model):
     model.train()
-    model.blocks[1].eval()
+    model.stack.blocks[1].eval()
     modes = [module.training for module in model.modules()]
     steps = stream(model, [[1, 2]], max_new_tokens=5)
     assert [module.training for module in model.modules()] == modes  # nothing has run yet

@@ -33,7 +33,7 @@ def test_biases_are_zero_norms_one_and_gates_as_their_mixer_says(wide):
             assert (module.weight == 1).all()
         if isinstance(module, nn.Linear) and module.bias is not None:
             assert (module.bias == 0).all()
-    for block in model.blocks:
+    for block in model.stack.blocks:
         gain = block.mixer.gain
         assert 0.5 <= gain.min() < 0.6
         assert 1.4 < gain.max() <= 1.5

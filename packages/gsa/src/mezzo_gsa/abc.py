@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_positions

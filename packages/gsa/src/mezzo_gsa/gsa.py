@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.project import project, suits_op
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_linear import decode_linear
@@ -97,10 +97,10 @@ class GSA(AbstractMixer):
         self.gate_logits = None if by_token else nn.Parameter(torch.empty(H * M))
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps) if config.output_norm else None
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_gates()
+        self.init_own_weights()
 
     @torch.no_grad()
-    def init_gates(self) -> None:
+    def init_own_weights(self) -> None:
         """Start the slots of each head with memories of `gate_spans` tokens: α = 1 - 1/span."""
         start: Tensor | None = self.gate_logits
         if start is None and self.in_proj.bias is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype

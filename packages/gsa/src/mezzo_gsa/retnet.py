@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.precision import accumulation_dtype

@@ -39,7 +39,7 @@ def transformer():
 def mixer_of(config, weights, layer=0):
     model = config.build().double()
     model.load_state_dict({name: weight.double() for name, weight in weights.items()})
-    return model.blocks[layer].mixer
+    return model.stack.blocks[layer].mixer
 
 
 def heads(x, weight, num_heads):
@@ -126,7 +126,7 @@ def test_a_converted_layer_computes_its_equations_with_the_transformers_weights(
 ):
     config, weights = transformer
     mixer = mixer_of(*convert(config, weights, TARGETS[target]), layer)
-    prefix = f"blocks.{layer}.mixer."
+    prefix = f"stack.blocks.{layer}.mixer."
     old = {n.split(".")[3]: w.double() for n, w in weights.items() if n.startswith(prefix)}
     x = torch.randn(B, T, C, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = BY_HAND[target](x, old, mixer)
@@ -161,20 +161,20 @@ def test_a_seed_draws_what_is_new_and_nothing_else(transformer, target):
         "gla": ["g_proj.0.weight", "g_proj.1.weight"],
         "retnet": [],
     }
-    assert changed == {f"blocks.{i}.mixer.{name}" for i in range(2) for name in drawn[target]}
+    assert changed == {f"stack.blocks.{i}.mixer.{name}" for i in range(2) for name in drawn[target]}
 
 
 def test_new_matrices_are_drawn_as_a_models_own_are(transformer):
     config, weights = transformer
     _, new = convert(replace(config, init_std=0.05), weights, TARGETS["gsa"])
-    gates = torch.cat([new[f"blocks.{i}.mixer.in_proj.weight"][-H * 64 :] for i in range(2)])
+    gates = torch.cat([new[f"stack.blocks.{i}.mixer.in_proj.weight"][-H * 64 :] for i in range(2)])
     assert gates.shape == (2 * H * 64, C)
     assert gates.std() == pytest.approx(0.05, rel=0.05)
     assert not torch.equal(*gates.chunk(2))
     _, new = convert(config, weights, TARGETS["gla"])
-    assert new["blocks.0.mixer.g_proj.0.weight"].std() == pytest.approx(0.02, rel=0.2)
-    assert (new["blocks.0.mixer.g_proj.1.bias"] == 0).all()
-    assert (new["blocks.0.mixer.norm.weight"] == 1).all()
+    assert new["stack.blocks.0.mixer.g_proj.0.weight"].std() == pytest.approx(0.02, rel=0.2)
+    assert (new["stack.blocks.0.mixer.g_proj.1.bias"] == 0).all()
+    assert (new["stack.blocks.0.mixer.norm.weight"] == 1).all()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -207,7 +207,7 @@ def test_a_target_of_ones_own_is_taken(transformer):
 
     new_config, new = convert(config, weights, make)
     assert new_config.mixers == (GSAConfig(4, 2, num_slots=16, feature_map="none"),) * 2
-    assert new["blocks.0.mixer.in_proj.weight"].shape == (C + 2 * H * D + H * 16, C)
+    assert new["stack.blocks.0.mixer.in_proj.weight"].shape == (C + 2 * H * D + H * 16, C)
 
 
 def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
@@ -229,12 +229,18 @@ def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"blocks.0.mixer.wq.weight": (24, C), "blocks.0.mixer.wk.weight": (24, C)}, "wk.weight"),
         (
-            {"blocks.1.mixer.wv.weight": None},
-            "weights: missing weights blocks.1.mixer.wv",
+            {"stack.blocks.0.mixer.wq.weight": (24, C), "stack.blocks.0.mixer.wk.weight": (24, C)},
+            "wk.weight",
         ),
-        ({"blocks.1.mixer.wv.bias": (16,)}, "unexpected weights blocks.1.mixer.wv.bias"),
+        (
+            {"stack.blocks.1.mixer.wv.weight": None},
+            "weights: missing weights stack.blocks.1.mixer.wv",
+        ),
+        (
+            {"stack.blocks.1.mixer.wv.bias": (16,)},
+            "unexpected weights stack.blocks.1.mixer.wv.bias",
+        ),
     ],
 )
 def test_weights_of_another_transformer_are_refused_in_one_line(transformer, change, named):

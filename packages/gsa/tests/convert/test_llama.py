@@ -180,7 +180,7 @@ def test_weights_keep_their_dtype(llama, checkpoint):
     _, state = load_llama(folder)
     assert {weight.dtype for weight in state.values()} == {torch.bfloat16}
     name = "model.layers.1.self_attn.k_proj.weight"
-    assert torch.equal(state["blocks.1.mixer.wk.weight"], weights[name])
+    assert torch.equal(state["stack.blocks.1.mixer.wk.weight"], weights[name])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mezzo_core.bench import Row, append, measure
 from mezzo_core.errors import UserError
 from mezzo_core.layer_bench import Layer
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.contract import MixerConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -53,9 +53,9 @@ class LinearRNN(AbstractMixer):
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)  # z, v, g
         self.gate_bias = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_gates()
+        self.init_own_weights()
 
-    def init_gates(self) -> None:
+    def init_own_weights(self) -> None:
         """Start the forget gates so that their memories span the context (log u, u ~ U(1, T-1))."""
         init_gate_bias(self.gate_bias, self.config.span)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
@@ -88,9 +88,9 @@ class RAT(AbstractMixer):
             self.g_proj = nn.Linear(gate, d_model, bias=False)
         self.gate_bias = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_gates()
+        self.init_own_weights()
 
-    def init_gates(self) -> None:
+    def init_own_weights(self) -> None:
         """Start the forget gates so that their memories span the chunk (log u, u ~ U(1, L-1))."""
         init_gate_bias(self.gate_bias, self.config.chunk_size)
 

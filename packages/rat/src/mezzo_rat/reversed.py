@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.divide import floor_divide
@@ -89,9 +89,9 @@ class RATReversed(AbstractMixer):
         self.z_proj = nn.Linear(config.gate_rank, d_model, bias=False)
         self.gate_bias = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_gates()
+        self.init_own_weights()
 
-    def init_gates(self) -> None:
+    def init_own_weights(self) -> None:
         """Start the forget gates so that their memories span the chunks (log u, u ~ U(1, N-1))."""
         init_gate_bias(self.gate_bias, self.config.span)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.project import project
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_number, check_size

@@ -1,13 +1,46 @@
 """A block: a mixer along time and an MLP along channels, each behind a norm and a residual."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig
+from mezzo_core.nn.mlp import MLPConfig
 
 
-class Block(nn.Module):
+@dataclass(frozen=True)
+class MixerBlockConfig:
+    """Describes a `Block`.
+
+    Attributes:
+        mixer: what mixes along time.
+        mlp: what follows it, along channels.
+        norm_eps: epsilon of both norms.
+    """
+
+    mixer: MixerConfig
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def build(self, d_model: int) -> "Block":
+        """Build the block, on torch's default device.
+
+        Raises:
+            ValueError: if the mixer refuses this width.
+            TypeError: if `mixer` builds something else.
+        """
+        mixer = self.mixer.build(d_model)
+        if not isinstance(mixer, AbstractMixer):
+            raise TypeError(f"{type(self.mixer).__name__} builds no mixer")
+        return Block(mixer, self.mlp.build(d_model), d_model, self.norm_eps)
+
+
+class Block(AbstractBlock):
     """`x + mixer(norm x)`, then `x + mlp(norm x)`.
 
     The norms are torch's own `RMSNorm`: it accumulates in float32 for bf16 and float16 inputs, is
@@ -19,6 +52,7 @@ class Block(nn.Module):
         self, mixer: AbstractMixer, mlp: nn.Module, d_model: int, norm_eps: float = 1e-6
     ) -> None:
         super().__init__()
+        self.d_model = d_model
         self.mixer_norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.mixer = mixer
         self.mlp_norm = nn.RMSNorm(d_model, eps=norm_eps)
@@ -32,7 +66,7 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """Map (B, T, C) to (B, T, C); the arguments and the state are the mixer's."""
+        """Map (B, T, C) to (B, T, C); the state is the mixer's, which checks the arguments."""
         mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
         x = x + mixed
         x = x + self.mlp(self.mlp_norm(x))
@@ -42,6 +76,10 @@ class Block(nn.Module):
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         x = x + self.mixer.step(self.mixer_norm(x), state)
         return x + self.mlp(self.mlp_norm(x))
+
+    def before_step(self, state: Any) -> None:
+        """Do what the mixer's next step needs of the host."""
+        self.mixer.before_step(state)
 
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
@@ -54,6 +92,10 @@ class Block(nn.Module):
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
         return self.mixer.state_bytes(num_tokens)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that the mixer keeps in the host's memory."""
+        return self.mixer.host_state_bytes(num_tokens)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the mixer and the MLP's matrices (norms left out)."""

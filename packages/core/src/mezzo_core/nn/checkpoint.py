@@ -171,6 +171,11 @@ def copy_weights(folder: str | Path, model: LM) -> None:
         weight.copy_(weights[name])
 
 
+def current_name(name: str) -> str:
+    """Return a weight's name in a model of today: before 0.2, blocks were not parts of a stack."""
+    return f"stack.{name}" if name.startswith("blocks.") else name
+
+
 def check_weights(
     where: str | Path, expected: Mapping[str, Tensor], got: Mapping[str, Sequence[int]]
 ) -> None:
@@ -305,7 +310,7 @@ def _read_weights(
         raise UserError(f"no model in {path.parent}: {path.name} is missing")
     try:
         with library.safe_open(path, framework="pt") as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            stored = {current_name(name): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             check_weights(path, expected, {n: part.get_shape() for n, part in stored.items()})
             for name, part in stored.items():
                 if part.get_dtype() not in _DTYPES:
@@ -314,7 +319,8 @@ def _read_weights(
                     )
         if description["weights_crc32"] not in (None, _checksum(path)):
             raise UserError(f"{path} is damaged: its checksum is not that of what was saved")
-        return library.load_file(path, device=str(device))
+        weights = library.load_file(path, device=str(device))
+        return {current_name(name): weight for name, weight in weights.items()}
     except (OSError, _safetensor_error()) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 

@@ -157,7 +157,7 @@ class Decoder:
     def __init__(
         self,
         model: LM,
-        state: tuple[Any, ...],
+        state: Any,
         tokens: Tensor,
         sampler: Sampler,
         generator: torch.Generator | None = None,
@@ -183,6 +183,7 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> Tensor:
         """Return each row's next token, (B,) int64, in a buffer that the next step overwrites."""
+        self.model.before_step(self.state)
         if self._stream is None:
             self._advance()
         elif not self._warm:

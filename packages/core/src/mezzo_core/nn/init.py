@@ -3,21 +3,21 @@
 import torch
 from torch import nn
 
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractSequenceModule
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std: float = 0.02) -> None:
     """Draw every weight anew from torch's global generator.
 
-    | Where                                 | Weight        | Start                             |
-    |---------------------------------------|---------------|-----------------------------------|
-    | `nn.Embedding` (tied head included)   | `weight`      | N(0, std)                         |
-    | `nn.Linear`, wherever it is           | `weight`      | N(0, std)                         |
-    | `nn.Linear`                           | `bias`        | 0                                 |
-    | `nn.RMSNorm`, `nn.LayerNorm`          | `weight`      | 1                                 |
-    | `nn.LayerNorm`                        | `bias`        | 0                                 |
-    | a mixer, by its `init_gates()`        | what it names | its own table, after all the rest |
+    | Where                                          | Weight        | Start                    |
+    |------------------------------------------------|---------------|--------------------------|
+    | `nn.Embedding` (tied head included)            | `weight`      | N(0, std)                |
+    | `nn.Linear`, wherever it is                    | `weight`      | N(0, std)                |
+    | `nn.Linear`                                    | `bias`        | 0                        |
+    | `nn.RMSNorm`, `nn.LayerNorm`                   | `weight`      | 1                        |
+    | `nn.LayerNorm`                                 | `bias`        | 0                        |
+    | a mixer, block or stack, by `init_own_weights` | what it names | its own, after the above |
 
     No matrix is scaled with depth. Weights are drawn in the order of `model.modules()`, so one
     `torch.manual_seed` fixes all of them on one kind of device. A parameter that no line names
@@ -35,6 +35,12 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
                 nn.init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-    for module in model.modules():
-        if isinstance(module, AbstractMixer):
-            module.init_gates()
+    _init_own_weights(model)
+
+
+def _init_own_weights(module: nn.Module) -> None:
+    """Let a module's parts start their weights, then the module, which may overrule them."""
+    for part in module.children():
+        _init_own_weights(part)
+    if isinstance(module, AbstractSequenceModule):
+        module.init_own_weights()

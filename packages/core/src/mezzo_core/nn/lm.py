@@ -1,19 +1,20 @@
-"""The language model: embedding, blocks, final norm, head; one class for every mixer."""
+"""The language model: embedding, stack, final norm, head; one class for every paper."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.block import Block
+from mezzo_core.nn.block import MixerBlockConfig
+from mezzo_core.nn.contract import AbstractStack, MixerConfig, StackConfig
 from mezzo_core.nn.init import init_weights
-from mezzo_core.nn.mixer import AbstractMixer, MixerConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.project import project
+from mezzo_core.nn.stack import BlocksConfig
 
 IGNORE_INDEX = -100
 """A target that takes no part in the loss."""
@@ -25,32 +26,39 @@ _LARGEST = 2**31 - 1
 class LMConfig:
     """A language model, described.
 
+    The layers are given in one of two ways: by their mixers, each in a block with an MLP, or by the
+    configuration of any other stack.
+
     Attributes:
         vocab_size: rows of the embedding.
         d_model: model width C.
         mixers: one mixer configuration a layer, so the depth is their number. A hybrid is a tuple
             of several kinds: `(RATConfig(), AttentionConfig(window_size=1024)) * 6`.
-        mlp: the MLP of every layer.
-        norm_eps: epsilon of every RMSNorm.
+        mlp: the MLP of every layer; for `mixers`.
+        norm_eps: epsilon of the final RMSNorm, and of those around `mixers`.
         tie_embeddings: whether the head shares the embedding's weight.
         init_std: standard deviation of every matrix at the start.
+        stack: what takes the place of `mixers` and `mlp`, such as `BlocksConfig`.
     """
 
     vocab_size: int
     d_model: int
-    mixers: tuple[MixerConfig, ...]
+    mixers: tuple[MixerConfig, ...] = ()
     mlp: MLPConfig = field(default_factory=MLPConfig)
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     init_std: float = 0.02
+    stack: StackConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("vocab_size", "d_model"):
             if not 1 <= getattr(self, name) <= _LARGEST:
                 raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {getattr(self, name)}")
-        if not self.mixers:
-            raise ValueError("mixers must have one item a layer, got none")
+        if self.stack is None and not self.mixers:
+            raise ValueError("mixers must have one item a layer, got none (or give a stack)")
+        if self.stack is not None and (self.mixers or self.mlp != MLPConfig()):
+            raise ValueError("mixers and mlp describe a stack, and so does stack: give one of them")
         for name in ("norm_eps", "init_std"):
             if not 0 < getattr(self, name) <= 100:  # beyond that float32 overflows somewhere
                 raise ValueError(
@@ -63,22 +71,19 @@ class LMConfig:
         Under `torch.device("meta")` it takes no memory, which is enough for counting.
 
         Raises:
-            ValueError: if a mixer refuses this width.
-            TypeError: if one of `mixers` builds something else.
+            ValueError: if a mixer or the stack refuses this width.
+            TypeError: if one of `mixers` builds no mixer, or `stack` no stack.
         """
         embed = nn.Embedding(self.vocab_size, self.d_model)
-        blocks = []
-        for i, config in enumerate(self.mixers):
-            mixer = config.build(self.d_model)
-            if not isinstance(mixer, AbstractMixer):
-                raise TypeError(f"mixers[{i}] builds no mixer, it is {type(config).__name__}")
-            mlp = self.mlp.build(self.d_model)
-            blocks.append(Block(mixer, mlp, self.d_model, self.norm_eps))
+        blocks = (MixerBlockConfig(mixer, self.mlp, self.norm_eps) for mixer in self.mixers)
+        stack = (self.stack or BlocksConfig(tuple(blocks))).build(self.d_model)
+        if not isinstance(stack, AbstractStack):
+            raise TypeError(f"stack builds no stack, it is {type(self.stack).__name__}")
         norm = nn.RMSNorm(self.d_model, eps=self.norm_eps)
         head = nn.Linear(self.d_model, self.vocab_size, bias=False)
         if self.tie_embeddings:
             head.weight = embed.weight
-        model = LM(embed, blocks, norm, head)
+        model = LM(embed, stack, norm, head)
         init_weights(model, self.init_std)
         return model
 
@@ -88,12 +93,12 @@ class LMOutput(NamedTuple):
 
     logits: Tensor
     """(B, T, vocab), or (B, 1, vocab) with `last_only`."""
-    state: tuple[Any, ...] | None
-    """One state a block, after the last real token; None if none was given."""
+    state: Any
+    """The stack's state after the last real token; None if none was given."""
 
 
 class LM(nn.Module):
-    """Embedding, blocks, final norm, head.
+    """Embedding, stack, final norm, head.
 
     Precision follows the caller: under autocast with float32 weights the embedding and the residual
     stream are float32 and the matrices multiply in bf16, logits included; weights cast to bf16 make
@@ -101,12 +106,11 @@ class LM(nn.Module):
     """
 
     def __init__(
-        self, embed: nn.Embedding, blocks: Sequence[Block], norm: nn.Module, head: nn.Linear
+        self, embed: nn.Embedding, stack: AbstractStack, norm: nn.Module, head: nn.Linear
     ) -> None:
         super().__init__()
         self.embed = embed
-        # torch's ModuleList does not say what it holds; a type checker should know.
-        self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
+        self.stack = stack
         self.norm = norm
         self.head = head
 
@@ -118,7 +122,7 @@ class LM(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        state: tuple[Any, ...] | None = None,
+        state: Any = None,
         *,
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
@@ -130,7 +134,7 @@ class LM(nn.Module):
             tokens: (B, T) int64, each in [0, vocab), which is checked on a CPU only.
             state: where the tokens continue from (`init_state`, or the state of an earlier call);
                 None keeps no state.
-            cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractMixer`.
+            cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractStack`.
             lengths: (B,) int64, real tokens of each row, at least 1; the rest is padding on the
                 right. Needs a state.
             last_only: give the logits of each row's last real token alone, which there must be. A
@@ -140,25 +144,15 @@ class LM(nn.Module):
             ValueError: if an argument has another shape or dtype, or a token is beyond the
                 vocabulary; the message names it.
         """
-        self._check(tokens, state)
+        self._check(tokens)
         if last_only and tokens.shape[1] == 0:
             raise ValueError("last_only takes the last token of each row, got tokens with T = 0")
-        x = self.embed(tokens)
-        new_state = []
-        for i, block in enumerate(self.blocks):
-            x, block_state = block(
-                x,
-                None if state is None else state[i],
-                cu_seqlens=cu_seqlens,
-                lengths=lengths,
-            )
-            new_state.append(block_state)
+        x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
         if last_only:
             x = _last_real_token(x, lengths)
-        logits = self.head(self.norm(x))
-        return LMOutput(logits, None if state is None else tuple(new_state))
+        return LMOutput(self.head(self.norm(x)), state)
 
-    def step(self, tokens: Tensor, state: tuple[Any, ...]) -> Tensor:
+    def step(self, tokens: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, overwriting the state in place.
 
         What `forward` would compute, without a wait for the GPU and without buffers that grow: a
@@ -166,7 +160,8 @@ class LM(nn.Module):
 
         Args:
             tokens: (B, 1) int64, each in [0, vocab).
-            state: from `reserve`; see `AbstractMixer.step` for what happens beyond its room.
+            state: from `reserve`, after `before_step`; see `AbstractStack.step` for what happens
+                beyond its room.
 
         Returns:
             logits (B, 1, vocab) of the next token.
@@ -180,25 +175,24 @@ class LM(nn.Module):
                 "step overwrites the state, so it has no gradients: "
                 "call it under torch.inference_mode() or torch.no_grad()"
             )
-        self._check(tokens, state)
+        self._check(tokens)
         if tokens.shape[1] != 1:
             raise ValueError(f"tokens must be (B, 1), got {tuple(tokens.shape)}")
-        x = self.embed(tokens)
-        for block, block_state in zip(self.blocks, state, strict=True):
-            x = block.step(x, block_state)
+        x = self.stack.step(self.embed(tokens), state)
         return project(self.head, self.norm(x))
 
-    def reserve(self, state: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
+    def before_step(self, state: Any) -> None:
+        """Do what the host must do before the next `step`; see `AbstractStack.before_step`."""
+        self.stack.before_step(state)
+
+    def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the state with room for `num_tokens` more tokens of every row, for `step`.
 
         Its buffers are its own: `step` overwrites them and leaves `state` alone.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}")
-        return tuple(
-            block.reserve(block_state, num_tokens)
-            for block, block_state in zip(self.blocks, state, strict=True)
-        )
+        return self.stack.reserve(state, num_tokens)
 
     def loss(
         self,
@@ -237,7 +231,7 @@ class LM(nn.Module):
         # Not torch's own mean: it is NaN for a batch in which no target counts.
         return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
-    def _check(self, tokens: Tensor, state: tuple[Any, ...] | None) -> None:
+    def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(
                 f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
@@ -251,16 +245,18 @@ class LM(nn.Module):
                 raise ValueError(
                     f"tokens must be in [0, {self.vocab_size}), got {low if low < 0 else high}"
                 )
-        if state is not None and len(state) != len(self.blocks):
-            raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {len(state)}")
 
-    def init_state(self, batch: int) -> tuple[Any, ...]:
+    def init_state(self, batch: int) -> Any:
         """Return the state of `batch` sequences before their first token."""
-        return tuple(block.init_state(batch) for block in self.blocks)
+        return self.stack.init_state(batch)
 
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
-        return sum(block.state_bytes(num_tokens) for block in self.blocks)
+        """Return the bytes of state, on the weights' device, of one sequence of `num_tokens`."""
+        return self.stack.state_bytes(num_tokens)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that one sequence keeps in the host's memory, if any."""
+        return self.stack.host_state_bytes(num_tokens)
 
     def num_parameters(self, embeddings: bool = True) -> int:
         """Count the parameters, shared ones once.
@@ -278,9 +274,11 @@ class LM(nn.Module):
         A multiply and an add count as two. The head counts; norms and the embedding's look-up do
         not. Training takes three times as many.
         """
-        return sum(block.flops_per_token(num_tokens) for block in self.blocks) + (
-            2 * self.head.weight.numel()
-        )
+        return self.stack.flops_per_token(num_tokens) + 2 * self.head.weight.numel()
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return the parts of the stack that are sharded and compiled one at a time."""
+        return self.stack.units()
 
 
 def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:

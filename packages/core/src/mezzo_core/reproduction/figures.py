@@ -7,8 +7,8 @@ import torch
 
 from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.generate import generate
-from mezzo_core.nn.mixer import MixerConfig
 from mezzo_core.papers import Figure, Sample
 from mezzo_core.papers.figures import draw_bars, draw_curves, draw_lengths
 from mezzo_core.reproduction.evidence import Trainings

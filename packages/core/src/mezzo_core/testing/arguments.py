@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.numerics import assert_close
 
 # What no argument may be, whatever it stands for.
@@ -114,11 +114,13 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
     return _fault_of_result(told, result, expected)
 
 
-def check_mixer_arguments(mixer: AbstractMixer, *, batch: int = 2, num_tokens: int = 5) -> None:
-    """Replace each argument of a mixer's forward and step; see `check_arguments`.
+def check_module_arguments(
+    module: AbstractSequenceModule, *, batch: int = 2, num_tokens: int = 5
+) -> None:
+    """Replace each argument of forward and step, of a mixer, block or stack; see `check_arguments`.
 
     Args:
-        mixer: on a CPU, in float32.
+        module: on a CPU, in float32.
         batch: rows of the inputs, at least 2.
         num_tokens: of each row, at least 3.
 
@@ -126,16 +128,19 @@ def check_mixer_arguments(mixer: AbstractMixer, *, batch: int = 2, num_tokens: i
         AssertionError: as `check_arguments`.
     """
     optional = frozenset({"state", "lengths", "cu_seqlens"})
-    x = torch.randn(batch, num_tokens, mixer.d_model, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(batch, num_tokens, module.d_model, generator=torch.Generator().manual_seed(0))
     borders, lengths = torch.tensor([0, 2, num_tokens]), torch.full((batch,), num_tokens - 1)
     for function, arguments in (
-        (mixer, lambda: {"x": x}),
-        (mixer, lambda: {"x": x[:1], "cu_seqlens": borders}),
-        (mixer, lambda: {"x": x, "state": mixer.init_state(batch), "lengths": lengths}),
-        (mixer.step, lambda: {"x": x[:, :1], "state": mixer.reserve(mixer.init_state(batch), 3)}),
+        (module, lambda: {"x": x}),
+        (module, lambda: {"x": x[:1], "cu_seqlens": borders}),
+        (module, lambda: {"x": x, "state": module.init_state(batch), "lengths": lengths}),
+        (
+            module.step,
+            lambda: {"x": x[:, :1], "state": module.reserve(module.init_state(batch), 3)},
+        ),
     ):
         # A step needs its state.
-        may = optional if function is mixer else frozenset[str]()
+        may = optional if function is module else frozenset[str]()
         check_arguments(Call(function, arguments, may))
 
 

@@ -86,7 +86,7 @@ def build_model(
         # What is compiled is the bound method: the blocks, the head and the cross entropy in one.
         return model, torch.compile(model.loss) if config.compile else model.loss
     if config.compile:
-        for block in model.blocks:
-            block.compile()
-    shard(model, world)
+        for unit in model.units():
+            unit.compile()
+    shard(model, model.units(), world)
     return model, model.loss

@@ -6,7 +6,7 @@ here communicates.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -169,16 +169,22 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def shard(model: nn.Module, world: World) -> None:
-    """Shard `model` over the processes, in place: each of `model.blocks`, then the rest (FSDP2).
+def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
+    """Shard `model` over the processes, in place (FSDP2).
 
-    Weights stay float32; a block's are gathered for its forward and backward and freed after. The
-    gradient is averaged over processes, so a loss must be scaled by `world.size` to be summed.
+    Weights stay float32; a unit's are gathered for its forward and backward and freed after, and
+    those of the rest of the model with them all. The gradient is averaged over processes, so a loss
+    must be scaled by `world.size` to be summed.
+
+    Args:
+        model: every process has the same one.
+        units: parts of it that are sharded one at a time, as its `units()` returns them.
+        world: the processes.
     """
     if world.size == 1:
         return
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for part in (*model.blocks, model):  # type: ignore[misc]
+    for part in (*units, model):
         # In torch 2.8 gloo adds up where it is asked for the mean: there it is asked for the sum.
         sum_and_divide = world.device.type == "cpu"
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import current_name
 
 # How safetensors calls the types; its own writer holds a whole file in memory and tells no
 # checksum, so `write_shard` writes the format itself.
@@ -58,6 +59,8 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     pieces: list[Piece]
+    name: str
+    """Its name in the files, which an older version may have given it."""
 
 
 Index = dict[str, Stored]
@@ -99,7 +102,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], process: int) -> Inde
         local, start = _local(value)
         writes = local.numel() > 0 and (isinstance(value, DTensor) or process == 0)
         pieces = [Piece(process, start, local.numel(), 0)] if writes else []
-        index[name] = Stored(tuple(value.shape), _dtype(value), pieces)
+        index[name] = Stored(tuple(value.shape), _dtype(value), pieces, name)
         if writes:
             held[name] = local
     # The widest types first, so that each tensor starts at a multiple of its type's size.
@@ -139,13 +142,14 @@ def index_from_json(found: dict[str, Any]) -> Index:
     for name, entry in found.items():
         try:
             pieces = [Piece(**piece) for piece in entry["pieces"]]
-            stored = Stored(tuple(entry["shape"]), entry["dtype"], pieces)
+            stored = Stored(tuple(entry["shape"]), entry["dtype"], pieces, name)
         except (KeyError, TypeError):
             raise DamagedError(f"its index does not describe {name!r}") from None
         numbers = [*stored.shape, *(number for piece in pieces for number in piece)]
         if not all(type(number) is int for number in numbers):
             raise DamagedError(f"its index does not describe {name!r} in whole numbers")
-        index[name] = stored
+        kind, dot, rest = name.partition(".")
+        index[f"{kind}{dot}{current_name(rest)}"] = stored
     return index
 
 
@@ -196,7 +200,7 @@ def read_tensors(folder: Path, index: Index, tensors: Mapping[str, Tensor]) -> N
                     path = folder / shard_name(piece.process)
                     if piece.process not in files:
                         files[piece.process] = stack.enter_context(_open(path))
-                    found = _read(path, files[piece.process], name, index[name].dtype, piece)
+                    found = _read(path, files[piece.process], index[name], piece)
                     parts.append(found[first - piece.start : last - piece.start])
             if parts:
                 local.copy_(torch.cat(parts).view(local.shape))
@@ -209,15 +213,15 @@ def _open(path: Path) -> Any:
         raise DamagedError(f"{path} cannot be read: {error}") from error
 
 
-def _read(path: Path, file: Any, name: str, dtype: str, piece: Piece) -> Tensor:
+def _read(path: Path, file: Any, stored: Stored, piece: Piece) -> Tensor:
     """Return a piece, flat, after its checksum."""
     try:
-        found: Tensor = file.get_tensor(name).reshape(-1)
+        found: Tensor = file.get_tensor(stored.name).reshape(-1)
     except SafetensorError as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     checksum = zlib.crc32(found.view(torch.uint8).numpy().data)
-    if (_dtype(found), found.numel(), checksum) != (dtype, piece.length, piece.crc32):
-        raise DamagedError(f"{path} does not hold {name} as it was saved")
+    if (_dtype(found), found.numel(), checksum) != (stored.dtype, piece.length, piece.crc32):
+        raise DamagedError(f"{path} does not hold {stored.name} as it was saved")
     return found
 
 

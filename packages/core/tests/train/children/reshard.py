@@ -36,7 +36,7 @@ class Odd(nn.Module):
 def build(seed, world):
     """Return a sharded model and an optimizer whose moments are twice and thrice the weights."""
     model = Odd(seed)
-    shard(model, world)
+    shard(model, model.blocks, world)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         moments = {"exp_avg": parameter.detach() * 2, "exp_avg_sq": parameter.detach() * 3}

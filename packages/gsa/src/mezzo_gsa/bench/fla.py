@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from mezzo_core.errors import UserError
+from mezzo_core.nn.block import Block
 from mezzo_core.nn.lm import LM
 from torch import Tensor, nn
 
@@ -108,6 +109,6 @@ class FlaMixer(nn.Module):
 def replace_mixers(model: LM, d_model: int, num_heads: int, num_slots: int) -> None:
     """Put fla's layers into a GSA model."""
     weight = model.embed.weight
-    for block in model.blocks:
+    for block in [part for part in model.modules() if isinstance(part, Block)]:
         made = layers(d_model, num_heads, num_slots, weight.device, weight.dtype)
         block.mixer = FlaMixer(made["gsa"])  # type: ignore[assignment]

@@ -8,7 +8,7 @@ import torch
 from mezzo_core.bench import Row, captured, measure
 from mezzo_core.layer_bench import Layer, check_layer
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import AbstractMixer, MixerConfig
+from mezzo_core.nn.contract import AbstractMixer, MixerConfig
 from torch import Tensor, nn
 
 from mezzo_gsa.bench import fla

@@ -27,9 +27,9 @@ import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import build_on_meta, check_weights
+from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.nn.mixer import MixerConfig
 from torch import Tensor
 
 from mezzo_gsa.gla import GLAConfig
@@ -130,7 +130,7 @@ def convert(
     expected = build_on_meta(config, "the Transformer").state_dict()
     check_weights("the Transformer's weights", expected, {n: w.shape for n, w in weights.items()})
     build_on_meta(new_config, "the new model")
-    mixers = {f"blocks.{i}.mixer.": mixer for i, mixer in enumerate(new_config.mixers)}
+    mixers = {f"stack.blocks.{i}.mixer.": mixer for i, mixer in enumerate(new_config.mixers)}
     kept = {name: w for name, w in weights.items() if ".mixer." not in name}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too

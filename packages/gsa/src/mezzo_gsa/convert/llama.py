@@ -196,7 +196,7 @@ def _names(num_layers: int, tied: bool) -> dict[str, str]:
     }
     for i in range(num_layers):
         for theirs, ours in _OURS_OF_A_LAYER.items():
-            names[f"model.layers.{i}.{theirs}.weight"] = f"blocks.{i}.{ours}.weight"
+            names[f"model.layers.{i}.{theirs}.weight"] = f"stack.blocks.{i}.{ours}.weight"
     return names
 
 

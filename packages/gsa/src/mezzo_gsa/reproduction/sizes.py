@@ -1,7 +1,7 @@
 """Weights, states and settings: the paper's numbers against our recipes, which nothing trains."""
 
 import torch
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status
 from mezzo_core.reproduction.checks import compare_setup
 from mezzo_core.train.config import TrainConfig

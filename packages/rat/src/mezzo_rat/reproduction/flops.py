@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

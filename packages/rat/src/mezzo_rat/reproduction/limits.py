@@ -5,8 +5,8 @@ All are equalities in float64, or counts: what they compare can differ by roundi
 
 import torch
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.contract import AbstractMixer, MixerConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.nn.mixer import AbstractMixer, MixerConfig
 from mezzo_core.papers import Finding, Measurement, ResultRow, Status
 from mezzo_core.reproduction import checks
 from mezzo_core.reproduction.checks import equality

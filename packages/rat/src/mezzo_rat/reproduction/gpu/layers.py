@@ -8,7 +8,7 @@ import torch._dynamo
 from mezzo_core.bench import measure
 from mezzo_core.layer_bench import Layer, check_layer
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.papers.cells import Result, Say, Timed, add_cell
 from torch import Tensor
 

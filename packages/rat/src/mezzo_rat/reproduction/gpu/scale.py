@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.mixer import MixerConfig
+from mezzo_core.nn.contract import MixerConfig
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from mezzo_core.bench import captured, measure
 from mezzo_core.layer_bench import Layer, check_layer
+from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.lm import LM
-from mezzo_core.nn.mixer import MixerConfig
 from mezzo_core.papers.cells import Result, Say, Timed, add_cell
 
 from mezzo_rat.recipes import PAPER_NAMES, recipe

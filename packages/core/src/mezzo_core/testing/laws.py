@@ -1,6 +1,7 @@
-"""Properties that every mixer must have, as checks that any package's tests can call.
+"""The laws of the contract, for any mixer, block or stack: checks that every package's tests call.
 
-Inputs are float32, random normal from a fixed seed, on the device of the mixer's weights.
+Inputs are float32, random normal from a fixed seed, on the device of the weights. Wherever a token
+is decoded by `step`, `before_step` comes first, as in a decoder.
 """
 
 from collections.abc import Sequence
@@ -8,14 +9,15 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from mezzo_core.nn.mixer import AbstractMixer
+from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.numerics import assert_close
 
 
 def check_segments(
-    mixer: AbstractMixer,
+    module: AbstractSequenceModule,
     *,
     d_model: int,
     num_tokens: int,
@@ -27,7 +29,7 @@ def check_segments(
     """Assert that full forward == the given segments == one token at a time; states stay intact.
 
     Args:
-        mixer: the mixer under test.
+        module: the module under test.
         d_model: its width C.
         num_tokens: length T of the sequences.
         splits: lengths of the segments, which add up to `num_tokens` (zeros are legal).
@@ -37,19 +39,19 @@ def check_segments(
     """
     if sum(splits) != num_tokens:
         raise ValueError(f"splits must add up to {num_tokens} tokens, got {list(splits)}")
-    x = _normal(mixer, (batch, num_tokens, d_model), seed)
+    x = _normal(module, (batch, num_tokens, d_model), seed)
     with torch.no_grad():
-        full, no_state = mixer(x)
+        full, no_state = module(x)
         assert no_state is None, "without a state, forward must return None as the state"
-        whole, state = mixer(x, mixer.init_state(batch))
+        whole, state = module(x, module.init_state(batch))
         assert state is not None, "with a state, forward must return the state"
         assert_close("whole with a state", whole, full, rtol=rtol)
-        assert_close(f"segments {list(splits)}", _run(mixer, x, splits), full, rtol=rtol)
-        assert_close("step by step", _run(mixer, x, [1] * num_tokens), full, rtol=rtol)
+        assert_close(f"segments {list(splits)}", _run(module, x, splits), full, rtol=rtol)
+        assert_close("step by step", _run(module, x, [1] * num_tokens), full, rtol=rtol)
 
 
 def check_causal(
-    mixer: AbstractMixer,
+    module: AbstractSequenceModule,
     *,
     d_model: int,
     num_tokens: int,
@@ -57,19 +59,19 @@ def check_causal(
     seed: int = 0,
 ) -> None:
     """Assert that a change at token t leaves every output before t bit-equal, and not all after."""
-    x = _normal(mixer, (batch, num_tokens, d_model), seed)
+    x = _normal(module, (batch, num_tokens, d_model), seed)
     with torch.no_grad():
-        y, _ = mixer(x)
+        y, _ = module(x)
         for t in sorted({0, 1, num_tokens // 2, num_tokens - 1} & set(range(num_tokens))):
             other = x.clone()
-            other[:, t:] = _normal(mixer, (batch, num_tokens - t, d_model), seed + 1 + t)
-            changed, _ = mixer(other)
+            other[:, t:] = _normal(module, (batch, num_tokens - t, d_model), seed + 1 + t)
+            changed, _ = module(other)
             assert torch.equal(changed[:, :t], y[:, :t]), f"a change at {t} reached the past"
             assert not torch.equal(changed[:, t:], y[:, t:]), f"a change at {t} reached nothing"
 
 
 def check_isolated(
-    mixer: AbstractMixer, d_model: int, num_tokens: int, *, batch: int = 2, seed: int = 0
+    module: AbstractSequenceModule, d_model: int, num_tokens: int, *, batch: int = 2, seed: int = 0
 ) -> None:
     """Assert that a NaN or an infinity stays where causality lets it be.
 
@@ -78,31 +80,31 @@ def check_isolated(
     leaves the real tokens, and what comes after them by `forward` and by `step`, bit-equal.
 
     Args:
-        mixer: the mixer under test.
+        module: the module under test.
         d_model: its width C.
         num_tokens: length T of the sequences, at least 3.
         batch: number of sequences, at least 2.
         seed: of the inputs.
     """
-    x = _normal(mixer, (batch, num_tokens, d_model), seed)
+    x = _normal(module, (batch, num_tokens, d_model), seed)
     with torch.no_grad():
-        y, _ = mixer(x)
+        y, _ = module(x)
         for bad in (float("nan"), float("inf"), float("-inf")):
             for t in sorted({0, 1, num_tokens // 2, num_tokens - 1}):
                 other = x.clone()
                 other[0, t] = bad
-                found, _ = mixer(other)
+                found, _ = module(other)
                 where = f"{bad} in token {t}"
                 assert torch.equal(found[0, :t], y[0, :t]), f"{where} reached the past"
                 assert torch.equal(found[1:], y[1:]), f"{where} reached another row"
                 hidden = bad != bad and bool(found[0, t].isfinite().all())
                 assert not hidden, f"{where} does not show there"
-            _check_isolated_packing(mixer, x[:1], bad)
-            _check_isolated_padding(mixer, x, bad)
+            _check_isolated_packing(module, x[:1], bad)
+            _check_isolated_padding(module, x, bad)
 
 
 def check_packed(
-    mixer: AbstractMixer,
+    module: AbstractSequenceModule,
     d_model: int,
     lengths: Sequence[int],
     *,
@@ -112,19 +114,19 @@ def check_packed(
     """Assert that sequences packed in one row give what each gives alone, gradients included.
 
     Args:
-        mixer: the mixer under test.
+        module: the module under test.
         d_model: its width C.
         lengths: of the sequences; zeros are legal and own no token.
         rtol: allowed relative error in norm, of the outputs and of the gradients of the inputs.
         seed: of the inputs.
     """
     borders = [0, *accumulate(lengths)]
-    x = _normal(mixer, (1, borders[-1], d_model), seed).requires_grad_()
-    dy = _normal(mixer, (1, borders[-1], d_model), seed + 1)
+    x = _normal(module, (1, borders[-1], d_model), seed).requires_grad_()
+    dy = _normal(module, (1, borders[-1], d_model), seed + 1)
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-    packed, _ = mixer(x, cu_seqlens=cu_seqlens)
+    packed, _ = module(x, cu_seqlens=cu_seqlens)
     alone = torch.cat(
-        [mixer(part)[0] for part in x.split(list(lengths), dim=1) if part.shape[1]], 1
+        [module(part)[0] for part in x.split(list(lengths), dim=1) if part.shape[1]], 1
     )
     assert_close(f"packed {list(lengths)}", packed, alone, rtol=rtol)
     (dx,) = torch.autograd.grad(packed, x, dy)
@@ -133,7 +135,7 @@ def check_packed(
 
 
 def check_ragged(
-    mixer: AbstractMixer,
+    module: AbstractSequenceModule,
     d_model: int,
     prompt_lengths: Sequence[int],
     steps: int,
@@ -147,26 +149,26 @@ def check_ragged(
     `steps` single tokens for all rows. Every row must match a full forward of its own tokens.
 
     Args:
-        mixer: the mixer under test.
+        module: the module under test.
         d_model: its width C.
         prompt_lengths: tokens of each row's prompt; a zero is legal.
         steps: single tokens after the prompts.
         rtol: allowed relative error in norm.
         seed: of the inputs.
     """
-    prompts, rows = _prompts(mixer, d_model, prompt_lengths, steps, seed)
+    prompts, rows = _prompts(module, d_model, prompt_lengths, steps, seed)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     with torch.no_grad():
-        y, state = mixer(prompts, mixer.init_state(len(rows)), lengths=lengths)
+        y, state = module(prompts, module.init_state(len(rows)), lengths=lengths)
         outputs = [y]
         for step in range(steps):
-            y, state = mixer(_tokens(rows, prompt_lengths, step), state)
+            y, state = module(_tokens(rows, prompt_lengths, step), state)
             outputs.append(y)
-        _assert_rows(mixer, rows, prompt_lengths, outputs, rtol)
+        _assert_rows(module, rows, prompt_lengths, outputs, rtol)
 
 
 def check_step(
-    mixer: AbstractMixer,
+    module: AbstractSequenceModule,
     d_model: int,
     prompt_lengths: Sequence[int],
     steps: int,
@@ -181,116 +183,124 @@ def check_step(
     was. Lastly `forward` goes on from the stepped state, and must leave it alone.
 
     Args:
-        mixer: the mixer under test.
+        module: the module under test.
         d_model: its width C.
         prompt_lengths: tokens of each row's prompt; a zero is legal.
         steps: single tokens after the prompts, at least 2.
         rtol: allowed relative error in norm.
         seed: of the inputs.
     """
-    prompts, rows = _prompts(mixer, d_model, prompt_lengths, steps, seed)
+    prompts, rows = _prompts(module, d_model, prompt_lengths, steps, seed)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     with torch.no_grad():
-        y, given = mixer(prompts, mixer.init_state(len(rows)), lengths=lengths)
-        outputs, before = [y], [t.clone() for t in given]
-        state = mixer.reserve(given, steps - 1)
-        places = [t.data_ptr() for t in state]
+        y, given = module(prompts, module.init_state(len(rows)), lengths=lengths)
+        outputs, before = [y], [t.clone() for t in tree_leaves(given)]
+        state = module.reserve(given, steps - 1)
+        places = [t.data_ptr() for t in tree_leaves(state)]
         for step in range(steps - 1):
-            outputs.append(mixer.step(_tokens(rows, prompt_lengths, step), state))
-        assert [t.data_ptr() for t in state] == places, "step moved a tensor of the state"
-        for field, (old, now) in enumerate(zip(before, given, strict=True)):
+            outputs.append(_step(module, _tokens(rows, prompt_lengths, step), state))
+        moved = [t.data_ptr() for t in tree_leaves(state)] != places
+        assert not moved, "step moved a tensor of the state"
+        for field, (old, now) in enumerate(zip(before, tree_leaves(given), strict=True)):
             assert torch.equal(old, now), f"step overwrote field {field} that reserve was given"
-        outputs.append(_forward(mixer, _tokens(rows, prompt_lengths, steps - 1), state)[0])
-        _assert_rows(mixer, rows, prompt_lengths, outputs, rtol)
+        outputs.append(_forward(module, _tokens(rows, prompt_lengths, steps - 1), state)[0])
+        _assert_rows(module, rows, prompt_lengths, outputs, rtol)
 
 
-def check_state_bytes(
-    mixer: AbstractMixer, num_tokens: int, *, d_model: int | None = None, seed: int = 0
-) -> None:
+def check_state_bytes(module: AbstractSequenceModule, num_tokens: int, *, seed: int = 0) -> None:
     """Assert that state_bytes(T) is the size of the state that one sequence holds after T tokens.
 
-    Counters (integer tensors) may be counted or left out. `d_model` is taken from the mixer's
-    first Linear when not given.
+    What the host keeps is told apart and counts too. Counters (integer tensors) may be counted or
+    left out.
     """
-    if d_model is None:
-        d_model = next(part.in_features for part in mixer.modules() if isinstance(part, nn.Linear))
     with torch.no_grad():
-        x = _normal(mixer, (1, num_tokens, d_model), seed)
-        _, state = mixer(x, mixer.init_state(1))
-    values = sum(t.nbytes for t in state if t.is_floating_point())
-    total = sum(t.nbytes for t in state)
-    told = mixer.state_bytes(num_tokens)
+        x = _normal(module, (1, num_tokens, module.d_model), seed)
+        _, state = module(x, module.init_state(1))
+    tensors = tree_leaves(state)
+    values = sum(t.nbytes for t in tensors if t.is_floating_point())
+    total = sum(t.nbytes for t in tensors)
+    told = module.state_bytes(num_tokens) + module.host_state_bytes(num_tokens)
     assert values <= told <= total, (
-        f"state_bytes({num_tokens}) = {told}, but the state holds {values} bytes of values "
-        f"({total} with counters)"
+        f"state_bytes({num_tokens}) and host_state_bytes tell {told}, but the state holds {values} "
+        f"bytes of values ({total} with counters)"
     )
 
 
-def _check_isolated_packing(mixer: AbstractMixer, x: Tensor, bad: float) -> None:
+def _check_isolated_packing(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
     """Spoil one of three packed sequences after the other."""
     T = x.shape[1]
     borders = [0, T // 3, T - T // 3, T]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-    y, _ = mixer(x, cu_seqlens=cu_seqlens)
+    y, _ = module(x, cu_seqlens=cu_seqlens)
     for start, end in pairwise(borders):
         other = x.clone()
         other[:, start:end] = bad
-        found, _ = mixer(other, cu_seqlens=cu_seqlens)
+        found, _ = module(other, cu_seqlens=cu_seqlens)
         same = torch.equal(found[:, :start], y[:, :start]) and torch.equal(
             found[:, end:], y[:, end:]
         )
         assert same, f"{bad} in a packed sequence reached another one"
 
 
-def _check_isolated_padding(mixer: AbstractMixer, x: Tensor, bad: float) -> None:
+def _check_isolated_padding(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
     """Spoil the padding of prompts, and go on with two tokens by `forward` and by `step`."""
     B, T = x.shape[:2]
     lengths = torch.tensor([(T * i) // B for i in range(B)], device=x.device)
     padding = torch.arange(T, device=x.device) >= lengths[:, None]
     outputs = []
     for prompts in (x, x.masked_fill(padding[..., None], bad)):
-        y, state = mixer(prompts, mixer.init_state(B), lengths=lengths)
-        after = [y[~padding], mixer(x[:, :2], state)[0]]
-        room = mixer.reserve(state, 2)
-        after += [mixer.step(x[:, t : t + 1], room) for t in range(2)]
+        y, state = module(prompts, module.init_state(B), lengths=lengths)
+        after = [y[~padding], module(x[:, :2], state)[0]]
+        room = module.reserve(state, 2)
+        after += [_step(module, x[:, t : t + 1], room) for t in range(2)]
         outputs.append(after)
     names = ("real tokens", "the next forward", "the next step", "the step after")
     for name, clean, found in zip(names, *outputs, strict=True):
         assert torch.equal(found, clean), f"{bad} in padding reached {name}"
 
 
-def _normal(mixer: AbstractMixer, shape: tuple[int, ...], seed: int) -> Tensor:
+def _normal(module: AbstractSequenceModule, shape: tuple[int, ...], seed: int) -> Tensor:
     """Draw on the CPU, so that a seed means the same numbers on every device."""
-    device = next((weight.device for weight in mixer.parameters()), torch.device("cpu"))
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def _run(mixer: AbstractMixer, x: Tensor, splits: Sequence[int]) -> Tensor:
+def _run(module: AbstractSequenceModule, x: Tensor, splits: Sequence[int]) -> Tensor:
     """Run segment after segment, and assert that no call overwrites the state that it was given."""
-    state: Any = mixer.init_state(x.shape[0])
+    state: Any = module.init_state(x.shape[0])
     outputs = []
     for segment in x.split(list(splits), dim=1):
-        y, state = _forward(mixer, segment, state)
+        y, state = _forward(module, segment, state)
         outputs.append(y)
     return torch.cat(outputs, dim=1)
 
 
-def _forward(mixer: AbstractMixer, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Call the mixer, and assert that it does not overwrite the state that it was given."""
-    before = [t.clone() for t in state]
-    y, after = mixer(x, state)
-    for field, (old, now) in enumerate(zip(before, state, strict=True)):
+def _forward(module: AbstractSequenceModule, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Call the module, and assert that it does not overwrite the state that it was given."""
+    before = [t.clone() for t in tree_leaves(state)]
+    y, after = module(x, state)
+    for field, (old, now) in enumerate(zip(before, tree_leaves(state), strict=True)):
         assert torch.equal(old, now), f"forward overwrote field {field} of the state it got"
     return y, after
 
 
+def _step(module: AbstractSequenceModule, x: Tensor, state: Any) -> Tensor:
+    """Decode one token of every row as a decoder does."""
+    module.before_step(state)
+    return module.step(x, state)
+
+
 def _prompts(
-    mixer: AbstractMixer, d_model: int, prompt_lengths: Sequence[int], steps: int, seed: int
+    module: AbstractSequenceModule,
+    d_model: int,
+    prompt_lengths: Sequence[int],
+    steps: int,
+    seed: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return prompts padded with loud garbage, and all tokens of each row, (1, T, C)."""
-    prompts = 10 * _normal(mixer, (len(prompt_lengths), max(prompt_lengths), d_model), seed)
+    prompts = 10 * _normal(module, (len(prompt_lengths), max(prompt_lengths), d_model), seed)
     rows = [
-        _normal(mixer, (1, length + steps, d_model), seed + 1 + i)
+        _normal(module, (1, length + steps, d_model), seed + 1 + i)
         for i, length in enumerate(prompt_lengths)
     ]
     for prompt, row, length in zip(prompts, rows, prompt_lengths, strict=True):
@@ -304,7 +314,7 @@ def _tokens(rows: Sequence[Tensor], prompt_lengths: Sequence[int], step: int) ->
 
 
 def _assert_rows(
-    mixer: AbstractMixer,
+    module: AbstractSequenceModule,
     rows: Sequence[Tensor],
     prompt_lengths: Sequence[int],
     outputs: Sequence[Tensor],
@@ -315,4 +325,4 @@ def _assert_rows(
         if row.shape[1]:
             y = torch.cat([outputs[0][i, :length], *(step[i] for step in outputs[1:])])
             name = f"row {i} (prompt of {length})"
-            assert_close(name, y[None], mixer(row)[0], rtol=rtol)
+            assert_close(name, y[None], module(row)[0], rtol=rtol)

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mezzo_core.nn.mixer import AbstractMixer
-from mezzo_core.testing.mixers import (
+from mezzo_core.nn.contract import AbstractMixer
+from mezzo_core.testing.laws import (
     check_causal,
     check_isolated,
     check_packed,
@@ -143,7 +143,7 @@ def test_a_mistake_is_caught(name, mistake, message):
 
 def test_a_state_that_grows_is_refused_by_the_default_step():
     mixer = RunningMean("state grows")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"RunningMean must .* h grows, from \(2"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"RunningMean must .* grows, from \(2"):
         mixer.step(torch.randn(2, 1, C), mixer.init_state(2))
 
 

@@ -1,0 +1,116 @@
+"""The plain stack: blocks, one after another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn.contract import AbstractBlock, AbstractStack, BlockConfig
+
+
+@dataclass(frozen=True)
+class BlocksConfig:
+    """Describes a `Stack` of blocks.
+
+    Attributes:
+        blocks: one configuration a layer, so the depth is their number; kinds may be mixed.
+    """
+
+    blocks: tuple[BlockConfig, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.blocks:
+            raise ValueError("blocks must have one item a layer, got none")
+
+    def build(self, d_model: int) -> "Stack":
+        """Build the stack, on torch's default device.
+
+        Raises:
+            ValueError: if a block refuses this width.
+            TypeError: if one of `blocks` builds something else.
+        """
+        blocks = []
+        for i, config in enumerate(self.blocks):
+            block = config.build(d_model)
+            if not isinstance(block, AbstractBlock):
+                raise TypeError(f"blocks[{i}] builds no block, it is {type(config).__name__}")
+            blocks.append(block)
+        return Stack(blocks, d_model)
+
+
+class Stack(AbstractStack):
+    """Blocks, one after another; the state is a tuple with one state a block."""
+
+    def __init__(self, blocks: Sequence[AbstractBlock], d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        # torch's ModuleList does not say what it holds; a type checker should know.
+        self.blocks = cast(Sequence[AbstractBlock], nn.ModuleList(blocks))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """Map (B, T, C) to (B, T, C); each block checks its arguments."""
+        if state is None:
+            before: tuple[Any, ...] = (None,) * len(self.blocks)
+        else:
+            self._check_depth(state)
+            before = state
+        after = []
+        for block, its_state in zip(self.blocks, before, strict=True):
+            x, new = block(x, its_state, cu_seqlens=cu_seqlens, lengths=lengths)
+            after.append(new)
+        return x, None if state is None else tuple(after)
+
+    def step(self, x: Tensor, state: tuple[Any, ...]) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        self._check_depth(state)
+        for block, its_state in zip(self.blocks, state, strict=True):
+            x = block.step(x, its_state)
+        return x
+
+    def before_step(self, state: tuple[Any, ...]) -> None:
+        """Do what the blocks' next steps need of the host."""
+        for block, its_state in zip(self.blocks, state, strict=True):
+            block.before_step(its_state)
+
+    def reserve(self, state: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
+        """Return the state with room for `num_tokens` more tokens of every row, for `step`."""
+        self._check_depth(state)
+        return tuple(
+            block.reserve(its_state, num_tokens)
+            for block, its_state in zip(self.blocks, state, strict=True)
+        )
+
+    def init_state(self, batch: int) -> tuple[Any, ...]:
+        """Return every block's state before the first token."""
+        return tuple(block.init_state(batch) for block in self.blocks)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
+        return sum(block.state_bytes(num_tokens) for block in self.blocks)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that the blocks keep in the host's memory."""
+        return sum(block.host_state_bytes(num_tokens) for block in self.blocks)
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs a token of all blocks."""
+        return sum(block.flops_per_token(num_tokens) for block in self.blocks)
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return every block's units."""
+        return tuple(unit for block in self.blocks for unit in block.units())
+
+    def _check_depth(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != len(self.blocks):
+            got = len(state) if isinstance(state, tuple) else type(state).__name__
+            raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {got}")
