@@ -20,6 +20,7 @@ from torch import nn
 
 WORDS = ("half", "of", "the", "notes", "stand", "between", "a", "rest", "and", "song")
 CHILDREN = Path(__file__).parent / "children"
+TOYS = Path(__file__).parents[1]  # the folder of the package `toys`
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +92,7 @@ def start_child(tmp_path):
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": f"{TOYS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),

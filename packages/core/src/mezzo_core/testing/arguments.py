@@ -217,7 +217,7 @@ def _other_tensors(x: Tensor) -> list[Replacement]:
     found = [
         Replacement("a number", 3, True),
         Replacement("an array", x.numpy(), True),
-        Replacement("bool", torch.ones_like(x, dtype=torch.bool), True),
+        Replacement("bool", torch.ones_like(x, dtype=torch.bool), x.dtype != torch.bool),
         Replacement("complex", x.to(torch.complex64), True),
         Replacement(str(other), x.to(other), True),
         Replacement("a scalar", x.new_ones(()), True, True),

@@ -10,7 +10,7 @@ from mezzo_core.config_json import from_json
 from mezzo_core.errors import UserError
 from mezzo_core.train.loop import train
 
-config = from_json(json.loads(Path(sys.argv[1]).read_text()))
+config = from_json(json.loads(Path(sys.argv[1]).read_text()), allow_packages=("toys",))
 stop_after = int(sys.argv[3]) if len(sys.argv) > 3 else None
 stopping_rank = sys.argv[4] if len(sys.argv) > 4 else os.environ["RANK"]
 
