@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from mezzo_core.bench import environment
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
-from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.lm import LMConfig
@@ -190,7 +190,7 @@ def validation_loss(bench: Bench, config: TrainConfig) -> float:
     model, _, _ = load_model(config.init_from, device=bench.device)
     data = config.data.build(config.seq_len, bench.work / "packed")
     batches = islice(data.validation_batches(config.batch_size), config.eval_batches)
-    return perplexity(model, batches).loss
+    return evaluate(model, batches).loss
 
 
 def setting_words(a: argparse.Namespace) -> str:

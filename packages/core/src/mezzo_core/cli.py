@@ -18,14 +18,15 @@ import torch
 import typer
 from rich.console import Console
 
+from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, printable
-from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import check_writable, fitting_tokenizer, read_prompts, told, told_data
 from mezzo_core.nn.checkpoint import describe_model, find_model, load_model
 from mezzo_core.nn.generate import NO_NUMBERS, stream
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.device import choose_device
 from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
@@ -170,6 +171,8 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     ) -> None:
         config = find_recipe(paper.recipes, recipe)
+        if not isinstance(config.data, DataConfig) and (data or tokenizer):
+            raise UserError(f"the recipe {recipe} reads no text: --data and --tokenizer do not fit")
         if init_from is not None:
             config = start_from(config, init_from)
         run_options = {
@@ -295,18 +298,30 @@ def _add_eval(app: typer.Typer) -> None:
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+        seq_len: Annotated[
+            int | None, typer.Option(min=1, help="Tokens a sequence. Default: as trained.")
+        ] = None,
+        segment_tokens: Annotated[
+            int | None,
+            typer.Option(
+                min=1, help="Run so many tokens of a sequence at a time: memory is then bounded."
+            ),
+        ] = None,
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
-        """Measure perplexity on held-out text: the validation part of `--data`."""
+        """Measure perplexity and accuracy on held-out text: the validation part of `--data`."""
         folder, chosen = find_model(run), _device(device)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
         config = _override(told_data(extra, folder), source=data)
         fitting_tokenizer(config.tokenizer, model.vocab_size)
-        text = config.build(told(extra, "seq_len", int, folder), None)
+        text = config.build(seq_len or told(extra, "seq_len", int, folder), None)
         with _values_of_the_user():
-            result = perplexity(
-                model, text.validation_batches(batch_size), num_bytes=text.num_validation_bytes
+            result = evaluate(
+                model,
+                text.validation_batches(batch_size),
+                num_bytes=text.num_validation_bytes,
+                segment_tokens=segment_tokens,
             )
         if not math.isfinite(result.loss):
             raise UserError(f"{folder}: {NO_NUMBERS}")
@@ -317,6 +332,7 @@ def _add_eval(app: typer.Typer) -> None:
             "loss": result.loss,
             "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
             "bits_per_byte": result.bits_per_byte,
+            "accuracy": result.accuracy,
         }
         Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
 

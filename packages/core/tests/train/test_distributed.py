@@ -6,10 +6,10 @@ import signal
 import pytest
 import torch
 from mezzo_core.data import Batch
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.build import micro_batches
-from mezzo_core.train.device import choose_device
 from mezzo_core.train.distributed import World, join_world
 from mezzo_core.train.loop import train
 

@@ -1,13 +1,16 @@
-"""Text to batches: corpora, tokenizers, packing, streams."""
+"""Sources of batches: text (corpora, tokenizers, packing, streams) and tasks."""
 
-from mezzo_core.data.batches import NO_TARGET, Batch, TextData
-from mezzo_core.data.config import DataConfig
+from mezzo_core.data.batches import Batch, BatchSource, TextData
+from mezzo_core.data.config import DataConfig, SourceConfig
 from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 __all__ = [
     "NO_TARGET",
     "Batch",
+    "BatchSource",
     "DataConfig",
+    "SourceConfig",
     "StreamDecoder",
     "TextData",
     "Tokenizer",

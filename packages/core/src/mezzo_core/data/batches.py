@@ -1,4 +1,4 @@
-"""Batches of windows, and what every text corpus offers to training and evaluation."""
+"""Batches, and what a source of them, a text or a task, offers to training and evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mezzo_core.data.tokenizers import Tokenizer
-
-# The target where there is nothing to predict: cross_entropy's own default ignore_index.
-NO_TARGET = -100
+from mezzo_core.errors import UserError
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 
 class Batch(NamedTuple):
-    """Windows of tokens, and the token that follows each.
+    """Rows of tokens, and what is to be predicted at each: of a text, the token that follows.
 
-    Rows are windows of T tokens. With masked documents they are laid end to end in one row of
-    B*T, and `cu_seqlens` has the borders of the documents in it; a window's border is always one
-    of them.
+    Rows of a text are windows of T tokens. With masked documents they are laid end to end in one
+    row of B*T, and `cu_seqlens` has the borders of the documents in it; a window's border is
+    always one of them.
     """
 
     tokens: Tensor  # (B, T) int64, or (1, B*T)
@@ -166,29 +165,28 @@ class Windows:
         return make_batch(rows, real, ends, self.max_documents)
 
 
-class TextData(ABC):
-    """A tokenized corpus, split into a training and a validation part.
+class BatchSource(ABC):
+    """What training and evaluation read: a text or a task, with a training and a validation part.
 
-    **Several processes.** A packed corpus (`streaming=False`) gives every process the same whole
-    batch of `batch_size` windows, and the trainer takes its part with `Batch.part(rank, world)`.
-    A stream (`streaming=True`) reads a shard of its own in every process, built with that
-    process's `rank` and `world_size`: its `train_batch` takes the whole batch size too, and
-    returns only this process's part, batch_size / world_size windows. `reads_shard` tells which.
-    Validation batches are the same, and whole, in every process in both cases.
+    **Several processes.** Most sources give every process the same whole batch of `batch_size`
+    rows, and the trainer takes its part with `Batch.part(rank, world)`. A source that reads a
+    shard of its own in every process (`reads_shard=True`) is built with that process's `rank` and
+    `world_size`: its `train_batch` takes the whole batch size too, and returns only this process's
+    part, batch_size / world_size rows. Validation batches are the same, and whole, in every process
+    in both cases.
     """
 
-    tokenizer: Tokenizer
     seq_len: int
-    reads_shard: bool
-    num_train_tokens: int | None  # None for a stream, whose end is not known
-    num_validation_bytes: int  # of validation text in UTF-8; of a single document a share
+    """T, tokens a row."""
+    vocab_size: int
+    """Every token is below it."""
     fingerprint: str
-    """Differs when what is learned from differs: the text, or how the tokenizer cuts it.
-
-    Of packed text it is made of all tokens; a file that was only moved or touched changes nothing.
-    Of a stream see `StreamedText`, which cannot see everything.
-    """
-    _validation: Windows
+    """Differs when what is learned from differs. A run is not resumed on another one."""
+    reads_shard: bool = False
+    num_train_tokens: int | None = None
+    """Of an epoch; None if the source has no end, or one that is not known."""
+    num_validation_bytes: int | None = None
+    """Of validation text in UTF-8, for bits a byte; of a single document a share."""
 
     @abstractmethod
     def train_batch(self, step: int, batch_size: int) -> Batch:
@@ -196,7 +194,7 @@ class TextData(ABC):
 
         Args:
             step: the optimizer step.
-            batch_size: windows a step, over all processes.
+            batch_size: rows a step, over all processes.
 
         Returns:
             Tokens and targets (batch_size, T), or (1, batch_size * T) with masked documents.
@@ -206,12 +204,49 @@ class TextData(ABC):
         """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on, beside the step: JSON values; empty when packed."""
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the validation part, in order, each target once.
 
-    @abstractmethod
+        Every batch has `batch_size` rows; where rows are missing, padding without targets stands
+        in. Sum the losses, since the mean of a part that is all padding is NaN.
+
+        Raises:
+            ValueError: if `batch_size` is no positive number.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on, beside the step: JSON values.
+
+        By default nothing: the step tells the batch.
+        """
+        return {}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called."""
+        """Go on from where `state_dict` was called.
+
+        Raises:
+            UserError: if the state is another source's.
+        """
+        if state != {}:
+            raise UserError("this checkpoint is of a run on streamed data: set streaming=True")
+
+
+class TextData(BatchSource):
+    """A tokenized corpus, split into a training and a validation part.
+
+    A packed corpus gives every process whole batches; a stream reads a shard in each. The
+    fingerprint of packed text is made of all its tokens, so a file that was only moved or touched
+    changes nothing; of a stream see `StreamedText`, which cannot see everything.
+    """
+
+    tokenizer: Tokenizer
+    num_validation_bytes: int
+    _validation: Windows
+
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        """The number of tokens of the tokenizer."""
+        return self.tokenizer.vocab_size
 
     @property
     def num_validation_tokens(self) -> int:
@@ -224,15 +259,7 @@ class TextData(ABC):
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation part, in order: each token is a target exactly once.
 
-        An end token stands before the first document, to predict its first token from. The last
-        batch is filled up, with whole windows too, by padding whose targets are -100: sum the
-        losses, since the mean of a part that is all padding is NaN.
-
-        Args:
-            batch_size: windows a batch; every batch has as many.
-
-        Raises:
-            ValueError: if `batch_size` is no positive number.
+        An end token stands before the first document, to predict its first token from.
         """
         check_batch_size(batch_size)
         return (

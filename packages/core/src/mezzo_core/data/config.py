@@ -1,17 +1,34 @@
-"""What a run reads: one frozen dataclass that builds its data."""
+"""What a run reads: a frozen dataclass that builds its source of batches."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shorten
+from typing import Protocol
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.data.batches import TextData
+from mezzo_core.data.batches import BatchSource, TextData
 from mezzo_core.data.corpora import open_corpus
 from mezzo_core.data.packed import PackedText
 from mezzo_core.data.packing import pack_corpus
 from mezzo_core.data.streaming import StreamedText, open_stream
 from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.errors import UserError
+
+
+class SourceConfig(Protocol):
+    """A frozen dataclass that describes what a run reads, a text or a task, and builds it."""
+
+    def build(
+        self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
+    ) -> BatchSource:
+        """Build the source for rows of `seq_len` tokens, as process `rank` of `world_size`.
+
+        `cache_dir` is a folder for what takes long to make; None keeps it in memory.
+
+        Raises:
+            UserError: if there can be no such source.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Text that is packed once and read at any place: the step number tells the batch."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,8 +14,6 @@ _SPLIT, _ORDER = 0, 1
 
 class PackedText(TextData):
     """Windows of a packed corpus, each once an epoch, in an order drawn anew every epoch."""
-
-    reads_shard = False
 
     def __init__(
         self,
@@ -86,19 +82,6 @@ class PackedText(TextData):
             generator = np.random.default_rng((self._seed, _ORDER, epoch))
             self._orders[epoch] = generator.permutation(self._train.num_complete)
         return self._orders[epoch]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the step tells the batch."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Accept the empty state.
-
-        Raises:
-            UserError: if the state is a stream's.
-        """
-        if state != {}:
-            raise UserError("this checkpoint is of a run on streamed data: set streaming=True")
 
 
 def split_documents(

@@ -1,1 +1,1 @@
-"""Evaluation of language models: `mezzo_core.eval.perplexity`."""
+"""Evaluation of language models: `mezzo_core.eval.evaluate`."""

@@ -30,6 +30,7 @@ def generate(
     top_p: float | None = None,
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
+    prefill_tokens: int | None = None,
 ) -> list[list[int]]:
     """Continue every prompt, and return the new tokens of each.
 
@@ -45,6 +46,8 @@ def generate(
             al., "The Curious Case of Neural Text Degeneration", 2020). With `top_k`, both hold.
         stop_tokens: a prompt ends at the first of these; it is not returned.
         seed: makes sampling repeatable; None draws from torch's global generator.
+        prefill_tokens: run so many tokens of the prompts at a time, which bounds the memory that
+            long ones take; None runs them at once. What follows is the same, to rounding.
 
     Raises:
         ValueError: if an argument is out of range, which the message names, or the model's outputs
@@ -60,6 +63,7 @@ def generate(
         top_p=top_p,
         stop_tokens=stop_tokens,
         seed=seed,
+        prefill_tokens=prefill_tokens,
     ):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -77,6 +81,7 @@ def stream(
     top_p: float | None = None,
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
+    prefill_tokens: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
@@ -90,10 +95,15 @@ def stream(
         raise ValueError(f"max_new_tokens must be from 1 to 2^31 - 1, got {max_new_tokens!r}")
     if seed is not None and not (isinstance(seed, Integral) and 0 <= seed < 2**63):
         raise ValueError(f"seed must be from 0 to 2^63 - 1, got {seed!r}")
+    if prefill_tokens is not None and not (
+        isinstance(prefill_tokens, Integral) and prefill_tokens >= 1
+    ):
+        raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens!r}")
     for token in stop_tokens:
         if not 0 <= token < model.vocab_size:
             raise ValueError(f"stop_tokens must be in [0, {model.vocab_size}), got {token}")
-    return _steps(model, prompts, max_new_tokens, sampler, frozenset(stop_tokens), seed)
+    new = _new_tokens(model, prompts, prefill_tokens, max_new_tokens, sampler, seed)
+    return _steps(model, new, len(prompts), frozenset(stop_tokens))
 
 
 @dataclass(frozen=True)
@@ -233,18 +243,14 @@ class Decoder:
 
 @torch.inference_mode()
 def _steps(
-    model: LM,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampler: Sampler,
-    stop_tokens: frozenset[int],
-    seed: int | None,
+    model: LM, new_tokens: Iterator[Tensor], num_rows: int, stop_tokens: frozenset[int]
 ) -> Iterator[list[int | None]]:
-    running = [True] * len(prompts)
+    """Yield the new tokens of the rows that have not stopped, with the model in evaluation mode."""
+    running = [True] * num_rows
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        for new in _new_tokens(model, prompts, max_new_tokens, sampler, seed):
+        for new in new_tokens:
             ids = new.tolist()
             if NO_TOKEN in ids:
                 raise ValueError(NO_NUMBERS)
@@ -257,9 +263,11 @@ def _steps(
             module.training = True
 
 
+@torch.inference_mode()
 def _new_tokens(
     model: LM,
     prompts: Sequence[Sequence[int]],
+    prefill_tokens: int | None,
     max_new_tokens: int,
     sampler: Sampler,
     seed: int | None,
@@ -268,7 +276,7 @@ def _new_tokens(
     device = model.embed.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     tokens, lengths = _pad(prompts, device)
-    logits, state = model(tokens, model.init_state(len(prompts)), lengths=lengths, last_only=True)
+    logits, state = _prefill(model, tokens, lengths, prefill_tokens or tokens.shape[1])
     new = sampler(logits[:, -1], generator)
     yield new
     if max_new_tokens == 1:
@@ -277,6 +285,25 @@ def _new_tokens(
     del state  # the prompt's own copy
     for _ in range(max_new_tokens - 1):
         yield decoder.step()
+
+
+def _prefill(model: LM, tokens: Tensor, lengths: Tensor | None, size: int) -> tuple[Tensor, Any]:
+    """Run prompts, `size` tokens at a time; return their last logits (B, 1, vocab), and the state.
+
+    `lengths` are the prompts' real tokens, (B,); None if all rows are full.
+    """
+    logits, state = None, model.init_state(len(tokens))
+    for start in range(0, tokens.shape[1], size):
+        segment = tokens[:, start : start + size]
+        if lengths is None:
+            logits, state = model(segment, state, last_only=True)
+            continue
+        real = (lengths - start).clamp(0, segment.shape[1])
+        found, state = model(segment, state, lengths=real, last_only=True)
+        has_tokens = (real > 0)[:, None, None]
+        logits = found if logits is None else torch.where(has_tokens, found, logits)
+    assert logits is not None  # no prompt is empty
+    return logits, state
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
@@ -15,9 +14,8 @@ from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.project import project
 from mezzo_core.nn.stack import BlocksConfig
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET, linear_cross_entropy
 
-IGNORE_INDEX = -100
-"""A target that takes no part in the loss."""
 _LARGEST = 2**31 - 1
 """Of a width or a vocabulary: the product of two still is a number of weights to torch."""
 
@@ -97,6 +95,19 @@ class LMOutput(NamedTuple):
     """The stack's state after the last real token; None if none was given."""
 
 
+class Score(NamedTuple):
+    """How well a model predicts its targets: sums over those that count."""
+
+    loss: Tensor
+    """Cross entropy in nats, float32."""
+    targets: Tensor
+    """How many there are, int64."""
+    hits: Tensor
+    """How many are the model's likeliest token, int64."""
+    state: Any
+    """The stack's state after the last real token; None if none was given."""
+
+
 class LM(nn.Module):
     """Embedding, stack, final norm, head.
 
@@ -135,10 +146,11 @@ class LM(nn.Module):
             state: where the tokens continue from (`init_state`, or the state of an earlier call);
                 None keeps no state.
             cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractStack`.
-            lengths: (B,) int64, real tokens of each row, at least 1; the rest is padding on the
-                right. Needs a state.
-            last_only: give the logits of each row's last real token alone, which there must be. A
-                prefill needs no others, and all of them can be larger than the model.
+            lengths: (B,) int64, real tokens of each row; the rest is padding on the right. Needs a
+                state.
+            last_only: give the logits of each row's last real token alone; those of a row that has
+                none mean nothing. A prefill needs no others, and all of them can be larger than the
+                model.
 
         Raises:
             ValueError: if an argument has another shape or dtype, or a token is beyond the
@@ -206,30 +218,63 @@ class LM(nn.Module):
 
         To compile it, compile the bound method: `torch.compile(model.loss)`.
 
+        The logits are never all in memory; see `linear_cross_entropy`.
+
         Args:
             tokens: (B, T) int64.
             targets: (B, T) int64, the token that follows each, or -100.
             cu_seqlens: as in `forward`.
             reduction: "mean" over the targets that count (0 if there are none), or "sum".
         """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        score = self._score(tokens, targets, cu_seqlens)
+        if reduction == "sum":
+            return score.loss
+        # Not torch's own mean: it is NaN for a batch in which no target counts.
+        return score.loss / score.targets.clamp(min=1)
+
+    def score(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        state: Any = None,
+        lengths: Tensor | None = None,
+    ) -> Score:
+        """Return the summed loss, its targets and the hits, of a whole text or its next segment.
+
+        The sums over the segments of a text, each from the state after the one before, are those of
+        the whole; what a state holds is not detached, so that gradients flow through it.
+
+        Args:
+            tokens: (B, T) int64.
+            targets: (B, T) int64, what is to be predicted at each token, or -100.
+            cu_seqlens: as in `forward`.
+            state: as in `forward`.
+            lengths: as in `forward`.
+        """
+        return self._score(tokens, targets, cu_seqlens, state, lengths)
+
+    # `loss` and `score` are entries of their own under FSDP, so that none may call the other.
+    def _score(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None,
+        state: Any = None,
+        lengths: Tensor | None = None,
+    ) -> Score:
+        self._check(tokens)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
                 f"got {tuple(targets.shape)}"
             )
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
-        logits = self(tokens, cu_seqlens=cu_seqlens).logits
-        total = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
-        if reduction == "sum":
-            return total
-        # Not torch's own mean: it is NaN for a batch in which no target counts.
-        return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+        x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        loss, hits = linear_cross_entropy(self.norm(x), self.head.weight, targets)
+        return Score(loss, (targets != NO_TARGET).sum(), hits, state)
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
@@ -285,5 +330,5 @@ def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Take each row's last real token: (B, T, C) to (B, 1, C)."""
     if lengths is None:
         return x[:, -1:]
-    index = (lengths - 1)[:, None, None].expand(-1, 1, x.shape[-1])
+    index = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.shape[-1])
     return x.gather(1, index)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
@@ -181,7 +181,7 @@ def losses_by_length(job: Job) -> dict[int, float]:
     for length in job.test_lengths:
         text = job.config.data.build(length, None)
         batches = islice(text.validation_batches(1), WINDOWS * longest // length)
-        losses[length] = perplexity(model, batches).loss
+        losses[length] = evaluate(model, batches).loss
     return losses
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mezzo_core.data import TextData
+from mezzo_core.data import BatchSource, DataConfig
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.nn.lm import LM
@@ -37,25 +37,28 @@ def micro_batches(config: TrainConfig, world: World) -> int:
     return parts
 
 
-def build_data(config: TrainConfig, out: Path, world: World) -> TextData:
+def build_data(config: TrainConfig, out: Path, world: World) -> BatchSource:
     """Open the data; the first process packs it, and the others find it packed.
 
     Raises:
         UserError: if it cannot be read, or its tokenizer has more tokens than the model.
     """
 
-    def build() -> TextData:
+    def build() -> BatchSource:
         return config.data.build(
             config.seq_len, out / "packed", rank=world.rank, world_size=world.size
         )
 
-    built: list[TextData] = []
+    built: list[BatchSource] = []
     world.first_only(lambda: built.append(build()))
     data = built[0] if built else build()
-    if data.tokenizer.vocab_size > config.model.vocab_size:
+    if data.vocab_size > config.model.vocab_size:
+        what: object = config.data
+        if isinstance(config.data, DataConfig):
+            what = f"the tokenizer {config.data.tokenizer!r}"
         raise UserError(
-            f"the tokenizer {config.data.tokenizer!r} has {data.tokenizer.vocab_size} tokens, more "
-            f"than the model's vocab_size = {config.model.vocab_size}"
+            f"{what} has {data.vocab_size} tokens, more than the model's vocab_size = "
+            f"{config.model.vocab_size}"
         )
     return data
 
@@ -88,5 +91,5 @@ def build_model(
     if config.compile:
         for unit in model.units():
             unit.compile()
-    shard(model, model.units(), world)
+    shard(model, model.units(), world, entries=("loss", "score"))
     return model, model.loss

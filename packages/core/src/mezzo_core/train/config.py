@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.data import DataConfig
+from mezzo_core.data import DataConfig, SourceConfig
 from mezzo_core.errors import UserError
 from mezzo_core.nn.lm import LMConfig
 
@@ -60,7 +60,7 @@ class TrainConfig:
     Attributes:
         name: the recipe's name, kept with the model.
         model: the language model.
-        data: the corpus and its tokenizer.
+        data: the corpus and its tokenizer, or a task.
         optim: the optimizer and its schedule.
         seq_len: T, tokens a sequence.
         batch_size: sequences an optimizer step, over all processes.
@@ -81,7 +81,7 @@ class TrainConfig:
 
     name: str
     model: LMConfig
-    data: DataConfig = field(default_factory=DataConfig)
+    data: SourceConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     seq_len: int = 512
     batch_size: int = 8

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
-from mezzo_core.train.device import choose_device
 
 _GLOO_SECONDS = 0.3
 
@@ -169,7 +169,9 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
+def shard(
+    model: nn.Module, units: Sequence[nn.Module], world: World, entries: Sequence[str] = ()
+) -> None:
     """Shard `model` over the processes, in place (FSDP2).
 
     Weights stay float32; a unit's are gathered for its forward and backward and freed after, and
@@ -180,6 +182,7 @@ def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
         model: every process has the same one.
         units: parts of it that are sharded one at a time, as its `units()` returns them.
         world: the processes.
+        entries: methods besides `forward` that the model is called by.
     """
     if world.size == 1:
         return
@@ -188,3 +191,5 @@ def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
         # In torch 2.8 gloo adds up where it is asked for the mean: there it is asked for the sum.
         sum_and_divide = world.device.type == "cpu"
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
+    for entry in entries:
+        register_fsdp_forward_method(model, entry)

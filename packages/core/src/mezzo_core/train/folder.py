@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mezzo_core.config_json import to_json
+from mezzo_core.data import DataConfig, SourceConfig
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json, write_whole
 from mezzo_core.train.config import TrainConfig
@@ -129,7 +130,7 @@ def claim_folder(
     """
     check_folder(out, config, resume=resume)
     if resume and has_checkpoint and not new_data:
-        _refuse_other_corpus(out, config.data.source, fingerprint)
+        _refuse_other_corpus(out, config.data, fingerprint)
     with _explained(out):
         if not resume:
             _remove_run(out)
@@ -211,13 +212,14 @@ def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
     return [phrase for key, old, new in pairs for phrase in _differences(old, new, key)]
 
 
-def _refuse_other_corpus(out: Path, source: str, fingerprint: str) -> None:
+def _refuse_other_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
     if not (out / _CORPUS).exists():  # a run of before the corpus was kept
         return
     found = read_json(out / _CORPUS).get("fingerprint")
     if found != fingerprint:
+        source = repr(data.source) if isinstance(data, DataConfig) else str(data)
         raise UserError(
-            f"the tokens of {source!r} are not those that the run in {out} was trained on: its "
+            f"the tokens of {source} are not those that the run in {out} was trained on: its "
             "text or its tokenizer has changed. Restore it, or go on with the new one by "
             "--new-data (new_data=True)"
         )

@@ -23,7 +23,7 @@ from rich.progress import (
 )
 
 from mezzo_core.errors import UserError, printable
-from mezzo_core.eval.perplexity import Perplexity
+from mezzo_core.eval.evaluate import Evaluation
 from mezzo_core.files import parse_json, write_whole
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.folder import naming
@@ -119,7 +119,7 @@ class RunLog:
         elif row["step"] % self._line_every == 0 or row["step"] == self.config.steps:
             self._say(f"step {row['step']}/{self.config.steps}: loss {loss}, {speed}")
 
-    def evaluation(self, step: int, found: Perplexity) -> None:
+    def evaluation(self, step: int, found: Evaluation) -> None:
         """Keep and show one evaluation, made after `step` steps."""
         self._keep(
             {
@@ -127,13 +127,14 @@ class RunLog:
                 "val_loss": found.loss,
                 "val_perplexity": found.perplexity,
                 "val_bits_per_byte": found.bits_per_byte,
+                "val_accuracy": found.accuracy,
                 "val_tokens": found.tokens,
                 "time": time.time(),
             }
         )
         self._say(
             f"step {step}/{self.config.steps}: validation loss {found.loss:.4f}, "
-            f"perplexity {found.perplexity:.3f}"
+            f"perplexity {found.perplexity:.3f}, accuracy {found.accuracy:.2%}"
         )
 
     def sync(self) -> None:

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
-from mezzo_core.data import NO_TARGET, Batch, TextData
+from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig
+from mezzo_core.device import autocast, move_batch
 from mezzo_core.errors import UserError
-from mezzo_core.eval.perplexity import Perplexity, perplexity
+from mezzo_core.eval.evaluate import Evaluation, evaluate
 from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.nn.lm import LM
 from mezzo_core.train.build import LossFunction, build_data, build_model, micro_batches
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.device import autocast, move_batch
 from mezzo_core.train.distributed import World, join_world
 from mezzo_core.train.folder import check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
@@ -48,6 +48,7 @@ class TrainResult:
         final_loss: training loss of the last step, in nats a token.
         val_loss: validation loss after the last step; None if it was not evaluated.
         val_perplexity: exp of that.
+        val_accuracy: the share of validation targets that are the model's likeliest token.
         tokens_per_second: over all processes, evaluations and checkpoints left out.
         steps: optimizer steps done.
         out: the run's folder.
@@ -56,6 +57,7 @@ class TrainResult:
     final_loss: float
     val_loss: float | None
     val_perplexity: float | None
+    val_accuracy: float | None
     tokens_per_second: float
     steps: int
     out: Path
@@ -70,7 +72,7 @@ class _Run:
     world: World
     checkpoints: Checkpoints
     stop: StopRequest
-    data: TextData
+    data: BatchSource
     model: LM
     loss_function: LossFunction
     optimizer: torch.optim.Optimizer
@@ -230,8 +232,8 @@ def _backward(run: _Run, batch: Batch) -> Tensor:
     return total
 
 
-def _evaluate(run: _Run, step: int) -> Perplexity:
-    """Measure perplexity on the validation part, each process on its share of every batch."""
+def _evaluate(run: _Run, step: int) -> Evaluation:
+    """Measure the model on the validation part, each process on its share of every batch."""
     config, world, data = run.config, run.world, run.data
 
     def our_parts() -> Iterator[Batch]:
@@ -240,12 +242,12 @@ def _evaluate(run: _Run, step: int) -> Perplexity:
             yield from (ours.part(i, run.parts) for i in range(run.parts))
 
     whole = config.eval_batches is None
-    found = perplexity(
+    found = evaluate(
         run.model,
         our_parts(),
         num_bytes=data.num_validation_bytes if whole else None,
         precision=config.precision,
-        world=world,
+        add_up=world.sum,
     )
     if not math.isfinite(found.loss):
         raise DivergenceError(
@@ -266,9 +268,10 @@ def _save_model(run: _Run, step: int) -> None:
         "name": config.name,
         "step": step,
         "seq_len": config.seq_len,
-        "tokenizer": config.data.tokenizer,
         "data": to_json(config.data),
     }
+    if isinstance(config.data, DataConfig):
+        extra["tokenizer"] = config.data.tokenizer
     run.world.first_only(
         lambda: save_model(run.model, config.model, folder, extra, weights=weights)
     )
@@ -307,11 +310,13 @@ def _describe(run: _Run) -> str:
 def _result(log: RunLog, meter: Meter, steps: int, out: Path) -> TrainResult:
     trained = [row for row in log.rows if "loss" in row]
     evaluated = [row for row in log.rows if "val_loss" in row and row["step"] == steps]
+    found = evaluated[-1] if evaluated else {}
     last = trained[-1] if trained else {"loss": math.nan, "tokens_per_second": 0.0}
     return TrainResult(
         final_loss=last["loss"],
-        val_loss=evaluated[-1]["val_loss"] if evaluated else None,
-        val_perplexity=evaluated[-1]["val_perplexity"] if evaluated else None,
+        val_loss=found.get("val_loss"),
+        val_perplexity=found.get("val_perplexity"),
+        val_accuracy=found.get("val_accuracy"),
         tokens_per_second=meter.tokens_per_second or last["tokens_per_second"],
         steps=steps,
         out=out,

@@ -5,8 +5,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
-from mezzo_core.train.device import choose_device
 
 from mezzo_gsa.mqar.config import SweepConfig
 from mezzo_gsa.mqar.model import build_model

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.bench import commit
 from mezzo_core.data.mqar import MQARConfig, MQARRows
-from mezzo_core.train.device import autocast
+from mezzo_core.device import autocast
 from torch import Tensor
 
 from mezzo_gsa.mqar.config import RecallTraining

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from mezzo_core.data import Batch
-from mezzo_core.eval.perplexity import perplexity
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 
@@ -26,7 +26,7 @@ def batches(ignored=()):
 
 def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity(model):
     torch.nn.init.zeros_(model.head.weight)
-    found = perplexity(model, batches(), num_bytes=20)
+    found = evaluate(model, batches(), num_bytes=20)
     assert found.loss == pytest.approx(math.log(11), rel=1e-6)
     assert found.perplexity == pytest.approx(11, rel=1e-5)
     assert found.tokens == 40
@@ -38,24 +38,24 @@ def test_every_target_weighs_the_same_however_it_is_batched(model):
         torch.cat([batch.tokens for batch in batches()]),
         torch.cat([batch.targets for batch in batches()]),
     )
-    assert perplexity(model, batches()).loss == pytest.approx(perplexity(model, [whole]).loss)
+    assert evaluate(model, batches()).loss == pytest.approx(evaluate(model, [whole]).loss)
 
 
 def test_ignored_targets_do_not_count(model):
-    found = perplexity(model, batches(ignored=[0, 5]))
+    found = evaluate(model, batches(ignored=[0, 5]))
     assert found.tokens == 30
-    assert found.loss != pytest.approx(perplexity(model, batches()).loss, rel=1e-6)
+    assert found.loss != pytest.approx(evaluate(model, batches()).loss, rel=1e-6)
 
 
 def test_nothing_to_predict_is_an_error(model):
     with pytest.raises(ValueError, match="at least one target"):
-        perplexity(model, batches(ignored=range(8)))
+        evaluate(model, batches(ignored=range(8)))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_as_it_was(model, training):
     model.train(training)
-    perplexity(model, batches())
+    evaluate(model, batches())
     assert model.training is training
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -63,6 +63,6 @@ def test_the_model_is_left_as_it_was(model, training):
 def test_a_hopeless_model_has_infinite_perplexity(model):
     with torch.no_grad():
         model.head.weight.mul_(1e6)
-    found = perplexity(model, batches())
+    found = evaluate(model, batches())
     assert math.isfinite(found.loss)
     assert found.perplexity == math.inf

@@ -1,0 +1,5 @@
+"""The loss of a language model's head, computed without holding all logits."""
+
+from mezzo_core.ops.linear_cross_entropy.api import NO_TARGET as NO_TARGET
+from mezzo_core.ops.linear_cross_entropy.api import CrossEntropy as CrossEntropy
+from mezzo_core.ops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy

@@ -1,0 +1,106 @@
+"""The public op `linear_cross_entropy`: arguments checked, form chosen."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from mezzo_core.ops.checks import check_floating, check_size
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.linear_cross_entropy import op, reference
+
+NO_TARGET = -100
+"""The target where there is nothing to predict: torch's own default of `ignore_index`."""
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CrossEntropy(NamedTuple):
+    """Sums over the targets that count."""
+
+    loss: Float[Tensor, ""]
+    """Nats, in float32 (float64 for float64 inputs)."""
+    hits: Int64[Tensor, ""]
+    """How many targets have their row's largest logit."""
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "*rows C"],
+    weight: Float[Tensor, "V C"],
+    targets: Int64[Tensor, "*rows"],
+    *,
+    ignore_index: int = NO_TARGET,
+    impl: Impl = "auto",
+) -> CrossEntropy:
+    """Return the summed cross entropy of the logits x Wᵀ, which are never all in memory.
+
+    `reference.py` is the definition. Some rows of logits at a time become the loss and, where
+    gradients are wanted, its gradients in x and W, so that the backward only multiplies these by
+    the loss's gradient (the idea of Liger Kernel, Hsu et al. 2024, arXiv 2410.10989, and of torch's
+    own `linear_cross_entropy`, which torch.compile and torch.func cannot follow). Under autocast
+    the products are in its dtype, and W keeps its own: its gradient is added up in float32.
+
+    Args:
+        x: what the head reads.
+        weight: the head's W, (V, C).
+        targets: in [0, V), or `ignore_index` where there is none.
+        ignore_index: as said.
+        impl: "auto" computes some rows at a time, with a kernel for their softmax on a GPU that
+            supports the dtype; "triton" asks for that kernel; "reference" computes all logits.
+
+    Raises:
+        TypeError: if x or weight is not floating-point, or targets not int64.
+        ValueError: if shapes or devices disagree, or on a CPU a target is beyond the vocabulary.
+    """
+    kind = x.device.type
+    dtype = x.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    _check(x, weight, targets, ignore_index, dtype)
+    unsupported = None if dtype in TRITON_DTYPES else str(dtype)
+    chosen = resolve_impl("linear_cross_entropy", impl, x.device, unsupported)
+    rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if impl == "reference":
+        return CrossEntropy(*reference.linear_cross_entropy_fwd(rows, weight, flat, ignore_index))
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss, hits, *_ = op.linear_cross_entropy(
+        rows, weight, flat, ignore_index, dtype, wants_gradient, chosen == "triton"
+    )
+    return CrossEntropy(loss, hits)
+
+
+def _check(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype
+) -> None:
+    name = "linear_cross_entropy"
+    check_floating(name, "x", x)
+    check_floating(name, "weight", weight)
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"{name}: targets must be an int64 tensor, got {got}")
+    check_size(name, "ignore_index", ignore_index, least=-(2**63))
+    if dtype == x.dtype != weight.dtype:
+        raise TypeError(
+            f"{name}: x and weight must have one dtype outside autocast, "
+            f"got {x.dtype} and {weight.dtype}"
+        )
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1] or 0 in weight.shape:
+        raise ValueError(
+            f"{name}: x must be (..., C) and weight (V, C), "
+            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: targets must be {tuple(x.shape[:-1])} as x, got {tuple(targets.shape)}"
+        )
+    for other, tensor in (("weight", weight), ("targets", targets)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: {other} is on {tensor.device}, x on {x.device}")
+    # Looking at values would stop a GPU's stream or break a graph.
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel() > 0:
+        V = weight.shape[0]
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
+        if wrong.numel() > 0:
+            raise ValueError(
+                f"{name}: targets must be in [0, {V}) or {ignore_index}, got {int(wrong[0])}"
+            )

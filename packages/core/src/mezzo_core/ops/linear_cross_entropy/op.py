@@ -1,0 +1,65 @@
+"""The chunked form as an op that PyTorch knows: shapes for tracing, and gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.linear_cross_entropy import chunked
+from mezzo_core.ops.precision import accumulation_dtype
+
+
+@torch.library.custom_op("mezzo::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    differentiable: bool,
+    use_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(x):
+        return chunked.linear_cross_entropy_fwd(
+            x, weight, targets, ignore_index, dtype,
+            differentiable=differentiable, use_triton=use_triton,
+        )  # fmt: skip
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    differentiable: bool,
+    use_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums = accumulation_dtype(dtype)
+    return chunked.Parts(
+        loss=x.new_empty((), dtype=sums),
+        hits=x.new_empty((), dtype=torch.int64),
+        dx=x.new_empty(x.shape if differentiable else 0, dtype=dtype),
+        dweight=weight.new_empty(weight.shape if differentiable else 0, dtype=sums),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, *_ = inputs
+    parts = chunked.Parts(*output)
+    ctx.dtypes = x.dtype, weight.dtype
+    ctx.mark_non_differentiable(parts.hits, parts.dx, parts.dweight)
+    ctx.save_for_backward(parts.dx, parts.dweight)
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    scaled = (
+        (dloss * gradient).to(dtype)
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    )
+    return (*scaled, *(None,) * 5)
+
+
+linear_cross_entropy = register_gradient(_linear_cross_entropy, _backward, _save)

@@ -1,0 +1,163 @@
+"""The head's loss in parts equals that of all logits, its gradients too."""
+
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET, chunked, linear_cross_entropy
+from mezzo_core.testing.numerics import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton here")
+IMPLS = ["auto", pytest.param("triton", marks=NO_TRITON)]
+SIZES = [(1, 3, 2), (37, 8, 61), (64, 16, 5000)]
+
+
+def inputs(N, C, V, dtype=torch.float32, ignored=3):
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(N, C, generator=generator), torch.randn(V, C, generator=generator)
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[1 : 1 + ignored] = NO_TARGET
+    x, w = (tensor.to(DEVICE, dtype).requires_grad_() for tensor in (x, w))
+    return x, w, targets.to(DEVICE)
+
+
+def run(x, w, targets, **options):
+    loss, hits = linear_cross_entropy(x, w, targets, **options)
+    return loss, hits, *torch.autograd.grad(3 * loss, (x, w))
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Let the logits of some rows at a time be in memory, as those of a large vocabulary are."""
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 20_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_in_parts_equals_the_reference(impl, sizes, dtype, few_rows):
+    x, w, targets = inputs(*sizes, dtype=dtype)
+    found = run(x, w, targets, impl=impl)
+    exact = run(*(tensor.detach().double().requires_grad_() for tensor in (x, w)), targets)
+    rtol = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    for name, got, wanted in zip(
+        ("loss", "dx", "dW"), found[::2] + found[3:], exact[::2] + exact[3:], strict=True
+    ):
+        assert_close(name, got, wanted, rtol=rtol)
+    assert found[0].dtype == torch.float32
+    assert [grad.dtype for grad in found[2:]] == [dtype] * 2
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_float64_is_exact(sizes, few_rows):
+    x, w, targets = inputs(*sizes, dtype=torch.float64)
+    found, wanted = run(x, w, targets), run(x, w, targets, impl="reference")
+    assert found[1] == wanted[1]
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_reference_is_torch_s_own():
+    x, w, targets = inputs(20, 8, 30)
+    loss, hits = linear_cross_entropy(x, w, targets, impl="reference")
+    logits = x @ w.T
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum"))
+    assert hits == (logits.argmax(-1) == targets).sum()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_hits_are_counted_and_ties_go_to_the_first(impl):
+    x = torch.ones(4, 1, device=DEVICE)
+    w = torch.tensor([[1.0], [5.0], [5.0]], device=DEVICE)
+    targets = torch.tensor([1, 2, 0, NO_TARGET], device=DEVICE)
+    assert linear_cross_entropy(x, w, targets, impl=impl).hits == 1
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_no_number_stays_in_its_row_and_counts_only_with_a_target(impl):
+    x, w, targets = inputs(6, 4, 9, ignored=1)
+    clean = run(x, w, targets, impl=impl)
+    spoiled = x.detach().clone()
+    spoiled[1] = math.nan  # row 1 has no target
+    found = run(spoiled.requires_grad_(), w, targets, impl=impl)
+    assert torch.equal(found[0], clean[0])
+    assert torch.equal(found[2], clean[2])
+    with torch.no_grad():
+        spoiled[0] = math.nan
+    assert linear_cross_entropy(spoiled, w, targets, impl=impl).loss.isnan()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_logits_stay_finite(impl):
+    x, w, targets = inputs(5, 4, 30)
+    loss = linear_cross_entropy(1e4 * x, w, targets, impl=impl).loss
+    assert_close(
+        "loss", loss, linear_cross_entropy(1e4 * x, w, targets, impl="reference").loss, rtol=1e-5
+    )
+
+
+def test_rows_of_any_shape_and_none():
+    x, w, targets = inputs(12, 4, 9)
+    whole = linear_cross_entropy(x, w, targets)
+    assert linear_cross_entropy(x.view(3, 4, 4), w, targets.view(3, 4)) == whole
+    assert run(x[:0], w, targets[:0])[0] == 0
+    nothing = run(x, w, torch.full_like(targets, NO_TARGET))
+    assert [part.abs().sum() for part in nothing] == [0] * 4
+
+
+def test_autocast_multiplies_in_bf16_and_keeps_the_weight_s_gradient_wide():
+    x, w, targets = inputs(37, 8, 61)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss, _ = linear_cross_entropy(x, w, targets)
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    wanted = run(x, w, targets)
+    assert_close("loss", loss, wanted[0], rtol=1e-2)
+    assert_close("dW", 3 * dw, wanted[3], rtol=2e-2)
+    assert dx.dtype == dw.dtype == torch.float32
+
+
+def test_gradients_are_those_of_finite_differences():
+    x, w, targets = inputs(7, 3, 11, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, targets).loss, (x, w))
+
+
+def test_torch_func_and_one_graph_give_the_same():
+    x, w, targets = inputs(7, 3, 11)
+    wanted = torch.autograd.grad(linear_cross_entropy(x, w, targets).loss, (x, w))
+    for found in (
+        torch.func.grad(lambda x, w: linear_cross_entropy(x, w, targets).loss, (0, 1))(x, w),
+        torch.autograd.grad(
+            torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)(
+                x, w, targets
+            ).loss,
+            (x, w),
+        ),
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_registered_op_is_sound(impl):
+    x, w, targets = inputs(7, 3, 11)
+    op = torch.ops.mezzo.linear_cross_entropy
+    torch.library.opcheck(op, (x, w, targets, NO_TARGET, x.dtype, True, impl == "triton"))
+
+
+def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
+    x, w, targets = inputs(7, 3, 11)
+    monkeypatch.setattr(torch, "mm", None)
+    with torch.no_grad():
+        linear_cross_entropy(x, w, targets)
+
+
+@pytest.mark.gpu
+def test_memory_holds_few_logits():
+    x, w, targets = inputs(16_384, 64, 50_257, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(x, w, targets).loss.backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 * chunked.CHUNK_BYTES  # all: 1.6 GB
