@@ -25,7 +25,7 @@ class Odd(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList([nn.Linear(2, 5), nn.Linear(5, 1)])
+        self.parts = nn.ModuleList([nn.Linear(2, 5), nn.Linear(5, 1)])
         self.embed = nn.Embedding(3, 4)
         self.head = nn.Linear(4, 3, bias=False)
         self.head.weight = self.embed.weight
@@ -36,7 +36,7 @@ class Odd(nn.Module):
 def build(seed, world):
     """Return a sharded model and an optimizer whose moments are twice and thrice the weights."""
     model = Odd(seed)
-    shard(model, model.blocks, world)
+    shard(model, model.parts, world)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         moments = {"exp_avg": parameter.detach() * 2, "exp_avg_sq": parameter.detach() * 3}
