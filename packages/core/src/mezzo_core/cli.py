@@ -298,14 +298,9 @@ def _add_eval(app: typer.Typer) -> None:
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
-        seq_len: Annotated[
-            int | None, typer.Option(min=1, help="Tokens a sequence. Default: as trained.")
-        ] = None,
+        seq_len: Annotated[int | None, typer.Option(min=1, help="Default: as trained.")] = None,
         segment_tokens: Annotated[
-            int | None,
-            typer.Option(
-                min=1, help="Run so many tokens of a sequence at a time: memory is then bounded."
-            ),
+            int | None, typer.Option(min=1, help="Tokens at a time, so that memory is bounded.")
         ] = None,
         device: Device = None,
         allow_package: AllowPackage = None,

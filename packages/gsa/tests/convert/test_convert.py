@@ -127,7 +127,8 @@ def test_a_converted_layer_computes_its_equations_with_the_transformers_weights(
     config, weights = transformer
     mixer = mixer_of(*convert(config, weights, TARGETS[target]), layer)
     prefix = f"stack.blocks.{layer}.mixer."
-    old = {n.split(".")[3]: w.double() for n, w in weights.items() if n.startswith(prefix)}
+    mine = {n: w.double() for n, w in weights.items() if n.startswith(prefix)}
+    old = {name.removeprefix(prefix).split(".")[0]: weight for name, weight in mine.items()}
     x = torch.randn(B, T, C, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = BY_HAND[target](x, old, mixer)
     # The rotation's angles are float32 in the mixer.
