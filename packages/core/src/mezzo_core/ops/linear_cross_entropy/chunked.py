@@ -47,11 +47,12 @@ def linear_cross_entropy_fwd(
     hits = torch.zeros(N, dtype=torch.bool, device=x.device)
     dx = x.new_empty(x.shape if differentiable else 0, dtype=dtype)
     dweight = torch.zeros(w.shape if differentiable else 0, dtype=sums, device=x.device)
-    size = max(CHUNK_BYTES // (w.shape[0] * w.itemsize), 1)
-    for start in range(0, N, size):
+    size = min(max(CHUNK_BYTES // (w.shape[0] * w.itemsize), 1), N)
+    room = w.new_empty(size, w.shape[0])
+    for start in range(0, N, max(size, 1)):
         rows = slice(start, start + size)
         part = x[rows].to(dtype)
-        logits = part @ w.T
+        logits = torch.mm(part, w.T, out=room[: len(part)])
         _cross_entropy_(
             logits, V, targets[rows], ignore_index, losses[rows], hits[rows],
             differentiable=differentiable, use_triton=use_triton,
