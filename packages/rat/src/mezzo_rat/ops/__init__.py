@@ -1,1 +1,16 @@
-"""The ops of RAT: functions on tensors, without weights."""
+"""The ops of RAT: functions on tensors, without weights.
+
+`gated_scan` here is the function, although a folder has the same name. Its modules are imported
+by `from mezzo_rat.ops.gated_scan import api`.
+"""
+
+from mezzo_rat.ops.gated_scan import GatedScanOutput as GatedScanOutput
+from mezzo_rat.ops.gated_scan import gated_scan as gated_scan
+from mezzo_rat.ops.rat_attention import RATAttentionOutput as RATAttentionOutput
+from mezzo_rat.ops.rat_attention import RATState as RATState
+from mezzo_rat.ops.rat_attention import chunk_rat_attention as chunk_rat_attention
+from mezzo_rat.ops.rat_attention import chunk_rat_attention_zvgqk as chunk_rat_attention_zvgqk
+from mezzo_rat.ops.rat_attention import init_state as init_state
+from mezzo_rat.ops.rat_attention import recurrent_rat_attention as recurrent_rat_attention
+from mezzo_rat.ops.rat_attention import reserve as reserve
+from mezzo_rat.ops.rat_attention import step_rat_attention_ as step_rat_attention_
