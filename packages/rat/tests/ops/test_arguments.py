@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from mezzo_core.testing.arguments import Call, check_arguments
-from mezzo_rat.ops.gated_scan import gated_scan
-from mezzo_rat.ops.rat_attention import (
+from hypothesis import given
+from hypothesis import strategies as st
+from mezzo_core.testing.arguments import Call, check_arguments, find_fault, replacements
+from mezzo_rat.ops import (
     chunk_rat_attention,
     chunk_rat_attention_zvgqk,
+    gated_scan,
     init_state,
+    linear_scan,
     recurrent_rat_attention,
     reserve,
     step_rat_attention_,
@@ -46,6 +49,12 @@ def scan(rows=B, **more):
     return {n: torch.randn(shape, generator=draws) for n, shape in given.items()} | more
 
 
+def linear(rows=B, **more):
+    draws = torch.Generator().manual_seed(1)
+    given = {n: torch.randn(rows, T, D, generator=draws) for n in ("a", "x")}
+    return given | more
+
+
 def definition(**arguments):
     return recurrent_rat_attention(**arguments).out  # unused slots of a state may hold anything
 
@@ -77,8 +86,24 @@ CALLS = [
         (gated_scan, lambda: scan(rows=1, cu_seqlens=BORDERS.clone()), set(), None),
     ]
 ]
+CALLS += [
+    Call(linear_scan, arguments, OPTIONAL | {"chunk_size"})
+    for arguments in (
+        lambda: linear(initial_state=torch.ones(B, D), chunk_size=2, impl="auto"),
+        lambda: linear(rows=1, cu_seqlens=BORDERS.clone()),
+    )
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_each_argument_replaced_is_named_or_right(call):
     check_arguments(call)
+
+
+@given(data=st.data())
+def test_several_arguments_replaced_are_named_or_right(data):
+    call = data.draw(st.sampled_from(CALLS))
+    choices = {name: replacements(value) for name, value in call.arguments().items()}
+    names = data.draw(st.sets(st.sampled_from([n for n in choices if choices[n]]), min_size=1))
+    replaced = {name: data.draw(st.sampled_from(choices[name])) for name in sorted(names)}
+    assert find_fault(call, replaced) is None

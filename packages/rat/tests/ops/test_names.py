@@ -5,21 +5,24 @@ import sys
 
 import pytest
 
-FUNCTION = """
-from mezzo_rat.ops import gated_scan
-assert gated_scan.__name__ == "gated_scan"
+FUNCTIONS = """
+from mezzo_rat.ops import gated_scan, linear_scan
 """
-MODULE = """
+FOLDERS = """
 import mezzo_rat.ops.gated_scan.api
-from mezzo_rat.ops.gated_scan import api
-assert api.gated_scan.__name__ == "gated_scan"
+import mezzo_rat.ops.linear_scan.api
+from mezzo_rat.ops.gated_scan import api as gated
+from mezzo_rat.ops.linear_scan import api as linear
+"""
+SAME = """
+assert gated_scan is gated.gated_scan is mezzo_rat.ops.gated_scan
+assert linear_scan is linear.linear_scan is mezzo_rat.ops.linear_scan
 """
 
 
-@pytest.mark.parametrize("order", [(FUNCTION, MODULE), (MODULE, FUNCTION)], ids=["op", "module"])
+@pytest.mark.parametrize("order", [(FUNCTIONS, FOLDERS), (FOLDERS, FUNCTIONS)], ids=["op", "api"])
 def test_an_op_and_its_folder_can_be_imported_in_either_order(order):
-    same = "assert gated_scan is api.gated_scan is mezzo_rat.ops.gated_scan\n"
-    command = [sys.executable, "-c", "".join(order) + same]
+    command = [sys.executable, "-c", "".join(order) + SAME]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

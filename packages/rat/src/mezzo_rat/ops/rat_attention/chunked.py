@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 from mezzo_core.ops.impl import Impl
-from mezzo_core.ops.linear_scan import linear_scan
 from torch import Tensor
 
+from mezzo_rat.ops.linear_scan import linear_scan
 from mezzo_rat.ops.rat_attention.layout import (
     ChunkLayout,
     continued_layout,

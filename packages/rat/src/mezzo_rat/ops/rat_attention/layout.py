@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import torch
-from mezzo_core.ops.divide import floor_divide
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.positions import sequence_ids
 from torch import Tensor
+
+from mezzo_rat.ops.divide import floor_divide
 
 
 class ChunkLayout(NamedTuple):

@@ -3,11 +3,11 @@
 from typing import Literal, NamedTuple
 
 import torch
-from mezzo_core.ops.divide import floor_divide
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 
+from mezzo_rat.ops.divide import floor_divide
 from mezzo_rat.ops.rat_attention.state import RATState
 
 

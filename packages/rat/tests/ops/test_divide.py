@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mezzo_core.ops.divide import floor_divide
+from mezzo_rat.ops.divide import floor_divide
 
 
 @pytest.mark.parametrize("length", [1, 16, 64])
@@ -20,5 +20,5 @@ def test_the_inductor_divides_the_last_positions_too(length):
 
 def test_the_op_is_registered_in_full():
     torch.library.opcheck(
-        torch.ops.mezzo.floor_divide.default, (torch.arange(-5, 20).view(5, 5).T, 4)
+        torch.ops.mezzo_rat.floor_divide.default, (torch.arange(-5, 20).view(5, 5).T, 4)
     )
