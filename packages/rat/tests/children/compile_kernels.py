@@ -3,7 +3,8 @@
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_rat.ops.gated_scan import triton as gated_scan
-from mezzo_rat.ops.rat_attention import init_state, registered, reserve
+from mezzo_rat.ops.rat_attention import init_state, op, reserve
+from mezzo_rat.ops.rat_attention.form import Form
 
 H, G = 4, 2
 
@@ -13,9 +14,9 @@ def rat(T, D, dtype, *, L=7, B=1, has_z=True, has_bias=True, rope="chunk", packe
     x = torch.zeros(B, T, ((2 + has_z) * H + 2 * G) * D, dtype=dtype)
     bias = torch.zeros(H, D) if has_bias else None
     borders = torch.tensor([0, 3, T]) if packed else None
-    form = (G, has_z, L, rope, 1e4, D**-0.5)
-    y, *kept = registered.rat_attention(x, bias, borders, H, *form)
-    registered._rat_attention_bwd(y, x, bias, borders, y, *kept, *form)
+    form = Form(H, G, has_z, L, rope, 1e4, D**-0.5).pack()
+    y, *kept = op.rat_attention(x, bias, borders, *form)
+    op.rat_attention_bwd(y, x, bias, borders, y, *kept, *form)
 
 
 def decode(D, dtype, *, B=2, rope="chunk"):
@@ -23,10 +24,10 @@ def decode(D, dtype, *, B=2, rope="chunk"):
     x = torch.zeros(B, 9, (3 * H + 2 * G) * D, dtype=dtype)
     state = init_state(B, H, D, dtype=dtype, device=x.device)
     state = reserve(state, 80, 7)
-    form = (G, True, 7, rope, 1e4, D**-0.5)
+    form = Form(H, G, True, 7, rope, 1e4, D**-0.5).pack()
     added = torch.tensor([9, 2])
-    registered.rat_attention_continued(x, None, *state, added, *form)
-    registered.rat_attention_step_(x[:, :1].contiguous(), torch.zeros(H, D), *state, *form)
+    op.rat_attention_continued(x, None, *state, added, *form)
+    op.rat_attention_step_(x[:, :1].contiguous(), torch.zeros(H, D), *state, *form)
 
 
 def scan(B, T, C, dtype, *, packed=False):
@@ -41,7 +42,7 @@ def scan(B, T, C, dtype, *, packed=False):
 with compile_only() as compiled:
     for D in (32, 64, 128, 256):
         rat(100, D, torch.bfloat16)
-    for rope in ("token", "none"):
+    for rope in ("token", None):
         rat(100, 64, torch.bfloat16, rope=rope)
         decode(64, torch.bfloat16, rope=rope)
     rat(100, 64, torch.float32, has_z=False, has_bias=False)

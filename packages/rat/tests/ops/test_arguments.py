@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mezzo_core.testing.arguments import Call, check_arguments, find_fault, replacements
 from mezzo_rat.ops import (
     chunk_rat_attention,
-    chunk_rat_attention_zvgqk,
+    chunk_rat_attention_projected,
     gated_scan,
     init_state,
     linear_scan,
@@ -40,7 +40,7 @@ def projection(rows=B, tokens=T, **more):
 def state():
     empty = init_state(B, H, D, dtype=torch.float32, device=torch.device("cpu"))
     x = projection(tokens=5)
-    return reserve(chunk_rat_attention_zvgqk(**x, state=empty).final_state, 8, L)
+    return reserve(chunk_rat_attention_projected(**x, initial_state=empty).final_state, 8, L)
 
 
 def scan(rows=B, **more):
@@ -67,17 +67,17 @@ CALLS = [
     Call(op, arguments, OPTIONAL - needed, truth, INPUTS)
     for op, arguments, needed, truth in [
         (chunk_rat_attention, parts, set(), definition),
-        (chunk_rat_attention, lambda: parts(state=state()), set(), definition),
+        (chunk_rat_attention, lambda: parts(initial_state=state()), set(), definition),
         (chunk_rat_attention, lambda: parts(rows=1, cu_seqlens=BORDERS.clone()), set(), None),
         (
             recurrent_rat_attention,
-            lambda: parts(state=state(), lengths=LENGTHS.clone()),
+            lambda: parts(initial_state=state(), lengths=LENGTHS.clone()),
             set(),
             None,
         ),
         (
-            chunk_rat_attention_zvgqk,
-            lambda: projection(state=state(), lengths=LENGTHS.clone()),
+            chunk_rat_attention_projected,
+            lambda: projection(initial_state=state(), lengths=LENGTHS.clone()),
             set(),
             None,
         ),

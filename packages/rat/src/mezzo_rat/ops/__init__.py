@@ -11,7 +11,9 @@ from mezzo_rat.ops.linear_scan import linear_scan as linear_scan
 from mezzo_rat.ops.rat_attention import RATAttentionOutput as RATAttentionOutput
 from mezzo_rat.ops.rat_attention import RATState as RATState
 from mezzo_rat.ops.rat_attention import chunk_rat_attention as chunk_rat_attention
-from mezzo_rat.ops.rat_attention import chunk_rat_attention_zvgqk as chunk_rat_attention_zvgqk
+from mezzo_rat.ops.rat_attention import (
+    chunk_rat_attention_projected as chunk_rat_attention_projected,
+)
 from mezzo_rat.ops.rat_attention import init_state as init_state
 from mezzo_rat.ops.rat_attention import recurrent_rat_attention as recurrent_rat_attention
 from mezzo_rat.ops.rat_attention import reserve as reserve
