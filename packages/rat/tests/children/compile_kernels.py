@@ -2,7 +2,9 @@
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_rat.ops.gated_scan import triton as gated_scan
+from mezzo_rat.ops.gated_scan.op import STATE_EVERY, Saved
+from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
+from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
 from mezzo_rat.ops.rat_attention import init_state, op, reserve
 from mezzo_rat.ops.rat_attention.form import Form
 
@@ -35,8 +37,9 @@ def scan(B, T, C, dtype, *, packed=False):
     zvg, dout = torch.zeros(B, T, 3 * C, dtype=dtype), torch.zeros(B, T, C, dtype=dtype)
     borders = torch.tensor([0, 3, T]) if packed else None
     bias = torch.zeros(C)
-    _, _, kept = gated_scan.gated_scan_fwd(zvg, bias, None, borders, None, 8)
-    gated_scan.gated_scan_bwd(dout, None, zvg, bias, None, borders, None, kept, 8)
+    _, _, kept = gated_scan_fwd(zvg, bias, None, borders, None, STATE_EVERY)
+    saved = Saved(zvg, bias, None, borders, None, kept)
+    gated_scan_bwd(dout, None, saved, STATE_EVERY)
 
 
 with compile_only() as compiled:
