@@ -1,4 +1,6 @@
-"""Compile all kernels of RAT attention and the gated scan for Hopper, in every form they have."""
+"""Compile a part of RAT's kernels for Hopper, in every form; the parts together are all kernels."""
+
+import sys
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
@@ -42,9 +44,20 @@ def scan(B, T, C, dtype, *, packed=False):
     gated_scan_bwd(dout, None, saved, STATE_EVERY)
 
 
-with compile_only() as compiled:
+def rat_widths_and_lengths(compiled):
+    """Every head width; then a new length compiles nothing, but for the tiles for many ends."""
     for D in (32, 64, 128, 256):
         rat(100, D, torch.bfloat16)
+    known = len(compiled)
+    for B, T in ((1, 1), (3, 4096), (2, 16), (5, 77)):
+        rat(T, 64, torch.bfloat16, B=B)
+    assert not compiled[known:], f"a new length compiled {compiled[known:]}"
+    rat(1025 * 7, 64, torch.bfloat16)  # the tiles for many ends
+    assert len(compiled) > known, "compilations are seen"
+
+
+def rat_forms(compiled):
+    """RoPE by token and none, other dtypes, packed sequences, no gate and no bias, decoding."""
     for rope in ("token", None):
         rat(100, 64, torch.bfloat16, rope=rope)
         decode(64, torch.bfloat16, rope=rope)
@@ -52,14 +65,16 @@ with compile_only() as compiled:
     rat(100, 64, torch.float16, packed=True)
     decode(128, torch.bfloat16)
     decode(32, torch.float32)
+
+
+def gated_scan(compiled):
+    """Time split into spans and not, packed sequences and not."""
     scan(1, 600, 64, torch.bfloat16)
     scan(2, 20, 64, torch.float32, packed=False)
     scan(1, 600, 64, torch.bfloat16, packed=True)
-    assert compiled, "nothing was compiled"
 
-    known = len(compiled)
-    for B, T in ((1, 1), (3, 4096), (2, 16), (5, 77)):
-        rat(T, 64, torch.bfloat16, B=B)
-    assert not compiled[known:], f"a new length compiled {compiled[known:]}"
-    rat(1025 * 7, 64, torch.bfloat16)  # the tiles for many ends
-    assert len(compiled) > known, "compilations are seen"
+
+PARTS = {part.__name__: part for part in (rat_widths_and_lengths, rat_forms, gated_scan)}
+with compile_only() as compiled:
+    PARTS[sys.argv[1]](compiled)
+    assert compiled, "nothing was compiled"
