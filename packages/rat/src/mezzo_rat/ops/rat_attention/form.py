@@ -1,7 +1,7 @@
 """What a RAT attention computes, apart from its tensors."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
@@ -46,7 +46,7 @@ class Form(NamedTuple):
     def unpack(cls, packed: Sequence[Any]) -> "Form":
         """Return the form that was packed."""
         num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale = packed
-        rope = None if rope == "none" else cast(Literal["chunk", "token"], rope)
+        rope = None if rope == "none" else rope
         return cls(num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale)
 
     def head_dim(self, width: int) -> int:
