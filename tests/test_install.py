@@ -54,7 +54,7 @@ def test_core_alone_gives_ops_and_layers_with_torch_only(wheels, tmp_path):
     code = """
 import torch, mezzo_core
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
-from mezzo_core.ops.linear_scan import linear_scan
+from mezzo_core.ops.attention import attention
 mixers = (AttentionConfig(head_dim=8),)
 model = LMConfig(vocab_size=11, d_model=16, mixers=mixers, mlp=MLPConfig()).build()
 assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 11)

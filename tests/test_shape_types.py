@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OPS = {
-    "mezzo_core.ops.linear_scan.api": "packages/core/tests/ops/test_linear_scan.py",
+    "mezzo_rat.ops.linear_scan.api": "packages/rat/tests/ops/test_linear_scan.py",
     "mezzo_core.ops.online_softmax.api": "packages/core/tests/ops/test_online_softmax.py",
     "mezzo_core.ops.attention.api": "packages/core/tests/ops/test_attention.py",
     "mezzo_core.ops.decode_attention.api": "packages/core/tests/ops/test_decode_attention.py",

@@ -8,7 +8,6 @@ from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.decode_linear import decode_linear
-from mezzo_core.ops.linear_scan import linear_scan
 from mezzo_core.ops.online_softmax import SoftmaxPart, merge_softmax
 from mezzo_core.positions import (
     alibi_slopes,
@@ -107,17 +106,6 @@ CALLS = [
         | {"norm_eps": 1e-6, "impl": "auto"},
         frozenset({"bias", "norm_weight"}),
         of_any_rank=frozenset({"x"}),
-    ),
-    Call(
-        linear_scan,
-        lambda: {"a": draw(B, T, D).sigmoid(), "x": draw(B, T, D), "initial_state": draw(B, D)}
-        | {"chunk_size": 2, "impl": "auto"},
-        frozenset({"initial_state", "chunk_size"}),
-    ),
-    Call(
-        linear_scan,
-        lambda: {"a": draw(1, T, D), "x": draw(1, T, D), "cu_seqlens": torch.tensor([0, 2, T])},
-        frozenset({"cu_seqlens"}),
     ),
     Call(merge_softmax, parts),
     Call(

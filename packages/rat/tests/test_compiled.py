@@ -4,7 +4,7 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
-from mezzo_rat.ops.rat_attention.layout import continued_layout, packed_layout, plain_layout
+from mezzo_rat.ops.rat_attention.chunks import continued_chunks, packed_chunks, plain_chunks
 
 C, L = 16, 16
 CONFIGS = [
@@ -55,19 +55,19 @@ def check_compiled(config, backend, num_tokens, names):
                 assert_close(f"{name}, T = {length}: {i}", got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_inductor_lays_out_every_token():
+def test_the_inductor_finds_the_chunk_of_every_token():
     borders, start, added = torch.tensor([0, 30, 100]), torch.tensor([7, 20]), torch.tensor([80, 9])
 
-    def layouts(x):
+    def chunks(x):
         T = x.shape[1]
         return [
-            plain_layout(T, L, x.device),
-            packed_layout(T, L, borders),
-            continued_layout(T, L, 9, start, added),
+            plain_chunks(T, L, x.device),
+            packed_chunks(T, L, borders),
+            continued_chunks(T, L, 9, start, added),
         ]
 
     x = torch.zeros(1, 100)
-    for got, expected in zip(torch.compile(layouts)(x), layouts(x), strict=True):
+    for got, expected in zip(torch.compile(chunks)(x), chunks(x), strict=True):
         for name, value in expected._asdict().items():
             assert value is None or torch.equal(getattr(got, name), value), name
 

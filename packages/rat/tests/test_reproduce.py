@@ -53,7 +53,7 @@ def test_an_op_that_is_slightly_wrong_differs(monkeypatch, id):
 
         return wrong
 
-    for place, op in ((limits, "chunk_rat_attention"), (mixer, "chunk_rat_attention_zvgqk")):
+    for place, op in ((limits, "chunk_rat_attention"), (mixer, "chunk_rat_attention_projected")):
         monkeypatch.setattr(place, op, slightly_wrong(getattr(place, op)))
     assert limits.CHECKS[f"rat.check.{id}"]().status is Status.DIFFERS
 

@@ -38,9 +38,11 @@ def rehearsal(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """One model's file; tests that write work on a copy."""
+    """One model's file, of a GPU whose peak is 1e12 FLOPs; tests that write work on a copy."""
     folder = tmp_path_factory.mktemp("short")
-    assert rehearse(folder, "--models", "rnn") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(command.PEAK_FLOPS, None, 1e12)
+        assert rehearse(folder, "--models", "rnn") == 0
     return (folder / "results/cpu/train_200m.json").read_text()
 
 
@@ -91,10 +93,8 @@ def test_the_first_steps_time_is_what_the_warm_up_took_beyond_steady_steps():
     assert command.steady_and_first(speeds, 1000) == pytest.approx((500, 48 - 9 * 2))
 
 
-def test_share_of_peak_counts_six_flops_a_weight(tmp_path, monkeypatch):
-    monkeypatch.setitem(command.PEAK_FLOPS, None, 1e12)
-    assert rehearse(tmp_path, "--models", "rnn") == 0
-    (run,) = content(tmp_path)["runs"]
+def test_share_of_peak_counts_six_flops_a_weight(short):
+    (run,) = json.loads(short)["runs"]
     flops = 6 * run["parameters"] * run["tokens_per_second"]
     assert run["percent_of_peak"] == pytest.approx(100 * flops / 1e12, rel=0.02, abs=0.05)
 

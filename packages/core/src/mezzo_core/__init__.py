@@ -1,1 +1,3 @@
 """Shared operators, language-model parts and training of the mezzo packages."""
+
+__version__ = "0.1.0"

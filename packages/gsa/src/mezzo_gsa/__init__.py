@@ -10,3 +10,5 @@ from mezzo_gsa.hgrn2 import HGRN2 as HGRN2
 from mezzo_gsa.hgrn2 import HGRN2Config as HGRN2Config
 from mezzo_gsa.retnet import RetNet as RetNet
 from mezzo_gsa.retnet import RetNetConfig as RetNetConfig
+
+__version__ = "0.1.0"

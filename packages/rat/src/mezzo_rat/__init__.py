@@ -6,3 +6,5 @@ from mezzo_rat.mixer import RAT as RAT
 from mezzo_rat.mixer import RATConfig as RATConfig
 from mezzo_rat.reversed import RATReversed as RATReversed
 from mezzo_rat.reversed import RATReversedConfig as RATReversedConfig
+
+__version__ = "0.1.0"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mezzo_rat.gate_bias import init_gate_bias
 from mezzo_rat.ops.rat_attention import (
     RATState,
-    chunk_rat_attention_zvgqk,
+    chunk_rat_attention_projected,
     init_state,
     reserve,
     step_rat_attention_,
@@ -105,8 +105,12 @@ class RAT(AbstractMixer):
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
         x = without_padding(x, lengths)
-        y, state = chunk_rat_attention_zvgqk(
-            self._project(x), **self._form(), state=state, lengths=lengths, cu_seqlens=cu_seqlens
+        y, state = chunk_rat_attention_projected(
+            self._project(x),
+            **self._form(),
+            initial_state=state,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
         )
         return self.out_proj(y.flatten(2)), state
 

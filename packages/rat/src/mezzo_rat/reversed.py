@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_floating, check_number, check_size
-from mezzo_core.ops.divide import floor_divide
-from mezzo_core.ops.linear_scan import linear_scan
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
+from mezzo_rat.ops.divide import floor_divide
 from mezzo_rat.ops.forget_gate import forget_gate
-from mezzo_rat.ops.rat_attention.layout import packed_layout
+from mezzo_rat.ops.linear_scan import linear_scan
+from mezzo_rat.ops.rat_attention.chunks import packed_chunks
 from mezzo_rat.padding import without_padding
 
 
@@ -179,9 +179,9 @@ class RATReversed(AbstractMixer):
     ) -> Tensor:
         """Give every sequence chunks of its own, T // L + S of them whatever the lengths."""
         T, L = v.shape[1], self.config.chunk_size
-        layout = packed_layout(T, L, cu_seqlens)
-        place = layout.slot[0] * L + layout.position[0] % L
-        slots = layout.end.shape[1]
+        chunks = packed_chunks(T, L, cu_seqlens)
+        place = chunks.slot[0] * L + chunks.position[0] % L
+        slots = chunks.end.shape[1]
         token = torch.full((slots * L,), T, device=v.device).scatter(
             0, place, torch.arange(T, device=v.device)
         )

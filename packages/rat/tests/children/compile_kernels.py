@@ -1,9 +1,14 @@
-"""Compile all kernels of RAT attention and the gated scan for Hopper, in every form they have."""
+"""Compile a part of RAT's kernels for Hopper, in every form; the parts together are all kernels."""
+
+import sys
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_rat.ops.gated_scan import triton as gated_scan
-from mezzo_rat.ops.rat_attention import init_state, registered, reserve
+from mezzo_rat.ops.gated_scan.op import STATE_EVERY, Saved
+from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
+from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
+from mezzo_rat.ops.rat_attention import init_state, op, reserve
+from mezzo_rat.ops.rat_attention.form import Form
 
 H, G = 4, 2
 
@@ -13,9 +18,9 @@ def rat(T, D, dtype, *, L=7, B=1, has_z=True, has_bias=True, rope="chunk", packe
     x = torch.zeros(B, T, ((2 + has_z) * H + 2 * G) * D, dtype=dtype)
     bias = torch.zeros(H, D) if has_bias else None
     borders = torch.tensor([0, 3, T]) if packed else None
-    form = (G, has_z, L, rope, 1e4, D**-0.5)
-    y, *kept = registered.rat_attention(x, bias, borders, H, *form)
-    registered._rat_attention_bwd(y, x, bias, borders, y, *kept, *form)
+    form = Form(H, G, has_z, L, rope, 1e4, D**-0.5).pack()
+    y, *kept = op.rat_attention(x, bias, borders, *form)
+    op.rat_attention_bwd(y, x, bias, borders, y, *kept, *form)
 
 
 def decode(D, dtype, *, B=2, rope="chunk"):
@@ -23,10 +28,10 @@ def decode(D, dtype, *, B=2, rope="chunk"):
     x = torch.zeros(B, 9, (3 * H + 2 * G) * D, dtype=dtype)
     state = init_state(B, H, D, dtype=dtype, device=x.device)
     state = reserve(state, 80, 7)
-    form = (G, True, 7, rope, 1e4, D**-0.5)
+    form = Form(H, G, True, 7, rope, 1e4, D**-0.5).pack()
     added = torch.tensor([9, 2])
-    registered.rat_attention_continued(x, None, *state, added, *form)
-    registered.rat_attention_step_(x[:, :1].contiguous(), torch.zeros(H, D), *state, *form)
+    op.rat_attention_continued(x, None, *state, added, *form)
+    op.rat_attention_step_(x[:, :1].contiguous(), torch.zeros(H, D), *state, *form)
 
 
 def scan(B, T, C, dtype, *, packed=False):
@@ -34,28 +39,42 @@ def scan(B, T, C, dtype, *, packed=False):
     zvg, dout = torch.zeros(B, T, 3 * C, dtype=dtype), torch.zeros(B, T, C, dtype=dtype)
     borders = torch.tensor([0, 3, T]) if packed else None
     bias = torch.zeros(C)
-    _, _, kept = gated_scan.gated_scan_fwd(zvg, bias, None, borders, None, 8)
-    gated_scan.gated_scan_bwd(dout, None, zvg, bias, None, borders, None, kept, 8)
+    _, _, kept = gated_scan_fwd(zvg, bias, None, borders, None, STATE_EVERY)
+    saved = Saved(zvg, bias, None, borders, None, kept)
+    gated_scan_bwd(dout, None, saved, STATE_EVERY)
 
 
-with compile_only() as compiled:
+def rat_widths_and_lengths(compiled):
+    """Every head width; then a new length compiles nothing, but for the tiles for many ends."""
     for D in (32, 64, 128, 256):
         rat(100, D, torch.bfloat16)
-    for rope in ("token", "none"):
-        rat(100, 64, torch.bfloat16, rope=rope)
-        decode(64, torch.bfloat16, rope=rope)
-    rat(100, 64, torch.float32, has_z=False, has_bias=False)
-    rat(100, 64, torch.float16, packed=True)
-    decode(128, torch.bfloat16)
-    decode(32, torch.float32)
-    scan(1, 600, 64, torch.bfloat16)
-    scan(2, 20, 64, torch.float32, packed=False)
-    scan(1, 600, 64, torch.bfloat16, packed=True)
-    assert compiled, "nothing was compiled"
-
     known = len(compiled)
     for B, T in ((1, 1), (3, 4096), (2, 16), (5, 77)):
         rat(T, 64, torch.bfloat16, B=B)
     assert not compiled[known:], f"a new length compiled {compiled[known:]}"
     rat(1025 * 7, 64, torch.bfloat16)  # the tiles for many ends
     assert len(compiled) > known, "compilations are seen"
+
+
+def rat_forms(compiled):
+    """RoPE by token and none, other dtypes, packed sequences, no gate and no bias, decoding."""
+    for rope in ("token", None):
+        rat(100, 64, torch.bfloat16, rope=rope)
+        decode(64, torch.bfloat16, rope=rope)
+    rat(100, 64, torch.float32, has_z=False, has_bias=False)
+    rat(100, 64, torch.float16, packed=True)
+    decode(128, torch.bfloat16)
+    decode(32, torch.float32)
+
+
+def gated_scan(compiled):
+    """Time split into spans and not, packed sequences and not."""
+    scan(1, 600, 64, torch.bfloat16)
+    scan(2, 20, 64, torch.float32, packed=False)
+    scan(1, 600, 64, torch.bfloat16, packed=True)
+
+
+PARTS = {part.__name__: part for part in (rat_widths_and_lengths, rat_forms, gated_scan)}
+with compile_only() as compiled:
+    PARTS[sys.argv[1]](compiled)
+    assert compiled, "nothing was compiled"

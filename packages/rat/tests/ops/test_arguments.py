@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from mezzo_core.testing.arguments import Call, check_arguments
-from mezzo_rat.ops.gated_scan import gated_scan
-from mezzo_rat.ops.rat_attention import (
+from hypothesis import given
+from hypothesis import strategies as st
+from mezzo_core.testing.arguments import Call, check_arguments, find_fault, replacements
+from mezzo_rat.ops import (
     chunk_rat_attention,
-    chunk_rat_attention_zvgqk,
+    chunk_rat_attention_projected,
+    gated_scan,
     init_state,
+    linear_scan,
     recurrent_rat_attention,
     reserve,
     step_rat_attention_,
@@ -37,13 +40,19 @@ def projection(rows=B, tokens=T, **more):
 def state():
     empty = init_state(B, H, D, dtype=torch.float32, device=torch.device("cpu"))
     x = projection(tokens=5)
-    return reserve(chunk_rat_attention_zvgqk(**x, state=empty).final_state, 8, L)
+    return reserve(chunk_rat_attention_projected(**x, initial_state=empty).final_state, 8, L)
 
 
 def scan(rows=B, **more):
     draws = torch.Generator().manual_seed(1)
     given = {"zvg": (rows, T, 9), "gate_bias": (3,), "initial_state": (2, 3)}
     return {n: torch.randn(shape, generator=draws) for n, shape in given.items()} | more
+
+
+def linear(rows=B, **more):
+    draws = torch.Generator().manual_seed(1)
+    given = {n: torch.randn(rows, T, D, generator=draws) for n in ("a", "x")}
+    return given | more
 
 
 def definition(**arguments):
@@ -58,17 +67,17 @@ CALLS = [
     Call(op, arguments, OPTIONAL - needed, truth, INPUTS)
     for op, arguments, needed, truth in [
         (chunk_rat_attention, parts, set(), definition),
-        (chunk_rat_attention, lambda: parts(state=state()), set(), definition),
+        (chunk_rat_attention, lambda: parts(initial_state=state()), set(), definition),
         (chunk_rat_attention, lambda: parts(rows=1, cu_seqlens=BORDERS.clone()), set(), None),
         (
             recurrent_rat_attention,
-            lambda: parts(state=state(), lengths=LENGTHS.clone()),
+            lambda: parts(initial_state=state(), lengths=LENGTHS.clone()),
             set(),
             None,
         ),
         (
-            chunk_rat_attention_zvgqk,
-            lambda: projection(state=state(), lengths=LENGTHS.clone()),
+            chunk_rat_attention_projected,
+            lambda: projection(initial_state=state(), lengths=LENGTHS.clone()),
             set(),
             None,
         ),
@@ -77,8 +86,24 @@ CALLS = [
         (gated_scan, lambda: scan(rows=1, cu_seqlens=BORDERS.clone()), set(), None),
     ]
 ]
+CALLS += [
+    Call(linear_scan, arguments, OPTIONAL | {"chunk_size"})
+    for arguments in (
+        lambda: linear(initial_state=torch.ones(B, D), chunk_size=2, impl="auto"),
+        lambda: linear(rows=1, cu_seqlens=BORDERS.clone()),
+    )
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_each_argument_replaced_is_named_or_right(call):
     check_arguments(call)
+
+
+@given(data=st.data())
+def test_several_arguments_replaced_are_named_or_right(data):
+    call = data.draw(st.sampled_from(CALLS))
+    choices = {name: replacements(value) for name, value in call.arguments().items()}
+    names = data.draw(st.sets(st.sampled_from([n for n in choices if choices[n]]), min_size=1))
+    replaced = {name: data.draw(st.sampled_from(choices[name])) for name in sorted(names)}
+    assert find_fault(call, replaced) is None

@@ -158,14 +158,14 @@ def check_triton(case, C, dtype, **kwargs):
 
 @settings(max_examples=12, deadline=None)
 @given(
-    st.integers(1, 3),
+    st.integers(1, 2),
     st.sampled_from([1, 7, 8, 9, 16, 17, 63, 100]),
     st.sampled_from([1, 2, 12]),
     st.booleans(),
     st.booleans(),
     st.integers(0, 1000),
 )
-@example(1, 129, 130, True, True, 0)  # one past a span; more channels than a program has
+@example(1, 129, 65, True, True, 0)  # one past a span; more channels than a program has
 def test_triton_equals_the_reference_at_any_shape(B, T, C, bias, state, seed):
     pytest.importorskip("triton")
     check_triton((B, T, None, None), C, torch.float32, seed=seed, bias=bias, state=state)
@@ -332,9 +332,13 @@ def test_strides_do_not_matter(impl):
         assert_same(grads(scan(impl, **options), strided, pull), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["63 tokens", "packed", "padded"])
-def test_opcheck_triton(name):
-    inputs, options, dout = problem(CASES[name])
+@pytest.mark.parametrize(
+    "case",
+    [(2, 9, None, None), (1, 9, (0, 1, 5, 0, 3, 0), None), (2, 9, None, (9, 4))],
+    ids=["plain", "packed", "padded"],
+)
+def test_opcheck_triton(case):  # each check runs the op many times
+    inputs, options, dout = problem(case)
     for value in inputs.values():
         value.requires_grad_()
     args = (*inputs.values(), *options.values(), True)

@@ -104,7 +104,7 @@ def test_gradients_through_states_are_those_of_finite_differences(op):
     _, before = chunk_rat_attention(
         **draw(2, 7, 2, 1, 2, dtype=torch.float64),
         chunk_size=3,
-        state=empty_state(inputs),
+        initial_state=empty_state(inputs),
         lengths=torch.tensor([7, 3]),
     )
     names, values = zip(*inputs.items(), strict=True)
@@ -113,7 +113,7 @@ def test_gradients_through_states_are_those_of_finite_differences(op):
     def run(*xs):
         state = RATState(*xs[-4:], before.lengths)
         x = dict(zip(names, xs, strict=False))
-        out, after = op(**x, chunk_size=3, state=state, lengths=torch.tensor([4, 2]))
+        out, after = op(**x, chunk_size=3, initial_state=state, lengths=torch.tensor([4, 2]))
         # Slots that hold no closed chunk are never read, and the two forms leave them different.
         held = torch.arange(after.k_ends.shape[1]) < (after.lengths // 3)[:, None]
         ends = (x.where(held[..., None, None], torch.zeros(())) for x in after[2:4])
@@ -152,7 +152,7 @@ def test_segments_through_a_state_equal_the_whole(splits, L, rope, seed):
     for op in (chunk_rat_attention, recurrent_rat_attention):
         state, outputs = empty_state(inputs), []
         for end, length in zip(accumulate(splits), splits, strict=True):
-            out, state = op(**tokens(inputs, end - length, end), **form, state=state)
+            out, state = op(**tokens(inputs, end - length, end), **form, initial_state=state)
             outputs.append(out)
         assert_close(op.__name__, torch.cat(outputs, 1), whole, rtol=1e-5)
         assert state.lengths.tolist() == [sum(splits)] * 2
@@ -177,7 +177,9 @@ def test_rows_of_different_lengths_each_equal_their_own_whole(calls, L, seed):
                 for name in ("q", "k", "v", "g", "z"):
                     call[name][row, :length] = inputs[name][row, done : done + length]
             call["gate_bias"] = inputs["gate_bias"]
-            out, state = op(**call, chunk_size=L, state=state, lengths=torch.tensor(lengths))
+            out, state = op(
+                **call, chunk_size=L, initial_state=state, lengths=torch.tensor(lengths)
+            )
             for row, length in enumerate(lengths):
                 outputs[row].append(out[row : row + 1, :length])
         for row, total in enumerate(totals):
@@ -312,13 +314,15 @@ def test_any_finite_scale_gives_what_the_definition_gives(scale, packed):
 @pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
 def test_what_a_state_does_not_use_may_hold_anything(op):
     inputs = draw(2, 11, 2, 1, 4)
-    _, state = chunk_rat_attention(**tokens(inputs, 0, 4), chunk_size=4, state=empty_state(inputs))
+    _, state = chunk_rat_attention(
+        **tokens(inputs, 0, 4), chunk_size=4, initial_state=empty_state(inputs)
+    )
     state = reserve(state, 100, 4)
     spoiled = RATState(*(field.clone() for field in state))
     spoiled.k[:], spoiled.v[:] = float("nan"), float("nan")  # no chunk is open
     spoiled.k_ends[:, 1:], spoiled.v_ends[:, 1:] = float("nan"), float("nan")
     (out, _), (expected, _) = (
-        op(**tokens(inputs, 4, 11), chunk_size=4, state=start) for start in (spoiled, state)
+        op(**tokens(inputs, 4, 11), chunk_size=4, initial_state=start) for start in (spoiled, state)
     )
     assert torch.equal(out, expected)
 
@@ -362,7 +366,7 @@ def test_sequences_of_more_than_65536_tokens_are_exact_at_their_ends():
     state = empty_state(inputs)
     for start in range(0, T, L):
         last, state = chunk_rat_attention(
-            **tokens(inputs, start, start + L), chunk_size=L, rope=None, state=state
+            **tokens(inputs, start, start + L), chunk_size=L, rope=None, initial_state=state
         )
     assert_close("the last chunk", out[:, -(T % L) :], last, rtol=1e-5)
 
@@ -390,7 +394,7 @@ def test_no_tokens_leave_the_state_alone():
     inputs = draw(2, 0, 2, 1, 4)
     state = empty_state(inputs)
     for op in (chunk_rat_attention, recurrent_rat_attention):
-        out, after = op(**inputs, chunk_size=4, state=state)
+        out, after = op(**inputs, chunk_size=4, initial_state=state)
         assert out.shape == (2, 0, 2, 4)
         assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))
 
@@ -399,8 +403,10 @@ def test_reserved_slots_stay_and_change_nothing():
     inputs = draw(2, 11, 2, 1, 4)
     roomy = reserve(empty_state(inputs), 100, 4)
     assert roomy.k_ends.shape[1] == 25
-    out, state = chunk_rat_attention(**tokens(inputs, 0, 6), chunk_size=4, state=roomy)
-    rest, state = recurrent_rat_attention(**tokens(inputs, 6, 11), chunk_size=4, state=state)
+    out, state = chunk_rat_attention(**tokens(inputs, 0, 6), chunk_size=4, initial_state=roomy)
+    rest, state = recurrent_rat_attention(
+        **tokens(inputs, 6, 11), chunk_size=4, initial_state=state
+    )
     assert state.k_ends.shape[1] == 25
     whole = chunk_rat_attention(**inputs, chunk_size=4).out
     assert_close("out", torch.cat([out, rest], 1), whole, rtol=1e-5)
@@ -428,10 +434,12 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
     inputs = draw(2, 5, 2, 1, 4)
 
     def step(state, **x):
-        return recurrent_rat_attention(**x, chunk_size=2, state=state)
+        return recurrent_rat_attention(**x, chunk_size=2, initial_state=state)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    _, state = chunk_rat_attention(**tokens(inputs, 0, 3), chunk_size=2, state=empty_state(inputs))
+    _, state = chunk_rat_attention(
+        **tokens(inputs, 0, 3), chunk_size=2, initial_state=empty_state(inputs)
+    )
     out, state = compiled(state, **tokens(inputs, 3, 4))
     whole = chunk_rat_attention(**inputs, chunk_size=2).out
     assert_close("step", out, whole[:, 3:4], rtol=1e-5)
@@ -465,7 +473,7 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
         ({"rope_base": 0.0}, ValueError, "rope_base must be positive"),
         ({"rope": "tokens"}, ValueError, 'rope must be "chunk"'),
-        ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths needs a state"),
+        ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths needs an initial_state"),
         ({"impl": "fast"}, ValueError, "impl must be one of"),
     ],
 )
@@ -511,17 +519,19 @@ def test_packing_excludes_batches_and_states():
     with pytest.raises(ValueError, match="cu_seqlens packs"):
         chunk_rat_attention(**draw(2, 4, 2, 1, 4), chunk_size=2, cu_seqlens=borders)
     inputs = draw(1, 4, 2, 1, 4)
-    with pytest.raises(ValueError, match="cu_seqlens and state exclude"):
-        chunk_rat_attention(**inputs, chunk_size=2, cu_seqlens=borders, state=empty_state(inputs))
+    with pytest.raises(ValueError, match="cu_seqlens and initial_state exclude"):
+        chunk_rat_attention(
+            **inputs, chunk_size=2, cu_seqlens=borders, initial_state=empty_state(inputs)
+        )
 
 
 @pytest.mark.parametrize(
     ("field", "shape", "message"),
     [
-        ("k", (2, 2, 3), r"state\.k must be"),
-        ("lengths", (3,), r"state\.lengths must be"),
-        ("k_ends", (2, 1, 1, 4), r"state\.k_ends and state\.v_ends must be"),
-        ("v_ends", (2, 5, 2, 4), r"state\.k_ends and state\.v_ends must be"),
+        ("k", (2, 2, 3), r"initial_state\.k must be"),
+        ("lengths", (3,), r"initial_state\.lengths must be"),
+        ("k_ends", (2, 1, 1, 4), r"initial_state\.k_ends and initial_state\.v_ends must be"),
+        ("v_ends", (2, 5, 2, 4), r"initial_state\.k_ends and initial_state\.v_ends must be"),
     ],
 )
 def test_a_state_of_other_inputs_is_refused(field, shape, message):
@@ -529,7 +539,7 @@ def test_a_state_of_other_inputs_is_refused(field, shape, message):
     state = empty_state(inputs)
     wrong = torch.zeros(shape, dtype=getattr(state, field).dtype)
     with pytest.raises(ValueError, match=message):
-        chunk_rat_attention(**inputs, chunk_size=2, state=state._replace(**{field: wrong}))
+        chunk_rat_attention(**inputs, chunk_size=2, initial_state=state._replace(**{field: wrong}))
 
 
 @pytest.mark.gpu
@@ -549,14 +559,14 @@ def test_decoding_runs_in_a_cuda_graph():
     inputs = draw(2, 20, 4, 2, 32, device="cuda")
     whole = chunk_rat_attention(**inputs, chunk_size=4).out
     _, state = chunk_rat_attention(
-        **tokens(inputs, 0, 6), chunk_size=4, state=reserve(empty_state(inputs), 20, 4)
+        **tokens(inputs, 0, 6), chunk_size=4, initial_state=reserve(empty_state(inputs), 20, 4)
     )
     state = RATState(*(x.clone() for x in state))
     token = {name: x.clone() for name, x in tokens(inputs, 6, 7).items()}
-    recurrent_rat_attention(**token, chunk_size=4, state=state)  # warm up
+    recurrent_rat_attention(**token, chunk_size=4, initial_state=state)  # warm up
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, after = recurrent_rat_attention(**token, chunk_size=4, state=state)
+        out, after = recurrent_rat_attention(**token, chunk_size=4, initial_state=state)
     for t in range(6, 20):
         for name, x in tokens(inputs, t, t + 1).items():
             token[name].copy_(x)

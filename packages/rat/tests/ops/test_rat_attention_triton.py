@@ -9,11 +9,12 @@ from mezzo_core.testing import assert_close, grads
 from mezzo_rat.ops.rat_attention import (
     RATState,
     chunk_rat_attention,
-    chunk_rat_attention_zvgqk,
+    chunk_rat_attention_projected,
     init_state,
     reserve,
     step_rat_attention_,
 )
+from mezzo_rat.ops.rat_attention.form import Form
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -41,7 +42,7 @@ def check(inputs, *, H, G, cu_seqlens=None, **form):
     dout = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def run(impl, zvgqk):
-        fn = lambda **x: chunk_rat_attention_zvgqk(**x, **form, impl=impl).out  # noqa: E731
+        fn = lambda **x: chunk_rat_attention_projected(**x, **form, impl=impl).out  # noqa: E731
         out, found = grads(fn, {**inputs, "zvgqk": zvgqk}, dout.to(zvgqk.dtype))
         heads = [H * D] * 3 + [G * D] * 2
         parts = dict(zip("zvgqk", found["zvgqk"].split(heads, -1), strict=True))
@@ -61,18 +62,18 @@ def check(inputs, *, H, G, cu_seqlens=None, **form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("T", "L", "H", "G", "D", "rope"),
+    ("B", "T", "L", "H", "G", "D", "rope"),
     [
-        (1, 16, 2, 1, 32, "chunk"),
-        (63, 16, 4, 2, 32, "chunk"),
-        (100, 7, 2, 2, 32, "token"),
-        (65, 64, 6, 2, 32, "chunk"),
-        (40, 1, 2, 1, 64, None),
-        (33, 128, 2, 1, 32, "token"),
+        (2, 1, 16, 2, 1, 32, "chunk"),
+        (1, 63, 16, 4, 2, 32, "chunk"),
+        (1, 100, 7, 2, 2, 32, "token"),
+        (2, 65, 64, 6, 2, 32, "chunk"),
+        (2, 40, 1, 2, 1, 64, None),
+        (2, 33, 128, 2, 1, 32, "token"),
     ],
 )
-def test_output_and_gradients_equal_the_reference(T, L, H, G, D, rope, dtype):
-    inputs = draw(2, T, H, G, D, dtype=dtype)
+def test_output_and_gradients_equal_the_reference(B, T, L, H, G, D, rope, dtype):
+    inputs = draw(B, T, H, G, D, dtype=dtype)
     check(inputs, H=H, G=G, chunk_size=L, rope=rope, rope_base=500.0)
 
 
@@ -94,7 +95,7 @@ def test_extreme_gates_equal_the_reference(logit):
 def test_a_gate_that_is_not_a_number_shows():
     inputs = draw(1, 20, 2, 1, 32)
     inputs["zvgqk"][0, 3, 128] = float("nan")  # g of head 0 at token 3
-    out = chunk_rat_attention_zvgqk(
+    out = chunk_rat_attention_projected(
         **inputs, num_heads=2, num_groups=1, chunk_size=8, impl="triton"
     ).out
     assert out[0, 3:, 0, 0].isnan().all()
@@ -122,28 +123,28 @@ def test_strided_projections_are_read_in_place():
     strided = wide[:, 5:25, 64 : 64 + inputs["zvgqk"].shape[-1]]
     strided.copy_(inputs["zvgqk"])
     form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
-    ours = chunk_rat_attention_zvgqk(strided, gate_bias=inputs["gate_bias"], **form).out
-    assert torch.equal(ours, chunk_rat_attention_zvgqk(**inputs, **form).out)
+    ours = chunk_rat_attention_projected(strided, gate_bias=inputs["gate_bias"], **form).out
+    assert torch.equal(ours, chunk_rat_attention_projected(**inputs, **form).out)
 
 
 def test_a_change_leaves_the_past_bit_equal():
     inputs = draw(1, 50, 2, 1, 32)
     form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
-    before = chunk_rat_attention_zvgqk(**inputs, **form).out
+    before = chunk_rat_attention_projected(**inputs, **form).out
     inputs["zvgqk"][:, 30:] += 1
-    after = chunk_rat_attention_zvgqk(**inputs, **form).out
+    after = chunk_rat_attention_projected(**inputs, **form).out
     assert torch.equal(before[:, :30], after[:, :30])
     assert not torch.equal(before[:, 30:], after[:, 30:])
 
 
 def test_repeats_are_bit_equal():
-    inputs = draw(1, 70, 4, 2, 32)
+    inputs = draw(1, 30, 4, 2, 32)
     form = {"num_heads": 4, "num_groups": 2, "chunk_size": 8, "impl": "triton"}
     runs = [
         grads(
-            lambda **x: chunk_rat_attention_zvgqk(**x, **form).out,
+            lambda **x: chunk_rat_attention_projected(**x, **form).out,
             inputs,
-            torch.ones(1, 70, 4, 32, device=DEVICE),
+            torch.ones(1, 30, 4, 32, device=DEVICE),
         )
         for _ in range(2)
     ]
@@ -158,13 +159,13 @@ def test_segments_and_steps_through_a_state_equal_the_whole(rope):
     inputs = draw(2, 23, H, G, D)
     form = {"num_heads": H, "num_groups": G, "chunk_size": L, "rope": rope, "impl": "triton"}
     with torch.no_grad():
-        whole = chunk_rat_attention_zvgqk(**inputs, **form).out
+        whole = chunk_rat_attention_projected(**inputs, **form).out
         state = init_state(2, H, D, dtype=torch.float32, device=torch.device(DEVICE))
         outputs, start = [], 0
         for length in (3, 2, 9, 1):
             part = inputs["zvgqk"][:, start : start + length]
-            out, state = chunk_rat_attention_zvgqk(
-                part, gate_bias=inputs["gate_bias"], state=state, **form
+            out, state = chunk_rat_attention_projected(
+                part, gate_bias=inputs["gate_bias"], initial_state=state, **form
             )
             outputs.append(out)
             start += length
@@ -190,8 +191,8 @@ def test_rows_of_different_lengths_equal_the_reference():
             for call, lengths in enumerate(([7, 0, 4, 1], [0, 3, 5, 2], [1, 1, 9, 6])):
                 given = torch.tensor(lengths, device=DEVICE)
                 x = draw(4, 9, H, G, D, seed=call)["zvgqk"]
-                out, state = chunk_rat_attention_zvgqk(
-                    x, gate_bias=bias, state=state, lengths=given, impl=impl, **form
+                out, state = chunk_rat_attention_projected(
+                    x, gate_bias=bias, initial_state=state, lengths=given, impl=impl, **form
                 )
                 real = torch.arange(9, device=DEVICE) < given[:, None]
                 assert out.isfinite().all(), "padding reaches the layers above"
@@ -243,16 +244,16 @@ def test_registered_ops_are_sound():
     inputs = draw(1, 20, 2, 1, 32)
     x, bias = (v.requires_grad_() for v in inputs.values())
     ops = torch.ops.mezzo_rat
-    rest = (True, 8, "chunk", 1e4, 0.2)
-    torch.library.opcheck(ops.rat_attention, (x, bias, None, 2, 1, *rest))
+    form = Form(2, 1, True, 8, "chunk", 1e4, 0.2).pack()
+    torch.library.opcheck(ops.rat_attention, (x, bias, None, *form))
     borders = torch.tensor([0, 7, 20], device=DEVICE)
-    torch.library.opcheck(ops.rat_attention, (x, bias, borders, 2, 1, *rest))
+    torch.library.opcheck(ops.rat_attention, (x, bias, borders, *form))
     state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
     state = reserve(state, 40, 8)
     x, bias = x.detach(), bias.detach()
     added = torch.tensor([20], device=DEVICE)
-    torch.library.opcheck(ops.rat_attention_continued, (x, bias, *state, added, 1, *rest))
-    torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, 1, *rest))
+    torch.library.opcheck(ops.rat_attention_continued, (x, bias, *state, added, *form))
+    torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, *form))
 
 
 def test_compiled_in_one_graph():
@@ -261,7 +262,7 @@ def test_compiled_in_one_graph():
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
 
     def run(**x):
-        return chunk_rat_attention_zvgqk(**x, **form).out
+        return chunk_rat_attention_projected(**x, **form).out
 
     dout = torch.ones(1, 20, 2, 32, device=DEVICE)
     out, found = grads(torch.compile(run, fullgraph=True, backend=backend), inputs, dout)
@@ -273,7 +274,7 @@ def test_compiled_in_one_graph():
 @pytest.mark.parametrize("shape", [(1, 2, 255), (2, 256)])
 def test_bad_projections_are_named(shape):
     with pytest.raises(ValueError, match=r"zvgqk must be \(B, T, W\) with W a multiple of 3 H"):
-        chunk_rat_attention_zvgqk(torch.zeros(shape), num_heads=2, num_groups=1, chunk_size=4)
+        chunk_rat_attention_projected(torch.zeros(shape), num_heads=2, num_groups=1, chunk_size=4)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_on_a_gpu_a_new_length_compiles_nothing():
     def train(B, T):
         inputs = draw(B, T, 4, 2, 64, dtype=torch.bfloat16)
         dout = torch.ones(B, T, 4, 64, device="cuda", dtype=torch.bfloat16)
-        grads(lambda **x: chunk_rat_attention_zvgqk(**x, **form).out, inputs, dout)
+        grads(lambda **x: chunk_rat_attention_projected(**x, **form).out, inputs, dout)
 
     train(2, 1000)
     hooks, before = triton.knobs.runtime, triton.knobs.runtime.jit_cache_hook
@@ -359,13 +360,15 @@ def test_on_a_gpu_at_the_papers_lengths_the_last_tokens_are_exact(T, L):
     form = {"num_heads": H, "num_groups": G, "chunk_size": L}
     tail = L + T % L
     with torch.no_grad():
-        out = chunk_rat_attention_zvgqk(x, **form, impl="triton").out
+        out = chunk_rat_attention_projected(x, **form, impl="triton").out
         assert out.isfinite().all()
         state = init_state(1, H, D, dtype=torch.bfloat16, device=torch.device("cuda"))
-        _, state = chunk_rat_attention_zvgqk(x[:, :-tail], **form, state=state, impl="triton")
+        _, state = chunk_rat_attention_projected(
+            x[:, :-tail], **form, initial_state=state, impl="triton"
+        )
         after = RATState(*(s.float() if s.is_floating_point() else s for s in state))
-        ref = chunk_rat_attention_zvgqk(
-            x[:, -tail:].float(), **form, state=after, impl="reference"
+        ref = chunk_rat_attention_projected(
+            x[:, -tail:].float(), **form, initial_state=after, impl="reference"
         ).out
     assert_close("tail", out[:, -tail:], ref, rtol=5e-3)
 
@@ -416,10 +419,10 @@ def test_a_broken_token_changes_none_before_it_and_no_other_sequence(value, part
     borders = torch.tensor([0, 13, 13, 30, 50], device=DEVICE)
     for cu_seqlens, first, end in ((None, 21, 50), (borders, 21, 30)):
         expected, out = (
-            chunk_rat_attention_zvgqk(**x, **form, cu_seqlens=cu_seqlens).out
+            chunk_rat_attention_projected(**x, **form, cu_seqlens=cu_seqlens).out
             for x in (inputs, broken)
         )
-        ref = chunk_rat_attention_zvgqk(
+        ref = chunk_rat_attention_projected(
             **broken, **{**form, "impl": "reference"}, cu_seqlens=cu_seqlens
         ).out
         assert torch.equal(out[:, :first], expected[:, :first])

@@ -1,20 +1,17 @@
-"""The public gated scan: its arguments checked, its gradients registered, who computes it."""
+"""The public gated scan: its arguments are checked, and an implementation is chosen."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating, check_lengths
-from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
+from mezzo_rat.ops.gated_scan.op import differentiable_gated_scan
 from mezzo_rat.ops.gated_scan.reference import gated_scan_reference
-
-STATE_EVERY = 8
-"""Tokens between two states kept for the backward, which scans the tokens between them again."""
 
 
 class GatedScanOutput(NamedTuple):
@@ -79,7 +76,9 @@ def gated_scan(
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (zvg, gate_bias, initial_state)
     )
-    out, final_state, _ = _scan(zvg, gate_bias, initial_state, cu_seqlens, lengths, differentiable)
+    out, final_state, _ = differentiable_gated_scan(
+        zvg, gate_bias, initial_state, cu_seqlens, lengths, differentiable
+    )
     return GatedScanOutput(out, final_state)
 
 
@@ -112,103 +111,3 @@ def _check(
         if cu_seqlens is not None:
             raise ValueError("gated_scan: lengths and cu_seqlens exclude each other")
         check_lengths("gated_scan", lengths, zvg)
-
-
-@torch.library.custom_op("mezzo_rat::gated_scan", mutates_args=())
-def _gated_scan(
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from mezzo_rat.ops.gated_scan import triton
-
-    if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
-        check_borders("gated_scan", cu_seqlens, zvg.shape[1])
-    return triton.gated_scan_fwd(
-        zvg, gate_bias, initial_state, cu_seqlens, lengths, STATE_EVERY if differentiable else 0
-    )
-
-
-@_gated_scan.register_fake
-def _(
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    B, T, C = zvg.shape[0], zvg.shape[1], zvg.shape[2] // 3
-    num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    num_kept = (T + STATE_EVERY - 1) // STATE_EVERY if differentiable else 0
-    return (
-        zvg.new_empty(B, T, C),
-        zvg.new_empty(num_states, C, dtype=torch.float32),
-        zvg.new_empty(B, num_kept, C, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("mezzo_rat::gated_scan_bwd", mutates_args=())
-def _gated_scan_bwd(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from mezzo_rat.ops.gated_scan import triton
-
-    return triton.gated_scan_bwd(
-        dout, dfinal, zvg, gate_bias, initial_state, cu_seqlens, lengths, kept, STATE_EVERY
-    )
-
-
-@_gated_scan_bwd.register_fake
-def _(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    C = kept.shape[2]
-    num_states = zvg.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return zvg.new_empty(zvg.shape), kept.new_empty(C), kept.new_empty(num_states, C)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
-    # Nobody pulls on the kept states, and few on the final one: a missing gradient stays missing.
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    zvg, gate_bias, initial_state, cu_seqlens, lengths, kept = ctx.saved_tensors
-    if dout is None:
-        dout = zvg.new_zeros(()).expand(*zvg.shape[:2], kept.shape[2])
-    dzvg, dbias, dh0 = _gated_scan_bwd(
-        dout, dfinal, zvg, gate_bias, initial_state, cu_seqlens, lengths, kept
-    )
-    return (
-        dzvg,
-        None if gate_bias is None else dbias,
-        None if initial_state is None else dh0,
-        None,
-        None,
-        None,
-    )
-
-
-_scan = register_gradient(_gated_scan, _backward, _save)

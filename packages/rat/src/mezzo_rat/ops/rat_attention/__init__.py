@@ -3,7 +3,7 @@
 from mezzo_rat.ops.rat_attention.api import RATAttentionOutput as RATAttentionOutput
 from mezzo_rat.ops.rat_attention.api import chunk_rat_attention as chunk_rat_attention
 from mezzo_rat.ops.rat_attention.api import (
-    chunk_rat_attention_zvgqk as chunk_rat_attention_zvgqk,
+    chunk_rat_attention_projected as chunk_rat_attention_projected,
 )
 from mezzo_rat.ops.rat_attention.api import recurrent_rat_attention as recurrent_rat_attention
 from mezzo_rat.ops.rat_attention.api import step_rat_attention_ as step_rat_attention_

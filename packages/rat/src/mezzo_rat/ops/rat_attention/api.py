@@ -15,16 +15,13 @@ from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
-from mezzo_rat.ops.rat_attention import registered
-from mezzo_rat.ops.rat_attention.checks import check_form, check_rows
+from mezzo_rat.ops.rat_attention import op as registered
+from mezzo_rat.ops.rat_attention.checks import check_form, check_rows, check_state
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
-from mezzo_rat.ops.rat_attention.plan import Sizes
-from mezzo_rat.ops.rat_attention.reference import RATForm, recurrent_reference
+from mezzo_rat.ops.rat_attention.reference import recurrent_reference
+from mezzo_rat.ops.rat_attention.request import Parts, Request, unsupported
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
 from mezzo_rat.padding import without_padding
-
-HEAD_DIMS = (32, 64, 128, 256)
-"""Head dimensions that the Triton kernels take."""
 
 
 class RATAttentionOutput(NamedTuple):
@@ -48,7 +45,7 @@ def chunk_rat_attention(
     rope: Literal["chunk", "token"] | None = "chunk",
     rope_base: float = 10_000.0,
     scale: float | None = None,
-    state: RATState | None = None,
+    initial_state: RATState | None = None,
     lengths: Int[Tensor, "B"] | None = None,
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
@@ -78,9 +75,9 @@ def chunk_rat_attention(
         rope_base: base of RoPE's frequencies.
         scale: of the logits, any finite number (the kernels take positive ones); D**-0.5 by
             default.
-        state: continue from here; its gradients are computed too.
+        initial_state: continue from here; its gradients are computed too.
         lengths: int64, how many tokens of each row are real, the rest being padding on the right;
-            needs a state.
+            needs an initial state.
         cu_seqlens: borders of sequences packed in one row (B = 1, no state), from 0 to T, never
             decreasing; each sequence begins a new chunk.
         impl: "auto", "reference" or "triton". The kernels take float16, bfloat16 and float32, D of
@@ -90,19 +87,17 @@ def chunk_rat_attention(
         ValueError, TypeError: naming the argument that does not fit.
     """
     op = "chunk_rat_attention"
-    form = check_form(op, q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    check_rows(op, v, state, lengths, cu_seqlens)
-    parts = (v, g, q, k) if z is None else (z, v, g, q, k)
-    unsupported = _unsupported(parts, gate_bias, state, form.scale)
-    if resolve_impl(op, impl, v.device, unsupported) == "triton":
-        zvgqk = torch.cat([part.flatten(2) for part in parts], dim=-1)
-        B, T, H, D = v.shape
-        sizes = Sizes(B, T, H, q.shape[2], D, z is not None)
-        return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
-    return _by_reference(q, k, v, g, gate_bias, z, form, state, lengths, cu_seqlens, impl)
+    parts = Parts(z, v, g, q, k)
+    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
+    check_rows(op, v, initial_state, lengths, cu_seqlens)
+    request = Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
+    if resolve_impl(op, impl, v.device, unsupported(request)) == "triton":
+        zvgqk = torch.cat([part.flatten(2) for part in parts if part is not None], dim=-1)
+        return _by_kernels(zvgqk, request)
+    return _by_reference(request, impl)
 
 
-def chunk_rat_attention_zvgqk(
+def chunk_rat_attention_projected(
     zvgqk: Float[Tensor, "B T W"],
     *,
     num_heads: int,
@@ -112,7 +107,7 @@ def chunk_rat_attention_zvgqk(
     rope: Literal["chunk", "token"] | None = "chunk",
     rope_base: float = 10_000.0,
     scale: float | None = None,
-    state: RATState | None = None,
+    initial_state: RATState | None = None,
     lengths: Int[Tensor, "B"] | None = None,
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
@@ -123,18 +118,14 @@ def chunk_rat_attention_zvgqk(
     product yields them: W = (3 H + 2 G) D. The other arguments, and the errors, are those of
     `chunk_rat_attention`.
     """
-    op = "chunk_rat_attention_zvgqk"
-    form, parts = _split(
-        op, zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
-    )
-    z, v, g, q, k = parts
-    check_rows(op, v, state, lengths, cu_seqlens)
-    unsupported = _unsupported(parts, gate_bias, state, form.scale)
-    if resolve_impl(op, impl, v.device, unsupported) == "triton":
-        B, T, H, D = v.shape
-        sizes = Sizes(B, T, H, num_groups, D, True)
-        return _by_kernels(zvgqk, gate_bias, sizes, form, state, lengths, cu_seqlens)
-    return _by_reference(q, k, v, g, gate_bias, z, form, state, lengths, cu_seqlens, impl)
+    op = "chunk_rat_attention_projected"
+    parts = _split(op, zvgqk, num_heads, num_groups)
+    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
+    check_rows(op, parts.v, initial_state, lengths, cu_seqlens)
+    request = Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
+    if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
+        return _by_kernels(zvgqk, request)
+    return _by_reference(request, impl)
 
 
 def recurrent_rat_attention(
@@ -149,7 +140,7 @@ def recurrent_rat_attention(
     rope: Literal["chunk", "token"] | None = "chunk",
     rope_base: float = 10_000.0,
     scale: float | None = None,
-    state: RATState | None = None,
+    initial_state: RATState | None = None,
     lengths: Int[Tensor, "B"] | None = None,
     impl: Impl = "auto",
 ) -> RATAttentionOutput:
@@ -159,19 +150,24 @@ def recurrent_rat_attention(
     `chunk_rat_attention`; sequences cannot be packed.
     """
     op = "recurrent_rat_attention"
-    form = check_form(op, q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    check_rows(op, v, state, lengths, None)
+    parts = Parts(z, v, g, q, k)
+    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
+    check_rows(op, v, initial_state, lengths, None)
     resolve_impl(op, impl, v.device, _NO_STEPS)
     B, T, H, D = v.shape
     if T == 0:  # no step to take: the chunk form's empty results have gradients
-        return _by_reference(q, k, v, g, gate_bias, z, form, state, None, None, "reference")
-    q, k, v, g = (without_padding(x, lengths) for x in (q, k, v, g))
-    z = None if z is None else without_padding(z, lengths)
-    begin = init_state(B, H, D, dtype=v.dtype, device=v.device) if state is None else state
-    begin = _ready(begin, v, chunk_size)
+        request = Request(parts, gate_bias, form, initial_state, None, None)
+        return _by_reference(request, "reference")
+    z, v, g, q, k = _real(parts, lengths)
+    if initial_state is None:
+        state = init_state(B, H, D, dtype=v.dtype, device=v.device)
+    else:
+        state = initial_state
     keep, write = forget_gate(g, gate_bias)
-    y, after = recurrent_reference(q, k, v, keep, write, form, begin, lengths)
-    return RATAttentionOutput(_gated(y, z, v.dtype), None if state is None else after)
+    y, after = recurrent_reference(
+        q, k, v, keep, write, form, _ready(state, v, chunk_size), lengths
+    )
+    return RATAttentionOutput(_gated(y, z, v.dtype), None if initial_state is None else after)
 
 
 def step_rat_attention_(
@@ -189,8 +185,8 @@ def step_rat_attention_(
 ) -> Float[Tensor, "B 1 H D"]:
     """Decode one token of every row, and overwrite the state with the one after it.
 
-    Arguments are those of `chunk_rat_attention_zvgqk`. The state lies in contiguous buffers of its
-    own, with a slot for every chunk that the token may close: `reserve` them. It runs without
+    Arguments are those of `chunk_rat_attention_projected`. The state lies in contiguous buffers of
+    its own, with a slot for every chunk that the token may close: `reserve` them. It runs without
     gradients, and a CUDA graph can hold it. Where the slots are used up it raises on a CPU; on a
     GPU, where looking would mean waiting, nothing is written out of bounds.
 
@@ -198,25 +194,18 @@ def step_rat_attention_(
         ValueError: also for more tokens than one a row; on a CPU, if no slot is left.
     """
     op = "step_rat_attention_"
-    form, parts = _split(
-        op, zvgqk, num_heads, num_groups, chunk_size, gate_bias, rope, rope_base, scale
-    )
-    if state is None:
-        raise TypeError(f"{op}: state must be a RATState, got NoneType")
-    check_rows(op, parts[1], state, None, None)
+    parts = _split(op, zvgqk, num_heads, num_groups)
+    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
+    check_state(op, "state", state, parts.v)
     if zvgqk.shape[1] != 1:
         raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
-    unsupported = _unsupported(parts, gate_bias, state, form.scale)
-    if resolve_impl(op, impl, zvgqk.device, unsupported) == "triton":
+    request = Request(parts, gate_bias, form, state, None, None)
+    if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
-        return registered.rat_attention_step_(
-            zvgqk.contiguous(), bias, *state, num_groups, True, chunk_size, rope or "none",
-            rope_base, form.scale,
-        )  # fmt: skip
-    z, v, g, q, k = parts
+        return registered.rat_attention_step_(zvgqk.contiguous(), bias, *state, *form.pack())
     y, after = recurrent_rat_attention(
-        q, k, v, g, chunk_size=chunk_size, gate_bias=gate_bias, z=z, rope=rope,
-        rope_base=rope_base, scale=scale, state=state,
+        parts.q, parts.k, parts.v, parts.g, chunk_size=chunk_size, gate_bias=gate_bias, z=parts.z,
+        rope=rope, rope_base=rope_base, scale=scale, initial_state=state,
     )  # fmt: skip
     assert after is not None
     for old, new in zip(state, after, strict=True):
@@ -229,18 +218,8 @@ def step_rat_attention_(
 _NO_STEPS = "a loop over tokens; supported: reference"
 
 
-def _split(
-    op: str,
-    zvgqk: Tensor,
-    num_heads: int,
-    num_groups: int,
-    chunk_size: int,
-    gate_bias: Tensor | None,
-    rope: Literal["chunk", "token"] | None,
-    rope_base: float,
-    scale: float | None,
-) -> tuple[RATForm, tuple[Tensor, ...]]:
-    """Check a projection, and return what to compute, and views of z, v, g, q, k."""
+def _split(op: str, zvgqk: Tensor, num_heads: int, num_groups: int) -> Parts:
+    """Check a projection, and return views of z, v, g, q, k."""
     check_floating(op, "zvgqk", zvgqk)
     check_size(op, "num_heads", num_heads)
     check_size(op, "num_groups", num_groups)
@@ -254,78 +233,41 @@ def _split(
         )
     D = zvgqk.shape[2] // (3 * H + 2 * G)
     views = zvgqk.split([n * D for n in (H, H, H, G, G)], dim=-1)
-    z, v, g, q, k = (x.unflatten(-1, (-1, D)) for x in views)
-    form = check_form(op, q, k, v, g, chunk_size, gate_bias, z, rope, rope_base, scale)
-    return form, (z, v, g, q, k)
+    return Parts(*(x.unflatten(-1, (-1, D)) for x in views))
 
 
-def _unsupported(
-    parts: tuple[Tensor, ...], gate_bias: Tensor | None, state: RATState | None, scale: float
-) -> str | None:
-    """Say why the kernels cannot take this call, or return None if they can."""
-    dtypes, dim = {part.dtype for part in parts}, parts[0].shape[-1]
-    if len(dtypes) > 1:
-        return "gates of another dtype than v"
-    if dtypes - {torch.float16, torch.bfloat16, torch.float32}:
-        return f"{parts[0].dtype}; supported: float16, bfloat16, float32"
-    if dim not in HEAD_DIMS:
-        return f"a head dimension of {dim}; supported: {', '.join(map(str, HEAD_DIMS))}"
-    if parts[0].numel() == 0:
-        return "empty tensors"
-    if not scale > 0:
-        return f"a scale of {scale}; supported: positive ones"
-    if state is not None and torch.is_grad_enabled():
-        tensors = (*parts, *state) if gate_bias is None else (*parts, *state, gate_bias)
-        if any(x.requires_grad for x in tensors):
-            return "gradients beside a state"
-    return None
+def _by_reference(r: Request, impl: Impl) -> RATAttentionOutput:
+    parts, state = _real(r.parts, r.lengths), r.initial_state
+    if state is not None and parts.v.shape[1] > 0:
+        state = _ready(state, parts.v, r.form.chunk_size)
+    keep, write = forget_gate(parts.g, r.gate_bias)
+    y, state = chunk_reference(r._replace(parts=parts, initial_state=state), keep, write, impl)
+    return RATAttentionOutput(_gated(y, parts.z, parts.v.dtype), state)
 
 
-def _by_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    gate_bias: Tensor | None,
-    z: Tensor | None,
-    form: RATForm,
-    state: RATState | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    impl: Impl,
-) -> RATAttentionOutput:
-    q, k, v, g = (without_padding(x, lengths) for x in (q, k, v, g))
-    z = None if z is None else without_padding(z, lengths)
-    if state is not None and v.shape[1] > 0:
-        state = _ready(state, v, form.chunk_size)
-    keep, write = forget_gate(g, gate_bias)
-    y, state = chunk_reference(q, k, v, keep, write, form, state, lengths, cu_seqlens, impl)
-    return RATAttentionOutput(_gated(y, z, v.dtype), state)
-
-
-def _by_kernels(
-    zvgqk: Tensor,
-    gate_bias: Tensor | None,
-    sizes: Sizes,
-    form: RATForm,
-    state: RATState | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> RATAttentionOutput:
-    bias = None if gate_bias is None else gate_bias.contiguous()
+def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
+    bias = None if r.gate_bias is None else r.gate_bias.contiguous()
     if zvgqk.stride(-1) != 1:
         zvgqk = zvgqk.contiguous()
-    shared = (sizes.G, sizes.has_z, form.chunk_size, form.rope or "none", form.rope_base)
-    if state is None:
-        y, *_ = registered.differentiable_rat_attention(
-            zvgqk, bias, cu_seqlens, sizes.H, *shared, form.scale
-        )  # fmt: skip
+    form = r.form.pack()
+    if r.initial_state is None:
+        y, *_ = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *form)
         return RATAttentionOutput(y, None)
-    state = RATState(*(x.contiguous() for x in _ready(state, zvgqk, form.chunk_size)))
-    added = torch.full_like(state.lengths, sizes.T) if lengths is None else lengths
-    y, *after = registered.rat_attention_continued(zvgqk, bias, *state, added, *shared, form.scale)
-    k, v, k_ends, v_ends = after
-    return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, state.lengths + added))
+    state = _ready(r.initial_state, zvgqk, r.form.chunk_size)
+    state = RATState(*(x.contiguous() for x in state))
+    lengths = state.lengths
+    added = torch.full_like(lengths, zvgqk.shape[1]) if r.lengths is None else r.lengths
+    y, k, v, k_ends, v_ends = registered.rat_attention_continued(zvgqk, bias, *state, added, *form)
+    return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, lengths + added))
+
+
+def _real(parts: Parts, lengths: Tensor | None) -> Parts:
+    """Return the parts with zeros in place of padding."""
+    if lengths is None:
+        return parts
+    z = None if parts.z is None else without_padding(parts.z, lengths)
+    v, g, q, k = (without_padding(part, lengths) for part in (parts.v, parts.g, parts.q, parts.k))
+    return Parts(z, v, g, q, k)
 
 
 def _gated(y: Tensor, z: Tensor | None, dtype: torch.dtype) -> Tensor:

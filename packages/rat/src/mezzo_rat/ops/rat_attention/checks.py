@@ -7,24 +7,22 @@ from mezzo_core.ops.checks import check_floating, check_lengths, check_number, c
 from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.reference import RATForm
+from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.request import Parts
 from mezzo_rat.ops.rat_attention.state import RATState
 
 
 def check_form(
     op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    chunk_size: int,
+    parts: Parts,
     gate_bias: Tensor | None,
-    z: Tensor | None,
+    chunk_size: int,
     rope: Literal["chunk", "token"] | None,
     rope_base: float,
     scale: float | None,
-) -> RATForm:
-    """Check what all forms take, and return what they compute."""
+) -> Form:
+    """Check what all forms of the op take, and return what they compute."""
+    z, v, g, q, k = parts.z, parts.v, parts.g, parts.q, parts.k
     given = {"q": q, "k": k, "v": v, "g": g, "z": z, "gate_bias": gate_bias}
     for name, x in given.items():
         if x is not None or name in ("q", "k", "v", "g"):
@@ -51,7 +49,8 @@ def check_form(
         raise ValueError(f"{op}: rope needs an even head dimension D, got {D}")
     if scale is not None:
         check_number(op, "scale", scale)
-    return RATForm(chunk_size, rope, rope_base, D**-0.5 if scale is None else scale)
+    scale = D**-0.5 if scale is None else scale
+    return Form(H, q.shape[2], z is not None, chunk_size, rope, rope_base, scale)
 
 
 def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
@@ -65,44 +64,46 @@ def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
 def check_rows(
     op: str,
     v: Tensor,
-    state: RATState | None,
+    initial_state: RATState | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
     """Check what says where the rows of v continue, end or are packed."""
-    if state is not None:
-        _check_state(op, state, v)
+    if initial_state is not None:
+        check_state(op, "initial_state", initial_state, v)
     if lengths is not None:
-        if state is None:
-            raise ValueError(f"{op}: lengths needs a state: start from init_state")
+        if initial_state is None:
+            raise ValueError(f"{op}: lengths needs an initial_state: start from init_state")
         check_lengths(op, lengths, v)
     if cu_seqlens is not None:
-        if state is not None:
+        if initial_state is not None:
             raise ValueError(
-                f"{op}: cu_seqlens and state exclude each other: packed rows do not continue"
+                f"{op}: cu_seqlens and initial_state exclude each other: "
+                "packed rows do not continue"
             )
         check_cu_seqlens(op, cu_seqlens, v)
 
 
-def _check_state(op: str, state: RATState, v: Tensor) -> None:
+def check_state(op: str, argument: str, state: RATState, v: Tensor) -> None:
+    """Check the state that rows of v continue; messages call it by the argument's name."""
     if not isinstance(state, RATState):
-        raise TypeError(f"{op}: state must be a RATState, got {type(state).__name__}")
+        raise TypeError(f"{op}: {argument} must be a RATState, got {type(state).__name__}")
     B, _, H, D = v.shape
     for name in ("k", "v", "k_ends", "v_ends"):
-        check_floating(op, f"state.{name}", getattr(state, name))
+        check_floating(op, f"{argument}.{name}", getattr(state, name))
     if not isinstance(state.lengths, Tensor) or state.lengths.dtype != torch.int64:
         got = getattr(state.lengths, "dtype", type(state.lengths).__name__)
-        raise TypeError(f"{op}: state.lengths must be an int64 tensor, got {got}")
+        raise TypeError(f"{op}: {argument}.lengths must be an int64 tensor, got {got}")
     ends = state.k_ends
     for name, shape in (("k", (B, H, D)), ("v", (B, H, D)), ("lengths", (B,))):
         got = tuple(getattr(state, name).shape)
         if got != shape:
-            raise ValueError(f"{op}: state.{name} must be {shape}, got {got}")
+            raise ValueError(f"{op}: {argument}.{name} must be {shape}, got {got}")
     if ends.ndim != 4 or ends.shape != (B, ends.shape[1], H, D) or state.v_ends.shape != ends.shape:
         raise ValueError(
-            f"{op}: state.k_ends and state.v_ends must be ({B}, N, {H}, {D}), "
+            f"{op}: {argument}.k_ends and {argument}.v_ends must be ({B}, N, {H}, {D}), "
             f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
         )
     for name, field in state._asdict().items():
         if field.device != v.device:
-            raise ValueError(f"{op}: state.{name} must be on {v.device}, got {field.device}")
+            raise ValueError(f"{op}: {argument}.{name} must be on {v.device}, got {field.device}")

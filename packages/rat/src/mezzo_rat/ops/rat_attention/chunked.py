@@ -8,64 +8,51 @@ from functools import partial
 
 import torch
 from mezzo_core.ops.impl import Impl
-from mezzo_core.ops.linear_scan import linear_scan
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.layout import (
-    ChunkLayout,
-    continued_layout,
-    packed_layout,
-    plain_layout,
+from mezzo_rat.ops.linear_scan import linear_scan
+from mezzo_rat.ops.rat_attention.chunks import (
+    Chunks,
+    continued_chunks,
+    packed_chunks,
+    plain_chunks,
 )
-from mezzo_rat.ops.rat_attention.reference import RATForm
+from mezzo_rat.ops.rat_attention.request import Request
 from mezzo_rat.ops.rat_attention.state import RATState
 
 
 def chunk_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    write: Tensor,
-    form: RATForm,
-    state: RATState | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scan_impl: Impl,
+    r: Request, keep: Tensor, write: Tensor, scan_impl: Impl
 ) -> tuple[Tensor, RATState | None]:
     """Scan inside chunks, then attend to the ends of earlier chunks and to the own k~, v~.
 
     Args:
-        q: (B, T, G, D) queries; head h = r G + j reads group j.
-        k: (B, T, G, D) keys.
-        v: (B, T, H, D) values.
+        r: what to compute; its state, if any, has a slot for every chunk that these tokens reach.
         keep: (B, T, H, D) forget gates.
         write: (B, T, H, D), 1 - keep.
-        form: everything else.
-        state: with a slot for every chunk that these tokens reach; or None.
-        lengths: (B,) real tokens of each row, or None if all are.
-        cu_seqlens: (S + 1,) borders of packed sequences, or None.
         scan_impl: who runs the scan.
 
     Returns:
         y (B, T, H, D), not yet gated, and the state after the last real token.
     """
+    _, v, _, q, k = r.parts
+    form, state, lengths, cu_seqlens = r.form, r.initial_state, r.lengths, r.cu_seqlens
     T, L = v.shape[1], form.chunk_size
     k_in, v_in = _spread(write, k), write * v
     if state is None or T == 0:
         if cu_seqlens is None or T == 0:
-            layout = plain_layout(T, L, v.device)
+            chunks = plain_chunks(T, L, v.device)
         else:
-            layout = packed_layout(T, L, cu_seqlens)
+            chunks = packed_chunks(T, L, cu_seqlens)
         scan = partial(linear_scan, chunk_size=L, cu_seqlens=cu_seqlens, impl=scan_impl)
         k_run, v_run = scan(keep, k_in).out, scan(keep, v_in).out
     else:
         added = torch.full_like(state.lengths, T) if lengths is None else lengths
-        layout = continued_layout(T, L, state.k_ends.shape[1], state.lengths, added)
+        chunks = continued_chunks(T, L, state.k_ends.shape[1], state.lengths, added)
         # A chunk opens where its first token keeps nothing, so one unbroken scan serves rows at
         # different places of their chunks; padding keeps everything and writes nothing.
         padding = (torch.arange(T, device=v.device) >= added[:, None])[..., None, None]
-        opens = (layout.position % L == 0)[..., None, None]
+        opens = (chunks.position % L == 0)[..., None, None]
         keep = keep.masked_fill(opens, 0.0).masked_fill(padding, 1.0)
         scan = partial(linear_scan, keep, impl=scan_impl)
         unused = (state.lengths % L == 0)[:, None, None]  # whatever it holds, it may be NaN
@@ -74,15 +61,15 @@ def chunk_reference(
         v_run, v_last = scan(v_in.masked_fill(padding, 0.0), initial_state=v_0)
         state = state._replace(k=k_last, v=v_last, lengths=state.lengths + added)
 
-    ends = [x.gather(1, layout.end) for x in (layout.chunk, layout.position)]
-    k_ends = form.rotate(_at(k_run, layout.end), *ends).to(k.dtype)
-    v_ends = _at(v_run, layout.end).to(v.dtype)
-    q_rotated = form.rotate(q, layout.chunk, layout.position)
-    if state is not None and layout.changed is not None:
-        changed = layout.changed[..., None, None]
+    ends = [x.gather(1, chunks.end) for x in (chunks.chunk, chunks.position)]
+    k_ends = form.rotate(_at(k_run, chunks.end), *ends).to(k.dtype)
+    v_ends = _at(v_run, chunks.end).to(v.dtype)
+    q_rotated = form.rotate(q, chunks.chunk, chunks.position)
+    if state is not None and chunks.changed is not None:
+        changed = chunks.changed[..., None, None]
         k_ends, v_ends = k_ends.where(changed, state.k_ends), v_ends.where(changed, state.v_ends)
         state = state._replace(k_ends=k_ends, v_ends=v_ends)
-    return _attend(q, q_rotated, k_run, v_run, k_ends, v_ends, layout, form.scale), state
+    return _attend(q, q_rotated, k_run, v_run, k_ends, v_ends, chunks, form.scale), state
 
 
 def _attend(
@@ -92,7 +79,7 @@ def _attend(
     v_run: Tensor,
     k_ends: Tensor,
     v_ends: Tensor,
-    layout: ChunkLayout,
+    chunks: Chunks,
     scale: float,
 ) -> Tensor:
     """Softmax over [ends of earlier chunks ; own k~], to (B, T, H, D) in the dtype of v_run.
@@ -109,9 +96,9 @@ def _attend(
     queries = q_rotated.transpose(1, 2).unsqueeze(1)  # (B, 1, G, T, D)
     past = torch.matmul(queries, keys).flatten(1, 2)  # (B, H, T, N)
     slots = torch.arange(N, device=q.device)
-    hidden = slots >= layout.slot[..., None]
-    if layout.first is not None:
-        hidden = hidden | (slots < layout.first[..., None])
+    hidden = slots >= chunks.slot[..., None]
+    if chunks.first is not None:
+        hidden = hidden | (slots < chunks.first[..., None])
     past = (past.to(own.dtype) * scale).masked_fill(hidden[:, None], float("-inf"))
     weights = torch.cat([past, own[..., None] * scale], dim=-1).softmax(-1)
     w_past, w_own = weights.split([N, 1], dim=-1)

@@ -1,31 +1,11 @@
 """RAT attention as a loop over tokens: the definition (the paper's equation 3 and Listing 2)."""
 
-from typing import Literal, NamedTuple
-
 import torch
-from mezzo_core.ops.divide import floor_divide
-from mezzo_core.ops.precision import accumulation_dtype
-from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 
+from mezzo_rat.ops.divide import floor_divide
+from mezzo_rat.ops.rat_attention.form import Form
 from mezzo_rat.ops.rat_attention.state import RATState
-
-
-class RATForm(NamedTuple):
-    """What a RAT attention computes, apart from its tensors."""
-
-    chunk_size: int
-    rope: Literal["chunk", "token"] | None
-    rope_base: float
-    scale: float
-
-    def rotate(self, x: Tensor, chunk: Tensor, position: Tensor) -> Tensor:
-        """Apply RoPE to x (B, T, H, D) at chunk indices or token positions (1 or B, T)."""
-        if self.rope is None:
-            return x
-        at = chunk if self.rope == "chunk" else position
-        dtype = accumulation_dtype(x.dtype)
-        return apply_rope(x, *rope_angles(at, x.shape[-1], self.rope_base, dtype=dtype))
 
 
 def recurrent_reference(
@@ -34,7 +14,7 @@ def recurrent_reference(
     v: Tensor,
     keep: Tensor,
     write: Tensor,
-    form: RATForm,
+    form: Form,
     state: RATState,
     lengths: Tensor | None,
 ) -> tuple[Tensor, RATState]:

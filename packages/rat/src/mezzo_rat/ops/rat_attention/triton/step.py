@@ -13,11 +13,11 @@ import triton.language as tl
 from mezzo_core.positions import rope_angles
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.plan import Sizes
-from mezzo_rat.ops.rat_attention.reference import RATForm
+from mezzo_rat.ops.rat_attention.form import Form
 from mezzo_rat.ops.rat_attention.state import RATState
-from mezzo_rat.ops.rat_attention.triton import LOG2_E
-from mezzo_rat.ops.rat_attention.triton_scan import _gates
+from mezzo_rat.ops.rat_attention.triton.gates import forget_gates
+from mezzo_rat.ops.rat_attention.triton.plan import Sizes
+from mezzo_rat.ops.rat_attention.triton.tiles import LOG2_E
 
 # Programs that fill a large GPU, and the bytes of keys that one reads at a time.
 PROGRAMS, TILE = 1024, 16384
@@ -108,12 +108,12 @@ def step_new_kernel(
     if bias is not None:
         b_bias = tl.load(bias + i_h * D + o_d).to(tl.float32)
         b_bias_other = tl.load(bias + i_h * D + o_other).to(tl.float32)
-    keep, write = _gates(tl.load(p_x + OG + o_d), b_bias)
+    keep, write = forget_gates(tl.load(p_x + OG + o_d), b_bias)
     b_k = write * tl.load(p_g + OK + o_d).to(tl.float32)
     b_k += tl.where(opens, 0.0, keep * tl.load(p_k + o_d))
     b_v = write * b_v + tl.where(opens, 0.0, keep * tl.load(p_v + o_d))
     # The other half of k~ once more: rotating the chunk's end pairs channels of two threads.
-    keep, write = _gates(tl.load(p_x + OG + o_other), b_bias_other)
+    keep, write = forget_gates(tl.load(p_x + OG + o_other), b_bias_other)
     b_other = write * tl.load(p_g + OK + o_other).to(tl.float32)
     b_other += tl.where(opens, 0.0, keep * tl.load(p_k + o_other))
     tl.debug_barrier()  # all have read the state before one overwrites it
@@ -148,20 +148,20 @@ def step_new_kernel(
         tl.store(lengths + i_b, n + 1)
 
 
-def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RATForm) -> Tensor:
+def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
     """Decode one token of every row into the state.
 
     Args:
         x: (B, 1, W) projection.
         bias: (H, D), or None.
         state: overwritten; all but the ends' rows contiguous.
-        sizes: what x holds.
         form: what to compute.
 
     Returns:
         y (B, 1, H, D).
     """
-    B, _, H, G, D, has_z = sizes
+    sizes = Sizes.of(x, form)
+    B, H, G, D = sizes.B, sizes.H, sizes.G, sizes.D
     N = state.k_ends.shape[1]
     BN = max(TILE // (D * x.element_size()), 16)
     splits = num_splits(B * H, N, BN)
@@ -185,7 +185,7 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, sizes: Sizes, form: RA
         step_new_kernel[(B * H,)](
             x, bias, state.k, state.v, state.k_ends, state.v_ends, state.lengths, *angles,
             parts, tops, sums, seen, y, N, *strides, scale2,
-            HAS_Z=has_z, num_warps=1, **settings, **sizes.offsets,
+            HAS_Z=sizes.has_z, num_warps=1, **settings, **sizes.offsets,
         )  # fmt: skip
     return y
 

@@ -1,4 +1,4 @@
-"""What the kernels of one call are told: sizes, and where things lie in memory and in time."""
+"""What the launches of one call are told: its form, its sizes, and where its chunks lie."""
 
 from typing import Literal, NamedTuple
 
@@ -6,8 +6,8 @@ import torch
 from mezzo_core.positions import rope_angles
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.layout import packed_layout
-from mezzo_rat.ops.rat_attention.reference import RATForm
+from mezzo_rat.ops.rat_attention.chunks import packed_chunks
+from mezzo_rat.ops.rat_attention.form import Form
 
 
 class Sizes(NamedTuple):
@@ -19,6 +19,12 @@ class Sizes(NamedTuple):
     G: int
     D: int
     has_z: bool
+
+    @classmethod
+    def of(cls, x: Tensor, form: Form) -> "Sizes":
+        """Return the sizes of a projection."""
+        B, T, W = x.shape
+        return cls(B, T, form.num_heads, form.num_groups, form.head_dim(W), form.has_z)
 
     @property
     def width(self) -> int:
@@ -35,8 +41,10 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where the N chunks of a call lie, which slots its queries see, and which angles turn what."""
+    """What to compute, where the N chunks lie, which slots queries see, which angles turn what."""
 
+    form: Form
+    sizes: Sizes
     mode: Literal["plain", "packed", "continued"]
     N: int
     """Chunks of a row; packed, chunks of all sequences, and room for as many as there may be."""
@@ -58,8 +66,9 @@ class Plan(NamedTuple):
     """Cosines and sines (P, D/2); None for no RoPE."""
 
 
-def plain_plan(sizes: Sizes, form: RATForm, device: torch.device) -> Plan:
+def plain_plan(x: Tensor, form: Form) -> Plan:
     """Plan for rows that start with their first token."""
+    sizes, device = Sizes.of(x, form), x.device
     T, L = sizes.T, form.chunk_size
     N = -(-T // L)
     token = torch.arange(T, device=device, dtype=torch.int32)[None]
@@ -69,30 +78,31 @@ def plain_plan(sizes: Sizes, form: RATForm, device: torch.device) -> Plan:
     else:
         places = token // L, chunk
     angles = _angles(form, T if form.rope == "token" else N, sizes.D, device)
-    return Plan("plain", N, None, None, None, None, None, *places, angles)
+    return Plan(form, sizes, "plain", N, None, None, None, None, None, *places, angles)
 
 
-def packed_plan(sizes: Sizes, form: RATForm, cu_seqlens: Tensor) -> Plan:
-    """Plan for one row of packed sequences; slots are shared by all and never seen across them."""
+def packed_plan(x: Tensor, form: Form, cu_seqlens: Tensor) -> Plan:
+    """Plan for one row of packed sequences; no query sees a slot of another sequence."""
+    sizes = Sizes.of(x, form)
     T, L = sizes.T, form.chunk_size
-    layout = packed_layout(T, L, cu_seqlens)
-    assert layout.first is not None
-    low, high, end = layout.first[0], layout.slot[0], layout.end[0]
+    chunks = packed_chunks(T, L, cu_seqlens)
+    assert chunks.first is not None
+    low, high, end = chunks.first[0], chunks.slot[0], chunks.end[0]
     N = end.shape[0]
     slots = torch.arange(N, device=end.device)
     starts, stops = (torch.searchsorted(high, slots, right=right) for right in (False, True))
     unseen = torch.searchsorted(low, slots, right=True)
-    at = layout.position if form.rope == "token" else layout.chunk
+    at = chunks.position if form.rope == "token" else chunks.chunk
     angles = _angles(form, T if form.rope == "token" else T // L + 1, sizes.D, end.device)
+    places = at.int(), at[:, end].int()
     return Plan(
-        "packed", N, starts, stops, low, high, unseen, at.int(), at[:, end].int(), angles
+        form, sizes, "packed", N, starts, stops, low, high, unseen, *places, angles
     )  # fmt: skip
 
 
-def continued_plan(
-    sizes: Sizes, form: RATForm, num_slots: int, seen: Tensor, added: Tensor
-) -> Plan:
+def continued_plan(x: Tensor, form: Form, num_slots: int, seen: Tensor, added: Tensor) -> Plan:
     """Plan for rows that have seen `seen` (B,) tokens and get `added` (B,) more."""
+    sizes = Sizes.of(x, form)
     T, L = sizes.T, form.chunk_size
     N = (T - 1) // L + 2  # the open chunk may take part of the tokens
     position = seen[:, None] + torch.arange(T, device=seen.device)
@@ -105,11 +115,13 @@ def continued_plan(
         num_places = num_slots
     q_places, k_places = (place.clamp(0, num_places - 1).int() for place in places)
     angles = _angles(form, num_places, sizes.D, seen.device)
-    return Plan("continued", N, seen, added, None, None, None, q_places, k_places, angles)
+    return Plan(
+        form, sizes, "continued", N, seen, added, None, None, None, q_places, k_places, angles
+    )  # fmt: skip
 
 
 def _angles(
-    form: RATForm, num_places: int, dim: int, device: torch.device
+    form: Form, num_places: int, dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     if form.rope is None:
         return None

@@ -19,7 +19,7 @@ def floor_divide(positions: Tensor, length: int) -> Tensor:
     return _floor_divide(positions, length)
 
 
-@torch.library.custom_op("mezzo::floor_divide", mutates_args=())
+@torch.library.custom_op("mezzo_rat::floor_divide", mutates_args=())
 def _floor_divide(positions: Tensor, length: int) -> Tensor:
     return positions // length
 

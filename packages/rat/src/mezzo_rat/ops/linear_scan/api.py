@@ -1,18 +1,16 @@
-"""The public linear scan: arguments checked, implementation chosen, gradients registered."""
+"""The public linear scan: its arguments are checked, and an implementation is chosen."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating, check_size
+from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.packed import check_cu_seqlens
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_floating, check_size
-from mezzo_core.ops.gradients import register_gradient
-from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.linear_scan import reference
-from mezzo_core.ops.packed import check_borders, check_cu_seqlens
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_rat.ops.linear_scan.op import differentiable_linear_scan
 
 
 class ScanOutput(NamedTuple):
@@ -63,12 +61,12 @@ def linear_scan(
     D = math.prod(dims)
     if initial_state is not None:
         initial_state = initial_state.to(accumulation_dtype(x.dtype)).reshape(num_states, D)
-    out, final_state = _differentiable(
+    out, final_state = differentiable_linear_scan(
         a.reshape(B, T, D),
         x.reshape(B, T, D),
         initial_state,
-        chunk_size or 0,
         None if cu_seqlens is None else cu_seqlens.contiguous(),
+        chunk_size or 0,
         resolve_impl("linear_scan", impl, x.device),
     )
     return ScanOutput(out.reshape(x.shape), final_state.reshape(num_states, *dims))
@@ -104,84 +102,3 @@ def _check(
     for name, value in (("a", a), ("initial_state", initial_state)):
         if value is not None and value.device != x.device:
             raise ValueError(f"linear_scan: {name} is on {value.device}, x on {x.device}")
-
-
-@torch.library.custom_op("mezzo::linear_scan", mutates_args=())
-def _linear_scan(
-    a: Tensor,
-    x: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    cu_seqlens: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
-        check_borders("linear_scan", cu_seqlens, x.shape[1])
-    if impl == "triton":
-        from mezzo_core.ops.linear_scan import triton
-
-        return triton.linear_scan_fwd(a, x, initial_state, chunk_size, cu_seqlens)
-    return reference.linear_scan_fwd(a, x, initial_state, chunk_size, cu_seqlens)
-
-
-@_linear_scan.register_fake
-def _(
-    a: Tensor,
-    x: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    cu_seqlens: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    num_states = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = x.new_empty(num_states, x.shape[2], dtype=accumulation_dtype(x.dtype))
-    return x.new_empty(x.shape), final
-
-
-@torch.library.custom_op("mezzo::linear_scan_bwd", mutates_args=())
-def _linear_scan_bwd(
-    dout: Tensor,
-    dfinal: Tensor,
-    a: Tensor,
-    out: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    cu_seqlens: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if impl == "triton":
-        from mezzo_core.ops.linear_scan import triton
-
-        return triton.linear_scan_bwd(dout, dfinal, a, out, initial_state, chunk_size, cu_seqlens)
-    return reference.linear_scan_bwd(dout, dfinal, a, out, initial_state, chunk_size, cu_seqlens)
-
-
-@_linear_scan_bwd.register_fake
-def _(
-    dout: Tensor,
-    dfinal: Tensor,
-    a: Tensor,
-    out: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    cu_seqlens: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return a.new_empty(a.shape), out.new_empty(out.shape), dfinal.new_empty(dfinal.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, _, initial_state, ctx.chunk_size, cu_seqlens, ctx.impl = inputs
-    out, _ = output
-    ctx.save_for_backward(a, out, initial_state, cu_seqlens)
-
-
-def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-    a, out, initial_state, cu_seqlens = ctx.saved_tensors
-    da, dx, dh0 = _linear_scan_bwd(
-        dout, dfinal, a, out, initial_state, ctx.chunk_size, cu_seqlens, ctx.impl
-    )
-    return da, dx, (None if initial_state is None else dh0), None, None, None
-
-
-_differentiable = register_gradient(_linear_scan, _backward, _save)

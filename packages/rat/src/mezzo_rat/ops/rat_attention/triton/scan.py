@@ -8,6 +8,8 @@ and each token is loaded while the one before it is computed.
 import triton
 import triton.language as tl
 
+from mezzo_rat.ops.rat_attention.triton.gates import forget_gates
+
 
 @triton.jit
 def _chunk(starts, stops, i_b, i_n, T, L: tl.constexpr, MODE: tl.constexpr):
@@ -21,17 +23,6 @@ def _chunk(starts, stops, i_b, i_n, T, L: tl.constexpr, MODE: tl.constexpr):
         return tl.maximum(begin, 0), tl.minimum(begin + L, added), begin < 0
     first = i_n.to(tl.int64) * L
     return first, tl.minimum(first + L, T), first < 0
-
-
-@triton.jit
-def _gates(b_g, b_bias):
-    """Return f and 1 - f, each to its own last digit."""
-    b_x = b_g.to(tl.float32) + b_bias
-    b_e = tl.exp(-tl.abs(b_x))
-    b_r = tl.rsqrt(1.0 + b_e)  # squared below: a division is several instructions more
-    large = b_r * b_r
-    small = b_e * large
-    return tl.where(b_x < 0, small, large), tl.where(b_x < 0, large, small)
 
 
 @triton.jit
@@ -70,7 +61,7 @@ def _rows(lse, delta, ds, o_row, m):
 @triton.jit
 def _step(b_g, b_v, b_k, b_bias, b_kc, b_vc):
     """Advance k~ and v~ by one token."""
-    keep, write = _gates(b_g, b_bias)
+    keep, write = forget_gates(b_g, b_bias)
     b_kc = keep * b_kc + write * b_k.to(tl.float32)[None, :]
     b_vc = keep * b_vc + write * b_v.to(tl.float32)
     return b_kc, b_vc
@@ -194,7 +185,7 @@ def _walk_back(
         n_vprev = tl.load(p_dx - 2 * W + OV + o_hd, mask=m_hd & even_more, other=0.0)
         n_p = tl.load(p_own + o_row - 1, mask=m_h & more, other=0.0)
         n_ds = tl.load(ds_own + o_row - 1, mask=m_h & more, other=0.0)
-        keep, write = _gates(b_g, b_bias)
+        keep, write = forget_gates(b_g, b_bias)
         b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
         b_dvc += b_p[:, None] * b_do.to(tl.float32)
         b_df = b_dkc * (b_kprev.to(tl.float32) - b_k.to(tl.float32)[None, :])

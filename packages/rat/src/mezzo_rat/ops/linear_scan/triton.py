@@ -9,9 +9,8 @@ whose lanes cover the channels, time lies within a thread, and scanning a tile n
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from mezzo_core.ops.precision import accumulation_dtype
+from torch import Tensor
 
 # Tokens in a span, about: long enough to pay for starting a program.
 SPAN = 256

@@ -101,31 +101,6 @@ def attend_ends_fwd_kernel(
     tl.store(lse + p_row, b_m + tl.log2(b_l), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["rows", "T"])
-def gate_bwd_kernel(
-    dy, y, z, dz, do, delta, rows, T, stride_zb, stride_zt,
-    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, HAS_Z: tl.constexpr,
-):  # fmt: skip
-    """Pull the gradient back through the output gate, and take delta = do · o = dy · y.
-
-    The ungated o is not needed: dz = dy o s (1 - s) = dy y (1 - s) with s = sigmoid(z).
-    """
-    o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    o_d = tl.arange(0, D)
-    i_b, i_t, i_h = o_m // H // T, o_m // H % T, o_m % H
-    m = (o_m < rows)[:, None]
-    o_row = o_m[:, None] * D + o_d[None, :]
-    b_dy = tl.load(dy + o_row, mask=m, other=0.0).to(tl.float32)
-    b_dyy = b_dy * tl.load(y + o_row, mask=m, other=0.0).to(tl.float32)
-    tl.store(delta + (i_b * H + i_h) * T + i_t, tl.sum(b_dyy, 1), mask=o_m < rows)
-    if HAS_Z:
-        p_z = z + (i_b * stride_zb + i_t * stride_zt + i_h * D)[:, None] + o_d[None, :]
-        b_z = tl.load(p_z, mask=m, other=0.0).to(tl.float32)
-        p_dz = dz + ((i_b * T + i_t) * W + i_h * D)[:, None] + o_d[None, :]
-        tl.store(p_dz, (b_dyy * tl.sigmoid(-b_z)).to(dz.dtype.element_ty), mask=m)
-        tl.store(do + o_row, (b_dy * tl.sigmoid(b_z)).to(do.dtype.element_ty), mask=m)
-
-
 @triton.jit
 def _softmax_bwd(
     b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2,

@@ -3,13 +3,14 @@
 from typing import NamedTuple
 
 import torch
-from mezzo_core.ops.divide import floor_divide
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.positions import sequence_ids
 from torch import Tensor
 
+from mezzo_rat.ops.divide import floor_divide
 
-class ChunkLayout(NamedTuple):
+
+class Chunks(NamedTuple):
     """The slots of N chunks and the tokens in them. A first axis of 1 stands for every row."""
 
     slot: Tensor
@@ -26,17 +27,17 @@ class ChunkLayout(NamedTuple):
     """(1 or B, T) int64: the position of each token in its own sequence."""
 
 
-def plain_layout(num_tokens: int, chunk_size: int, device: torch.device) -> ChunkLayout:
-    """Lay out rows that start with their first token; the last chunk may be short."""
+def plain_chunks(num_tokens: int, chunk_size: int, device: torch.device) -> Chunks:
+    """Find the chunks of rows that start with their first token; the last chunk may be short."""
     position = torch.arange(num_tokens, device=device)[None]
     chunk = floor_divide(position, chunk_size)
     ends = torch.arange(-(-num_tokens // chunk_size), device=device)[None] * chunk_size
     end = (ends + chunk_size - 1).clamp(max=num_tokens - 1)
-    return ChunkLayout(chunk, None, end, None, chunk, position)
+    return Chunks(chunk, None, end, None, chunk, position)
 
 
-def packed_layout(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> ChunkLayout:
-    """Lay out one row of packed sequences, each of which begins a new chunk.
+def packed_chunks(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Chunks:
+    """Find the chunks of one row of packed sequences, each of which begins a new chunk.
 
     The number of slots is T // L + S, enough for any lengths, so that shapes do not depend on them.
 
@@ -54,15 +55,15 @@ def packed_layout(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Chunk
     slot = first + chunk
     slots = torch.arange(num_tokens // chunk_size + num_chunks.shape[0], device=slot.device)
     end = (torch.searchsorted(slot, slots, right=True) - 1).clamp(min=0)
-    return ChunkLayout(slot[None], first[None], end[None], None, chunk[None], position[None])
+    return Chunks(slot[None], first[None], end[None], None, chunk[None], position[None])
 
 
-def continued_layout(
+def continued_chunks(
     num_tokens: int, chunk_size: int, num_slots: int, start: Tensor, lengths: Tensor
-) -> ChunkLayout:
-    """Lay out rows that have seen `start` (B,) tokens and now get `lengths` (B,) more."""
+) -> Chunks:
+    """Find the chunks of rows that have seen `start` (B,) tokens and get `lengths` (B,) more."""
     position = start[:, None] + torch.arange(num_tokens, device=start.device)
     chunk = floor_divide(position, chunk_size)
     borders = torch.arange(1, num_slots + 1, device=start.device) * chunk_size
     end = torch.minimum(borders, (start + lengths)[:, None]) - 1 - start[:, None]
-    return ChunkLayout(chunk, None, end.clamp(min=0), end >= 0, chunk, position)
+    return Chunks(chunk, None, end.clamp(min=0), end >= 0, chunk, position)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mezzo_core.ops.linear_scan import linear_scan
 from mezzo_core.testing import assert_close, grads
+from mezzo_rat.ops.linear_scan import linear_scan
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -274,10 +274,10 @@ def test_opcheck(name, impl):
     for value in inputs.values():
         if value is not None:
             value.requires_grad_()
-    args = (*inputs.values(), options["chunk_size"] or 0, options["cu_seqlens"], impl)
-    torch.library.opcheck(torch.ops.mezzo.linear_scan.default, args)
+    args = (*inputs.values(), options["cu_seqlens"], options["chunk_size"] or 0, impl)
+    torch.library.opcheck(torch.ops.mezzo_rat.linear_scan.default, args)
     a, x, *rest = (v.detach() if isinstance(v, Tensor) else v for v in args)
-    torch.library.opcheck(torch.ops.mezzo.linear_scan_bwd.default, (*dout, a, x, *rest))
+    torch.library.opcheck(torch.ops.mezzo_rat.linear_scan_bwd.default, (*dout, a, x, *rest))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -11,9 +11,8 @@ multiply-add in place, over all rows, chunks and channels at once.
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-
 from mezzo_core.ops.precision import accumulation_dtype
+from torch import Tensor
 
 
 def linear_scan_fwd(

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_rat.ops.rat_attention.triton.plan import Plan
+
 
 @triton.jit(do_not_specialize=["rows", "T", "stride_p"])
 def rotate_kernel(
@@ -60,3 +62,20 @@ def rotate(
                 H=H, D=D, INVERSE=inverse, BM=BM, num_warps=4,
             )  # fmt: skip
     return y
+
+
+def turn(
+    x: Tensor, places: Tensor, plan: Plan, dtype: torch.dtype, *, inverse: bool = False
+) -> Tensor:
+    """Rotate x (B, T, H, D) as the plan says, which may be not at all; return it contiguous."""
+    if plan.angles is None:
+        return x.to(dtype).contiguous()
+    return rotate(x, places, plan.angles, dtype, inverse=inverse)
+
+
+def rotated_queries(x: Tensor, plan: Plan) -> Tensor:
+    """Return the rotated queries (B, T, G, D) of a projection, contiguous."""
+    start = plan.sizes.offsets["OQ"]
+    G, D = plan.sizes.G, plan.sizes.D
+    q = x[..., start : start + G * D].unflatten(-1, (G, D))
+    return turn(q, plan.q_places, plan, x.dtype)

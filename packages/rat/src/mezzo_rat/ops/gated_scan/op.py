@@ -1,0 +1,124 @@
+"""The registered gated scan: its schema, its fake and its gradient."""
+
+from typing import Any, NamedTuple
+
+import torch
+from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.packed import check_borders
+from torch import Tensor
+
+STATE_EVERY = 8
+"""Tokens from one kept state to the next; the backward scans the tokens between them again."""
+
+
+class Saved(NamedTuple):
+    """The tensors that the backward needs."""
+
+    zvg: Tensor
+    gate_bias: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    lengths: Tensor | None
+    kept: Tensor
+    """(B, N, C) float32: the state before every token t with t % STATE_EVERY == 0."""
+
+
+@torch.library.custom_op("mezzo_rat::gated_scan", mutates_args=())
+def _gated_scan(
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    differentiable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out (B, T, C), the last states, and those kept for the backward (B, N, C)."""
+    from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
+
+    if cu_seqlens is not None:  # torch.compile does not trace this far, so a CPU can look
+        check_borders("gated_scan", cu_seqlens, zvg.shape[1])
+    return gated_scan_fwd(
+        zvg, gate_bias, initial_state, cu_seqlens, lengths, STATE_EVERY if differentiable else 0
+    )
+
+
+@_gated_scan.register_fake
+def _(
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    differentiable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, C = zvg.shape[0], zvg.shape[1], zvg.shape[2] // 3
+    num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    num_kept = (T + STATE_EVERY - 1) // STATE_EVERY if differentiable else 0
+    return (
+        zvg.new_empty(B, T, C),
+        zvg.new_empty(num_states, C, dtype=torch.float32),
+        zvg.new_empty(B, num_kept, C, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("mezzo_rat::gated_scan_bwd", mutates_args=())
+def _gated_scan_bwd(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dzvg, dbias and the gradients of the initial states."""
+    from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
+
+    saved = Saved(zvg, gate_bias, initial_state, cu_seqlens, lengths, kept)
+    return gated_scan_bwd(dout, dfinal, saved, STATE_EVERY)
+
+
+@_gated_scan_bwd.register_fake
+def _(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    zvg: Tensor,
+    gate_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    C = kept.shape[2]
+    num_states = zvg.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return zvg.new_empty(zvg.shape), kept.new_empty(C), kept.new_empty(num_states, C)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    zvg, gate_bias, initial_state, cu_seqlens, lengths, _ = inputs
+    _, _, kept = output
+    ctx.save_for_backward(*Saved(zvg, gate_bias, initial_state, cu_seqlens, lengths, kept))
+    # The kept states get no gradient, and the final state seldom has one: None, and not zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, dkept: None
+) -> tuple[Tensor | None, ...]:
+    saved = Saved(*ctx.saved_tensors)
+    if dout is None:
+        B, T, _ = saved.zvg.shape
+        dout = saved.zvg.new_zeros(()).expand(B, T, saved.kept.shape[2])
+    dzvg, dbias, dh0 = _gated_scan_bwd(dout, dfinal, *saved)
+    return (
+        dzvg,
+        None if saved.gate_bias is None else dbias,
+        None if saved.initial_state is None else dh0,
+        None,
+        None,
+        None,
+    )
+
+
+differentiable_gated_scan = register_gradient(_gated_scan, _backward, _save)

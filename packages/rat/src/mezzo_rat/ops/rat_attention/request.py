@@ -1,0 +1,59 @@
+"""What one call asks for, and what the kernels take of it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.state import RATState
+
+HEAD_DIMS = (32, 64, 128, 256)
+"""Head dimensions that the Triton kernels take."""
+
+
+class Parts(NamedTuple):
+    """What a projection holds, in its order."""
+
+    z: Tensor | None
+    """(B, T, H, D) logits of the output gate."""
+    v: Tensor
+    """(B, T, H, D) values."""
+    g: Tensor
+    """(B, T, H, D) logits of the forget gate."""
+    q: Tensor
+    """(B, T, G, D) queries."""
+    k: Tensor
+    """(B, T, G, D) keys."""
+
+
+class Request(NamedTuple):
+    """Checked arguments of one call, with the scale filled in."""
+
+    parts: Parts
+    gate_bias: Tensor | None
+    form: Form
+    initial_state: RATState | None
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def unsupported(r: Request) -> str | None:
+    """Say why the kernels cannot take this call, or return None if they can."""
+    parts = [part for part in r.parts if part is not None]
+    dtypes, dim = {part.dtype for part in parts}, r.parts.v.shape[-1]
+    if len(dtypes) > 1:
+        return "gates of another dtype than v"
+    if dtypes - {torch.float16, torch.bfloat16, torch.float32}:
+        return f"{parts[0].dtype}; supported: float16, bfloat16, float32"
+    if dim not in HEAD_DIMS:
+        return f"a head dimension of {dim}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if r.parts.v.numel() == 0:
+        return "empty tensors"
+    if not r.form.scale > 0:
+        return f"a scale of {r.form.scale}; supported: positive ones"
+    if r.initial_state is not None and torch.is_grad_enabled():
+        tensors = (*parts, *r.initial_state, r.gate_bias)
+        if any(x is not None and x.requires_grad for x in tensors):
+            return "gradients beside a state"
+    return None
