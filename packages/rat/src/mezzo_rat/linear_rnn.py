@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn.contract import AbstractMixer
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -50,9 +51,9 @@ class LinearRNN(AbstractMixer):
         check_size("LinearRNN", "d_model", d_model)
         check_size("LinearRNN", "span", config.span)
         self.config, self.d_model = config, d_model
-        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)  # z, v, g
+        self.in_proj = Linear(d_model, 3 * d_model, bias=False)  # z, v, g
         self.gate_bias = nn.Parameter(torch.empty(d_model))
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
         self.init_own_weights()
 
     def init_own_weights(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.nn.project import project
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -82,12 +82,12 @@ class RAT(AbstractMixer):
         self.d_model, self.num_heads, self.num_groups = d_model, H, G
         gate = d_model if config.gate_rank is None else config.gate_rank
         self.widths = (gate, d_model, gate, G * D, G * D)
-        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         if config.gate_rank is not None:
-            self.z_proj = nn.Linear(gate, d_model, bias=False)
-            self.g_proj = nn.Linear(gate, d_model, bias=False)
+            self.z_proj = Linear(gate, d_model, bias=False)
+            self.g_proj = Linear(gate, d_model, bias=False)
         self.gate_bias = nn.Parameter(torch.empty(d_model))
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
         self.init_own_weights()
 
     def init_own_weights(self) -> None:
@@ -118,7 +118,7 @@ class RAT(AbstractMixer):
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         self.check_step(x, state)
         y = step_rat_attention_(self._project(x), state, **self._form())
-        return project(self.out_proj, y.flatten(2))
+        return self.out_proj(y.flatten(2))
 
     def reserve(self, state: RATState, num_tokens: int) -> RATState:
         """Return the state with slots for `num_tokens` more tokens, in buffers of its own."""
@@ -133,11 +133,11 @@ class RAT(AbstractMixer):
 
     def _project(self, x: Tensor) -> Tensor:
         """Return z, v, g, q, k side by side, (B, T, (3 H + 2 G) D)."""
-        zvgqk = project(self.in_proj, x)
+        zvgqk = self.in_proj(x)
         if self.config.gate_rank is None:
             return zvgqk
         z, v, g, qk = zvgqk.split([*self.widths[:3], sum(self.widths[3:])], dim=-1)
-        return torch.cat([project(self.z_proj, z), v, project(self.g_proj, g), qk], dim=-1)
+        return torch.cat([self.z_proj(z), v, self.g_proj(g), qk], dim=-1)
 
     def _form(self) -> dict[str, Any]:
         """Return what the op takes besides tensors of the call."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype
@@ -85,10 +86,10 @@ class RATReversed(AbstractMixer):
             )
         self.config, self.d_model = config, d_model
         self.widths = (d_model, d_model, d_model, config.gate_rank, D)
-        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
-        self.z_proj = nn.Linear(config.gate_rank, d_model, bias=False)
+        self.in_proj = Linear(d_model, sum(self.widths), bias=False)
+        self.z_proj = Linear(config.gate_rank, d_model, bias=False)
         self.gate_bias = nn.Parameter(torch.empty(d_model))
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
         self.init_own_weights()
 
     def init_own_weights(self) -> None:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.nn.project import project
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
@@ -86,10 +86,10 @@ class Attention(AbstractMixer):
         self.num_heads = d_model // config.head_dim
         self.num_kv_heads = config.num_kv_heads or self.num_heads
         kv_width = self.num_kv_heads * config.head_dim
-        self.wq = nn.Linear(d_model, d_model, bias=False)
-        self.wk = nn.Linear(d_model, kv_width, bias=False)
-        self.wv = nn.Linear(d_model, kv_width, bias=False)
-        self.wo = nn.Linear(d_model, d_model, bias=False)
+        self.wq = Linear(d_model, d_model, bias=False)
+        self.wk = Linear(d_model, kv_width, bias=False)
+        self.wv = Linear(d_model, kv_width, bias=False)
+        self.wo = Linear(d_model, d_model, bias=False)
 
     def forward(
         self,
@@ -155,7 +155,7 @@ class Attention(AbstractMixer):
         q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
         out = decode_attention(q, *state, alibi_slopes=self._slopes(x.device))
         # The cache keeps the dtype that it was filled in; the products follow the token.
-        return project(self.wo, out.to(new_q.dtype).flatten(1)[:, None])
+        return self.wo(out.to(new_q.dtype).flatten(1)[:, None])
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
@@ -170,7 +170,7 @@ class Attention(AbstractMixer):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
         width = (-1, self.config.head_dim)
-        q, k, v = (project(w, x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
         return q, k, v
 
     def _slopes(self, device: torch.device) -> Tensor | None:

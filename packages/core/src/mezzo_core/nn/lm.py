@@ -11,10 +11,10 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn.block import MixerBlockConfig
 from mezzo_core.nn.contract import AbstractStack, MixerConfig, StackConfig
 from mezzo_core.nn.init import init_weights
+from mezzo_core.nn.linear import Linear, is_plain
 from mezzo_core.nn.mlp import MLPConfig
-from mezzo_core.nn.project import project
 from mezzo_core.nn.stack import BlocksConfig
-from mezzo_core.ops.linear_cross_entropy import NO_TARGET, linear_cross_entropy
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy, linear_cross_entropy
 
 _LARGEST = 2**31 - 1
 """Of a width or a vocabulary: the product of two still is a number of weights to torch."""
@@ -78,7 +78,7 @@ class LMConfig:
         if not isinstance(stack, AbstractStack):
             raise TypeError(f"stack builds no stack, it is {type(self.stack).__name__}")
         norm = nn.RMSNorm(self.d_model, eps=self.norm_eps)
-        head = nn.Linear(self.d_model, self.vocab_size, bias=False)
+        head = Linear(self.d_model, self.vocab_size, bias=False)
         if self.tie_embeddings:
             head.weight = embed.weight
         model = LM(embed, stack, norm, head)
@@ -191,7 +191,7 @@ class LM(nn.Module):
         if tokens.shape[1] != 1:
             raise ValueError(f"tokens must be (B, 1), got {tuple(tokens.shape)}")
         x = self.stack.step(self.embed(tokens), state)
-        return project(self.head, self.norm(x))
+        return self.head(self.norm(x))
 
     def before_step(self, state: Any) -> None:
         """Do what the host must do before the next `step`; see `AbstractStack.before_step`."""
@@ -273,7 +273,11 @@ class LM(nn.Module):
                 f"got {tuple(targets.shape)}"
             )
         x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
-        loss, hits = linear_cross_entropy(self.norm(x), self.head.weight, targets)
+        x = self.norm(x)
+        if is_plain(self.head) and self.head.bias is None:
+            loss, hits = linear_cross_entropy(x, self.head.weight, targets)
+        else:  # an adapter around the head, say: its logits are what counts
+            loss, hits = cross_entropy(self.head(x), targets)
         return Score(loss, (targets != NO_TARGET).sum(), hits, state)
 
     def _check(self, tokens: Tensor) -> None:

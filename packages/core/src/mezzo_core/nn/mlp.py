@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.project import project
+from mezzo_core.nn.linear import Linear
 
 MLPKind = Literal["gelu", "swiglu"]
 
@@ -47,12 +47,12 @@ class GELUMLP(nn.Module):
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(d_model, hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
+        self.up = Linear(d_model, hidden, bias=False)
+        self.down = Linear(hidden, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C), each token alone."""
-        return project(self.down, F.gelu(project(self.up, x)))
+        return self.down(F.gelu(self.up(x)))
 
 
 class SwiGLU(nn.Module):
@@ -60,10 +60,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, hidden, bias=False)
-        self.up = nn.Linear(d_model, hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
+        self.gate = Linear(d_model, hidden, bias=False)
+        self.up = Linear(d_model, hidden, bias=False)
+        self.down = Linear(hidden, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C), each token alone."""
-        return project(self.down, F.silu(project(self.gate, x)) * project(self.up, x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))

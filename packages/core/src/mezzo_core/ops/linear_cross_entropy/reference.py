@@ -1,6 +1,5 @@
 """The definition: the cross entropy of the logits x Wᵀ, summed over the targets that count."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,8 +20,13 @@ def linear_cross_entropy_fwd(
     Returns:
         The loss in nats, float32 (float64 for float64 inputs), and the hits, int64; both scalars.
     """
-    counts = targets != ignore_index
-    logits = F.linear(x, weight).to(accumulation_dtype(x.dtype))[counts]
-    loss = F.cross_entropy(logits, targets[counts], reduction="sum")
-    hits = (logits.argmax(-1) == targets[counts]).sum()
-    return loss, hits.to(torch.int64)
+    return cross_entropy(F.linear(x, weight), targets, ignore_index)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the same of logits (..., V) that are there."""
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    loss = F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
+    hits = (logits.argmax(-1) == targets).sum()
+    return loss, hits
