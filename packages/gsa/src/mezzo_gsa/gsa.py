@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.heads import check_flag
-from mezzo_gsa.ops.elementwise import gated_norm, log_gate
-from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
-from mezzo_gsa.ops.gsa.step import step_gsa_packed_
-from mezzo_gsa.ops.padding import skip_padding
+from mezzo_gsa.ops import Between, GSAState, chunk_gsa, chunk_gsa_packed, step_gsa_packed_
+from mezzo_gsa.ops.gates import gated_norm, log_gate, skip_padding
 
 SPANS = (2.0, 2048.0)
 """The shortest and the longest memory, in tokens, that constant gates start with by default, and

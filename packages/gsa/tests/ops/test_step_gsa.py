@@ -9,9 +9,9 @@ import pytest
 import torch
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
+from mezzo_gsa.ops.decoding.triton import tile
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
 from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_packed_
-from mezzo_gsa.ops.triton_step import tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}

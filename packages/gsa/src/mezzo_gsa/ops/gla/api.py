@@ -8,8 +8,8 @@ from mezzo_core.ops.packed import check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.checks import check_state
-from mezzo_gsa.ops.eager_op import eager_op
+from mezzo_gsa.ops.decoding.checks import check_state
+from mezzo_gsa.ops.eager.op import eager_op
 from mezzo_gsa.ops.gla import registered
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference

@@ -1,9 +1,9 @@
-"""Gated linear attention by chunks, in eager PyTorch; see `eager_halves` for what chunks do."""
+"""Gated linear attention by chunks, in eager PyTorch; see `chunking.halves` for what chunks do."""
 
 from torch import Tensor
 
-from mezzo_gsa.ops.eager_chunks import ChunkLayout, carry, cut, join, lay_out
-from mezzo_gsa.ops.eager_halves import (
+from mezzo_gsa.ops.chunking.eager import ChunkLayout, carry, cut, join, lay_out
+from mezzo_gsa.ops.chunking.halves import (
     at_right,
     decay_from_start,
     decay_to_end,

@@ -6,8 +6,8 @@ import torch
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
-from mezzo_gsa.ops.chunks import Chunks, lay_chunks
-from mezzo_gsa.ops.layout import by_token
+from mezzo_gsa.ops.chunking.by_token import by_token
+from mezzo_gsa.ops.chunking.chunks import Chunks, lay_chunks
 
 
 @torch.library.custom_op("mezzo_gsa::gla", mutates_args=())
@@ -21,13 +21,13 @@ def gla(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, T, HQ, V) and the final state (S, H, K, V); see `chunk_gla`."""
-    from mezzo_gsa.ops.gla import triton
+    from mezzo_gsa.ops.gla.triton import launches
 
-    x = triton.Inputs(*(by_token(part) for part in (q, k, v, g)))
+    x = launches.Inputs(*(by_token(part) for part in (q, k, v, g)))
     chunks = _lay(q, cu_seqlens)
     with torch.cuda.device_of(q):
-        parts, final = triton.run_parts(x, initial_state, scale, chunks)
-        return triton.run_outputs(x, parts, chunks), final
+        parts, final = launches.run_parts(x, initial_state, scale, chunks)
+        return launches.run_outputs(x, parts, chunks), final
 
 
 @gla.register_fake
@@ -56,21 +56,21 @@ def gla_bwd(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, g and the initial state."""
-    from mezzo_gsa.ops.gla import triton
+    from mezzo_gsa.ops.gla.triton import launches
 
-    x = triton.Inputs(*(by_token(part) for part in (q, k, v, g)))
+    x = launches.Inputs(*(by_token(part) for part in (q, k, v, g)))
     (B, T, HQ, _), H = q.shape, k.shape[2]
     chunks = _lay(q, cu_seqlens)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A gradient for each query head, in float32 where those of a group will be summed.
     dtype = torch.float32 if HQ > H else q.dtype
     dk, dv = (torch.empty((B, T, HQ, y.shape[3]), dtype=dtype, device=q.device) for y in (k, v))
-    columns = g.shape[3] if g.shape[3] > 1 else triton.key_tiles(k)
+    columns = g.shape[3] if g.shape[3] > 1 else launches.key_tiles(k)
     dg = torch.empty((B, T, HQ, columns), device=q.device)
     with torch.cuda.device_of(q):
-        parts, _ = triton.run_parts(x, initial_state, scale, chunks)
-        grads = triton.Inputs(dq, dk, dv, dg)
-        dinitial = triton.run_gradients(dout, dfinal, x, parts, grads, scale, chunks)
+        parts, _ = launches.run_parts(x, initial_state, scale, chunks)
+        grads = launches.Inputs(dq, dk, dv, dg)
+        dinitial = launches.run_gradients(dout, dfinal, x, parts, grads, scale, chunks)
     if g.shape[3] == 1 and columns > 1:
         dg = dg.sum(3, keepdim=True)
     if HQ > H:
@@ -114,7 +114,7 @@ gla.register_autograd(_backward, setup_context=_save)
 
 
 def _lay(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
-    from mezzo_gsa.ops.gla.triton import CHUNK
+    from mezzo_gsa.ops.gla.triton.launches import CHUNK
 
     if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
         check_borders("chunk_gla", cu_seqlens, q.shape[1])

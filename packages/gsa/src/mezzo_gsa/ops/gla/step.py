@@ -11,9 +11,9 @@ from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.autocast import without_autocast
-from mezzo_gsa.ops.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
+from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.eager.autocast import without_autocast
+from mezzo_gsa.ops.gates.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.form import LayerForm, StepMap
 from mezzo_gsa.ops.gla.reference import gla_step
@@ -139,9 +139,9 @@ def step_gla_layer_(
 @torch.library.custom_op("mezzo_gsa::gla_step_", mutates_args=("state",))
 def gla_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
     """Take one token by a kernel; return out (B, HQ, V)."""
-    from mezzo_gsa.ops.gla import triton_step
+    from mezzo_gsa.ops.gla.triton import step as kernels
 
-    return triton_step.step(q, k, v, g, state, scale)
+    return kernels.step(q, k, v, g, state, scale)
 
 
 @gla_step_.register_fake
@@ -167,11 +167,11 @@ def gla_step_layer_(
     norm_eps: float,
 ) -> Tensor:
     """Take one token by kernels, from what the projections gave to what the last takes (B, C)."""
-    from mezzo_gsa.ops.gla import triton_step
+    from mezzo_gsa.ops.gla.triton import step as kernels
 
     mapping = cast(StepMap | None, feature_map)
     form = LayerForm(scale, mapping, damping, lower_bound, rope_base, norm_eps)
-    return triton_step.step_layer(q, k, v, gates, state, norm_weight, z, places, form)
+    return kernels.step_layer(q, k, v, gates, state, norm_weight, z, places, form)
 
 
 @gla_step_layer_.register_fake

@@ -10,8 +10,8 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.eager_op import eager_op
-from mezzo_gsa.ops.elementwise import log_gate
+from mezzo_gsa.ops.eager.op import eager_op
+from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gsa import registered, registered_packed
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_inputs, check_packing, check_state, unsupported

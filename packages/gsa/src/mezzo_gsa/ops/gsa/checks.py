@@ -7,7 +7,7 @@ from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
-from mezzo_gsa.ops import checks
+from mezzo_gsa.ops.decoding import checks
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.state import GSAState
 

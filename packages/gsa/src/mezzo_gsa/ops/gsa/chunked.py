@@ -3,8 +3,8 @@
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.eager_chunks import ChunkLayout, carry, cut, join, lay_out
-from mezzo_gsa.ops.eager_halves import (
+from mezzo_gsa.ops.chunking.eager import ChunkLayout, carry, cut, join, lay_out
+from mezzo_gsa.ops.chunking.halves import (
     at_right,
     decay_from_start,
     decay_to_end,

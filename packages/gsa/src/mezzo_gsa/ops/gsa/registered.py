@@ -6,9 +6,9 @@ import torch
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
-from mezzo_gsa.ops.chunks import lay_chunks
+from mezzo_gsa.ops.chunking.by_token import by_token
+from mezzo_gsa.ops.chunking.chunks import lay_chunks
 from mezzo_gsa.ops.gsa.tiling import chunk_length, gate_tiles
-from mezzo_gsa.ops.layout import by_token
 
 
 class Results(NamedTuple):
@@ -62,7 +62,7 @@ def run_forward(
     differentiable: bool,
 ) -> Flat:
     """Run the kernels of the forward; keep what the backward needs where it is wanted."""
-    from mezzo_gsa.ops.gsa import triton
+    from mezzo_gsa.ops.gsa.triton import launches
 
     if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
         check_borders("chunk_gsa", cu_seqlens, parts[0].shape[1])
@@ -72,11 +72,11 @@ def run_forward(
     with torch.cuda.device_of(x.q):
         first = _contiguous(k0), _contiguous(v0)
         keep_states = keep_states and differentiable
-        memory, *last = triton.run_memory(
-            x, *first, triton.Form(*form), chunks, for_backward=keep_states
+        memory, *last = launches.run_memory(
+            x, *first, launches.Form(*form), chunks, for_backward=keep_states
         )
-        o, *made = triton.slots_fwd(
-            x, memory, triton.Form(*form), chunks, differentiable=differentiable
+        o, *made = launches.slots_fwd(
+            x, memory, launches.Form(*form), chunks, differentiable=differentiable
         )
     kept = memory if keep_states else (None,) * len(memory)
     # No two results may be one tensor, not even an empty one.
@@ -138,7 +138,7 @@ def run_backward(
     form: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     """Write the gradients of q, k, v, g into `grads`; return those of the first memories."""
-    from mezzo_gsa.ops.gsa import triton
+    from mezzo_gsa.ops.gsa.triton import launches
 
     x = _inputs(parts, s)
     (B, T, HQ), (H, V) = x.q.shape[:3], x.v.shape[2:]
@@ -157,16 +157,17 @@ def run_backward(
         if kept[0].numel():
             *needed, k_starts, v_starts = kept
             starts = [m if m.numel() else None for m in (k_starts, v_starts)]
-            memory = triton.Memory(*needed, *starts)
+            memory = launches.Memory(*needed, *starts)
         else:
             first = _contiguous(k0), _contiguous(v0)
-            memory, _, _ = triton.run_memory(
-                x, *first, triton.Form(*form), chunks, for_backward=True
+            memory, _, _ = launches.run_memory(
+                x, *first, launches.Form(*form), chunks, for_backward=True
             )
         last = _contiguous(dk_last), _contiguous(dv_last)
-        dk0, dv0 = triton.gsa_bwd(
-            by_token(do), *last, x, None if raw is None else triton.Inputs(*raw, None), memory,
-            logits, weights, triton.Inputs(dq, dk, dv, dg, ds_heads), triton.Form(*form), chunks,
+        dk0, dv0 = launches.gsa_bwd(
+            by_token(do), *last, x, None if raw is None else launches.Inputs(*raw, None), memory,
+            logits, weights, launches.Inputs(dq, dk, dv, dg, ds_heads), launches.Form(*form),
+            chunks,
         )  # fmt: skip
     if grouped:
         pairs = [*zip(grads[1:], (dk, dv, dg), strict=True)]
@@ -179,10 +180,10 @@ def run_backward(
 
 
 def _inputs(parts: Parts, s: Tensor | None) -> Any:
-    from mezzo_gsa.ops.gsa import triton
+    from mezzo_gsa.ops.gsa.triton import launches
 
     q, k, v, g = (by_token(part) for part in parts)
-    return triton.Inputs(q, k, v, g, _contiguous(s))
+    return launches.Inputs(q, k, v, g, _contiguous(s))
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -45,10 +45,10 @@ def gsa_packed(
 
 
 def _swished(x: Tensor) -> Tensor:
-    from mezzo_gsa.ops.gsa import triton
+    from mezzo_gsa.ops.gsa.triton import launches
 
     with torch.cuda.device_of(x):
-        return triton.apply_swish(x)
+        return launches.apply_swish(x)
 
 
 @gsa_packed.register_fake

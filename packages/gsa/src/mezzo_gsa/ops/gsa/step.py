@@ -9,8 +9,8 @@ from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.elementwise import gated_norm, log_gate
+from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa.api import recurrent_gsa
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_between, check_inputs, unsupported
@@ -186,10 +186,10 @@ def gsa_step_(
     between: str,
 ) -> Tensor:
     """Take one token by kernels; return out (B, HQ, V)."""
-    from mezzo_gsa.ops.gsa import triton_step
+    from mezzo_gsa.ops.gsa.triton import step as kernels
 
     state = GSAState(slots_k, slots_v)
-    return triton_step.step(q, k, v, g, s, state, scale, between)
+    return kernels.step(q, k, v, g, s, state, scale, between)
 
 
 @gsa_step_.register_fake
@@ -213,11 +213,11 @@ def gsa_step_packed_(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
-    from mezzo_gsa.ops.gsa import triton_step
+    from mezzo_gsa.ops.gsa.triton import step as kernels
 
     state = GSAState(slots_k, slots_v)
     q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
-    return triton_step.step_layer(
+    return kernels.step_layer(
         q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between, out_dtype
     )
 

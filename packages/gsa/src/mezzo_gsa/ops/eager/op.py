@@ -12,7 +12,7 @@ import torch
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
-from mezzo_gsa.ops.autocast import without_autocast
+from mezzo_gsa.ops.eager.autocast import without_autocast
 
 Form = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
 """Takes [q, k, v, ...] of at least one token, the states before the first, the borders of packed

@@ -6,8 +6,8 @@ KG is the gate's width: K for a gate of each key channel, 1 for a gate of each h
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_elementwise import exp
-from mezzo_gsa.ops.triton_states import locate_chunk
+from mezzo_gsa.ops.chunking.triton.states import locate_chunk
+from mezzo_gsa.ops.gates.triton import exp
 
 
 @triton.jit

@@ -13,10 +13,10 @@ import triton.language as tl
 from mezzo_core.positions import rope_frequencies
 from torch import Tensor
 
+from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
+from mezzo_gsa.ops.gates.triton import log_sigmoid, write_strength
 from mezzo_gsa.ops.gla.form import LayerForm
-from mezzo_gsa.ops.gla.triton_gate import gate_columns
-from mezzo_gsa.ops.triton_elementwise import log_sigmoid, write_strength
-from mezzo_gsa.ops.triton_step import load_mapped, norm_heads, rows, tile
+from mezzo_gsa.ops.gla.triton.gate import gate_columns
 
 # Numbers of a tile: more would not fit a program's registers.
 TILE = 8192

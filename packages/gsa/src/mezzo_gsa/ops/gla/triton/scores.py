@@ -8,10 +8,10 @@ of it.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gla.triton_gate import gate_columns
-from mezzo_gsa.ops.gla.triton_pairs import channel_scores, pair_decays
-from mezzo_gsa.ops.triton_elementwise import exp
-from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.gates.triton import exp
+from mezzo_gsa.ops.gla.triton.gate import gate_columns
+from mezzo_gsa.ops.gla.triton.pairs import channel_scores, pair_decays
 
 
 @triton.jit

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
+from mezzo_gsa.ops.gates.triton import log_sigmoid, swish, write_strength
 from mezzo_gsa.ops.gsa.state import GSAState
-from mezzo_gsa.ops.gsa.triton_slots import weights_of
-from mezzo_gsa.ops.triton_elementwise import log_sigmoid, swish, write_strength
-from mezzo_gsa.ops.triton_step import load_mapped, norm_heads, rows, tile
+from mezzo_gsa.ops.gsa.triton.slots import weights_of
 
 
 @triton.jit

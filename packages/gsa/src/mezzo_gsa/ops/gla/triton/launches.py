@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from mezzo_gsa.ops.chunks import SEGMENT, Chunks
-from mezzo_gsa.ops.gla.triton_chunks import outputs_kernel, scores_bwd_kernel, scores_kernel
-from mezzo_gsa.ops.gla.triton_gate import gate_kernel
-from mezzo_gsa.ops.gla.triton_keys import keys_bwd_kernel
-from mezzo_gsa.ops.states import INNER, precision, run_states
+from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
+from mezzo_gsa.ops.chunking.triton.states import INNER, precision, run_states
+from mezzo_gsa.ops.gla.triton.gate import gate_kernel
+from mezzo_gsa.ops.gla.triton.keys import keys_bwd_kernel
+from mezzo_gsa.ops.gla.triton.scores import outputs_kernel, scores_bwd_kernel, scores_kernel
 
 CHUNK = 64
 """L, tokens of a chunk."""

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_elementwise import sigmoid, swish
-from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.gates.triton import sigmoid, swish
 
 
 @triton.jit

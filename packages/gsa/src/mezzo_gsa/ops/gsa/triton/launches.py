@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from mezzo_gsa.ops.chunks import SEGMENT, Chunks
+from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
+from mezzo_gsa.ops.chunking.triton.states import INNER, padded, precision, run_states
 from mezzo_gsa.ops.gsa.tiling import gate_tiles
-from mezzo_gsa.ops.gsa.triton_gate import gate_kernel
-from mezzo_gsa.ops.gsa.triton_slots import slots_bwd_kernel, slots_fwd_kernel
-from mezzo_gsa.ops.gsa.triton_tokens import swish_kernel, tokens_kernel
-from mezzo_gsa.ops.states import INNER, padded, precision, run_states
+from mezzo_gsa.ops.gsa.triton.gate import gate_kernel
+from mezzo_gsa.ops.gsa.triton.slots import slots_bwd_kernel, slots_fwd_kernel
+from mezzo_gsa.ops.gsa.triton.tokens import swish_kernel, tokens_kernel
 
 BAND = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
 """Width of a band of running sums: factors up to exp(BAND / 2) lose no digits."""

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo_gsa.ops.triton_elementwise import swish
+from mezzo_gsa.ops.gates.triton import swish
 
 # Programs that fill a large GPU, and the widths of tiles to choose from.
 PROGRAMS, NARROW, WIDE = 256, 16, 64

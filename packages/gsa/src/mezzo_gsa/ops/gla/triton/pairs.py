@@ -5,8 +5,8 @@ product, times a matrix of decays. With a gate of each channel, the pair of t in
 the left half of the chunk is parted at the middle: exp(G[t] - P) exp(P - G[i]), factors that never
 exceed one. A pair of one half takes P at the half's start: exp(G[t] - P) is at most one again, and
 exp(P - G[i]) at most exp(MILD) for the rows t before which the half has decayed mildly. Rows after
-that are parted by levels, down to single tokens (see `mezzo_gsa.ops.eager_halves`); with the gates
-of trained models there are hardly any. What t reads is so computed from tokens up to t alone.
+that are parted by levels, down to single tokens (see `mezzo_gsa.ops.chunking.halves`); with the
+gates of trained models there are hardly any. What t reads is so computed from tokens up to t alone.
 
 A token's own pair does not decay; it is kept apart from the others, and so what cancels in the
 gate's gradient is never added.
@@ -15,8 +15,8 @@ gate's gradient is never added.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_elementwise import exp
-from mezzo_gsa.ops.triton_products import dot_wide, load_running
+from mezzo_gsa.ops.chunking.triton.products import dot_wide, load_running
+from mezzo_gsa.ops.gates.triton import exp
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.triton_elementwise import exp, log_sigmoid, write_strength
-from mezzo_gsa.ops.triton_states import locate_chunk
+from mezzo_gsa.ops.chunking.triton.states import locate_chunk
+from mezzo_gsa.ops.gates.triton import exp, log_sigmoid, write_strength
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def gate_kernel(
 ):  # fmt: skip
     """Sum the log gates g (or logits of them) of one chunk and tile of slots; s None: 1 - exp(g).
 
-    Writes `bands`, how many bands of WIDTH the sums reach (see `triton_slots`). `strength` may be
+    Writes `bands`, how many bands of WIDTH the sums reach (see `slots.py`). `strength` may be
     None.
     """
     i_c, i_h, i_m = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)

@@ -8,12 +8,12 @@ half's tiles fit in registers.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gla.triton_chunks import load_rows, store_rows
-from mezzo_gsa.ops.gla.triton_gate import gate_columns
-from mezzo_gsa.ops.gla.triton_pairs import on_diagonal, scores_bwd_of_half
-from mezzo_gsa.ops.triton_elementwise import exp
-from mezzo_gsa.ops.triton_products import dot_wide, suffix_sum
-from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.chunking.triton.products import dot_wide, suffix_sum
+from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.gates.triton import exp
+from mezzo_gsa.ops.gla.triton.gate import gate_columns
+from mezzo_gsa.ops.gla.triton.pairs import on_diagonal, scores_bwd_of_half
+from mezzo_gsa.ops.gla.triton.scores import load_rows, store_rows
 
 
 @triton.jit

@@ -21,10 +21,10 @@ Factors have the type INNER, as float16 has too few exponents for them.
 import triton
 import triton.language as tl
 
-from mezzo_gsa.ops.gsa.triton_gate import load_bands, load_gate, own_strength
-from mezzo_gsa.ops.triton_elementwise import exp, sigmoid
-from mezzo_gsa.ops.triton_products import dot_wide, load_running, suffix_sum
-from mezzo_gsa.ops.triton_states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.chunking.triton.products import dot_wide, load_running, suffix_sum
+from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
+from mezzo_gsa.ops.gates.triton import exp, sigmoid
+from mezzo_gsa.ops.gsa.triton.gate import load_bands, load_gate, own_strength
 
 
 @triton.jit
