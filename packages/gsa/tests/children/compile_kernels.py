@@ -2,7 +2,7 @@
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_gsa.ops.gsa import registered, registered_packed
+from mezzo_gsa.ops.gsa import registered, registered_projected
 from triton.runtime.jit import JITFunction
 
 HOPPER = 227 * 1024  # bytes of shared memory that one program may have
@@ -28,8 +28,10 @@ def projection(T, D, M, dtype, *, B=1, HQ=4, H=4, swish=True, keep_states=False)
     """Launch a forward and a backward on a projection."""
     x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
     form = (HQ, H, M, 1.0, "softmax", 8.0, swish)
-    out, _, _, *kept = registered_packed.gsa_packed(x, None, None, None, *form, keep_states, True)
-    registered_packed.gsa_packed_bwd(out, None, None, x, None, None, None, kept, *form)
+    out, _, _, *kept = registered_projected.gsa_projected(
+        x, None, None, None, *form, keep_states, True
+    )
+    registered_projected.gsa_projected_bwd(out, None, None, x, None, None, None, kept, *form)
 
 
 def compile_forms():

@@ -3,7 +3,7 @@
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_gsa.ops.gsa import GSAState
-from mezzo_gsa.ops.gsa.step import gsa_step_, gsa_step_packed_
+from mezzo_gsa.ops.gsa.step import gsa_step_, gsa_step_projected_
 
 
 def step(B, HQ, H, M, K, V, dtype, *, gate=True, strength=False, between="softmax"):
@@ -20,7 +20,7 @@ def layer(B, HQ, H, M, D, dtype, *, constant=False, norm=True, swish=True, betwe
     logits = torch.zeros(H * M, dtype=dtype) if constant else None
     weight = torch.zeros(HQ * D, dtype=dtype) if norm else None
     state = empty(B, H, M, D, D)
-    gsa_step_packed_(x, logits, weight, *state, HQ, 8.0, 1e-5, swish, 1.0, between)
+    gsa_step_projected_(x, logits, weight, *state, HQ, 8.0, 1e-5, swish, 1.0, between)
 
 
 def empty(B, H, M, K, V):

@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mezzo_core.testing import assert_close, grads
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_packed, registered, registered_packed
+from mezzo_gsa.ops.gsa import (
+    GSAState,
+    chunk_gsa,
+    chunk_gsa_projected,
+    registered,
+    registered_projected,
+)
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +75,7 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
         return run(fn, to, to)
 
     ours = run(
-        lambda **x: call(chunk_gsa_packed, **x, **heads, **form, impl="triton"),
+        lambda **x: call(chunk_gsa_projected, **x, **heads, **form, impl="triton"),
         dtype, torch.float32,
     )  # fmt: skip
     low = {} if dtype == torch.float32 else eager(dtype)
@@ -102,7 +108,7 @@ def test_a_projection_that_is_part_of_a_wider_tensor_is_read_in_place():
     strided = wide[:, 2:22, 16 : 16 + inputs["x"].shape[2]]
     strided.copy_(inputs["x"])
     ours, ref = (
-        call(chunk_gsa_packed, x=x, **heads, impl="triton") for x in (strided, inputs["x"])
+        call(chunk_gsa_projected, x=x, **heads, impl="triton") for x in (strided, inputs["x"])
     )
     assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))
 
@@ -112,7 +118,7 @@ def test_a_gradient_comes_through_the_final_state_alone():
     douts = (None, *(normal(1, 2, 10, 12, seed=20 + i) for i in range(2)))
     found, truth = (
         grads(
-            lambda i=impl, **x: call(chunk_gsa_packed, **x, **heads, impl=i),
+            lambda i=impl, **x: call(chunk_gsa_projected, **x, **heads, impl=i),
             {"x": inputs["x"]},
             douts,
         )[1]
@@ -127,7 +133,7 @@ def test_kept_memories_and_repeats_change_no_bit():
     runs = []
     for keep_states in (False, False, True):
         fn = lambda k=keep_states, **x: call(  # noqa: E731
-            chunk_gsa_packed, **x, **heads, keep_states=k, impl="triton"
+            chunk_gsa_projected, **x, **heads, keep_states=k, impl="triton"
         )
         results, found = grads(fn, inputs, douts)
         runs.append([*results, *found.values()])
@@ -166,8 +172,8 @@ def test_registered_ops_on_projections_keep_their_contract(packed, state, keep_s
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
     form = (*heads.values(), 0.5, "softmax", 8.0, True)
     opcheck(
-        registered_packed.gsa_packed,
-        registered_packed.gsa_packed_bwd,
+        registered_projected.gsa_projected,
+        registered_projected.gsa_projected_bwd,
         inputs,
         borders,
         form,
@@ -201,7 +207,7 @@ def test_separate_tensors_compile_in_one_graph(packed):
 def test_a_projection_compiles_in_one_graph():
     inputs, heads = draw(1, 20, 2, 1)
     assert_compiles(
-        lambda **x: call(chunk_gsa_packed, **x, **heads, impl="triton"),
+        lambda **x: call(chunk_gsa_projected, **x, **heads, impl="triton"),
         inputs,
         (torch.ones(1, 20, 2, 12, device=DEVICE), None, None),
     )
@@ -225,5 +231,7 @@ def test_on_a_gpu_compiled_in_bfloat16():
     inputs, heads = draw(2, 300, 4, 4, 64, 64, dtype=torch.bfloat16)
     dout = torch.ones(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert_compiles(
-        lambda **x: call(chunk_gsa_packed, **x, **heads, impl="triton"), inputs, (dout, None, None)
+        lambda **x: call(chunk_gsa_projected, **x, **heads, impl="triton"),
+        inputs,
+        (dout, None, None),
     )

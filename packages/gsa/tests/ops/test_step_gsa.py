@@ -11,7 +11,7 @@ from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
 from mezzo_gsa.ops.decoding.triton import tile
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
-from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_packed_
+from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_projected_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -131,7 +131,7 @@ def draw_packed(sizes, dtype, *, constant=False, norm=True):
 def run_packed(inputs, state, impl, **form):
     state = copy(state)
     with torch.no_grad():
-        y = step_gsa_packed_(**inputs, state=state, impl=impl, **form)
+        y = step_gsa_projected_(**inputs, state=state, impl=impl, **form)
     return y, state
 
 
@@ -232,7 +232,7 @@ def test_registered_ops_are_sound():
     parts = [inputs[name] for name in "qkvg"]
     torch.library.opcheck(ops.gsa_step_, (*parts, None, *inputs["state"], 0.2, "softmax"))
     torch.library.opcheck(
-        ops.gsa_step_packed_,
+        ops.gsa_step_projected_,
         (
             *(packed[name] for name in ("x", "gate_logits", "norm_weight")),
             *inputs["state"],
@@ -245,7 +245,7 @@ def test_a_compiled_step_is_one_graph():
     sizes = (2, 4, 2, 16, 32, 32)
     inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
     ours = copy(state)
-    compiled = torch.compile(step_gsa_packed_, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step_gsa_projected_, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         y = compiled(**inputs, state=ours, impl="triton")
     expected, after = run_packed(inputs, state, "triton")
@@ -276,7 +276,7 @@ def test_the_op_is_sound_with_a_dtype_of_its_own():
     inputs = draw_packed((2, 4, 2, 16, 32, 32), torch.float16, norm=False)
     state = draw((2, 4, 2, 16, 32, 32), torch.float16)["state"]
     arguments = (inputs["x"], None, None, *state, 4, 8.0, 1e-5, True, 1.0, "softmax")
-    op = torch.ops.mezzo_gsa.gsa_step_packed_
+    op = torch.ops.mezzo_gsa.gsa_step_projected_
     torch.library.opcheck(op, (*arguments, torch.float32))
 
 
@@ -286,8 +286,8 @@ def test_what_needs_gradients_is_refused():
         step_gsa_(**{**inputs, "v": inputs["v"].requires_grad_()})
     packed = draw_packed((1, 2, 2, 16, 32, 32), torch.float32)
     packed["norm_weight"].requires_grad_()
-    with pytest.raises(RuntimeError, match="step_gsa_packed_ overwrites the state"):
-        step_gsa_packed_(**packed, state=inputs["state"])
+    with pytest.raises(RuntimeError, match="step_gsa_projected_ overwrites the state"):
+        step_gsa_projected_(**packed, state=inputs["state"])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_projection_that_does_not_fit_is_named(change, error, message):
     state = draw(sizes, torch.float32)["state"]
     change = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}
     with pytest.raises(error, match=message):
-        step_gsa_packed_(**{**draw_packed(sizes, torch.float32), **change}, state=state)
+        step_gsa_projected_(**{**draw_packed(sizes, torch.float32), **change}, state=state)
 
 
 @pytest.mark.parametrize(

@@ -15,22 +15,22 @@ SEGMENT = 16
 
 
 class Chunks(NamedTuple):
-    """The layout of one call, for the kernels."""
+    """The chunks and segments of one call, for the kernels."""
 
     length: int
     """L, tokens of a chunk; the last chunk of a sequence may have fewer."""
     per_row: int
-    """Chunks of a row; packed, room for those of all sequences."""
+    """Chunks of a row; if sequences are packed in it, room for those of all."""
     num_rows: int
     num_sequences: int
     segments_per_row: int
-    """Segments of a row; packed, room for those of all sequences."""
+    """Segments of a row; if sequences are packed in it, room for those of all."""
     chunk_table: Tensor | None
-    """Packed: (N, 3) int32, the first token, the number of tokens, the segment of each chunk."""
+    """Packed sequences have one: (N, 3) int32, each chunk's first token, number of tokens, segment."""
     segment_table: Tensor | None
-    """Packed: (NS, 2) int32, the first chunk and the number of chunks of each segment."""
+    """Packed sequences have one: (NS, 2) int32, each segment's first chunk and number of chunks."""
     sequence_table: Tensor | None
-    """Packed: (S, 2) int32, the first segment and the number of segments of each sequence."""
+    """Packed sequences have one: (S, 2) int32, each one's first segment and number of segments."""
 
     @property
     def num_chunks(self) -> int:
@@ -48,8 +48,11 @@ class Chunks(NamedTuple):
         return self.num_segments > self.num_rows
 
 
-def lay_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chunks:
-    """Lay out B rows of T tokens, or the sequences packed in one row, without waiting for a GPU."""
+def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chunks:
+    """Place the chunks of B rows of T tokens, or of the sequences packed in one row.
+
+    It never waits for a GPU.
+    """
     if cu_seqlens is None:
         N = -(-T // length)
         return Chunks(length, N, B, B, -(-N // SEGMENT), None, None, None)

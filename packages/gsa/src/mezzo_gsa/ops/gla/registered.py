@@ -7,7 +7,7 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.by_token import by_token
-from mezzo_gsa.ops.chunking.chunks import Chunks, lay_chunks
+from mezzo_gsa.ops.chunking.chunks import Chunks, place_chunks
 
 
 @torch.library.custom_op("mezzo_gsa::gla", mutates_args=())
@@ -118,7 +118,7 @@ def _lay(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
 
     if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
         check_borders("chunk_gla", cu_seqlens, q.shape[1])
-    return lay_chunks(q.shape[0], q.shape[1], CHUNK, cu_seqlens)
+    return place_chunks(q.shape[0], q.shape[1], CHUNK, cu_seqlens)
 
 
 def _fake_state(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

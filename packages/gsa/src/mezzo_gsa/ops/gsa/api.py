@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from mezzo_gsa.ops.eager.op import eager_op
 from mezzo_gsa.ops.gates.elementwise import log_gate
-from mezzo_gsa.ops.gsa import registered, registered_packed
+from mezzo_gsa.ops.gsa import registered, registered_projected
 from mezzo_gsa.ops.gsa.between import Between
-from mezzo_gsa.ops.gsa.checks import check_inputs, check_packing, check_state, unsupported
+from mezzo_gsa.ops.gsa.checks import check_inputs, check_projection, check_state, unsupported
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
 from mezzo_gsa.ops.gsa.state import GSAOutput, GSAState
@@ -116,7 +116,7 @@ def chunk_gsa(
     return GSAOutput(out, GSAState(k_last, v_last))
 
 
-def chunk_gsa_packed(
+def chunk_gsa_projected(
     x: Float[Tensor, "B T W"],
     *,
     num_heads: int,
@@ -160,9 +160,9 @@ def chunk_gsa_packed(
         ValueError: if W does not hold the heads, a number of heads or slots or the damping is not
             positive, or as `chunk_gsa`.
     """
-    check_floating("chunk_gsa_packed", "x", x)
-    check_packing(
-        "chunk_gsa_packed",
+    check_floating("chunk_gsa_projected", "x", x)
+    check_projection(
+        "chunk_gsa_projected",
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         num_slots=num_slots,
@@ -172,14 +172,14 @@ def chunk_gsa_packed(
     width = x.shape[-1] - num_kv_heads * num_slots if x.ndim == 3 else 0
     if width < heads or width % heads:
         raise ValueError(
-            f"chunk_gsa_packed: x must be (B, T, W) with W = ({num_heads} + 2 · {num_kv_heads}) D "
-            f"+ {num_kv_heads} · {num_slots}, got {tuple(x.shape)}"
+            f"chunk_gsa_projected: x must be (B, T, W) with W = "
+            f"({num_heads} + 2 · {num_kv_heads}) D + {num_kv_heads} · {num_slots}, got {tuple(x.shape)}"
         )
     q, k, v, logits = registered.unpack(x, num_heads, num_kv_heads, num_slots)
-    _check("chunk_gsa_packed", q, k, v, logits, None, scale, between, initial_state, cu_seqlens)
+    _check("chunk_gsa_projected", q, k, v, logits, None, scale, between, initial_state, cu_seqlens)
     D = q.shape[3]
     no = unsupported(x.dtype, x.shape[:2], num_slots, D, D, on_gpu=x.is_cuda)
-    if resolve_impl("chunk_gsa_packed", impl, x.device, no) == "reference":
+    if resolve_impl("chunk_gsa_projected", impl, x.device, no) == "reference":
         if swish:
             q, k, v = (F.silu(part) for part in (q, k, v))
         return chunk_gsa(
@@ -187,7 +187,7 @@ def chunk_gsa_packed(
             initial_state=initial_state, cu_seqlens=cu_seqlens, impl="reference",
         )  # fmt: skip
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
-    out, k_last, v_last, *_ = registered_packed.gsa_packed(
+    out, k_last, v_last, *_ = registered_projected.gsa_projected(
         x, *first, cu_seqlens, num_heads, num_kv_heads, num_slots, scale, between, damping, swish,
         keep_states, _is_differentiable(x, *first),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.by_token import by_token
-from mezzo_gsa.ops.chunking.chunks import lay_chunks
+from mezzo_gsa.ops.chunking.chunks import place_chunks
 from mezzo_gsa.ops.gsa.tiling import chunk_length, gate_tiles
 
 
@@ -30,7 +30,7 @@ class Results(NamedTuple):
     k_starts: Tensor
     v_starts: Tensor
     swished: Tensor
-    """`gsa_packed`: q, k, v behind their swish."""
+    """`gsa_projected`: q, k, v behind their swish."""
 
 
 Flat = tuple[
@@ -68,7 +68,7 @@ def run_forward(
         check_borders("chunk_gsa", cu_seqlens, parts[0].shape[1])
     x = _inputs(parts, s)
     B, T = x.q.shape[:2]
-    chunks = lay_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
+    chunks = place_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
     with torch.cuda.device_of(x.q):
         first = _contiguous(k0), _contiguous(v0)
         keep_states = keep_states and differentiable
@@ -96,7 +96,7 @@ def fake_forward(
     q, _, v, g = parts
     (B, T, HQ, K), (H, V, M) = q.shape, (*v.shape[2:], g.shape[3])
     length = chunk_length(q.dtype, M)
-    chunks = lay_chunks(B, T, length, cu_seqlens)
+    chunks = place_chunks(B, T, length, cu_seqlens)
     N, NS, S = chunks.num_chunks, chunks.num_segments, chunks.num_sequences
     fp32, dtype = torch.float32, q.dtype
     sums = torch.float64 if dtype == fp32 else fp32
@@ -144,7 +144,7 @@ def run_backward(
     (B, T, HQ), (H, V) = x.q.shape[:3], x.v.shape[2:]
     if do is None:
         do = x.v.new_zeros(()).expand(B, T, HQ, V)
-    chunks = lay_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
+    chunks = place_chunks(B, T, chunk_length(x.q.dtype, x.g.shape[3]), cu_seqlens)
     logits, weights, *kept, _ = kept
     grouped = HQ > H
     dq, dk, dv, dg = grads

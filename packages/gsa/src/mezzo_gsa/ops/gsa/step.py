@@ -80,7 +80,7 @@ def step_gsa_(
     return out[:, 0]
 
 
-def step_gsa_packed_(
+def step_gsa_projected_(
     x: Float[Tensor, "B W"],
     state: GSAState,
     *,
@@ -122,8 +122,8 @@ def step_gsa_packed_(
     Raises:
         RuntimeError, TypeError, ValueError: as `step_gsa_`, naming the argument.
     """
-    op = "step_gsa_packed_"
-    B, H, M, K, V = _packed_sizes(op, x, state, num_heads, gate_logits, norm_weight)
+    op = "step_gsa_projected_"
+    B, H, M, K, V = _projected_sizes(op, x, state, num_heads, gate_logits, norm_weight)
     check_between(op, between)
     check_number(op, "scale", scale)
     for name, number in (("damping", damping), ("norm_eps", norm_eps)):
@@ -131,7 +131,7 @@ def step_gsa_packed_(
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
     if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
-        return gsa_step_packed_(
+        return gsa_step_projected_(
             x,
             gate_logits,
             norm_weight,
@@ -145,7 +145,7 @@ def step_gsa_packed_(
             between,
             out_dtype,
         )
-    q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
+    q, k, v, logits = split_projected(x, state, num_heads, gate_logits)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = log_gate(logits, damping)
@@ -153,7 +153,7 @@ def step_gsa_packed_(
     return gated_norm(out.flatten(1), norm_weight, norm_eps, out_dtype)
 
 
-def split_packed(
+def split_projected(
     x: Tensor, state: GSAState, num_heads: int, gate_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return views of q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M)."""
@@ -197,8 +197,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return q.new_empty(*q.shape[:2], v.shape[2])
 
 
-@torch.library.custom_op("mezzo_gsa::gsa_step_packed_", mutates_args=("slots_k", "slots_v"))
-def gsa_step_packed_(
+@torch.library.custom_op("mezzo_gsa::gsa_step_projected_", mutates_args=("slots_k", "slots_v"))
+def gsa_step_projected_(
     x: Tensor,
     gate_logits: Tensor | None,
     norm_weight: Tensor | None,
@@ -216,13 +216,13 @@ def gsa_step_packed_(
     from mezzo_gsa.ops.gsa.triton import step as kernels
 
     state = GSAState(slots_k, slots_v)
-    q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
+    q, k, v, logits = split_projected(x, state, num_heads, gate_logits)
     return kernels.step_layer(
         q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between, out_dtype
     )
 
 
-@gsa_step_packed_.register_fake
+@gsa_step_projected_.register_fake
 def _(
     x: Tensor,
     gate_logits: Tensor | None,
@@ -240,7 +240,7 @@ def _(
     return x.new_empty(x.shape[0], num_heads * slots_v.shape[3], dtype=out_dtype)
 
 
-def _packed_sizes(
+def _projected_sizes(
     op: str,
     x: Tensor,
     state: GSAState,

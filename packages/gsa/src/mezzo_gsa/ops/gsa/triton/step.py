@@ -122,7 +122,7 @@ def step_layer(
     between: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Take one token from the parts of a projection; as in `step_gsa_packed_`.
+    """Take one token from the parts of a projection; as in `step_gsa_projected_`.
 
     Args:
         q: (B, HQ, K), as k (B, H, K), v (B, H, V) and logits (B, H, M) a view of the projection.

@@ -18,8 +18,8 @@ from mezzo_gsa.ops.gsa.registered import (
 )
 
 
-@torch.library.custom_op("mezzo_gsa::gsa_packed", mutates_args=())
-def gsa_packed(
+@torch.library.custom_op("mezzo_gsa::gsa_projected", mutates_args=())
+def gsa_projected(
     x: Tensor,
     k0: Tensor | None,
     v0: Tensor | None,
@@ -34,7 +34,7 @@ def gsa_packed(
     keep_states: bool,
     differentiable: bool,
 ) -> Flat:
-    """Run the forward on a projection; see `chunk_gsa_packed`."""
+    """Run the forward on a projection; see `chunk_gsa_projected`."""
     x = x.contiguous()
     y = _swished(x) if swish else x
     q, k, v, _ = unpack(y, num_heads, num_kv_heads, num_slots)
@@ -51,7 +51,7 @@ def _swished(x: Tensor) -> Tensor:
         return launches.apply_swish(x)
 
 
-@gsa_packed.register_fake
+@gsa_projected.register_fake
 def _(
     x: Tensor,
     k0: Tensor | None,
@@ -73,8 +73,8 @@ def _(
     return (*results[:-1], x.new_empty(x.shape)) if keeps else results
 
 
-@torch.library.custom_op("mezzo_gsa::gsa_packed_bwd", mutates_args=())
-def gsa_packed_bwd(
+@torch.library.custom_op("mezzo_gsa::gsa_projected_bwd", mutates_args=())
+def gsa_projected_bwd(
     do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
@@ -105,7 +105,7 @@ def gsa_packed_bwd(
     return (dx, *first)
 
 
-@gsa_packed_bwd.register_fake
+@gsa_projected_bwd.register_fake
 def _(
     do: Tensor | None,
     dk_last: Tensor | None,
@@ -124,19 +124,19 @@ def _(
     return (x.new_empty(x.shape), *fake_first(*parts[1:], cu_seqlens))
 
 
-def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
+def _save_projected(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
     *tensors, ctx.form = *inputs[:4], inputs[4:11]
     ctx.save_for_backward(*tensors, *output[3:])
     ctx.set_materialize_grads(False)
 
 
-def _packed_backward(
+def _projected_backward(
     ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     x, k0, v0, cu_seqlens, *kept = ctx.saved_tensors
-    dx, dk0, dv0 = gsa_packed_bwd(do, dk_last, dv_last, x, k0, v0, cu_seqlens, kept, *ctx.form)
+    dx, dk0, dv0 = gsa_projected_bwd(do, dk_last, dv_last, x, k0, v0, cu_seqlens, kept, *ctx.form)
     first = (None if k0 is None else dk0, None if v0 is None else dv0)
     return (dx, *first, *(None,) * 10)
 
 
-gsa_packed.register_autograd(_packed_backward, setup_context=_save_packed)
+gsa_projected.register_autograd(_projected_backward, setup_context=_save_projected)
