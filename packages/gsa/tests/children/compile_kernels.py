@@ -2,7 +2,8 @@
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_gsa.ops.gsa import registered, registered_projected
+from mezzo_gsa.ops.gsa import op
+from mezzo_gsa.ops.gsa.form import Form
 from triton.runtime.jit import JITFunction
 
 HOPPER = 227 * 1024  # bytes of shared memory that one program may have
@@ -19,19 +20,18 @@ def apart(
     S = 2 if packed else B
     first = [torch.zeros(S, H, M, D) if state else None for D in (K, V)]
     tensors = (q, k, v, g, s, *first, borders)
-    out, *rest = registered.gsa(*tensors, 1.0, between, keep_states, True)
-    last, kept = rest[:2] if state else (None, None), rest[2:]
-    registered.gsa_bwd(out, *last, *tensors, kept, 1.0, between)
+    form = Form(1.0, between, None, False, "states" if keep_states else "weights")
+    out, k, v, *saved = op.gsa(*tensors, *form)
+    last = (k, v) if state else (None, None)
+    op.gsa_bwd(out, *last, *tensors, saved, *form)
 
 
 def projection(T, D, M, dtype, *, B=1, HQ=4, H=4, swish=True, keep_states=False):
     """Launch a forward and a backward on a projection."""
     x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
-    form = (HQ, H, M, 1.0, "softmax", 8.0, swish)
-    out, _, _, *kept = registered_projected.gsa_projected(
-        x, None, None, None, *form, keep_states, True
-    )
-    registered_projected.gsa_projected_bwd(out, None, None, x, None, None, None, kept, *form)
+    form = Form(1.0, "softmax", 8.0, swish, "states" if keep_states else "weights")
+    out, _, _, *saved = op.gsa_projected(x, None, None, None, HQ, H, M, *form)
+    op.gsa_projected_bwd(out, None, None, x, None, None, None, saved, HQ, H, M, *form)
 
 
 def compile_forms():
@@ -46,7 +46,7 @@ def compile_forms():
     for between in ("none", "swish", "relu", "relu_squared"):
         apart(100, 64, 64, 16, torch.bfloat16, between=between)
     q, g = torch.zeros(1, 100, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 100, 4, 64)
-    registered.gsa(q, q, q, g, None, None, None, None, 1.0, "softmax", False, False)  # no backward
+    op.gsa(q, q, q, g, None, None, None, None, *Form(1.0, "softmax", None, False, "nothing"))
 
 
 with compile_only() as compiled:

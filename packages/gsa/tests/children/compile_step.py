@@ -3,7 +3,8 @@
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_gsa.ops.gsa import GSAState
-from mezzo_gsa.ops.gsa.step import gsa_step_, gsa_step_projected_
+from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
 
 
 def step(B, HQ, H, M, K, V, dtype, *, gate=True, strength=False, between="softmax"):
@@ -20,7 +21,7 @@ def layer(B, HQ, H, M, D, dtype, *, constant=False, norm=True, swish=True, betwe
     logits = torch.zeros(H * M, dtype=dtype) if constant else None
     weight = torch.zeros(HQ * D, dtype=dtype) if norm else None
     state = empty(B, H, M, D, D)
-    gsa_step_projected_(x, logits, weight, *state, HQ, 8.0, 1e-5, swish, 1.0, between)
+    gsa_step_projected_(x, logits, weight, *state, HQ, *StepForm(1.0, between, 8.0, swish))
 
 
 def empty(B, H, M, K, V):

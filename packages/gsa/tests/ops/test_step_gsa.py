@@ -11,6 +11,7 @@ from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
 from mezzo_gsa.ops.decoding.triton import tile
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
+from mezzo_gsa.ops.gsa.form import StepForm
 from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_projected_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -236,7 +237,8 @@ def test_registered_ops_are_sound():
         (
             *(packed[name] for name in ("x", "gate_logits", "norm_weight")),
             *inputs["state"],
-            *(4, 8.0, 1e-5, True, 1.0, "softmax"),
+            4,
+            *StepForm(1.0, "softmax", 8.0, True),
         ),
     )
 
@@ -275,9 +277,9 @@ def test_a_norm_that_comes_later_gets_all_digits(impl):
 def test_the_op_is_sound_with_a_dtype_of_its_own():
     inputs = draw_packed((2, 4, 2, 16, 32, 32), torch.float16, norm=False)
     state = draw((2, 4, 2, 16, 32, 32), torch.float16)["state"]
-    arguments = (inputs["x"], None, None, *state, 4, 8.0, 1e-5, True, 1.0, "softmax")
+    form = StepForm(1.0, "softmax", 8.0, True, out_dtype=torch.float32)
     op = torch.ops.mezzo_gsa.gsa_step_projected_
-    torch.library.opcheck(op, (*arguments, torch.float32))
+    torch.library.opcheck(op, (inputs["x"], None, None, *state, 4, *form))
 
 
 def test_what_needs_gradients_is_refused():

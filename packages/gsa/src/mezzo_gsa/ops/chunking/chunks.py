@@ -26,7 +26,7 @@ class Chunks(NamedTuple):
     segments_per_row: int
     """Segments of a row; if sequences are packed in it, room for those of all."""
     chunk_table: Tensor | None
-    """Packed sequences have one: (N, 3) int32, each chunk's first token, number of tokens, segment."""
+    """Packed sequences have one: (N, 3) int32, each chunk's first token, length and segment."""
     segment_table: Tensor | None
     """Packed sequences have one: (NS, 2) int32, each segment's first chunk and number of chunks."""
     sequence_table: Tensor | None

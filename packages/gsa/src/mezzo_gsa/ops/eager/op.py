@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo_gsa.ops.eager.autocast import without_autocast
 
-Form = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
+EagerForm = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
 """Takes [q, k, v, ...] of at least one token, the states before the first, the borders of packed
 sequences, what multiplies q, and what stands between two passes. Returns out (B, T, HQ, V) and the
 last states."""
@@ -22,7 +22,7 @@ last states."""
 ARGUMENTS = "Tensor[] inputs, Tensor[] states, Tensor? cu_seqlens, float scale, str between"
 
 
-def eager_op(name: str, form: Form) -> Form:
+def eager_op(name: str, form: EagerForm) -> EagerForm:
     """Return `form` without autocast, with borders checked; one op where torch.compile traces.
 
     The op's backward runs the form once more, and goes back through that.
@@ -69,7 +69,7 @@ def eager_op(name: str, form: Form) -> Form:
 
 def _run(
     name: str,
-    form: Form,
+    form: EagerForm,
     inputs: list[Tensor],
     states: list[Tensor],
     cu_seqlens: Tensor | None,

@@ -1,5 +1,6 @@
 """The public ops of gated linear attention: arguments checked, who computes."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
@@ -9,7 +10,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.ops.decoding.checks import check_state
-from mezzo_gsa.ops.eager.op import eager_op
+from mezzo_gsa.ops.eager.op import EagerForm, eager_op
 from mezzo_gsa.ops.gla import registered
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
@@ -126,19 +127,16 @@ def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return g.new_zeros(_state_shape(k, v, cu_seqlens))
 
 
-def _run_recurrent(
-    inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
-) -> list[Tensor]:
-    (q, k, v, g), (state,) = inputs, states
-    return [*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
+def _eager(name: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> EagerForm:
+    """Return a form in plain PyTorch, with the arguments that `eager_op` takes, as such an op."""
+
+    def run(
+        inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
+    ) -> list[Tensor]:
+        return [*compute(*inputs, scale, *states, cu_seqlens)]
+
+    return eager_op(name, run)
 
 
-def _run_chunked(
-    inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
-) -> list[Tensor]:
-    (q, k, v, g), (state,) = inputs, states
-    return [*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
-
-
-_recurrent = eager_op("recurrent_gla", _run_recurrent)
-_chunked = eager_op("chunk_gla", _run_chunked)
+_recurrent = _eager("recurrent_gla", recurrent_gla_reference)
+_chunked = _eager("chunk_gla", chunk_gla_reference)

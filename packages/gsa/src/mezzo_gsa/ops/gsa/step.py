@@ -14,7 +14,10 @@ from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa.api import recurrent_gsa
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_between, check_inputs, unsupported
+from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.projection import split_step
 from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
 
 
 def step_gsa_(
@@ -64,7 +67,7 @@ def step_gsa_(
     check_no_gradients(op, q, k, v, g, s, *state)
     if resolve_impl(op, impl, q.device, _unsupported(q.dtype, state)) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
-        return gsa_step_(q, k, v, g, s, state.k, state.v, scale, between)
+        return gsa_step_(q, k, v, g, s, *state, scale, between)
     out, after = recurrent_gsa(
         q[:, None],
         k[:, None],
@@ -131,113 +134,14 @@ def step_gsa_projected_(
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
     if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
-        return gsa_step_projected_(
-            x,
-            gate_logits,
-            norm_weight,
-            state.k,
-            state.v,
-            num_heads,
-            damping,
-            norm_eps,
-            swish,
-            scale,
-            between,
-            out_dtype,
-        )
-    q, k, v, logits = split_projected(x, state, num_heads, gate_logits)
+        form = StepForm(scale, between, damping, swish, norm_eps, out_dtype)
+        return gsa_step_projected_(x, gate_logits, norm_weight, *state, num_heads, *form)
+    q, k, v, logits = split_step(x, state, num_heads, gate_logits)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = log_gate(logits, damping)
     out = step_gsa_(q, k, v, g, None, state, scale=scale, between=between, impl="reference")
     return gated_norm(out.flatten(1), norm_weight, norm_eps, out_dtype)
-
-
-def split_projected(
-    x: Tensor, state: GSAState, num_heads: int, gate_logits: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return views of q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M)."""
-    _, H, M, K = state.k.shape
-    V = state.v.shape[3]
-    if gate_logits is None:
-        widths = [num_heads * K, H * K, H * V, H * M]
-        q, k, v, logits = x.split(widths, dim=-1)
-    else:
-        q, k, v = x.split([num_heads * K, H * K, H * V], dim=-1)
-        logits = gate_logits.expand(x.shape[0], -1)
-    return (
-        q.unflatten(-1, (num_heads, K)),
-        k.unflatten(-1, (H, K)),
-        v.unflatten(-1, (H, V)),
-        logits.unflatten(-1, (H, M)),
-    )
-
-
-@torch.library.custom_op("mezzo_gsa::gsa_step_", mutates_args=("slots_k", "slots_v"))
-def gsa_step_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    s: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    scale: float,
-    between: str,
-) -> Tensor:
-    """Take one token by kernels; return out (B, HQ, V)."""
-    from mezzo_gsa.ops.gsa.triton import step as kernels
-
-    state = GSAState(slots_k, slots_v)
-    return kernels.step(q, k, v, g, s, state, scale, between)
-
-
-@gsa_step_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-@torch.library.custom_op("mezzo_gsa::gsa_step_projected_", mutates_args=("slots_k", "slots_v"))
-def gsa_step_projected_(
-    x: Tensor,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    num_heads: int,
-    damping: float,
-    norm_eps: float,
-    swish: bool,
-    scale: float,
-    between: str,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
-    from mezzo_gsa.ops.gsa.triton import step as kernels
-
-    state = GSAState(slots_k, slots_v)
-    q, k, v, logits = split_projected(x, state, num_heads, gate_logits)
-    return kernels.step_layer(
-        q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between, out_dtype
-    )
-
-
-@gsa_step_projected_.register_fake
-def _(
-    x: Tensor,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    num_heads: int,
-    damping: float,
-    norm_eps: float,
-    swish: bool,
-    scale: float,
-    between: str,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape[0], num_heads * slots_v.shape[3], dtype=out_dtype)
 
 
 def _projected_sizes(

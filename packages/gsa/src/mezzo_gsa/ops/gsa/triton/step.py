@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
 from mezzo_gsa.ops.gates.triton import log_sigmoid, swish, write_strength
+from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.projection import Parts
 from mezzo_gsa.ops.gsa.state import GSAState
 from mezzo_gsa.ops.gsa.triton.slots import weights_of
 
@@ -91,65 +93,42 @@ def step_values_kernel(
         tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_v)
 
 
-def step(
+def run_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     s: Tensor | None,
     state: GSAState,
-    scale: float,
-    between: str,
+    form: StepForm,
 ) -> Tensor:
     """Take one token into the state; arguments and result as in `step_gsa_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    layer = {"LOGITS": False, "MAP": None}
-    _launch(q, k, v, g, s, state, out, 1.0, scale, between, swish_out=False, **layer)
+    _launch(q, k, v, g, s, state, out, form, swish_out=False)
     return out
 
 
-def step_layer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logits: Tensor,
-    norm_weight: Tensor | None,
-    state: GSAState,
-    damping: float,
-    norm_eps: float,
-    swish: bool,
-    scale: float,
-    between: str,
-    out_dtype: torch.dtype | None,
+def run_layer_step(
+    parts: Parts, norm_weight: Tensor | None, state: GSAState, form: StepForm
 ) -> Tensor:
     """Take one token from the parts of a projection; as in `step_gsa_projected_`.
 
     Args:
-        q: (B, HQ, K), as k (B, H, K), v (B, H, V) and logits (B, H, M) a view of the projection.
-        k: see q.
-        v: see q.
-        logits: see q; or the same for every row.
+        parts: q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M).
         norm_weight: (HQ·V,), or None.
         state: overwritten.
-        damping: τ.
-        norm_eps: of the norm.
-        swish: whether q, k and v go through swish.
-        scale: of q.
-        between: what stands between the passes.
-        out_dtype: of y; None: that of q.
+        form: of the layer.
 
     Returns:
         y (B, HQ·V).
     """
+    q, k, v, logits = parts
     B, C = q.shape[0], q.shape[1] * v.shape[2]
-    y = torch.empty((B, C), dtype=out_dtype or q.dtype, device=q.device)
+    y = torch.empty((B, C), dtype=form.out_dtype or q.dtype, device=q.device)
     out = y if norm_weight is None else torch.empty_like(y, dtype=torch.float32)
-    layer = {"LOGITS": True, "MAP": "swish" if swish else None}
-    _launch(
-        q, k, v, logits, None, state, out, 1 / damping, scale, between, swish_out=True, **layer
-    )  # fmt: skip
+    _launch(q, k, v, logits, None, state, out, form, swish_out=True)
     if norm_weight is not None:
-        norm_heads(out, norm_weight, None, y, norm_eps)
+        norm_heads(out, norm_weight, None, y, form.norm_eps)
     return y
 
 
@@ -161,12 +140,9 @@ def _launch(
     s: Tensor | None,
     state: GSAState,
     out: Tensor,
-    inverse_damping: float,
-    scale: float,
-    between: str,
+    form: StepForm,
     *,
     swish_out: bool,
-    **layer: bool | str | None,
 ) -> None:
     """Run both passes over the state; out (B, HQ, V), or the same flattened."""
     B, H, M, K = state.k.shape
@@ -177,14 +153,18 @@ def _launch(
     strides = [0 if x is None else x.stride(0) for x in inputs]
     (x_q, x_k, x_v, x_g, x_s), (stride_q, stride_k, stride_v, *stride_gs) = inputs, strides
     parts = torch.empty((B, H, G, NK, M), dtype=torch.float32, device=q.device)
-    sizes = {"H": H, "G": G, "M": M, "BM": triton.next_power_of_2(M), "num_warps": 4, **layer}
+    inverse_damping = 1.0 if form.damping is None else 1 / form.damping
+    sizes = {
+        "H": H, "G": G, "M": M, "BM": triton.next_power_of_2(M), "num_warps": 4,
+        "LOGITS": form.damping is not None, "MAP": "swish" if form.swish else None,
+    }  # fmt: skip
     with torch.cuda.device_of(q):
         step_keys_kernel[(B * H * NK,)](
             x_q, x_k, x_g, x_s, state.k, parts, stride_q, stride_k, *stride_gs, inverse_damping,
             K=K, BK=BK, **sizes,
         )  # fmt: skip
         step_values_kernel[(B * H * triton.cdiv(V, BV),)](
-            x_v, x_g, x_s, state.v, parts, out, stride_v, *stride_gs, inverse_damping, scale,
-            V=V, NK=NK, BN=triton.next_power_of_2(NK), BV=BV, BETWEEN=between,
+            x_v, x_g, x_s, state.v, parts, out, stride_v, *stride_gs, inverse_damping, form.scale,
+            V=V, NK=NK, BN=triton.next_power_of_2(NK), BV=BV, BETWEEN=form.between,
             SWISH_OUT=swish_out, **sizes,
         )  # fmt: skip
