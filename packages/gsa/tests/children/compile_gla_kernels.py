@@ -2,7 +2,7 @@
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_gsa.ops.gla import registered
+from mezzo_gsa.ops.gla import op
 
 
 def gla(T, K, V, dtype, *, B=1, HQ=4, H=2, head_gate=False, packed=False, state=False):
@@ -12,9 +12,9 @@ def gla(T, K, V, dtype, *, B=1, HQ=4, H=2, head_gate=False, packed=False, state=
     g = torch.zeros(B, T, H, 1 if head_gate else K)
     borders = torch.tensor([0, 3, T]) if packed else None
     initial = torch.zeros(2 if packed else B, H, K, V) if state else None
-    out, final = registered.gla(q, k, v, g, initial, borders, K**-0.5)
+    out, final = op.gla(q, k, v, g, initial, borders, K**-0.5)
     dfinal = torch.zeros(final.shape[0], HQ, K, V) if state and HQ == H else None
-    registered.gla_bwd(out, dfinal, q, k, v, g, initial, borders, K**-0.5)
+    op.gla_bwd(out, dfinal, q, k, v, g, initial, borders, K**-0.5)
 
 
 with compile_only() as compiled:

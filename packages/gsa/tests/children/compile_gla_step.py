@@ -2,7 +2,7 @@
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_gsa.ops.gla.step import gla_step_, gla_step_layer_
+from mezzo_gsa.ops.gla.step_op import gla_step_, gla_step_layer_
 
 
 def inputs(B, HQ, H, K, V, dtype, KG):

@@ -206,9 +206,7 @@ def test_registered_ops_are_sound():
     for name in ("gla", "hgrn2", "retnet"):
         x = draw_layer(name, sizes, torch.float32)
         tensors = [x[n] for n in ("q", "k", "v", "gates", "state", "norm_weight", "z", "places")]
-        form = x["form"]
-        fields = (form.scale, form.feature_map, form.damping, form.lower_bound, form.rope_base)
-        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *fields, form.norm_eps))
+        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *x["form"].fields()))
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "retnet"])

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mezzo_gsa.ops.decoding.checks import check_state
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
-from mezzo_gsa.ops.gla import registered
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
+from mezzo_gsa.ops.gla.op import differentiable_gla
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
 
 
@@ -91,7 +91,7 @@ def chunk_gla(
     """
     g, state = _prepare("chunk_gla", q, k, v, g, scale, initial_state, cu_seqlens)
     if resolve_impl("chunk_gla", impl, q.device, unsupported(q, v)) == "triton":
-        return GLAOutput(*registered.gla(q, k, v, g, state, cu_seqlens, scale))
+        return GLAOutput(*differentiable_gla(q, k, v, g, state, cu_seqlens, scale))
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
     return GLAOutput(*_chunked([q, k, v, g], [state], cu_seqlens, scale, "none"))
 

@@ -16,7 +16,7 @@ from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_inputs, check_projection, check_state, unsupported
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 from mezzo_gsa.ops.gsa.form import Form, Keep
-from mezzo_gsa.ops.gsa.op import gsa, gsa_projected
+from mezzo_gsa.ops.gsa.op import differentiable_gsa, differentiable_gsa_projected
 from mezzo_gsa.ops.gsa.projection import Projection
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
 from mezzo_gsa.ops.gsa.state import GSAOutput, GSAState
@@ -112,7 +112,7 @@ def chunk_gsa(
     s = None if s is None else s.float()
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
     form = Form(scale, between, None, False, _kept(keep_states, q, k, v, g, s, *first))
-    out, k_last, v_last, *_ = gsa(q, k, v, g, s, *first, cu_seqlens, *form)
+    out, k_last, v_last, *_ = differentiable_gsa(q, k, v, g, s, *first, cu_seqlens, *form)
     return GSAOutput(out, GSAState(k_last, v_last))
 
 
@@ -190,7 +190,9 @@ def chunk_gsa_projected(
         )  # fmt: skip
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
     form = Form(scale, between, damping, swish, _kept(keep_states, x, *first))
-    out, k_last, v_last, *_ = gsa_projected(x, *first, cu_seqlens, *projection, *form)
+    out, k_last, v_last, *_ = differentiable_gsa_projected(
+        x, *first, cu_seqlens, *projection, *form
+    )
     return GSAOutput(out, GSAState(k_last, v_last))
 
 

@@ -7,6 +7,7 @@ by side: it is read as it is and gets one gradient, so that nothing is copied ap
 from typing import Any
 
 import torch
+from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
@@ -147,7 +148,7 @@ def _backward(
     return dq, dk, dv, dg, ds, dk0, dv0, None, *(None,) * len(ctx.form)
 
 
-gsa.register_autograd(_backward, setup_context=_save)
+differentiable_gsa = register_gradient(gsa, _backward, _save)
 
 
 def _projected(
@@ -289,7 +290,9 @@ def _backward_projected(
     return dx, dk0, dv0, None, *(None,) * len(ctx.form)
 
 
-gsa_projected.register_autograd(_backward_projected, setup_context=_save_projected)
+differentiable_gsa_projected = register_gradient(
+    gsa_projected, _backward_projected, _save_projected
+)
 
 
 def _check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:

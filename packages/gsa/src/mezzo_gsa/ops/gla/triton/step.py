@@ -75,14 +75,14 @@ def step_state_kernel(
         tl.store(out + (i_bh * G + j) * V + o_v, b_o.to(out.dtype.element_ty), mask=m_v)
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, scale: float) -> Tensor:
+def run_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, form: LayerForm) -> Tensor:
     """Take one token into the state; arguments and result as in `step_gla_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    _launch(q, k, v, g, h, out, None, LayerForm(scale))
+    _launch(q, k, v, g, h, out, None, form)
     return out
 
 
-def step_layer(
+def run_layer_step(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,

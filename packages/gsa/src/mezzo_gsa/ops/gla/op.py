@@ -1,8 +1,9 @@
-"""The kernels as ops that PyTorch knows: shapes for tracing, and gradients."""
+"""Gated linear attention's kernels as ops that PyTorch knows: schemas, fakes, gradients."""
 
 from typing import Any
 
 import torch
+from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
@@ -24,7 +25,7 @@ def gla(
     from mezzo_gsa.ops.gla.triton import launches
 
     x = launches.Inputs(*(by_token(part) for part in (q, k, v, g)))
-    chunks = _lay(q, cu_seqlens)
+    chunks = _place(q, cu_seqlens)
     with torch.cuda.device_of(q):
         parts, final = launches.run_parts(x, initial_state, scale, chunks)
         return launches.run_outputs(x, parts, chunks), final
@@ -60,7 +61,7 @@ def gla_bwd(
 
     x = launches.Inputs(*(by_token(part) for part in (q, k, v, g)))
     (B, T, HQ, _), H = q.shape, k.shape[2]
-    chunks = _lay(q, cu_seqlens)
+    chunks = _place(q, cu_seqlens)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A gradient for each query head, in float32 where those of a group will be summed.
     dtype = torch.float32 if HQ > H else q.dtype
@@ -98,7 +99,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
-    # Few pull on the final state: a missing gradient stays missing.
+    # Often only `out` has a gradient. One that is missing stays None, and costs no zeros.
     ctx.set_materialize_grads(False)
 
 
@@ -110,13 +111,14 @@ def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Ten
     return (*grads, None if initial_state is None else dinitial, None, None)
 
 
-gla.register_autograd(_backward, setup_context=_save)
+differentiable_gla = register_gradient(gla, _backward, _save)
 
 
-def _lay(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
+def _place(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
     from mezzo_gsa.ops.gla.triton.launches import CHUNK
 
-    if cu_seqlens is not None:  # here torch.compile does not trace, and a CPU can look
+    # Inside an op torch.compile does not trace, and a CPU can look at the values.
+    if cu_seqlens is not None:
         check_borders("chunk_gla", cu_seqlens, q.shape[1])
     return place_chunks(q.shape[0], q.shape[1], CHUNK, cu_seqlens)
 
