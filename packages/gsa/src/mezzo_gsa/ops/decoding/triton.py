@@ -1,4 +1,4 @@
-"""What the kernels of a decoding step have in common: tiles, rows, inputs, the norm at the end."""
+"""What kernels of decoding steps share: the width of tiles, how inputs are read, the last norm."""
 
 import torch
 import triton

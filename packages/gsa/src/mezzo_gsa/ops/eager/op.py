@@ -1,7 +1,8 @@
 """Loops of eager PyTorch as one op of a compiled graph.
 
-torch.compile would unroll them, and take minutes for what runs in milliseconds. Called without it
-they stay eager code, which autograd follows as it is.
+torch.compile would unroll a loop over tokens or chunks, and compile for minutes what runs in
+milliseconds. So it sees one op. Outside torch.compile the loops stay eager code, which autograd
+follows as it is.
 """
 
 from collections.abc import Callable

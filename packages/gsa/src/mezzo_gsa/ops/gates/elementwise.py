@@ -1,4 +1,4 @@
-"""What a layer does to gates and outputs, number by number, around the recurrence."""
+"""What a layer does to its gates before the recurrence, and to its outputs after it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What kernels need around products over a chunk: running sums, wide factors, sums of rows."""
+"""What kernels need for products over a chunk: running sums, wide factors, sums of rows."""
 
 import triton
 import triton.language as tl

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
 
-require_ptxas()  # every kernel that multiplies is launched by a module that imports this one
+require_ptxas()  # here, as every module that launches products imports this one
 
 FULL = 264
 """Programs that fill a large GPU, two on each SM."""
 
 INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
-"""The type of factors inside kernels: float16 has too few exponents for them."""
+"""The type of factors inside kernels: they exceed the range of float16."""
 
 
 def padded(size: int) -> int:
@@ -135,7 +135,8 @@ def join_segments_kernel(
 ):  # fmt: skip
     """Run along the segments of a sequence; write the state each begins with, and the final one.
 
-    `initial` has HI heads, each for the first of H / HI, whose sum is what is wanted.
+    `initial` has HI heads. Of the H / HI heads that share one, the first starts from it, the others
+    at zero: the caller adds them up.
     """
     i_b, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_d, i_m = tl.program_id(1), tl.program_id(2)

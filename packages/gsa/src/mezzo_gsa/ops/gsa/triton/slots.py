@@ -7,15 +7,15 @@ a P near G[t], or one of them overflows. So the rows of each slot are taken in b
     -WIDTH (b + 1) < G[t] <= -WIDTH b        P = -WIDTH (b + 1/2)
 
 In its band a row's factors stay within exp(±WIDTH / 2), which float32 and bfloat16 hold without a
-loss of digits; those of columns in earlier bands become smaller, and at last zero, as what they
-wrote has decayed. Each band is a pair of products; `gate_kernel` counts those of a chunk. What came
-before a row tells its band, so outputs never depend on the future, not in one bit.
+loss of digits. Factors of columns in earlier bands become smaller, and at last zero, as what they
+wrote has decayed. Each band takes a pair of products; `gate_kernel` counts the bands of a chunk.
+The tokens before a row decide its band, so outputs depend on the future in no bit.
 
-Mild gates make one band a chunk. Up to 64 slots a kernel for these alone (BANDS "one") is faster;
-launched beside it, "more" takes the other chunks, and each leaves the other's alone. "any" takes
-all.
+With mild gates a chunk has one band. Up to 64 slots it is faster to launch two kernels: one for the
+chunks of one band (BANDS "one"), and one for the others ("more"). Each skips the other's chunks.
+"any" takes all chunks.
 
-Factors have the type INNER, as float16 has too few exponents for them.
+Factors have the type INNER, as they exceed the range of float16.
 """
 
 import triton
@@ -57,7 +57,7 @@ def causal(b_x, L: tl.constexpr):
 def with_diagonal(b_x, b_own, is_steep, L: tl.constexpr):
     """Return the square b_x (L, L) with b_own (L,) on the diagonal of the rows that are steep.
 
-    Where all but a token's own is forgotten, the rounding of factors would show.
+    In such rows hardly anything but the token's own pair is left: rounded factors would show there.
     """
     o_l = tl.arange(0, L)
     m = (o_l[:, None] == o_l[None, :]) & is_steep[:, None]
@@ -142,7 +142,8 @@ def slots_fwd_kernel(
     b_logits *= b_keep
     for band in range(1 if BANDS == "one" else num_bands):
         b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
-        # One rounding in all forms: what is to come tells the form, and must not change a bit.
+        # fma rounds once, in all forms of this kernel. Later tokens decide which form runs (BANDS);
+        # with equal rounding they change no bit of the outputs before them.
         b_logits = tl.fma(b_up, dot_wide(b_a, b_down * b_s, PRECISION), b_logits)
     b_logits *= scale
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
@@ -228,8 +229,8 @@ def slots_bwd_kernel(
             b_dp = tl.dot(b_x, tl.trans(b_h.to(dtype)), b_dp, input_precision=PRECISION)
         b_end += tl.sum(b_h * b_dh, 1)
 
-    # What the stages that follow are made of is loaded by each of them anew, behind a barrier:
-    # registers are short, and it is near.
+    # Each stage that follows loads again what it needs, behind a barrier: registers are short, and
+    # the data is still in the cache.
     p_running = running + (start * H + i_h) * M + o_m[None, :]
     o_h = (o_t[:, None] * H + i_h) * M + o_m[None, :]
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]

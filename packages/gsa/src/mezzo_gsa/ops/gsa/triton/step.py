@@ -3,7 +3,7 @@
 The state is nearly all of the traffic, and one row's is small: 0.5 MB for each of K~ and V~ in the
 1.3B model. So each head's memory is cut into tiles along its channels, as narrow as it takes to
 keep a large GPU busy. The softmax over slots needs all of K~'s tiles, which is why there are two
-kernels; V~ is updated in the second. What a layer does to single numbers goes along.
+kernels; V~ is updated in the second. Gates and swish are computed where numbers are loaded.
 """
 
 import torch

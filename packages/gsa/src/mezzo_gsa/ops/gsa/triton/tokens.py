@@ -17,7 +17,7 @@ def swish_kernel(x, y, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_through_swish(grad, raw, o_grad, o_raw, m, b_grad):
-    """Store a gradient; where `raw` is given, pulled back through the swish of `raw`."""
+    """Store a gradient of swish(raw) as one of `raw`; where `raw` is None, as it is."""
     if raw is not None:
         b_x = tl.load(raw + o_raw, mask=m, other=0.0).to(tl.float32)
         b_sigmoid = sigmoid(b_x)
