@@ -21,10 +21,10 @@ from mezzo_gsa.ops.gla import LayerForm, chunk_gla, recurrent_gla, step_gla_, st
 from mezzo_gsa.ops.gsa import (
     GSAState,
     chunk_gsa,
-    chunk_gsa_packed,
+    chunk_gsa_projected,
     recurrent_gsa,
     step_gsa_,
-    step_gsa_packed_,
+    step_gsa_projected_,
 )
 from mezzo_gsa.retnet import RetNetConfig
 
@@ -105,9 +105,9 @@ CALLS = [
     call(chunk_gsa, lambda: gsa(1, T, cu_seqlens=BORDERS), recurrent_gsa),
     call(chunk_gla, lambda: gla(B, T, initial_state=normal(B, H, K, V)), recurrent_gla),
     call(chunk_gla, lambda: gla(1, T, cu_seqlens=BORDERS), recurrent_gla),
-    call(chunk_gsa_packed, projection),
+    call(chunk_gsa_projected, projection),
     call(step_gsa_, lambda: gsa(B, state=slots(B))),
-    call(step_gsa_packed_, projected_step),
+    call(step_gsa_projected_, projected_step),
     call(step_gla_, lambda: gla(B, state=normal(B, H, K, V))),
     call(step_gla_layer_, layer),
 ]

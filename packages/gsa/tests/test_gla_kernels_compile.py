@@ -1,17 +1,161 @@
-"""GLA's kernels compile for a GPU, on a machine that has none; a new length compiles nothing."""
+"""GLA's kernels compile for Hopper, on a machine without a GPU; a new length compiles nothing.
 
-import os
-import subprocess
+Each form compiles in a process of its own; see `test_kernels_compile.py`.
+"""
+
 import sys
-from pathlib import Path
 
 import pytest
+import torch
+from mezzo_core.testing.compile_only import compile_only
+from mezzo_gsa.ops.gla import LayerForm, op
+from mezzo_gsa.ops.gla.step_op import gla_step_, gla_step_layer_
+
+TRAINED = {"gate_kernel", "scores_kernel", "outputs_kernel", "keys_bwd_kernel"}
+STEPPED = {"step_state_kernel", "step_norm_kernel"}
+
+
+def gla(T, K, V, dtype, *, B=1, HQ=4, H=2, head_gate=False, packed=False, state=False):
+    """Launch a forward and a backward."""
+    q = torch.zeros(B, T, HQ, K, dtype=dtype)
+    k, v = torch.zeros(B, T, H, K, dtype=dtype), torch.zeros(B, T, H, V, dtype=dtype)
+    g = torch.zeros(B, T, H, 1 if head_gate else K)
+    borders = torch.tensor([0, 3, T]) if packed else None
+    initial = torch.zeros(2 if packed else B, H, K, V) if state else None
+    out, final = op.gla(q, k, v, g, initial, borders, K**-0.5)
+    dfinal = torch.zeros(final.shape[0], HQ, K, V) if state and HQ == H else None
+    op.gla_bwd(out, dfinal, q, k, v, g, initial, borders, K**-0.5)
+
+
+def step(B, HQ, H, K, V, dtype, *, head_gate=False):
+    """Launch a step from separate tensors."""
+    q, k, v, g, state = step_inputs(B, HQ, H, K, V, dtype, 1 if head_gate else K)
+    gla_step_(q, k, v, g.float(), state, 1.0)
+
+
+def gla_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
+    """Launch the step of a GLA layer."""
+    z = torch.zeros(B, H * V, dtype=dtype) if gated else None
+    weight = torch.zeros(V, dtype=dtype)
+    form = LayerForm(0.1, feature_map, damping=16.0)
+    inputs = step_inputs(B, H, H, K, V, dtype, K)
+    gla_step_layer_(*inputs, weight, z, None, *form.fields())
+
+
+def hgrn2_layer(B, H, D, dtype, *, bound=0.0):
+    """Launch the step of an HGRN2 layer."""
+    q, _, v, logits, state = step_inputs(B, H, H, D, D, dtype, D)
+    weight = torch.zeros(H * D, dtype=dtype)
+    form = LayerForm(1.0, "swish", damping=1.0, lower_bound=bound)
+    gla_step_layer_(q, None, v, logits, state, weight, None, None, *form.fields())
+
+
+def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
+    """Launch the step of a RetNet layer."""
+    q, k, v, g, state = step_inputs(B, H, H, K, V, dtype, 1)
+    places, weight = torch.zeros(B, dtype=torch.int64), torch.zeros(V, dtype=dtype)
+    z = torch.zeros(B, H * V, dtype=dtype) if gated else None
+    form = LayerForm(0.1, feature_map, rope_base=10_000.0)
+    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, *form.fields())
+
+
+def step_inputs(B, HQ, H, K, V, dtype, KG):
+    q, k, v = (torch.zeros(B, heads, D, dtype=dtype) for heads, D in ((HQ, K), (H, K), (H, V)))
+    return q, k, v, torch.zeros(B, H, KG, dtype=dtype), torch.zeros(B, H, K, V)
+
+
+def step_all(dtype):
+    """Launch the step of each layer."""
+    step(1, 4, 4, 256, 512, dtype)
+    gla_layer(1, 4, 256, 512, dtype)
+    hgrn2_layer(1, 16, 128, dtype, bound=0.5)
+    retnet_layer(1, 8, 256, 512, dtype)
+
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+FORMS = {}
+for gate in ("channel", "head"):
+    head = gate == "head"
+    FORMS |= {
+        f"{gate} gates in bfloat16": (
+            lambda head=head: gla(100, 256, 512, bf16, HQ=4, H=4, head_gate=head),
+            TRAINED,
+        ),
+        f"{gate} gates in float16, packed": (
+            lambda head=head: gla(100, 64, 64, fp16, head_gate=head, packed=True, state=True),
+            TRAINED,
+        ),
+        f"{gate} gates in float32": (
+            lambda head=head: gla(100, 128, 128, fp32, head_gate=head),
+            TRAINED,
+        ),
+    }
+FORMS |= {
+    "the widest heads": (
+        lambda: gla(100, 512, 1024, bf16, HQ=1, H=1, head_gate=True),
+        TRAINED,
+    ),
+    "narrow heads": (lambda: gla(100, 8, 24, bf16, HQ=2, H=2, state=True), TRAINED),
+    "steps in bfloat16": (lambda: step_all(bf16), STEPPED),
+    "steps in float16": (lambda: step_all(fp16), STEPPED),
+    "steps in float32": (lambda: step_all(fp32), STEPPED),
+    "steps of other forms": (
+        lambda: (
+            step(2, 4, 2, 40, 72, bf16, head_gate=True),
+            step(2, 1, 1, 1, 3, fp32),
+            gla_layer(1, 32, 128, 128, bf16, feature_map="relu", gated=False),
+            retnet_layer(1, 32, 128, 128, bf16, feature_map="relu", gated=False),
+        ),
+        STEPPED,
+    ),
+}
+
+
+def compile_form(name):
+    launch, kernels = FORMS[name]
+    with compile_only() as compiled:
+        launch()
+    names = {name.rsplit(".")[-1] for name in compiled}
+    assert names == kernels if kernels is STEPPED else names >= kernels, names
+
+
+def compile_lengths():
+    """Compile for one segment and several; then no other length or batch compiles anything."""
+    with compile_only() as compiled:
+        for T in (100, 5000):
+            gla(T, 64, 64, bf16)
+        known = len(compiled)
+        for B, T in ((1, 2000), (3, 4096), (2, 1500), (5, 1777)):
+            gla(T, 64, 64, bf16, B=B)
+        assert not compiled[known:], f"a new length compiled {compiled[known:]}"
+
+
+def compile_batches():
+    """Compile steps for a batch that has tiles as wide as they get; then no other batch does."""
+    with compile_only() as compiled:
+        for layer in (gla_layer, retnet_layer):
+            layer(64, 4, 256, 512, bf16)
+            known = len(compiled)
+            for B in (65, 128, 1000):
+                layer(B, 4, 256, 512, bf16)
+            assert not compiled[known:], f"another batch compiled {compiled[known:]}"
+
+
+LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_once_for_all_lengths():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parent / "children" / "compile_gla_kernels.py"
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.mark.parametrize("form", FORMS)
+def test_every_kernel_compiles_for_hopper(form, run_without_interpreter):
+    run_without_interpreter(__file__, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_kernels_compile_once_for_all(law, run_without_interpreter):
+    run_without_interpreter(__file__, law)
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    LAWS[name]() if name in LAWS else compile_form(name)

@@ -1,17 +1,191 @@
-"""GSA's kernels compile for a GPU, on a machine that has none; a new length compiles nothing."""
+"""GSA's kernels compile for Hopper, on a machine without a GPU; a new length compiles nothing.
 
-import os
-import subprocess
+Each form compiles in a process of its own, in which this file runs as a script. So workers of
+pytest share the forms, and kernels of two forms that are equal come from Triton's cache.
+"""
+
 import sys
-from pathlib import Path
 
 import pytest
+import torch
+from mezzo_core.testing.compile_only import compile_only
+from mezzo_gsa.ops.gsa import GSAState, op
+from mezzo_gsa.ops.gsa.form import Form, StepForm
+from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
+
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
+TRAINED = {"gate_kernel", "segment_states_kernel", "slots_fwd_kernel", "slots_bwd_kernel"}
+CONTINUED = {*TRAINED, "join_segments_kernel"}
+STEPPED = {"step_keys_kernel", "step_values_kernel"}
+NORMED = {*STEPPED, "step_norm_kernel"}
+BETWEEN = ("none", "swish", "relu", "relu_squared")
+
+
+def apart(
+    T, K, V, M, dtype, *, B=1, HQ=4, H=4, strength=False, packed=False, state=False,
+    between="softmax", keep="weights",
+):  # fmt: skip
+    """Launch a forward and, if it keeps something, a backward on separate tensors."""
+    q, k, v = (torch.zeros(B, T, n, D, dtype=dtype) for n, D in ((HQ, K), (H, K), (H, V)))
+    g, s = torch.zeros(B, T, H, M), torch.zeros(B, T, H, M) if strength else None
+    borders = torch.tensor([0, 3, T]) if packed else None
+    S = 2 if packed else B
+    first = [torch.zeros(S, H, M, D) if state else None for D in (K, V)]
+    tensors, form = (q, k, v, g, s, *first, borders), Form(1.0, between, None, False, keep)
+    out, k_last, v_last, *saved = op.gsa(*tensors, *form)
+    last = (k_last, v_last) if state else (None, None)
+    if keep != "nothing":
+        op.gsa_bwd(out, *last, *tensors, saved, *form)
+
+
+def projection(T, D, M, dtype, *, B=1, HQ=4, H=4, swish=True, keep="weights"):
+    """Launch a forward and a backward on a projection."""
+    x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
+    form = Form(1.0, "softmax", 8.0, swish, keep)
+    out, _, _, *saved = op.gsa_projected(x, None, None, None, HQ, H, M, *form)
+    op.gsa_projected_bwd(out, None, None, x, None, None, None, saved, HQ, H, M, *form)
+
+
+def step(B, HQ, H, M, K, V, dtype, *, gate=True, strength=False, between="softmax"):
+    """Launch a step from separate tensors."""
+    q, k, v = (torch.zeros(B, heads, D, dtype=dtype) for heads, D in ((HQ, K), (H, K), (H, V)))
+    g = torch.zeros(B, H, M) if gate else None
+    s = torch.zeros(B, H, M) if strength else None
+    gsa_step_(q, k, v, g, s, *empty(B, H, M, K, V), 1.0, between)
+
+
+def layer(B, HQ, H, M, D, dtype, *, constant=False, norm=True, swish=True, between="softmax"):
+    """Launch a layer's step."""
+    x = torch.zeros(B, (HQ + 2 * H) * D + (0 if constant else H * M), dtype=dtype)
+    logits = torch.zeros(H * M, dtype=dtype) if constant else None
+    weight = torch.zeros(HQ * D, dtype=dtype) if norm else None
+    form = StepForm(1.0, between, 8.0, swish)
+    gsa_step_projected_(x, logits, weight, *empty(B, H, M, D, D), HQ, *form)
+
+
+def empty(B, H, M, K, V):
+    return GSAState(torch.zeros(B, H, M, K), torch.zeros(B, H, M, V))
+
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+FORMS = {
+    "bfloat16": (lambda: projection(100, 512, 64, bf16), TRAINED),
+    "float16": (lambda: projection(100, 512, 64, fp16), TRAINED),
+    "float32": (lambda: projection(100, 512, 64, fp32), TRAINED),
+    "128 slots in bfloat16": (
+        lambda: apart(100, 512, 512, 128, bf16, strength=True, state=True),
+        CONTINUED,
+    ),
+    "128 slots in float32": (
+        lambda: apart(100, 512, 512, 128, fp32, strength=True, state=True),
+        CONTINUED,
+    ),
+    "grouped heads and several segments": (
+        lambda: projection(5000, 128, 64, bf16, HQ=8, H=2, swish=False, keep="states"),
+        CONTINUED,
+    ),
+    "grouped heads of odd widths, packed": (
+        lambda: apart(100, 40, 72, 20, bf16, HQ=4, H=2, packed=True, strength=True),
+        CONTINUED,
+    ),
+    "grouped heads in float32": (
+        lambda: apart(100, 32, 32, 16, fp32, HQ=2, H=1, state=True, keep="states"),
+        CONTINUED,
+    ),
+    **{
+        f"{name} between": (lambda name=name: apart(100, 64, 64, 16, bf16, between=name), TRAINED)
+        for name in BETWEEN
+    },
+    "no backward": (
+        lambda: apart(100, 64, 64, 64, bf16, keep="nothing"),
+        TRAINED - {"slots_bwd_kernel"},
+    ),
+    **{
+        f"a step in {str(dtype).removeprefix('torch.')}": (
+            lambda dtype=dtype: (
+                layer(1, 4, 4, 64, 512, dtype),
+                step(1, 4, 4, 64, 512, 512, dtype),
+            ),
+            NORMED,
+        )
+        for dtype in (bf16, fp16, fp32)
+    },
+    "a step with others between": (
+        lambda: [layer(1, 4, 4, 64, 512, bf16, between=name) for name in BETWEEN],
+        NORMED,
+    ),
+    "a step of other sizes": (
+        lambda: (
+            layer(1, 32, 8, 32, 128, bf16, constant=True, norm=False, swish=False),
+            step(2, 4, 2, 20, 40, 72, bf16, gate=False, strength=True),
+            step(2, 4, 2, 128, 512, 32, fp32, strength=True),
+            step(1, 1, 1, 16, 32, 32, fp32),
+        ),
+        STEPPED,
+    ),
+}
+
+
+def compile_form(name):
+    """Compile a form, and hold what each program takes against what it may have."""
+    from triton.runtime.jit import JITFunction
+
+    launch, kernels = FORMS[name]
+    too_large = set()
+    with compile_only() as compiled:
+        run = JITFunction.run
+
+        def run_measured(self, *arguments, **sizes):
+            kernel = run(self, *arguments, **sizes)
+            if kernel.metadata.shared > SHARED_MEMORY:
+                form = {name: sizes.get(name) for name in ("M", "K", "V", "D", "BANDS", "VALUES")}
+                too_large.add(f"{self.fn.__name__}: {kernel.metadata.shared} bytes, {form}")
+            return kernel
+
+        JITFunction.run = run_measured  # compile_only puts the first one back
+        launch()
+    names = {name.rsplit(".")[-1] for name in compiled}
+    assert names >= kernels, names
+    assert not too_large, f"too much shared memory: {too_large}"
+
+
+def compile_lengths():
+    """Compile for one segment and several; then no other length or batch compiles anything."""
+    with compile_only() as compiled:
+        for T in (100, 5000):
+            projection(T, 64, 32, bf16)
+        known = len(compiled)
+        assert known, "compilations are seen"
+        for B, T in ((1, 2000), (3, 4096), (2, 1), (2, 1500), (5, 1777), (1, 70_001)):
+            projection(T, 64, 32, bf16, B=B)
+        assert not compiled[known:], f"a new length compiled {compiled[known:]}"
+
+
+def compile_batches():
+    """Compile a step for a batch that has tiles as wide as they get; then no other batch does."""
+    with compile_only() as compiled:
+        layer(64, 4, 4, 64, 512, bf16)
+        known = len(compiled)
+        for B in (65, 128, 1000):
+            layer(B, 4, 4, 64, 512, bf16)
+        assert not compiled[known:], f"another batch compiled {compiled[known:]}"
+
+
+LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_once_for_all_lengths():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parent / "children" / "compile_kernels.py"
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.mark.parametrize("form", FORMS)
+def test_every_kernel_compiles_for_hopper(form, run_without_interpreter):
+    run_without_interpreter(__file__, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_kernels_compile_once_for_all(law, run_without_interpreter):
+    run_without_interpreter(__file__, law)
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    LAWS[name]() if name in LAWS else compile_form(name)

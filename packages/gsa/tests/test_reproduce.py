@@ -47,7 +47,7 @@ def test_an_op_that_is_slightly_wrong_differs(monkeypatch, id):
 
         return wrong
 
-    for place, op in ((limits, "chunk_gsa"), (mixer, "chunk_gsa_packed")):
+    for place, op in ((limits, "chunk_gsa"), (mixer, "chunk_gsa_projected")):
         monkeypatch.setattr(place, op, slightly_wrong(getattr(place, op)))
     assert limits.CHECKS[id]().status is Status.DIFFERS
 

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import head_width
-from mezzo_gsa.ops.elementwise import gated_norm
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa
-from mezzo_gsa.ops.gsa.step import step_gsa_
-from mezzo_gsa.ops.padding import skip_padding
+from mezzo_gsa.ops import GSAState, chunk_gsa, step_gsa_
+from mezzo_gsa.ops.gates import gated_norm, skip_padding
 
 NORM_EPS = 1e-5
 

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.heads import check_flag
-from mezzo_gsa.ops.elementwise import gated_norm, log_gate
-from mezzo_gsa.ops.gsa import Between, GSAState, chunk_gsa, chunk_gsa_packed
-from mezzo_gsa.ops.gsa.step import step_gsa_packed_
-from mezzo_gsa.ops.padding import skip_padding
+from mezzo_gsa.ops import Between, GSAState, chunk_gsa, chunk_gsa_projected, step_gsa_projected_
+from mezzo_gsa.ops.gates import gated_norm, log_gate, skip_padding
 
 SPANS = (2.0, 2048.0)
 """The shortest and the longest memory, in tokens, that constant gates start with by default, and
@@ -131,7 +129,7 @@ class GSA(AbstractMixer):
             "keep_states": self.config.keep_states,
         }
         if self.gate_logits is None and lengths is None:
-            out, after = chunk_gsa_packed(qkvg, **self._packing(), **op)
+            out, after = chunk_gsa_projected(qkvg, **self._packing(), **op)
         else:
             q, k, v, g = self._split(qkvg)
             out, after = chunk_gsa(q, *skip_padding(lengths, k, v, g), **op)
@@ -144,7 +142,7 @@ class GSA(AbstractMixer):
         weight = None if self.norm is None else self.norm.weight
         # For one row the projection's kernel does the norm too, which saves a launch.
         norm_later = weight is not None and suits_op(out_proj, x)
-        y = step_gsa_packed_(
+        y = step_gsa_projected_(
             project(self.in_proj, x).squeeze(1),
             state,
             num_heads=config.num_heads,

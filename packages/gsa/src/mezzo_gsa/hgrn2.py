@@ -10,9 +10,8 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
-from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
-from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
-from mezzo_gsa.ops.padding import skip_padding
+from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
+from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from mezzo_gsa.heads import (
     check_flag,
     plan_heads,
 )
-from mezzo_gsa.ops.gla import LayerForm, chunk_gla, step_gla_layer_
-from mezzo_gsa.ops.padding import skip_padding
+from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
+from mezzo_gsa.ops.gates import skip_padding
 
 
 @dataclass(frozen=True)

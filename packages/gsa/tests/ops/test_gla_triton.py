@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mezzo_core.testing import assert_close, grads
-from mezzo_gsa.ops.gla import chunk_gla, registered
+from mezzo_gsa.ops.gla import chunk_gla, op
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,8 +211,8 @@ def test_the_registered_op_keeps_its_contract(gate, packed):
     inputs = draw(1, 5, gate=gate, states=2 if packed else 1)
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
     values = [x.requires_grad_() for x in inputs.values()]
-    torch.library.opcheck(registered.gla, (*values, borders, 0.5))
-    torch.library.opcheck(registered.gla, (*values[:4], None, borders, 0.5))
+    torch.library.opcheck(op.gla, (*values, borders, 0.5))
+    torch.library.opcheck(op.gla, (*values[:4], None, borders, 0.5))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_packed, recurrent_gsa
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, recurrent_gsa
 
 OPS = (chunk_gsa, recurrent_gsa)
 B, T, HQ, H, K, V, M = 2, 4, 4, 2, 3, 5, 6
@@ -87,7 +87,7 @@ def test_an_unknown_implementation_is_refused():
         chunk_gsa(**good(), impl="cuda")
 
 
-@pytest.mark.parametrize("op", [chunk_gsa, chunk_gsa_packed])
+@pytest.mark.parametrize("op", [chunk_gsa, chunk_gsa_projected])
 def test_triton_needs_a_gpu_where_kernels_are_not_interpreted(op, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     heads = {"num_heads": 1, "num_kv_heads": 1, "num_slots": 2}
@@ -141,5 +141,5 @@ def test_what_the_kernels_cannot_do_is_said_and_done_by_the_reference(
 )
 def test_bad_projections_are_named(change, error, message):
     heads = {"num_heads": HQ, "num_kv_heads": H, "num_slots": M}
-    with pytest.raises(error, match=f"chunk_gsa_packed: .*{message}"):
-        chunk_gsa_packed(**{"x": torch.ones(1, 3, 28), **heads, **change})
+    with pytest.raises(error, match=f"chunk_gsa_projected: .*{message}"):
+        chunk_gsa_projected(**{"x": torch.ones(1, 3, 28), **heads, **change})

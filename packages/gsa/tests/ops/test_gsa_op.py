@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.testing import assert_close, grads
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_packed, recurrent_gsa
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, recurrent_gsa
 
 OPS = (chunk_gsa, recurrent_gsa)
 BETWEEN = ["softmax", "none", "swish", "relu", "relu_squared"]
@@ -374,6 +374,6 @@ def test_a_projection_gives_what_its_parts_give_with_all_gradients(packed, swish
         return call(chunk_gsa, q=q, k=k, v=v, g=F.logsigmoid(logits) / 3, **states, **form)
 
     def whole(**x):
-        return call(chunk_gsa_packed, **x, **PROJECTED, damping=3.0, swish=swish, **form)
+        return call(chunk_gsa_projected, **x, **PROJECTED, damping=3.0, swish=swish, **form)
 
     assert_same(whole, apart, inputs)

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mezzo_core.testing import assert_close, grads
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_packed, registered, registered_packed
+from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, op
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
+from mezzo_gsa.ops.gsa.form import Form
+from mezzo_gsa.ops.gsa.projection import Projection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -28,9 +30,9 @@ def draw(B, T, HQ=4, H=2, D=12, M=10, *, dtype=torch.float32, state=False):
     return {"x": x, "k0": k0, "v0": v0}, {"num_heads": HQ, "num_kv_heads": H, "num_slots": M}
 
 
-def call(op, k0=None, v0=None, **x):
+def call(function, k0=None, v0=None, **x):
     """Call an op with the memories apart; return its three results."""
-    out, last = op(**x, initial_state=None if k0 is None else GSAState(k0, v0))
+    out, last = function(**x, initial_state=None if k0 is None else GSAState(k0, v0))
     return out, *last
 
 
@@ -38,7 +40,7 @@ def definition(
     x, k0, v0, heads, *, dtype, damping, swish, scale=1.0, between="softmax", cu_seqlens
 ):
     """Run the reference on the parts of a projection with every number in one dtype."""
-    q, k, v, logits = registered.unpack(x.to(dtype), *heads)
+    q, k, v, logits = Projection(*heads).split(x.to(dtype))
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = F.logsigmoid(logits) / damping
@@ -53,14 +55,14 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
     """Compare results and gradients, those of x by its parts, by the numerics rule."""
     dtype, has_state = inputs["x"].dtype, inputs["k0"] is not None
     form = {"damping": damping, "swish": swish, "cu_seqlens": cu_seqlens, **form}
-    (B, T), D = inputs["x"].shape[:2], registered.unpack(inputs["x"], *heads.values())[0].shape[3]
+    (B, T), D = inputs["x"].shape[:2], Projection(*heads.values()).split(inputs["x"])[0].shape[3]
     dout = normal(B, T, heads["num_heads"], D, seed=20).to(dtype)
     last = [normal(*inputs[n].shape, seed=21) if has_state else None for n in ("k0", "v0")]
 
     def run(fn, out, wide):
         douts = (dout.to(out), *(x if x is None else x.to(wide) for x in last))
         results, found = grads(fn, inputs, douts)
-        parts = registered.unpack(found.pop("x"), *heads.values())
+        parts = Projection(*heads.values()).split(found.pop("x"))
         named = dict(zip(("out", "final k", "final v", *"qkvg"), (*results, *parts), strict=True))
         return {**named, **(found if has_state else {})}
 
@@ -69,7 +71,7 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
         return run(fn, to, to)
 
     ours = run(
-        lambda **x: call(chunk_gsa_packed, **x, **heads, **form, impl="triton"),
+        lambda **x: call(chunk_gsa_projected, **x, **heads, **form, impl="triton"),
         dtype, torch.float32,
     )  # fmt: skip
     low = {} if dtype == torch.float32 else eager(dtype)
@@ -102,7 +104,7 @@ def test_a_projection_that_is_part_of_a_wider_tensor_is_read_in_place():
     strided = wide[:, 2:22, 16 : 16 + inputs["x"].shape[2]]
     strided.copy_(inputs["x"])
     ours, ref = (
-        call(chunk_gsa_packed, x=x, **heads, impl="triton") for x in (strided, inputs["x"])
+        call(chunk_gsa_projected, x=x, **heads, impl="triton") for x in (strided, inputs["x"])
     )
     assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))
 
@@ -112,7 +114,7 @@ def test_a_gradient_comes_through_the_final_state_alone():
     douts = (None, *(normal(1, 2, 10, 12, seed=20 + i) for i in range(2)))
     found, truth = (
         grads(
-            lambda i=impl, **x: call(chunk_gsa_packed, **x, **heads, impl=i),
+            lambda i=impl, **x: call(chunk_gsa_projected, **x, **heads, impl=i),
             {"x": inputs["x"]},
             douts,
         )[1]
@@ -127,52 +129,46 @@ def test_kept_memories_and_repeats_change_no_bit():
     runs = []
     for keep_states in (False, False, True):
         fn = lambda k=keep_states, **x: call(  # noqa: E731
-            chunk_gsa_packed, **x, **heads, keep_states=k, impl="triton"
+            chunk_gsa_projected, **x, **heads, keep_states=k, impl="triton"
         )
         results, found = grads(fn, inputs, douts)
         runs.append([*results, *found.values()])
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
-def opcheck(op, backward, inputs, borders, form, keep_states):
+def opcheck(checked, backward, inputs, borders, heads, form, keep):
     """Check an op with and without gradients to come, and its backward."""
     tensors, has_state = [*inputs.values(), borders], inputs["k0"] is not None
-    form, flags = form, (keep_states,)
-    torch.library.opcheck(op, (*tensors, *form, *flags, False))
+    torch.library.opcheck(checked, (*tensors, *heads, *form._replace(keep="nothing")))
+    form = form._replace(keep=keep)
     leaves = [x if x is None or x is borders else x.requires_grad_() for x in tensors]
-    torch.library.opcheck(op, (*leaves, *form, *flags, True))
+    torch.library.opcheck(checked, (*leaves, *heads, *form))
     still = [x if x is None else x.detach() for x in tensors]
-    out, k, v, *kept = op(*still, *form, *flags, True)
+    out, k, v, *saved = checked(*still, *heads, *form)
     last = (k, v) if has_state else (None, None)
-    torch.library.opcheck(backward, (torch.ones_like(out), *last, *still, kept, *form))
+    torch.library.opcheck(backward, (torch.ones_like(out), *last, *still, saved, *heads, *form))
 
 
-CONTRACTS = [(False, True, True), (True, False, False)]
+CONTRACTS = [(False, True, "states"), (True, False, "weights")]
 
 
-@pytest.mark.parametrize(("packed", "state", "keep_states"), CONTRACTS)
-def test_registered_ops_keep_their_contract(packed, state, keep_states):
+@pytest.mark.parametrize(("packed", "state", "keep"), CONTRACTS)
+def test_registered_ops_keep_their_contract(packed, state, keep):
     x, heads = draw(1, 5, 2, 1, state=state)
-    q, k, v, g = (part.contiguous() for part in registered.unpack(x["x"], *heads.values()))
+    q, k, v, g = (part.contiguous() for part in Projection(*heads.values()).split(x["x"]))
     s = torch.ones_like(g) if state else None
     inputs = {"q": q, "k": k, "v": v, "g": -g.abs(), "s": s, "k0": x["k0"], "v0": x["v0"]}
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
-    opcheck(registered.gsa, registered.gsa_bwd, inputs, borders, (0.5, "softmax"), keep_states)
+    form = Form(0.5, "softmax", None, False, keep)
+    opcheck(op.gsa, op.gsa_bwd, inputs, borders, (), form, keep)
 
 
-@pytest.mark.parametrize(("packed", "state", "keep_states"), CONTRACTS)
-def test_registered_ops_on_projections_keep_their_contract(packed, state, keep_states):
+@pytest.mark.parametrize(("packed", "state", "keep"), CONTRACTS)
+def test_registered_ops_on_projections_keep_their_contract(packed, state, keep):
     inputs, heads = draw(1, 5, 2, 1, state=state)
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
-    form = (*heads.values(), 0.5, "softmax", 8.0, True)
-    opcheck(
-        registered_packed.gsa_packed,
-        registered_packed.gsa_packed_bwd,
-        inputs,
-        borders,
-        form,
-        keep_states,
-    )
+    form = Form(0.5, "softmax", 8.0, True, keep)
+    opcheck(op.gsa_projected, op.gsa_projected_bwd, inputs, borders, heads.values(), form, keep)
 
 
 def assert_compiles(fn, inputs, douts):
@@ -188,7 +184,7 @@ def assert_compiles(fn, inputs, douts):
 @pytest.mark.parametrize("packed", [False, True])
 def test_separate_tensors_compile_in_one_graph(packed):
     x, heads = draw(1, 20, 2, 1, state=2 if packed else 1)
-    q, k, v, g = registered.unpack(x.pop("x"), *heads.values())
+    q, k, v, g = Projection(*heads.values()).split(x.pop("x"))
     inputs = {"q": q, "k": k, "v": v, "g": -g.abs(), "s": g.sigmoid(), **x}
     borders = torch.tensor([0, 13, 20], device=DEVICE) if packed else None
     assert_compiles(
@@ -201,7 +197,7 @@ def test_separate_tensors_compile_in_one_graph(packed):
 def test_a_projection_compiles_in_one_graph():
     inputs, heads = draw(1, 20, 2, 1)
     assert_compiles(
-        lambda **x: call(chunk_gsa_packed, **x, **heads, impl="triton"),
+        lambda **x: call(chunk_gsa_projected, **x, **heads, impl="triton"),
         inputs,
         (torch.ones(1, 20, 2, 12, device=DEVICE), None, None),
     )
@@ -225,5 +221,7 @@ def test_on_a_gpu_compiled_in_bfloat16():
     inputs, heads = draw(2, 300, 4, 4, 64, 64, dtype=torch.bfloat16)
     dout = torch.ones(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert_compiles(
-        lambda **x: call(chunk_gsa_packed, **x, **heads, impl="triton"), inputs, (dout, None, None)
+        lambda **x: call(chunk_gsa_projected, **x, **heads, impl="triton"),
+        inputs,
+        (dout, None, None),
     )

@@ -1,17 +1,13 @@
 """One decoding token in place: the reference, and the kernels in the interpreter or on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
+from mezzo_gsa.ops.decoding.triton import tile
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
-from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_packed_
-from mezzo_gsa.ops.triton_step import tile
+from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_projected_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -116,7 +112,7 @@ def test_steps_equal_the_recurrence(impl):
         assert_close(f"state.{name}", old, new, rtol=1e-5)
 
 
-def draw_packed(sizes, dtype, *, constant=False, norm=True):
+def draw_projected(sizes, dtype, *, constant=False, norm=True):
     B, HQ, H, M, K, V = sizes
     width = (HQ + H) * K + H * V + (0 if constant else H * M)
     return {
@@ -128,20 +124,20 @@ def draw_packed(sizes, dtype, *, constant=False, norm=True):
     }
 
 
-def run_packed(inputs, state, impl, **form):
+def run_projected(inputs, state, impl, **form):
     state = copy(state)
     with torch.no_grad():
-        y = step_gsa_packed_(**inputs, state=state, impl=impl, **form)
+        y = step_gsa_projected_(**inputs, state=state, impl=impl, **form)
     return y, state
 
 
-def check_packed(sizes, dtype, *, constant=False, norm=True, **form):
-    inputs = draw_packed(sizes, dtype, constant=constant, norm=norm)
+def check_projected(sizes, dtype, *, constant=False, norm=True, **form):
+    inputs = draw_projected(sizes, dtype, constant=constant, norm=norm)
     state = draw(sizes, dtype)["state"]
-    y, after = run_packed(inputs, state, "triton", **form)
+    y, after = run_projected(inputs, state, "triton", **form)
     wide = {**inputs, "x": inputs["x"].float()}
-    truth, expected = run_packed(wide, state, "reference", **form)
-    low = None if dtype == torch.float32 else run_packed(inputs, state, "reference", **form)[0]
+    truth, expected = run_projected(wide, state, "reference", **form)
+    low = None if dtype == torch.float32 else run_projected(inputs, state, "reference", **form)[0]
     assert y.dtype == dtype
     assert_close("y", y, truth, rtol=LOW[dtype], low=low)
     for name in ("k", "v"):
@@ -151,7 +147,7 @@ def check_packed(sizes, dtype, *, constant=False, norm=True, **form):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_layer_s_kernels_equal_the_reference(sizes, dtype):
-    check_packed(sizes, dtype, scale=0.2)
+    check_projected(sizes, dtype, scale=0.2)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +161,17 @@ def test_the_layer_s_kernels_equal_the_reference(sizes, dtype):
     ids=str,
 )
 def test_the_layer_s_kernels_have_every_form(form):
-    check_packed((2, 4, 2, 20, 40, 72), torch.float32, **form)
+    check_projected((2, 4, 2, 20, 40, 72), torch.float32, **form)
 
 
 @pytest.mark.parametrize("logit", [-100.0, -1.0, 0.0, 1.0, 9.0, 40.0])
 def test_the_layer_s_kernels_keep_the_digits_of_extreme_gates(logit):
     sizes = (1, 2, 2, 16, 32, 32)
-    inputs = draw_packed(sizes, torch.float32, norm=False)
+    inputs = draw_projected(sizes, torch.float32, norm=False)
     inputs["x"][:, -2 * 16 :] = logit
     empty = GSAState(*(torch.zeros_like(part) for part in draw(sizes, torch.float32)["state"]))
     (y, after), (truth, expected) = (
-        run_packed(inputs, empty, impl) for impl in ("triton", "reference")
+        run_projected(inputs, empty, impl) for impl in ("triton", "reference")
     )
     assert_close("state.v", after.v, expected.v, rtol=2e-6)
     assert_close("y", y, truth, rtol=1e-5)
@@ -184,31 +180,31 @@ def test_the_layer_s_kernels_keep_the_digits_of_extreme_gates(logit):
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_rows_of_a_wider_matrix_are_read_in_place(impl):
     sizes = (3, 2, 1, 16, 32, 32)
-    inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    inputs, state = draw_projected(sizes, torch.float32), draw(sizes, torch.float32)["state"]
     wide = normal(3, inputs["x"].shape[1] + 5)
     wide[:, :-5] = inputs["x"]
-    y, _ = run_packed({**inputs, "x": wide[:, :-5]}, state, impl)
-    assert torch.equal(y, run_packed(inputs, state, impl)[0])
+    y, _ = run_projected({**inputs, "x": wide[:, :-5]}, state, impl)
+    assert torch.equal(y, run_projected(inputs, state, impl)[0])
 
 
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
     sizes = (3, 4, 2, 20, 40, 72)
-    inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
-    y, _ = run_packed(inputs, state, "triton")
-    assert torch.equal(y, run_packed(inputs, state, "triton")[0])
+    inputs, state = draw_projected(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    y, _ = run_projected(inputs, state, "triton")
+    assert torch.equal(y, run_projected(inputs, state, "triton")[0])
     row = GSAState(*(part[1:2] for part in state))
-    alone, _ = run_packed({**inputs, "x": inputs["x"][1:2]}, row, "triton")
+    alone, _ = run_projected({**inputs, "x": inputs["x"][1:2]}, row, "triton")
     assert_close("row 1", y[1:2], alone, rtol=1e-6)
 
 
 def test_a_gate_that_is_not_a_number_shows():
     sizes = (2, 2, 2, 16, 32, 32)
     inputs, state = (
-        draw_packed(sizes, torch.float32, norm=False),
+        draw_projected(sizes, torch.float32, norm=False),
         draw(sizes, torch.float32)["state"],
     )
     inputs["x"][1, -1] = float("nan")  # row 1, head 1, last slot
-    y, after = run_packed(inputs, state, "triton")
+    y, after = run_projected(inputs, state, "triton")
     assert y[1, 32:].isnan().all()
     assert y[0].isfinite().all()
     assert y[1, :32].isfinite().all()
@@ -227,28 +223,29 @@ def test_tiles_fill_a_gpu_and_stay_wide_where_rows_do(num_heads, width):
 
 def test_registered_ops_are_sound():
     sizes = (2, 4, 2, 16, 32, 32)
-    inputs, packed = draw(sizes, torch.float32), draw_packed(sizes, torch.float32)
+    inputs, projected = draw(sizes, torch.float32), draw_projected(sizes, torch.float32)
     ops = torch.ops.mezzo_gsa
     parts = [inputs[name] for name in "qkvg"]
     torch.library.opcheck(ops.gsa_step_, (*parts, None, *inputs["state"], 0.2, "softmax"))
     torch.library.opcheck(
-        ops.gsa_step_packed_,
+        ops.gsa_step_projected_,
         (
-            *(packed[name] for name in ("x", "gate_logits", "norm_weight")),
+            *(projected[name] for name in ("x", "gate_logits", "norm_weight")),
             *inputs["state"],
-            *(4, 8.0, 1e-5, True, 1.0, "softmax"),
+            4,
+            *StepForm(1.0, "softmax", 8.0, True),
         ),
     )
 
 
 def test_a_compiled_step_is_one_graph():
     sizes = (2, 4, 2, 16, 32, 32)
-    inputs, state = draw_packed(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    inputs, state = draw_projected(sizes, torch.float32), draw(sizes, torch.float32)["state"]
     ours = copy(state)
-    compiled = torch.compile(step_gsa_packed_, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step_gsa_projected_, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         y = compiled(**inputs, state=ours, impl="triton")
-    expected, after = run_packed(inputs, state, "triton")
+    expected, after = run_projected(inputs, state, "triton")
     assert torch.equal(y, expected)
     assert torch.equal(ours.k, after.k)
     assert torch.equal(ours.v, after.v)
@@ -257,10 +254,10 @@ def test_a_compiled_step_is_one_graph():
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_norm_that_comes_later_gets_all_digits(impl):
     sizes = (1, 4, 2, 20, 40, 72)
-    inputs, state = draw_packed(sizes, torch.float16), draw(sizes, torch.float16)["state"]
+    inputs, state = draw_projected(sizes, torch.float16), draw(sizes, torch.float16)["state"]
     weight, inputs["norm_weight"] = inputs["norm_weight"], None
-    rounded, after = run_packed(inputs, state, impl)
-    y, again = run_packed(inputs, state, impl, out_dtype=torch.float32)
+    rounded, after = run_projected(inputs, state, impl)
+    y, again = run_projected(inputs, state, impl, out_dtype=torch.float32)
     assert (rounded.dtype, y.dtype) == (torch.float16, torch.float32)
     assert not torch.equal(y, y.half().float())
     assert torch.equal(y.half(), rounded)
@@ -268,26 +265,26 @@ def test_a_norm_that_comes_later_gets_all_digits(impl):
     assert torch.equal(after.v, again.v)
     identity = torch.eye(y.shape[1], dtype=torch.float16, device=DEVICE)
     normed = decode_linear(y, identity, norm_weight=weight, norm_eps=1e-5, impl=impl)
-    expected, _ = run_packed({**inputs, "norm_weight": weight}, state, impl)
+    expected, _ = run_projected({**inputs, "norm_weight": weight}, state, impl)
     assert_close("norm", normed, expected, rtol=1e-3)
 
 
 def test_the_op_is_sound_with_a_dtype_of_its_own():
-    inputs = draw_packed((2, 4, 2, 16, 32, 32), torch.float16, norm=False)
+    inputs = draw_projected((2, 4, 2, 16, 32, 32), torch.float16, norm=False)
     state = draw((2, 4, 2, 16, 32, 32), torch.float16)["state"]
-    arguments = (inputs["x"], None, None, *state, 4, 8.0, 1e-5, True, 1.0, "softmax")
-    op = torch.ops.mezzo_gsa.gsa_step_packed_
-    torch.library.opcheck(op, (*arguments, torch.float32))
+    form = StepForm(1.0, "softmax", 8.0, True, out_dtype=torch.float32)
+    op = torch.ops.mezzo_gsa.gsa_step_projected_
+    torch.library.opcheck(op, (inputs["x"], None, None, *state, 4, *form))
 
 
 def test_what_needs_gradients_is_refused():
     inputs = draw((1, 2, 2, 16, 32, 32), torch.float32)
     with pytest.raises(RuntimeError, match="step_gsa_ overwrites the state"):
         step_gsa_(**{**inputs, "v": inputs["v"].requires_grad_()})
-    packed = draw_packed((1, 2, 2, 16, 32, 32), torch.float32)
-    packed["norm_weight"].requires_grad_()
-    with pytest.raises(RuntimeError, match="step_gsa_packed_ overwrites the state"):
-        step_gsa_packed_(**packed, state=inputs["state"])
+    projected = draw_projected((1, 2, 2, 16, 32, 32), torch.float32)
+    projected["norm_weight"].requires_grad_()
+    with pytest.raises(RuntimeError, match="step_gsa_projected_ overwrites the state"):
+        step_gsa_projected_(**projected, state=inputs["state"])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +334,7 @@ def test_a_projection_that_does_not_fit_is_named(change, error, message):
     state = draw(sizes, torch.float32)["state"]
     change = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}
     with pytest.raises(error, match=message):
-        step_gsa_packed_(**{**draw_packed(sizes, torch.float32), **change}, state=state)
+        step_gsa_projected_(**{**draw_projected(sizes, torch.float32), **change}, state=state)
 
 
 @pytest.mark.parametrize(
@@ -349,12 +346,3 @@ def test_sizes_without_a_kernel_are_named_and_run_by_the_reference(sizes, messag
     with pytest.raises(ValueError, match=f'impl="triton" does not support .*{message}'):
         run(inputs, "triton")
     assert torch.equal(run(inputs, "auto")[0], run(inputs, "reference")[0])
-
-
-@pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_once_for_all_batches():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "children" / "compile_step.py"
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -21,8 +21,7 @@ from mezzo_gsa.bench import fla
 from mezzo_gsa.bench.setting import Contender, Setting, timed
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.ops.gla import chunk_gla, recurrent_gla
-from mezzo_gsa.ops.gsa import chunk_gsa, recurrent_gsa
+from mezzo_gsa.ops import chunk_gla, chunk_gsa, recurrent_gla, recurrent_gsa
 
 Op = Callable[..., Tensor]
 CHECKED_TOKENS = 200

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.ops.gla import chunk_gla
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
-from mezzo_gsa.ops.gsa.step import step_gsa_
+from mezzo_gsa.ops import GSAState, chunk_gla, chunk_gsa, recurrent_gsa, step_gsa_
 from mezzo_gsa.reproduction.definition import gsa_by_definition
 
 T, H, M, D = 75, 2, 6, 8

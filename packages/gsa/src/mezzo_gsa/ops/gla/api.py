@@ -1,5 +1,6 @@
 """The public ops of gated linear attention: arguments checked, who computes."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
@@ -8,11 +9,11 @@ from mezzo_core.ops.packed import check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.checks import check_state
-from mezzo_gsa.ops.eager_op import eager_op
-from mezzo_gsa.ops.gla import registered
+from mezzo_gsa.ops.decoding.checks import check_state
+from mezzo_gsa.ops.eager.op import EagerForm, eager_op
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
+from mezzo_gsa.ops.gla.op import differentiable_gla
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
 
 
@@ -90,7 +91,7 @@ def chunk_gla(
     """
     g, state = _prepare("chunk_gla", q, k, v, g, scale, initial_state, cu_seqlens)
     if resolve_impl("chunk_gla", impl, q.device, unsupported(q, v)) == "triton":
-        return GLAOutput(*registered.gla(q, k, v, g, state, cu_seqlens, scale))
+        return GLAOutput(*differentiable_gla(q, k, v, g, state, cu_seqlens, scale))
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
     return GLAOutput(*_chunked([q, k, v, g], [state], cu_seqlens, scale, "none"))
 
@@ -126,19 +127,16 @@ def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return g.new_zeros(_state_shape(k, v, cu_seqlens))
 
 
-def _run_recurrent(
-    inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
-) -> list[Tensor]:
-    (q, k, v, g), (state,) = inputs, states
-    return [*recurrent_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
+def _eager(name: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> EagerForm:
+    """Return a form in plain PyTorch, with the arguments that `eager_op` takes, as such an op."""
+
+    def run(
+        inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
+    ) -> list[Tensor]:
+        return [*compute(*inputs, scale, *states, cu_seqlens)]
+
+    return eager_op(name, run)
 
 
-def _run_chunked(
-    inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
-) -> list[Tensor]:
-    (q, k, v, g), (state,) = inputs, states
-    return [*chunk_gla_reference(q, k, v, g, scale, state, cu_seqlens)]
-
-
-_recurrent = eager_op("recurrent_gla", _run_recurrent)
-_chunked = eager_op("chunk_gla", _run_chunked)
+_recurrent = _eager("recurrent_gla", recurrent_gla_reference)
+_chunked = _eager("chunk_gla", chunk_gla_reference)

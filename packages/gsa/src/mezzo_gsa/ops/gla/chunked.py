@@ -1,9 +1,9 @@
-"""Gated linear attention by chunks, in eager PyTorch; see `eager_halves` for what chunks do."""
+"""Gated linear attention by chunks, in eager PyTorch; see `chunking.halves` for what chunks do."""
 
 from torch import Tensor
 
-from mezzo_gsa.ops.eager_chunks import ChunkLayout, carry, cut, join, lay_out
-from mezzo_gsa.ops.eager_halves import (
+from mezzo_gsa.ops.chunking.eager import PackedChunks, carry, cut, join, place_packed
+from mezzo_gsa.ops.chunking.halves import (
     at_right,
     decay_from_start,
     decay_to_end,
@@ -28,12 +28,12 @@ def chunk_gla_reference(
     """Compute what `recurrent_gla_reference` computes, chunk by chunk."""
     T, H = k.shape[1], k.shape[2]
     L = min(CHUNK, 1 << (T - 1).bit_length())
-    layout = None if cu_seqlens is None else lay_out(T, L, cu_seqlens)
+    packed = None if cu_seqlens is None else place_packed(T, L, cu_seqlens)
     queries, keys, values, gates = (
-        cut(x.to(initial_state.dtype), L, layout).unflatten(2, (H, -1)) for x in (q, k, v, g)
+        cut(x.to(initial_state.dtype), L, packed).unflatten(2, (H, -1)) for x in (q, k, v, g)
     )
-    out, final_state = read_chunks(queries, keys, values, gates, initial_state, layout)
-    return join((scale * out).flatten(2, 3), T, layout).to(q.dtype), final_state
+    out, final_state = read_chunks(queries, keys, values, gates, initial_state, packed)
+    return join((scale * out).flatten(2, 3), T, packed).to(q.dtype), final_state
 
 
 def read_chunks(
@@ -42,7 +42,7 @@ def read_chunks(
     v: Tensor,
     g: Tensor,
     initial_state: Tensor,
-    layout: ChunkLayout | None,
+    packed: PackedChunks | None,
 ) -> tuple[Tensor, Tensor]:
     """Run gated linear attention along chunks.
 
@@ -52,7 +52,7 @@ def read_chunks(
         v: (B, N, H, 1, L, V).
         g: (B, N, H, 1, L, K or 1), at least float32.
         initial_state: (B, H, K, V), or S in place of B when packed.
-        layout: of packed sequences.
+        packed: the chunks of packed sequences; None: rows are not packed.
 
     Returns:
         out (B, N, H, HQ / H, L, V), and the final state.
@@ -60,7 +60,7 @@ def read_chunks(
     dtype, L = initial_state.dtype, k.shape[-2]
     ends = (k * decay_to_end(g).to(dtype)).mT @ v
     decays = g.sum(-2).exp().to(dtype)[..., None]
-    starts, final_state = carry(initial_state, decays[:, :, :, 0], ends[:, :, :, 0], layout)
+    starts, final_state = carry(initial_state, decays[:, :, :, 0], ends[:, :, :, 0], packed)
     out = (q * decay_from_start(g).to(dtype)) @ starts[:, :, :, None]
     out = out + (q * k).sum(-1, keepdim=True) * v
     for w in half_widths(L):

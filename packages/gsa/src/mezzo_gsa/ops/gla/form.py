@@ -1,7 +1,11 @@
-"""What a layer does around gated linear attention, between its projections."""
+"""What a layer does around gated linear attention, between its projections.
+
+A custom op takes only tensors and plain numbers and strings. So an op takes the fields of a form as
+its last arguments, `op(*tensors, *form.fields())`, and makes the form again, `LayerForm(*fields)`.
+"""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mezzo_core.ops.checks import check_number
 
@@ -42,3 +46,21 @@ class LayerForm:
         check_number("LayerForm", "lower_bound", self.lower_bound)
         if not 0 <= self.lower_bound < 1:
             raise ValueError(f"lower_bound must be in [0, 1), got {self.lower_bound}")
+
+    def fields(self) -> tuple[Any, ...]:
+        """Return the fields in the order of `LAYER_FORM`."""
+        return (
+            self.scale,
+            self.feature_map,
+            self.damping,
+            self.lower_bound,
+            self.rope_base,
+            self.norm_eps,
+        )
+
+
+LAYER_FORM = (
+    "float scale, str? feature_map, float? damping, float lower_bound, float? rope_base, "
+    "float norm_eps"
+)
+"""The fields of `LayerForm`, as a schema names them."""

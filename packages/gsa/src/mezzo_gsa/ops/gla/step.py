@@ -1,7 +1,5 @@
 """One decoding token of gated linear attention, in place: from q, k, v, g, or from projections."""
 
-from typing import cast
-
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating
@@ -11,12 +9,13 @@ from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.autocast import without_autocast
-from mezzo_gsa.ops.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.elementwise import bounded_gate, log_gate
+from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.eager.autocast import without_autocast
+from mezzo_gsa.ops.gates.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
-from mezzo_gsa.ops.gla.form import LayerForm, StepMap
+from mezzo_gsa.ops.gla.form import LayerForm
 from mezzo_gsa.ops.gla.reference import gla_step
+from mezzo_gsa.ops.gla.step_op import gla_step_, gla_step_layer_
 
 PLACES = (torch.int32, torch.int64)
 
@@ -113,70 +112,13 @@ def step_gla_layer_(
     _check_layer(op, q, v, norm_weight, z, places, form)
     check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
-        return gla_step_layer_(
-            q,
-            k,
-            v,
-            gates,
-            state,
-            norm_weight,
-            z,
-            places,
-            form.scale,
-            form.feature_map,
-            form.damping,
-            form.lower_bound,
-            form.rope_base,
-            form.norm_eps,
-        )
+        tensors = (q, k, v, gates, state, norm_weight, z, places)
+        return gla_step_layer_(*tensors, *form.fields())
     g = gates.to(state.dtype) if form.damping is None else log_gate(gates, form.damping)
     left, g = bounded_gate(g, form.lower_bound)
     q, k = _featured(q, places, form), left if k is None else _featured(k, places, form)
     out = _reference(q, k, v, g, state, form.scale).to(q.dtype)
     return _normed(out.flatten(1), norm_weight, z, form.norm_eps)
-
-
-@torch.library.custom_op("mezzo_gsa::gla_step_", mutates_args=("state",))
-def gla_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
-    """Take one token by a kernel; return out (B, HQ, V)."""
-    from mezzo_gsa.ops.gla import triton_step
-
-    return triton_step.step(q, k, v, g, state, scale)
-
-
-@gla_step_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-@torch.library.custom_op("mezzo_gsa::gla_step_layer_", mutates_args=("state",))
-def gla_step_layer_(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    gates: Tensor,
-    state: Tensor,
-    norm_weight: Tensor,
-    z: Tensor | None,
-    places: Tensor | None,
-    scale: float,
-    feature_map: str | None,
-    damping: float | None,
-    lower_bound: float,
-    rope_base: float | None,
-    norm_eps: float,
-) -> Tensor:
-    """Take one token by kernels, from what the projections gave to what the last takes (B, C)."""
-    from mezzo_gsa.ops.gla import triton_step
-
-    mapping = cast(StepMap | None, feature_map)
-    form = LayerForm(scale, mapping, damping, lower_bound, rope_base, norm_eps)
-    return triton_step.step_layer(q, k, v, gates, state, norm_weight, z, places, form)
-
-
-@gla_step_layer_.register_fake
-def _(q: Tensor, k: Tensor | None, v: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """The public ops of gated slot attention: arguments checked, defaults filled in, who computes."""
 
-from typing import cast
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -10,12 +10,14 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.eager_op import eager_op
-from mezzo_gsa.ops.elementwise import log_gate
-from mezzo_gsa.ops.gsa import registered, registered_packed
+from mezzo_gsa.ops.eager.op import EagerForm, eager_op
+from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gsa.between import Between
-from mezzo_gsa.ops.gsa.checks import check_inputs, check_packing, check_state, unsupported
+from mezzo_gsa.ops.gsa.checks import check_inputs, check_projection, check_state, unsupported
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
+from mezzo_gsa.ops.gsa.form import Form, Keep
+from mezzo_gsa.ops.gsa.op import differentiable_gsa, differentiable_gsa_projected
+from mezzo_gsa.ops.gsa.projection import Projection
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
 from mezzo_gsa.ops.gsa.state import GSAOutput, GSAState
 
@@ -108,15 +110,13 @@ def chunk_gsa(
         return GSAOutput(out, GSAState(*last))
     g = torch.zeros_like(gates, dtype=torch.float32) if g is None else g.float()
     s = None if s is None else s.float()
-    first = (None, None) if initial_state is None else (x.float() for x in initial_state)
-    tensors = (q, k, v, g, s, *first)
-    out, k_last, v_last, *_ = registered.gsa(
-        *tensors, cu_seqlens, scale, between, keep_states, _is_differentiable(*tensors)
-    )
+    first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
+    form = Form(scale, between, None, False, _kept(keep_states, q, k, v, g, s, *first))
+    out, k_last, v_last, *_ = differentiable_gsa(q, k, v, g, s, *first, cu_seqlens, *form)
     return GSAOutput(out, GSAState(k_last, v_last))
 
 
-def chunk_gsa_packed(
+def chunk_gsa_projected(
     x: Float[Tensor, "B T W"],
     *,
     num_heads: int,
@@ -160,9 +160,9 @@ def chunk_gsa_packed(
         ValueError: if W does not hold the heads, a number of heads or slots or the damping is not
             positive, or as `chunk_gsa`.
     """
-    check_floating("chunk_gsa_packed", "x", x)
-    check_packing(
-        "chunk_gsa_packed",
+    check_floating("chunk_gsa_projected", "x", x)
+    check_projection(
+        "chunk_gsa_projected",
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         num_slots=num_slots,
@@ -172,14 +172,16 @@ def chunk_gsa_packed(
     width = x.shape[-1] - num_kv_heads * num_slots if x.ndim == 3 else 0
     if width < heads or width % heads:
         raise ValueError(
-            f"chunk_gsa_packed: x must be (B, T, W) with W = ({num_heads} + 2 · {num_kv_heads}) D "
-            f"+ {num_kv_heads} · {num_slots}, got {tuple(x.shape)}"
+            "chunk_gsa_projected: x must be (B, T, W) with W = "
+            f"({num_heads} + 2 · {num_kv_heads}) D + {num_kv_heads} · {num_slots}, "
+            f"got {tuple(x.shape)}"
         )
-    q, k, v, logits = registered.unpack(x, num_heads, num_kv_heads, num_slots)
-    _check("chunk_gsa_packed", q, k, v, logits, None, scale, between, initial_state, cu_seqlens)
+    projection = Projection(num_heads, num_kv_heads, num_slots)
+    q, k, v, logits = projection.split(x)
+    _check("chunk_gsa_projected", q, k, v, logits, None, scale, between, initial_state, cu_seqlens)
     D = q.shape[3]
     no = unsupported(x.dtype, x.shape[:2], num_slots, D, D, on_gpu=x.is_cuda)
-    if resolve_impl("chunk_gsa_packed", impl, x.device, no) == "reference":
+    if resolve_impl("chunk_gsa_projected", impl, x.device, no) == "reference":
         if swish:
             q, k, v = (F.silu(part) for part in (q, k, v))
         return chunk_gsa(
@@ -187,10 +189,10 @@ def chunk_gsa_packed(
             initial_state=initial_state, cu_seqlens=cu_seqlens, impl="reference",
         )  # fmt: skip
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
-    out, k_last, v_last, *_ = registered_packed.gsa_packed(
-        x, *first, cu_seqlens, num_heads, num_kv_heads, num_slots, scale, between, damping, swish,
-        keep_states, _is_differentiable(x, *first),
-    )  # fmt: skip
+    form = Form(scale, between, damping, swish, _kept(keep_states, x, *first))
+    out, k_last, v_last, *_ = differentiable_gsa_projected(
+        x, *first, cu_seqlens, *projection, *form
+    )
     return GSAOutput(out, GSAState(k_last, v_last))
 
 
@@ -234,33 +236,28 @@ def _fill_in(
     return g, s, GSAState(*(x.new_zeros(S, H, M, x.shape[3], dtype=dtype) for x in (k, v)))
 
 
-def _run_recurrent(
-    inputs: list[Tensor],
-    states: list[Tensor],
-    cu_seqlens: Tensor | None,
-    scale: float,
-    between: str,
-) -> list[Tensor]:
-    (q, k, v, g, s), middle = inputs, cast(Between, between)
-    out, last = recurrent_gsa_reference(q, k, v, g, s, scale, middle, GSAState(*states), cu_seqlens)
-    return [out, *last]
+def _eager(name: str, compute: Callable[..., tuple[Tensor, GSAState]]) -> EagerForm:
+    """Return a form in plain PyTorch, with the arguments that `eager_op` takes, as such an op."""
+
+    def run(
+        inputs: list[Tensor],
+        states: list[Tensor],
+        cu_seqlens: Tensor | None,
+        scale: float,
+        between: str,
+    ) -> list[Tensor]:
+        out, last = compute(*inputs, scale, between, GSAState(*states), cu_seqlens)
+        return [out, *last]
+
+    return eager_op(name, run)
 
 
-def _run_chunked(
-    inputs: list[Tensor],
-    states: list[Tensor],
-    cu_seqlens: Tensor | None,
-    scale: float,
-    between: str,
-) -> list[Tensor]:
-    (q, k, v, g, s), middle = inputs, cast(Between, between)
-    out, last = chunked_gsa(q, k, v, g, s, scale, middle, GSAState(*states), cu_seqlens)
-    return [out, *last]
+_recurrent = _eager("recurrent_gsa", recurrent_gsa_reference)
+_chunked = _eager("chunk_gsa", chunked_gsa)
 
 
-_recurrent = eager_op("recurrent_gsa", _run_recurrent)
-_chunked = eager_op("chunk_gsa", _run_chunked)
-
-
-def _is_differentiable(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _kept(keep_states: bool, *tensors: Tensor | None) -> Keep:
+    """Return what the backward will need, if a gradient can come."""
+    if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors):
+        return "nothing"
+    return "states" if keep_states else "weights"

@@ -7,7 +7,7 @@ from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_cu_seqlens
 from torch import Tensor
 
-from mezzo_gsa.ops import checks
+from mezzo_gsa.ops.decoding import checks
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.state import GSAState
 
@@ -78,10 +78,10 @@ def check_between(op: str, between: Any) -> None:
         raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
 
 
-def check_packing(
+def check_projection(
     op: str, *, num_heads: int, num_kv_heads: int, num_slots: int, damping: float
 ) -> None:
-    """Raise an error that names what cannot be of a projection's layout, or of its gates."""
+    """Raise an error that names which number of heads or slots, or damping, cannot be."""
     for name, count in (("num_kv_heads", num_kv_heads), ("num_slots", num_slots)):
         check_size(op, name, count)
     check_size(op, "num_heads", num_heads)

@@ -9,12 +9,15 @@ from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.elementwise import gated_norm, log_gate
+from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gsa.api import recurrent_gsa
 from mezzo_gsa.ops.gsa.between import Between
 from mezzo_gsa.ops.gsa.checks import check_between, check_inputs, unsupported
+from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.projection import split_step
 from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
 
 
 def step_gsa_(
@@ -64,7 +67,7 @@ def step_gsa_(
     check_no_gradients(op, q, k, v, g, s, *state)
     if resolve_impl(op, impl, q.device, _unsupported(q.dtype, state)) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
-        return gsa_step_(q, k, v, g, s, state.k, state.v, scale, between)
+        return gsa_step_(q, k, v, g, s, *state, scale, between)
     out, after = recurrent_gsa(
         q[:, None],
         k[:, None],
@@ -80,7 +83,7 @@ def step_gsa_(
     return out[:, 0]
 
 
-def step_gsa_packed_(
+def step_gsa_projected_(
     x: Float[Tensor, "B W"],
     state: GSAState,
     *,
@@ -122,8 +125,8 @@ def step_gsa_packed_(
     Raises:
         RuntimeError, TypeError, ValueError: as `step_gsa_`, naming the argument.
     """
-    op = "step_gsa_packed_"
-    B, H, M, K, V = _packed_sizes(op, x, state, num_heads, gate_logits, norm_weight)
+    op = "step_gsa_projected_"
+    B, H, M, K, V = _projected_sizes(op, x, state, num_heads, gate_logits, norm_weight)
     check_between(op, between)
     check_number(op, "scale", scale)
     for name, number in (("damping", damping), ("norm_eps", norm_eps)):
@@ -131,21 +134,9 @@ def step_gsa_packed_(
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
     if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
-        return gsa_step_packed_(
-            x,
-            gate_logits,
-            norm_weight,
-            state.k,
-            state.v,
-            num_heads,
-            damping,
-            norm_eps,
-            swish,
-            scale,
-            between,
-            out_dtype,
-        )
-    q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
+        form = StepForm(scale, between, damping, swish, norm_eps, out_dtype)
+        return gsa_step_projected_(x, gate_logits, norm_weight, *state, num_heads, *form)
+    q, k, v, logits = split_step(x, state, num_heads, gate_logits)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = log_gate(logits, damping)
@@ -153,94 +144,7 @@ def step_gsa_packed_(
     return gated_norm(out.flatten(1), norm_weight, norm_eps, out_dtype)
 
 
-def split_packed(
-    x: Tensor, state: GSAState, num_heads: int, gate_logits: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return views of q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M)."""
-    _, H, M, K = state.k.shape
-    V = state.v.shape[3]
-    if gate_logits is None:
-        widths = [num_heads * K, H * K, H * V, H * M]
-        q, k, v, logits = x.split(widths, dim=-1)
-    else:
-        q, k, v = x.split([num_heads * K, H * K, H * V], dim=-1)
-        logits = gate_logits.expand(x.shape[0], -1)
-    return (
-        q.unflatten(-1, (num_heads, K)),
-        k.unflatten(-1, (H, K)),
-        v.unflatten(-1, (H, V)),
-        logits.unflatten(-1, (H, M)),
-    )
-
-
-@torch.library.custom_op("mezzo_gsa::gsa_step_", mutates_args=("slots_k", "slots_v"))
-def gsa_step_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    s: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    scale: float,
-    between: str,
-) -> Tensor:
-    """Take one token by kernels; return out (B, HQ, V)."""
-    from mezzo_gsa.ops.gsa import triton_step
-
-    state = GSAState(slots_k, slots_v)
-    return triton_step.step(q, k, v, g, s, state, scale, between)
-
-
-@gsa_step_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-@torch.library.custom_op("mezzo_gsa::gsa_step_packed_", mutates_args=("slots_k", "slots_v"))
-def gsa_step_packed_(
-    x: Tensor,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    num_heads: int,
-    damping: float,
-    norm_eps: float,
-    swish: bool,
-    scale: float,
-    between: str,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
-    from mezzo_gsa.ops.gsa import triton_step
-
-    state = GSAState(slots_k, slots_v)
-    q, k, v, logits = split_packed(x, state, num_heads, gate_logits)
-    return triton_step.step_layer(
-        q, k, v, logits, norm_weight, state, damping, norm_eps, swish, scale, between, out_dtype
-    )
-
-
-@gsa_step_packed_.register_fake
-def _(
-    x: Tensor,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    num_heads: int,
-    damping: float,
-    norm_eps: float,
-    swish: bool,
-    scale: float,
-    between: str,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape[0], num_heads * slots_v.shape[3], dtype=out_dtype)
-
-
-def _packed_sizes(
+def _projected_sizes(
     op: str,
     x: Tensor,
     state: GSAState,

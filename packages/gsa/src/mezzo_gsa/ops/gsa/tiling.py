@@ -1,4 +1,4 @@
-"""How much of a call one program takes: tokens of a chunk, slots of a tile."""
+"""How much of a call one program of a kernel takes: tokens of a chunk, slots of a tile."""
 
 import torch
 

@@ -1,0 +1,82 @@
+"""Where the chunks of a call lie, and the segments of chunks that run side by side in time.
+
+A chunk never crosses sequences. SEGMENT chunks make a segment: states run along it from zero, then
+a short pass runs along the segments, and whoever reads a state adds what flowed in from before its
+segment. Segments do not depend on the batch, so neither do the results.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SEGMENT = 16
+"""Chunks that one program runs through."""
+
+
+class Chunks(NamedTuple):
+    """The chunks and segments of one call, for the kernels."""
+
+    length: int
+    """L, tokens of a chunk; the last chunk of a sequence may have fewer."""
+    per_row: int
+    """Chunks of a row; if sequences are packed in it, room for those of all."""
+    num_rows: int
+    num_sequences: int
+    segments_per_row: int
+    """Segments of a row; if sequences are packed in it, room for those of all."""
+    chunk_table: Tensor | None
+    """Packed sequences have one: (N, 3) int32, each chunk's first token, length and segment."""
+    segment_table: Tensor | None
+    """Packed sequences have one: (NS, 2) int32, each segment's first chunk and number of chunks."""
+    sequence_table: Tensor | None
+    """Packed sequences have one: (S, 2) int32, each one's first segment and number of segments."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all rows."""
+        return self.num_rows * self.per_row
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of all rows."""
+        return self.num_rows * self.segments_per_row
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a sequence may have several segments."""
+        return self.num_segments > self.num_rows
+
+
+def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chunks:
+    """Place the chunks of B rows of T tokens, or of the sequences packed in one row.
+
+    It never waits for a GPU.
+    """
+    if cu_seqlens is None:
+        N = -(-T // length)
+        return Chunks(length, N, B, B, -(-N // SEGMENT), None, None, None)
+    S = cu_seqlens.shape[0] - 1
+    N = T // length + S  # each sequence has at most one chunk that is not full
+    NS = N // SEGMENT + S
+    borders = cu_seqlens.long()
+    num_chunks = (borders.diff() + length - 1) // length
+    num_segments = (num_chunks + SEGMENT - 1) // SEGMENT
+    last_chunks, last_segments = num_chunks.cumsum(0), num_segments.cumsum(0)
+
+    chunk = torch.arange(N, device=borders.device)
+    row = torch.searchsorted(last_chunks, chunk, right=True).clamp(max=S - 1)
+    in_row = chunk - (last_chunks - num_chunks)[row]
+    first = borders[row] + in_row * length
+    # Chunks past the last one hold no tokens, wherever they lie.
+    tokens = (borders[row + 1] - first).clamp(0, length)
+    of_segment = (last_segments - num_segments)[row] + in_row // SEGMENT
+    chunks = torch.stack([first.clamp(max=T), tokens, of_segment.clamp(max=NS - 1)], 1)
+
+    segment = torch.arange(NS, device=borders.device)
+    row = torch.searchsorted(last_segments, segment, right=True).clamp(max=S - 1)
+    in_row = (segment - (last_segments - num_segments)[row]) * SEGMENT
+    count = (num_chunks[row] - in_row).clamp(0, SEGMENT)
+    segments = torch.stack([(last_chunks - num_chunks)[row] + in_row, count], 1)
+    sequences = torch.stack([last_segments - num_segments, num_segments], 1)
+    return Chunks(length, N, 1, S, NS, chunks.int(), segments.int(), sequences.int())

@@ -1,0 +1,1 @@
+"""What kernels of several ops do with chunks: states at their borders, products inside them."""

@@ -1,0 +1,73 @@
+"""What kernels of decoding steps share: the width of tiles, how inputs are read, the last norm."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mezzo_gsa.ops.gates.triton import swish
+
+# Programs that fill a large GPU, and the widths of tiles to choose from.
+PROGRAMS, NARROW, WIDE = 256, 16, 64
+
+
+@triton.jit
+def load_mapped(x, o, m, MAP: tl.constexpr):
+    """Return numbers in float32, through a feature map: "swish", "relu" or None."""
+    b_x = tl.load(x + o, mask=m, other=0.0).to(tl.float32)
+    if MAP == "swish":
+        b_x = swish(b_x)
+    elif MAP == "relu":
+        b_x = tl.where(b_x < 0, 0.0, b_x)  # a maximum would hide what is not a number
+    return b_x
+
+
+@triton.jit
+def step_norm_kernel(
+    x, weight, z, y, stride_z, eps, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):
+    """Normalize one of a row's N parts, D wide, by its root mean square; times swish(z)."""
+    pid = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BD)
+    m = o_d < D
+    b_x = tl.load(x + pid * D + o_d, mask=m, other=0.0)
+    b_w = tl.load(weight + o_d, mask=m, other=0.0).to(tl.float32)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / D + eps) * b_w
+    if z is not None:
+        b_y *= load_mapped(z + pid // N * stride_z + pid % N * D, o_d, m, "swish")
+    tl.store(y + pid * D + o_d, b_y.to(y.dtype.element_ty), mask=m)
+
+
+def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: float) -> None:
+    """Write RMSNorm(x) ⊙ swish(z) into y.
+
+    Args:
+        x: (B, C) float32, contiguous.
+        weight: (D,); each D of the C channels have a norm of their own.
+        z: (B, C), or None: no gate.
+        y: (B, C), contiguous.
+        eps: of the norm.
+    """
+    (B, C), D = x.shape, weight.shape[0]
+    if z is not None and z.stride(1) != 1:
+        z = z.contiguous()
+    with torch.cuda.device_of(x):
+        step_norm_kernel[(B * C // D,)](
+            x, weight.contiguous(), z, y, 0 if z is None else z.stride(0), eps,
+            N=C // D, D=D, BD=triton.next_power_of_2(D), num_warps=8,
+        )  # fmt: skip
+
+
+def rows(x: Tensor | None) -> Tensor | None:
+    """Return x (B, H, D) with rows that are contiguous, at any distance from each other."""
+    if x is None or (x.stride(2) == 1 and x.stride(1) == x.shape[2]):
+        return x
+    return x.contiguous()
+
+
+def tile(num_heads: int, width: int) -> int:
+    """Return how many channels a program takes: fewer where heads and rows are few."""
+    size = WIDE
+    while size > NARROW and num_heads * triton.cdiv(width, size) < PROGRAMS:
+        size //= 2
+    return size

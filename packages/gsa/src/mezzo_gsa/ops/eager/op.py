@@ -1,0 +1,134 @@
+"""Loops of eager PyTorch as one op of a compiled graph.
+
+torch.compile would unroll a loop over tokens or chunks, and compile for minutes what runs in
+milliseconds. So it sees one op. Outside torch.compile the loops stay eager code, which autograd
+follows as it is.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from mezzo_core.ops.packed import check_borders
+from torch import Tensor
+
+from mezzo_gsa.ops.eager.autocast import without_autocast
+
+EagerForm = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
+"""Takes [q, k, v, ...] of at least one token, the states before the first, the borders of packed
+sequences, what multiplies q, and what stands between two passes. Returns out (B, T, HQ, V) and the
+last states."""
+
+ARGUMENTS = "Tensor[] inputs, Tensor[] states, Tensor? cu_seqlens, float scale, str between"
+
+
+def eager_op(name: str, form: EagerForm) -> EagerForm:
+    """Return `form` without autocast, with borders checked; one op where torch.compile traces.
+
+    The op's backward runs the form once more, and goes back through that.
+    """
+    run = partial(_run, name, form)
+
+    def forward(*arguments: Any) -> list[Tensor]:
+        return [_fresh(x) for x in run(*arguments)]
+
+    def backward(*arguments: Any) -> list[Tensor]:
+        return [_fresh(x) for x in _gradients(run, *arguments)]
+
+    def pull(ctx: Any, dresults: list[Tensor | None]) -> tuple[Any, ...]:
+        *tensors, cu_seqlens = ctx.saved_tensors
+        n = ctx.num_inputs
+        found = op_bwd(dresults, tensors[:n], tensors[n:], cu_seqlens, *ctx.form)
+        return found[:n], found[n:], None, None, None
+
+    op = torch.library.custom_op(
+        f"mezzo_gsa::{name}_eager", forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]"
+    )
+    op_bwd = torch.library.custom_op(
+        f"mezzo_gsa::{name}_eager_bwd",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor?[] dresults, {ARGUMENTS}) -> Tensor[]",
+    )
+    op.register_fake(_fake)
+    op_bwd.register_fake(_fake_backward)
+    op.register_autograd(pull, setup_context=_save)
+
+    def dispatch(
+        inputs: list[Tensor],
+        states: list[Tensor],
+        cu_seqlens: Tensor | None,
+        scale: float,
+        between: str,
+    ) -> list[Tensor]:
+        take = op if torch.compiler.is_compiling() else run
+        return take(inputs, states, cu_seqlens, scale, between)
+
+    return dispatch
+
+
+def _run(
+    name: str,
+    form: EagerForm,
+    inputs: list[Tensor],
+    states: list[Tensor],
+    cu_seqlens: Tensor | None,
+    scale: float,
+    between: str,
+) -> list[Tensor]:
+    if cu_seqlens is not None:
+        check_borders(name, cu_seqlens, inputs[0].shape[1])
+    if not inputs[0].shape[1]:  # gradients exist, and are empty
+        return [_outputs(inputs).zero_() + sum(x.sum() for x in inputs), *states]
+    # Autocast would take the products of float32 states in 16 bits.
+    with without_autocast(inputs[0].device):
+        return form(inputs, states, cu_seqlens, scale, between)
+
+
+def _gradients(
+    run: Callable[..., list[Tensor]],
+    dresults: list[Tensor | None],
+    inputs: list[Tensor],
+    states: list[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    # An op runs below autograd; this one needs it.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (*inputs, *states)]
+        results = run(leaves[: len(inputs)], leaves[len(inputs) :], *rest)
+        pairs = [(y, dy) for y, dy in zip(results, dresults, strict=True) if dy is not None]
+        if not pairs:
+            return [torch.zeros_like(x) for x in leaves]
+        ys, dys = zip(*pairs, strict=True)
+        return [*torch.autograd.grad(ys, leaves, dys, materialize_grads=True)]
+
+
+def _fake(inputs: list[Tensor], states: list[Tensor], *_: Any) -> list[Tensor]:
+    return [_outputs(inputs), *(x.new_empty(x.shape) for x in states)]
+
+
+def _fake_backward(
+    dresults: list[Tensor | None], inputs: list[Tensor], states: list[Tensor], *_: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*inputs, *states)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    parts, states, cu_seqlens, *ctx.form = inputs
+    ctx.num_inputs = len(parts)
+    ctx.save_for_backward(*parts, *states, cu_seqlens)
+    # Often only `out` has a gradient. One that is missing stays None, and costs no zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _outputs(inputs: list[Tensor]) -> Tensor:
+    """Return room for out (B, T, HQ, V)."""
+    q, v = inputs[0], inputs[2]
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """Return a copy: results of an op are no arguments, and have the strides of the fakes."""
+    return x.clone(memory_format=torch.contiguous_format)

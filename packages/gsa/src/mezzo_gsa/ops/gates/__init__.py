@@ -1,0 +1,6 @@
+"""Gates, norms and padding: what layers do to each number around a recurrence."""
+
+from mezzo_gsa.ops.gates.elementwise import bounded_gate as bounded_gate
+from mezzo_gsa.ops.gates.elementwise import gated_norm as gated_norm
+from mezzo_gsa.ops.gates.elementwise import log_gate as log_gate
+from mezzo_gsa.ops.gates.padding import skip_padding as skip_padding

@@ -1,0 +1,43 @@
+"""What a layer does to its gates before the recurrence, and to its outputs after it."""
+
+import math
+
+import torch
+from mezzo_core.ops.precision import accumulation_dtype
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def log_gate(logits: Tensor, damping: float) -> Tensor:
+    """Return g = log(sigmoid(logits)^(1/τ)), at most 0, float32 (float64 for float64)."""
+    return F.logsigmoid(logits.to(accumulation_dtype(logits.dtype))) / float(damping)
+
+
+def gated_norm(
+    o: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return RMSNorm(swish(o)) over the last dimension, equation 9.
+
+    Args:
+        o: (..., C) all heads' outputs side by side.
+        weight: (C,) of the norm; None: swish alone.
+        eps: of the norm.
+        dtype: of the result; None: that of o.
+    """
+    y = F.silu(o.to(accumulation_dtype(o.dtype)))
+    if weight is not None:
+        y = F.rms_norm(y, weight.shape, weight.to(y.dtype), eps)
+    return y.to(dtype or o.dtype)
+
+
+def bounded_gate(g: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Return 1 - α and log α of α = β + (1 - β) exp(g), both with all their digits.
+
+    Args:
+        g: log gates, at most 0, float32 or float64.
+        bound: β, in [0, 1).
+    """
+    if bound == 0:
+        return -torch.expm1(g), g
+    log_gates = torch.logaddexp(g + math.log1p(-bound), torch.full_like(g, math.log(bound)))
+    return (bound - 1) * torch.expm1(g), log_gates

@@ -1,0 +1,1 @@
+"""The kernels of gated linear attention, and their launches."""

@@ -1,0 +1,1 @@
+"""The kernels of gated slot attention, and their launches."""

@@ -1,0 +1,170 @@
+"""One decoding token of GSA on a GPU: two kernels that pass once over the state, and a norm.
+
+The state is nearly all of the traffic, and one row's is small: 0.5 MB for each of K~ and V~ in the
+1.3B model. So each head's memory is cut into tiles along its channels, as narrow as it takes to
+keep a large GPU busy. The softmax over slots needs all of K~'s tiles, which is why there are two
+kernels; V~ is updated in the second. Gates and swish are computed where numbers are loaded.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
+from mezzo_gsa.ops.gates.triton import log_sigmoid, swish, write_strength
+from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.projection import Parts
+from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.triton.slots import weights_of
+
+
+@triton.jit
+def _gates(g, s, o_g, o_s, m, inverse_damping, LOGITS: tl.constexpr):
+    """Return what slots keep and what they write, from gates or their logits, strengths or none."""
+    if g is not None:
+        b_g = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32)
+        if LOGITS:
+            b_g = log_sigmoid(b_g) * inverse_damping
+        b_keep = tl.exp(b_g)
+    else:
+        b_keep = tl.where(m, 1.0, 0.0)
+    b_write = write_strength(b_g) if s is None else tl.load(s + o_s, mask=m, other=0.0)
+    return b_keep, b_write
+
+
+@triton.jit
+def step_keys_kernel(
+    q, k, g, s, slots, parts, stride_q, stride_k, stride_g, stride_s, inverse_damping,
+    H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
+):  # fmt: skip
+    """Advance a tile of one head's K~, and give its part of K~ q for each query of the head."""
+    N: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_bh = pid % N, pid // N
+    i_h, i_b = i_bh % H, i_bh // H
+    o_m, o_k = tl.arange(0, BM), i_n * BK + tl.arange(0, BK)
+    m_m, m_k = o_m < M, o_k < K
+    m = m_m[:, None] & m_k[None, :]
+    p = slots + i_bh * (M * K) + o_m[:, None] * K + o_k[None, :]
+    b_slots = tl.load(p, mask=m, other=0.0)
+    o_g, o_s = i_b * stride_g + i_h * M + o_m, i_b * stride_s + i_h * M + o_m
+    b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
+    b_k = load_mapped(k, i_b * stride_k + i_h * K + o_k, m_k, MAP)
+    b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_k[None, :]
+    tl.store(p, b_slots, mask=m)
+    for j in range(G):
+        b_q = load_mapped(q, i_b * stride_q + (i_h * G + j) * K + o_k, m_k, MAP)
+        b_part = tl.sum(b_slots * b_q[None, :], axis=1)
+        tl.store(parts + ((i_bh * G + j) * N + i_n) * M + o_m, b_part, mask=m_m)
+
+
+@triton.jit
+def step_values_kernel(
+    v, g, s, slots, parts, out, stride_v, stride_g, stride_s, inverse_damping, scale,
+    H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    NK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+    LOGITS: tl.constexpr, MAP: tl.constexpr, BETWEEN: tl.constexpr, SWISH_OUT: tl.constexpr,
+):  # fmt: skip
+    """Advance a tile of one head's V~, and read it with each query's weights of the slots."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_bh = pid % NV, pid // NV
+    i_h, i_b = i_bh % H, i_bh // H
+    o_m, o_v, o_n = tl.arange(0, BM), i_n * BV + tl.arange(0, BV), tl.arange(0, BN)
+    m_m, m_v = o_m < M, o_v < V
+    m = m_m[:, None] & m_v[None, :]
+    p = slots + i_bh * (M * V) + o_m[:, None] * V + o_v[None, :]
+    b_slots = tl.load(p, mask=m, other=0.0)
+    o_g, o_s = i_b * stride_g + i_h * M + o_m, i_b * stride_s + i_h * M + o_m
+    b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
+    b_v = load_mapped(v, i_b * stride_v + i_h * V + o_v, m_v, MAP)
+    b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_v[None, :]
+    tl.store(p, b_slots, mask=m)
+    for j in range(G):
+        p_parts = parts + ((i_bh * G + j) * NK + o_n[:, None]) * M + o_m[None, :]
+        b_parts = tl.load(p_parts, mask=(o_n < NK)[:, None] & m_m[None, :], other=0.0)
+        b_p = weights_of((tl.sum(b_parts, axis=0) * scale)[None, :], m_m, BETWEEN)
+        b_o = tl.sum(b_slots * tl.trans(b_p), axis=0)
+        if SWISH_OUT:
+            b_o = swish(b_o)
+        p_out = out + (i_bh * G + j) * V + o_v
+        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_v)
+
+
+def run_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    state: GSAState,
+    form: StepForm,
+) -> Tensor:
+    """Take one token into the state; arguments and result as in `step_gsa_`."""
+    out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+    _launch(q, k, v, g, s, state, out, form, swish_out=False)
+    return out
+
+
+def run_layer_step(
+    parts: Parts, norm_weight: Tensor | None, state: GSAState, form: StepForm
+) -> Tensor:
+    """Take one token from the parts of a projection; as in `step_gsa_projected_`.
+
+    Args:
+        parts: q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M).
+        norm_weight: (HQ·V,), or None.
+        state: overwritten.
+        form: of the layer.
+
+    Returns:
+        y (B, HQ·V).
+    """
+    q, k, v, logits = parts
+    B, C = q.shape[0], q.shape[1] * v.shape[2]
+    y = torch.empty((B, C), dtype=form.out_dtype or q.dtype, device=q.device)
+    out = y if norm_weight is None else torch.empty_like(y, dtype=torch.float32)
+    _launch(q, k, v, logits, None, state, out, form, swish_out=True)
+    if norm_weight is not None:
+        norm_heads(out, norm_weight, None, y, form.norm_eps)
+    return y
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    state: GSAState,
+    out: Tensor,
+    form: StepForm,
+    *,
+    swish_out: bool,
+) -> None:
+    """Run both passes over the state; out (B, HQ, V), or the same flattened."""
+    B, H, M, K = state.k.shape
+    G, V = q.shape[1] // H, state.v.shape[3]
+    BK, BV = tile(B * H, K), tile(B * H, V)
+    NK = triton.cdiv(K, BK)
+    inputs = [rows(x) for x in (q, k, v, g, s)]
+    strides = [0 if x is None else x.stride(0) for x in inputs]
+    (x_q, x_k, x_v, x_g, x_s), (stride_q, stride_k, stride_v, *stride_gs) = inputs, strides
+    parts = torch.empty((B, H, G, NK, M), dtype=torch.float32, device=q.device)
+    inverse_damping = 1.0 if form.damping is None else 1 / form.damping
+    sizes = {
+        "H": H, "G": G, "M": M, "BM": triton.next_power_of_2(M), "num_warps": 4,
+        "LOGITS": form.damping is not None, "MAP": "swish" if form.swish else None,
+    }  # fmt: skip
+    with torch.cuda.device_of(q):
+        step_keys_kernel[(B * H * NK,)](
+            x_q, x_k, x_g, x_s, state.k, parts, stride_q, stride_k, *stride_gs, inverse_damping,
+            K=K, BK=BK, **sizes,
+        )  # fmt: skip
+        step_values_kernel[(B * H * triton.cdiv(V, BV),)](
+            x_v, x_g, x_s, state.v, parts, out, stride_v, *stride_gs, inverse_damping, form.scale,
+            V=V, NK=NK, BN=triton.next_power_of_2(NK), BV=BV, BETWEEN=form.between,
+            SWISH_OUT=swish_out, **sizes,
+        )  # fmt: skip
