@@ -13,7 +13,7 @@ import torch
 from mezzo_core.config_json import OUR_PACKAGES
 from mezzo_core.nn import AttentionConfig
 from mezzo_core.ops.attention import attention
-from mezzo_core.ops.online_softmax import SoftmaxPart, merge_softmax
+from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
 from mezzo_gsa.__main__ import main as gsa_main
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gsa import GSAConfig
@@ -427,9 +427,9 @@ GATE = torch.rand(1, 6, 4, 4)
         pytest.param(lambda: attention(V[:, :, :3], Q, Q), "heads", id="attention-groups"),
         pytest.param(lambda: attention(Q, Q, Q, window_size=0), "window_size", id="window-0"),
         pytest.param(
-            lambda: merge_softmax(SoftmaxPart(Q, Q[..., 0]), SoftmaxPart(V, V[..., 0])),
-            "shape",
-            id="merge-shapes",
+            lambda: linear_cross_entropy(Q[0, 0], Q[0, 0], torch.tensor([0, 9])),
+            "targets must be",
+            id="head-beyond-the-vocabulary",
         ),
         pytest.param(
             lambda: chunk_rat_attention(Q, Q, V, GATE, chunk_size=0), "chunk_size", id="rat-chunk-0"

@@ -8,7 +8,7 @@ from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.decode_linear import decode_linear
-from mezzo_core.ops.online_softmax import SoftmaxPart, merge_softmax
+from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
 from mezzo_core.positions import (
     alibi_slopes,
     apply_rope,
@@ -52,9 +52,9 @@ def appended():
     }  # fmt: skip
 
 
-def parts():
-    a, b = (SoftmaxPart(draw(B, T, H, D), draw(B, T, H)) for _ in range(2))
-    return {"a": a, "b": b, "impl": "auto"}
+def head():
+    targets = torch.tensor([[1, -100, 0, 5, 2]]).expand(B, T)
+    return {"x": draw(B, T, D), "weight": draw(6, D), "targets": targets, "impl": "auto"}
 
 
 def by_reference(**arguments):
@@ -107,7 +107,7 @@ CALLS = [
         frozenset({"bias", "norm_weight"}),
         of_any_rank=frozenset({"x"}),
     ),
-    Call(merge_softmax, parts),
+    Call(linear_cross_entropy, head),
     Call(
         rope_angles,
         lambda: {"positions": torch.arange(T)[None], "dim": 4, "base": 10_000.0},

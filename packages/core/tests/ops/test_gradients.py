@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
-from mezzo_core.ops.online_softmax import SoftmaxPart, merge_softmax
+from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
 from mezzo_core.testing import assert_close, grads
 
 
-def merge(a, b, lse):
-    return merge_softmax(SoftmaxPart(a, lse), SoftmaxPart(b, 1 - lse)).out
+def head_loss(x, weight):
+    return linear_cross_entropy(x, weight, torch.tensor([1, 0, 6, 2, -100])).loss
 
 
-PROBLEMS = {merge: {"a": (2, 5, 3, 4), "b": (2, 5, 3, 4), "lse": (2, 5, 3)}}
+PROBLEMS = {head_loss: {"x": (5, 4), "weight": (7, 4)}}
 ops = pytest.mark.parametrize("op", PROBLEMS, ids=lambda op: op.__name__)
 
 

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from mezzo_core.nn.contract import AbstractMixer
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_positions
@@ -77,9 +78,9 @@ class ABC(AbstractMixer):
             raise ValueError(f'ABCConfig: reading must be "text" or "code", got {config.reading!r}')
         self.config, self.d_model = config, d_model
         self.widths = (d_model, d_model, d_model, H * M)
-        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
 
     def forward(
         self,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.nn.project import project
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -92,15 +92,15 @@ class GLA(AbstractMixer):
             damping=config.damping,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = nn.Linear(d_model, HQ * K, bias=False)
-        self.k_proj = nn.Linear(d_model, H * K, bias=False)
-        self.v_proj = nn.Linear(d_model, H * V, bias=False)
+        self.q_proj = Linear(d_model, HQ * K, bias=False)
+        self.k_proj = Linear(d_model, H * K, bias=False)
+        self.v_proj = Linear(d_model, H * V, bias=False)
         self.g_proj = nn.Sequential(
-            nn.Linear(d_model, config.gate_rank, bias=False), nn.Linear(config.gate_rank, H * K)
+            Linear(d_model, config.gate_rank, bias=False), Linear(config.gate_rank, H * K)
         )
-        self.z_proj = nn.Linear(d_model, HQ * V, bias=False) if config.output_gate else None
+        self.z_proj = Linear(d_model, HQ * V, bias=False) if config.output_gate else None
         self.norm = nn.RMSNorm(V, eps=config.norm_eps)
-        self.o_proj = nn.Linear(HQ * V, d_model, bias=False)
+        self.o_proj = Linear(HQ * V, d_model, bias=False)
 
     def forward(
         self,
@@ -133,16 +133,16 @@ class GLA(AbstractMixer):
         x = x[:, 0]
         HQ, H, K, V = self.heads
         y = step_gla_layer_(
-            project(self.q_proj, x).unflatten(1, (HQ, K)),
-            project(self.k_proj, x).unflatten(1, (H, K)),
-            project(self.v_proj, x).unflatten(1, (H, V)),
+            self.q_proj(x).unflatten(1, (HQ, K)),
+            self.k_proj(x).unflatten(1, (H, K)),
+            self.v_proj(x).unflatten(1, (H, V)),
             self.g_proj(x).unflatten(1, (H, K)),
             state.h,
             self.form,
             norm_weight=self.norm.weight,
-            z=None if self.z_proj is None else project(self.z_proj, x),
+            z=None if self.z_proj is None else self.z_proj(x),
         )
-        return project(self.o_proj, y[:, None])
+        return self.o_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""

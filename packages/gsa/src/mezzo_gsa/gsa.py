@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.nn.project import project, suits_op
+from mezzo_core.nn.linear import Linear, is_plain, takes_decode_linear
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.precision import accumulation_dtype
@@ -90,11 +90,11 @@ class GSA(AbstractMixer):
         by_token = config.gate == "token"
         self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
         bias = by_token and config.gate_spans is not None
-        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
+        self.in_proj = Linear(d_model, sum(self.widths), bias=bias)
         # One dimension: weight decay would pull a constant gate to a half to the power 1/τ.
         self.gate_logits = None if by_token else nn.Parameter(torch.empty(H * M))
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps) if config.output_norm else None
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
         self.init_own_weights()
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class GSA(AbstractMixer):
             "keep_states": self.config.keep_states,
         }
         if self.gate_logits is None and lengths is None:
-            out, after = chunk_gsa_projected(qkvg, **self._packing(), **op)
+            out, after = chunk_gsa_projected(qkvg, **self._form(), **op)
         else:
             q, k, v, g = self._split(qkvg)
             out, after = chunk_gsa(q, *skip_padding(lengths, k, v, g), **op)
@@ -141,9 +141,11 @@ class GSA(AbstractMixer):
         config, out_proj = self.config, self.out_proj
         weight = None if self.norm is None else self.norm.weight
         # For one row the projection's kernel does the norm too, which saves a launch.
-        norm_later = weight is not None and suits_op(out_proj, x)
+        norm_later = (
+            weight is not None and is_plain(out_proj) and takes_decode_linear(out_proj, x)
+        )
         y = step_gsa_projected_(
-            project(self.in_proj, x).squeeze(1),
+            self.in_proj(x).squeeze(1),
             state,
             num_heads=config.num_heads,
             gate_logits=self.gate_logits,
@@ -155,12 +157,12 @@ class GSA(AbstractMixer):
             out_dtype=accumulation_dtype(x.dtype) if norm_later else None,
         )[:, None]
         if not norm_later:
-            return project(out_proj, y)
+            return out_proj(y)
         return decode_linear(
             y, out_proj.weight, out_proj.bias, norm_weight=weight, norm_eps=config.norm_eps
         )
 
-    def _packing(self) -> dict[str, Any]:
+    def _form(self) -> dict[str, Any]:
         """Return what the op must know of a projection to read it as it is."""
         return {
             "num_heads": self.config.num_heads,

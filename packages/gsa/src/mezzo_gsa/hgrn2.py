@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.nn.project import project
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -77,11 +77,11 @@ class HGRN2(AbstractMixer):
             lower_bound=config.lower_bound,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = nn.Linear(d_model, d_model, bias=False)
-        self.v_proj = nn.Linear(d_model, d_model, bias=False)
-        self.g_proj = nn.Linear(d_model, d_model, bias=False)
+        self.q_proj = Linear(d_model, d_model, bias=False)
+        self.v_proj = Linear(d_model, d_model, bias=False)
+        self.g_proj = Linear(d_model, d_model, bias=False)
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps)
-        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+        self.o_proj = Linear(d_model, d_model, bias=False)
 
     def forward(
         self,
@@ -112,11 +112,11 @@ class HGRN2(AbstractMixer):
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         self.check_step(x, state)
         q, v, logits = (
-            project(proj, x[:, 0]).unflatten(1, (self.num_heads, -1))
+            proj(x[:, 0]).unflatten(1, (self.num_heads, -1))
             for proj in (self.q_proj, self.v_proj, self.g_proj)
         )
         y = step_gla_layer_(q, None, v, logits, state.h, self.form, norm_weight=self.norm.weight)
-        return project(self.o_proj, y[:, None])
+        return self.o_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""

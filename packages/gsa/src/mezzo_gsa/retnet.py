@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.nn.project import project
+from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
@@ -96,12 +96,12 @@ class RetNet(AbstractMixer):
             rope_base=config.rope_base,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = nn.Linear(d_model, HQ * K, bias=False)
-        self.k_proj = nn.Linear(d_model, H * K, bias=False)
-        self.v_proj = nn.Linear(d_model, H * V, bias=False)
-        self.z_proj = nn.Linear(d_model, HQ * V, bias=False) if config.output_gate else None
+        self.q_proj = Linear(d_model, HQ * K, bias=False)
+        self.k_proj = Linear(d_model, H * K, bias=False)
+        self.v_proj = Linear(d_model, H * V, bias=False)
+        self.z_proj = Linear(d_model, HQ * V, bias=False) if config.output_gate else None
         self.norm = nn.RMSNorm(V, eps=config.norm_eps)
-        self.o_proj = nn.Linear(HQ * V, d_model, bias=False)
+        self.o_proj = Linear(HQ * V, d_model, bias=False)
 
     def forward(
         self,
@@ -147,23 +147,23 @@ class RetNet(AbstractMixer):
         self.check_step(x, state)
         x = x[:, 0]
         HQ, H, K, V = self.heads
-        k = project(self.k_proj, x).unflatten(1, (H, K))
-        v = project(self.v_proj, x).unflatten(1, (H, V))
+        k = self.k_proj(x).unflatten(1, (H, K))
+        v = self.v_proj(x).unflatten(1, (H, V))
         if H < HQ:
             k, v = (part.repeat_interleave(HQ // H, dim=1) for part in (k, v))
         y = step_gla_layer_(
-            project(self.q_proj, x).unflatten(1, (HQ, K)),
+            self.q_proj(x).unflatten(1, (HQ, K)),
             k,
             v,
             _decay_table(HQ, x.device, state.h.dtype).expand(x.shape[0], HQ)[..., None],
             state.h,
             self.form,
             norm_weight=self.norm.weight,
-            z=None if self.z_proj is None else project(self.z_proj, x),
+            z=None if self.z_proj is None else self.z_proj(x),
             places=state.lengths,
         )
         state.lengths.add_(1)
-        return project(self.o_proj, y[:, None])
+        return self.o_proj(y[:, None])
 
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""

@@ -70,8 +70,8 @@ def attention(
         q_positions: positions that stand for 0..T-1; given together with `k_positions`, of any
             values and order.
         k_positions: like `q_positions`, for the keys; a negative one hides its key.
-        return_lse: also return the log-sum-exp of the scores, with which two partial results are
-            merged (`mezzo_core.ops.online_softmax`).
+        return_lse: also return the log-sum-exp of the scores, with which the results over two sets
+            of keys are merged, or the softmax with one more in its sum is computed.
         impl: who computes it. "auto" takes the fastest that supports the request, "flash" aside;
             any other is taken or refused, never replaced.
 
