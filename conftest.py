@@ -3,11 +3,13 @@
 import os
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 # Workers share the cores, with the processes that their tests start; torch reads this at import.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
 
+import pytest
 import torch
 from hypothesis import settings
 from mezzo_core.testing.interpreter import repair_interpreter
@@ -17,6 +19,25 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     repair_interpreter()
+
+# Tests of ops run with every shape in a public signature checked; see tests/test_shape_types.py.
+if find_spec("jaxtyping") and find_spec("beartype"):
+    import jaxtyping
+
+    SOURCES = Path(__file__).parent.glob("packages/*/src/mezzo_*/ops/*")
+    APIS = [
+        ".".join(path.relative_to(path.parents[3]).with_suffix("").parts)
+        for folder in SOURCES
+        for path in (folder / "api.py", folder / "step.py")
+        if path.exists()
+    ]
+    jaxtyping.install_import_hook(APIS, "beartype.beartype")
+
+    def pytest_runtest_setup(item: pytest.Item) -> None:
+        """Check shapes in this test, or not."""
+        checked = item.path.parent.name == "ops" and not item.get_closest_marker("any_shapes")
+        jaxtyping.config.update("jaxtyping_disable", not checked)
+
 
 # The same examples in every run; `pytest --hypothesis-profile=thorough` draws many, and new ones.
 settings.register_profile("steady", deadline=None, derandomize=True)

@@ -1,57 +1,29 @@
-"""The shapes in public signatures are true: the ops' own tests pass with every call checked.
+"""The shapes in public signatures are true: in tests of ops, each call of a public op is checked.
 
-The hook wraps the functions of `api` modules, so it needs a process of its own. Tests of bad input
-and of compiled graphs are left out: there the hook speaks first, or stands in the graph. So are
-those of kernels: a signature holds whoever computes, and the interpreter takes most of the time.
+The root's conftest.py puts jaxtyping's check into the modules that hold public signatures, and
+switches it on in every test in a folder `ops`. A test of bad input, or one that compiles, carries
+the marker `any_shapes`: there the check would speak first, or stand in the graph.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
+import jaxtyping
 import pytest
+import torch
+from mezzo_core.ops.attention import attention
 
-ROOT = Path(__file__).parents[1]
-OPS = {
-    "mezzo_rat.ops.linear_scan.api": "packages/rat/tests/ops/test_linear_scan.py",
-    "mezzo_core.ops.online_softmax.api": "packages/core/tests/ops/test_online_softmax.py",
-    "mezzo_core.ops.attention.api": "packages/core/tests/ops/test_attention.py",
-    "mezzo_core.ops.decode_attention.api": "packages/core/tests/ops/test_decode_attention.py",
-    "mezzo_gsa.ops.gla.api": "packages/gsa/tests/ops/test_gla.py",
-    "mezzo_gsa.ops.gsa.api": "packages/gsa/tests/ops/test_gsa_op.py",
-    "mezzo_gsa.ops.gsa.step": "packages/gsa/tests/ops/test_step_gsa.py",
-    "mezzo_rat.ops.gated_scan.api": "packages/rat/tests/ops/test_gated_scan.py",
-    "mezzo_rat.ops.rat_attention.api": "packages/rat/tests/ops/test_rat_attention.py",
-}
+Q, K = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 6)
 
 
-@pytest.mark.slow
-def test_every_call_fits_its_signature():
-    hook = ",".join([*OPS, "beartype.beartype"])
-    unwanted = "bad or named or compile or graph or opcheck or excludes or refuse or error or impl"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", f"--jaxtyping-packages={hook}"]
-    done = subprocess.run(
-        [*command, "-k", f"not ({unwanted} or triton)", *OPS.values()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+def test_a_wrong_shape_is_caught_where_shapes_are_checked():
+    jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        attention(Q, K, K)
 
 
-def test_the_hook_catches_a_wrong_shape(tmp_path):
-    code = """
-import pytest, torch
-from jaxtyping import TypeCheckError
-def test_widths_that_differ():
-    from mezzo_core.ops.attention import attention
-    q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 6)
-    with pytest.raises(TypeCheckError):
-        attention(q, k, k)
-"""
-    (tmp_path / "test_hook.py").write_text(code)
-    hook = "mezzo_core.ops.attention.api,beartype.beartype"
-    command = [sys.executable, "-m", "pytest", "-q", f"--jaxtyping-packages={hook}", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
+def test_elsewhere_the_op_itself_refuses_it():
+    with pytest.raises(ValueError, match="k must"):
+        attention(Q, K, K)
+
+
+def test_every_op_s_signature_is_checked():
+    checked = [name for name, module in ops_modules() if hasattr(public(module), "__wrapped__")]
+    assert len(checked) >= 8
