@@ -41,6 +41,31 @@ def test_every_target_weighs_the_same_however_it_is_batched(model):
     assert evaluate(model, batches()).loss == pytest.approx(evaluate(model, [whole]).loss)
 
 
+@pytest.mark.parametrize("segment_tokens", [1, 3, 8])
+def test_segments_give_what_whole_rows_give(model, segment_tokens):
+    whole = evaluate(model, batches())
+    found = evaluate(model, batches(), segment_tokens=segment_tokens)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert (found.accuracy, found.tokens) == (whole.accuracy, whole.tokens)
+
+
+def test_packed_documents_have_no_segments(model):
+    batch = Batch(
+        torch.ones(1, 8, dtype=torch.int64),
+        torch.ones(1, 8, dtype=torch.int64),
+        torch.tensor([0, 3, 8]),
+    )
+    with pytest.raises(ValueError, match="these documents are packed"):
+        evaluate(model, [batch], segment_tokens=4)
+
+
+def test_accuracy_is_the_share_of_hits(model):
+    tokens = torch.randint(11, (2, 8))
+    targets = model(tokens).logits.argmax(-1)
+    targets[0, :4], targets[1] = -100, (targets[1] + 1) % 11
+    assert evaluate(model, [Batch(tokens, targets)]).accuracy == 4 / 12
+
+
 def test_ignored_targets_do_not_count(model):
     found = evaluate(model, batches(ignored=[0, 5]))
     assert found.tokens == 30

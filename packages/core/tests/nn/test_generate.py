@@ -50,6 +50,21 @@ def test_ragged_prompts_generate_what_each_does_alone(any_model, prompts):
 
 
 @few
+@given(prompts=prompts_strategy, prefill_tokens=st.integers(1, 8))
+def test_a_prefill_in_segments_generates_the_same(any_model, prompts, prefill_tokens):
+    whole = generate(any_model, prompts, max_new_tokens=5)
+    parts = generate(any_model, prompts, max_new_tokens=5, prefill_tokens=prefill_tokens)
+    assert parts == whole
+
+
+def test_a_prefill_in_segments_runs_no_more_tokens_at_a_time(model):
+    sizes = []
+    model.stack.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
+    generate(model, [[1] * 11, [2] * 4], max_new_tokens=1, prefill_tokens=4)
+    assert sizes == [4, 4, 3]
+
+
+@few
 @given(prompts=prompts_strategy, temperature=st.sampled_from([0.0, 1.3]))
 def test_the_stream_is_what_generate_returns(model, prompts, temperature):
     arguments = {"max_new_tokens": 6, "temperature": temperature, "stop_tokens": [3, 5], "seed": 4}

@@ -192,6 +192,47 @@ def test_the_loss_of_packed_sequences_is_that_of_each_alone(model):
     torch.testing.assert_close(packed, alone)
 
 
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_the_scores_of_segments_add_up_to_the_whole_with_all_gradients(model, size):
+    tokens, targets = torch.randint(37, (2, 2, 11))
+    targets[0, 3:5] = -100
+    whole, parts, state = model.score(tokens, targets), [], model.init_state(2)
+    for segment, its_targets in zip(tokens.split(size, 1), targets.split(size, 1), strict=True):
+        parts.append(model.score(segment, its_targets, state=state))
+        state = parts[-1].state
+    loss = sum(part.loss for part in parts)
+    torch.testing.assert_close(loss, whole.loss)
+    assert sum(part.targets for part in parts) == whole.targets == 20
+    assert sum(part.hits for part in parts) == whole.hits
+    weights = list(model.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, weights),
+        torch.autograd.grad(whole.loss, weights),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_hits_are_the_targets_of_largest_logit(model):
+    tokens = torch.randint(37, (2, 9))
+    best = model(tokens).logits.argmax(-1)
+    targets = best.clone()
+    targets[0, :4], targets[1, 0] = -100, (best[1, 0] + 1) % 37
+    score = model.score(tokens, targets)
+    assert (score.hits, score.targets) == (13, 14)
+
+
+def test_a_head_that_does_more_is_asked_for_its_logits(model):
+    tokens, targets = torch.randint(37, (2, 2, 9))
+    plain = model.loss(tokens, targets)
+    model.head.register_forward_hook(lambda *call: 2 * call[-1])
+    logits = model(tokens).logits.flatten(0, 1)
+    torch.testing.assert_close(
+        model.loss(tokens, targets), torch.nn.functional.cross_entropy(logits, targets.flatten())
+    )
+    assert model.loss(tokens, targets) != plain
+
+
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient(model):
     tokens = tokens_of(2, 5)
     loss = model.loss(tokens, torch.full_like(tokens, -100))

@@ -23,7 +23,9 @@ def linear_cross_entropy_fwd(
     return cross_entropy(F.linear(x, weight), targets, ignore_index)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     """Return the same of logits (..., V) that are there."""
     logits, targets = logits.flatten(0, -2), targets.flatten()
     wide = logits.to(accumulation_dtype(logits.dtype))

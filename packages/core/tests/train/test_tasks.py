@@ -1,0 +1,66 @@
+"""A task trains in the loop that text does, and is scored by its accuracy."""
+
+import pytest
+from mezzo_core.errors import UserError
+from mezzo_core.nn import AttentionConfig, LMConfig
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train.config import OptimConfig
+from mezzo_core.train.loop import train
+from toys.echo import EchoConfig
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a process in the middle."""
+
+
+@pytest.fixture
+def echo(tiny):
+    model = LMConfig(vocab_size=8, d_model=32, mixers=(AttentionConfig(head_dim=16),) * 2)
+    return lambda **changes: tiny(
+        **{"model": model, "data": EchoConfig(), "seq_len": 12, **changes}
+    )
+
+
+def test_a_task_is_learned_and_its_accuracy_logged(echo, tmp_path, rows_of):
+    optim = OptimConfig(lr=1e-2)
+    config = echo(batch_size=32, steps=150, eval_every=50, checkpoint_every=150, optim=optim)
+    result = train(config, tmp_path / "run", quiet=True)
+    accuracies = [row["val_accuracy"] for row in rows_of(tmp_path / "run", "val_loss")]
+    assert accuracies[-1] == result.val_accuracy > 0.5  # chance is 0.125
+    assert {row["val_tokens"] for row in rows_of(tmp_path / "run", "val_loss")} == {2 * 32 * 6}
+
+
+def test_a_run_on_a_task_goes_on_to_the_bit(echo, tmp_path, rows_of):
+    def stop(row):
+        if row["step"] == 3:
+            raise StoppedError
+
+    train(echo(), tmp_path / "whole", quiet=True)
+    with pytest.raises(StoppedError):
+        train(echo(), tmp_path / "run", quiet=True, on_step=stop)
+    train(echo(), tmp_path / "run", quiet=True)
+    whole, found = (
+        load_model(tmp_path / name / "model")[0].state_dict() for name in ("whole", "run")
+    )
+    assert all(found[name].equal(weight) for name, weight in whole.items())
+
+
+def test_two_processes_share_its_batches(echo, tmp_path, rows_of, train_in_processes):
+    train(echo(), tmp_path / "one", quiet=True)
+    ended = train_in_processes(echo(), tmp_path / "two", size=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    found, wanted = rows_of(tmp_path / "two"), rows_of(tmp_path / "one")
+    assert [row["loss"] for row in found] == pytest.approx(
+        [row["loss"] for row in wanted], rel=1e-5
+    )
+
+
+def test_tokens_beyond_the_model_s_vocabulary_are_refused(echo, tmp_path):
+    with pytest.raises(UserError, match=r"EchoConfig\(vocab_size=9\) has 9 tokens, more than"):
+        train(echo(data=EchoConfig(9)), tmp_path / "run", quiet=True)
+
+
+def test_another_task_in_the_folder_of_a_run_is_refused(echo, tmp_path):
+    train(echo(), tmp_path / "run", quiet=True)
+    with pytest.raises(UserError, match="another configuration"):
+        train(echo(data=EchoConfig(7)), tmp_path / "run", quiet=True)
