@@ -190,6 +190,7 @@ def test_opcheck(impl, rope_base):
 
 
 @impls
+@pytest.mark.any_shapes
 def test_compiles_to_one_graph(impl):
     inputs = problem([3, 9], S=8)
     expected = append(inputs, impl)
@@ -220,6 +221,7 @@ def test_compiles_to_one_graph(impl):
         (ValueError, "v_cache is on meta, q on", {"v_cache": torch.device("meta")}),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(error, message, changes):
     inputs = problem([3, 8], S=8)
     for name, change in changes.items():
@@ -233,6 +235,7 @@ def test_bad_arguments_are_named(error, message, changes):
 
 
 @impls
+@pytest.mark.any_shapes
 def test_a_bad_rotation_is_refused_before_anything_is_written(impl):
     inputs = problem([3, 8], S=8)
     before = {name: inputs[name].clone() for name in CACHE}

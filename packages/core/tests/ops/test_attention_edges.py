@@ -30,6 +30,7 @@ def borders(lengths):
 @pytest.mark.parametrize("scale", [-0.7, 0, 0.0, -0.0, 1e-30, 3])
 @pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "blocked"])
 @pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"alibi_slopes": alibi_slopes(4)}])
+@pytest.mark.any_shapes
 def test_a_scale_may_be_zero_or_negative(scale, impl, options):
     inputs, dout = problem(T=9, H=2)
     wide = {name: x.double() for name, x in inputs.items()}
@@ -76,6 +77,7 @@ ISOLATED = [
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("options", ISOLATED)
 @pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "blocked", "compiled"])
+@pytest.mark.any_shapes
 def test_a_lost_token_reaches_the_queries_that_see_it_alone(impl, options, name):
     inputs, _ = problem(B=2 if "cu_seqlens" not in options else 1, T=150, H=2)
     run = attention
@@ -192,6 +194,7 @@ def test_a_second_gradient_of_torch_func_is_refused_rather_than_zero():
     ],
 )
 @pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.any_shapes
 def test_one_graph_serves_every_length(options, marked):
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -166,6 +166,7 @@ def test_opcheck(impl):
 
 
 @impls
+@pytest.mark.any_shapes
 def test_compiles_to_one_graph(impl):
     inputs = problem([3, 9], S=8)
 
@@ -190,6 +191,7 @@ def test_compiles_to_one_graph(impl):
         (ValueError, "k is on meta, q on", {"k": torch.device("meta")}),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(error, message, changes):
     inputs = problem([3, 8], S=8)
     for name, change in changes.items():

@@ -1,7 +1,5 @@
 """Gradients that every op must have: of torch.func, and of others than the NaN's."""
 
-import math
-
 import pytest
 import torch
 from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
@@ -38,16 +36,3 @@ def test_a_second_gradient_is_refused_rather_than_zero(op):
 
     with pytest.raises(RuntimeError, match="no second gradient"):
         torch.func.grad(slope)(others[0])
-
-
-def test_a_lost_row_of_a_merge_is_lost_alone():
-    parts = [torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3)]
-    clean = merge(*parts)
-    for i in range(3):
-        spoiled = [x.clone() for x in parts]
-        spoiled[i][1, 2, 0] = math.nan
-        hit = torch.zeros(2, 5, 3, dtype=torch.bool)
-        hit[1, 2, 0] = True
-        out = merge(*spoiled)
-        assert torch.equal(out[~hit], clean[~hit])
-        assert out[hit].isnan().all()

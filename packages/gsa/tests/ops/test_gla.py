@@ -249,6 +249,7 @@ def test_inputs_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.any_shapes
 def test_the_chunk_form_compiles_without_a_graph_break(packed):
     torch._dynamo.reset()
     inputs = draw(1, 70, states=2 if packed else 1)
@@ -278,6 +279,7 @@ def test_the_chunk_form_compiles_without_a_graph_break(packed):
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "into one row, got B = 2"),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(op, change, error, message):
     inputs = draw(2, 4, dtype=torch.float32)
     with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
@@ -291,6 +293,7 @@ def test_borders_that_do_not_hold_all_tokens_are_refused(op):
         op(**inputs, cu_seqlens=torch.tensor([0, 2, 3]))
 
 
+@pytest.mark.any_shapes
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="impl must be one of"):
         chunk_gla(**draw(1, 4), impl="cuda")

@@ -216,6 +216,7 @@ def test_the_registered_op_keeps_its_contract(gate, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.any_shapes
 def test_it_compiles_without_a_graph_break(packed):
     torch._dynamo.reset()
     inputs = draw(1, 20, states=2 if packed else 1)

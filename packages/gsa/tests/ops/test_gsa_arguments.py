@@ -61,6 +61,7 @@ def state(*k_shape, V=V, **new):
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens must be int32 or int64"),
     ],
 )  # fmt: skip
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(op, change, error, message):
     with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
         op(**good(**change))
@@ -82,6 +83,7 @@ def test_a_packed_state_has_a_row_for_each_sequence(op):
         op(**inputs, cu_seqlens=borders, initial_state=state(1, H, M, K))
 
 
+@pytest.mark.any_shapes
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match=r"chunk_gsa: impl must be one of .*, got 'cuda'"):
         chunk_gsa(**good(), impl="cuda")
@@ -139,6 +141,7 @@ def test_what_the_kernels_cannot_do_is_said_and_done_by_the_reference(
         ({"cu_seqlens": torch.tensor([0, 3], dtype=torch.int16)}, TypeError, "cu_seqlens must be"),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_projections_are_named(change, error, message):
     heads = {"num_heads": HQ, "num_kv_heads": H, "num_slots": M}
     with pytest.raises(error, match=f"chunk_gsa_projected: .*{message}"):

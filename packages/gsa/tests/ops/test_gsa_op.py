@@ -339,6 +339,7 @@ def test_inputs_need_not_be_contiguous(op):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.any_shapes
 def test_the_chunk_form_compiles_without_a_graph_break(packed):
     torch._dynamo.reset()
     inputs = draw(1, 70, states=2 if packed else 1)

@@ -182,6 +182,7 @@ def assert_compiles(fn, inputs, douts):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.any_shapes
 def test_separate_tensors_compile_in_one_graph(packed):
     x, heads = draw(1, 20, 2, 1, state=2 if packed else 1)
     q, k, v, g = Projection(*heads.values()).split(x.pop("x"))
@@ -194,6 +195,7 @@ def test_separate_tensors_compile_in_one_graph(packed):
     )
 
 
+@pytest.mark.any_shapes
 def test_a_projection_compiles_in_one_graph():
     inputs, heads = draw(1, 20, 2, 1)
     assert_compiles(

@@ -206,6 +206,7 @@ def test_registered_ops_are_sound():
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "retnet"])
+@pytest.mark.any_shapes
 def test_a_compiled_step_is_one_graph(name):
     inputs = draw_layer(name, (2, 4, 2, 16, 32), torch.float32)
     compiled = torch.compile(step_gla_layer_, fullgraph=True, backend="aot_eager")
@@ -244,6 +245,7 @@ def test_what_needs_gradients_is_refused():
         ),
     ],
 )
+@pytest.mark.any_shapes
 def test_input_that_does_not_fit_is_named(change, error, message):
     inputs = {**draw((1, 2, 2, 16, 32), torch.float32), "impl": "triton"}
     with pytest.raises(error, match=f"step_gla_: .*{message}"):
@@ -264,6 +266,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ),
     ],
 )
+@pytest.mark.any_shapes
 def test_a_layer_that_does_not_fit_is_named(change, message):
     change = {n: x if x is None else x.to(DEVICE) for n, x in change.items()}
     inputs = draw_layer("retnet", (1, 2, 2, 16, 32), torch.float32)

@@ -238,6 +238,7 @@ def test_registered_ops_are_sound():
     )
 
 
+@pytest.mark.any_shapes
 def test_a_compiled_step_is_one_graph():
     sizes = (2, 4, 2, 16, 32, 32)
     inputs, state = draw_projected(sizes, torch.float32), draw(sizes, torch.float32)["state"]
@@ -310,6 +311,7 @@ def test_what_needs_gradients_is_refused():
         ),
     ],
 )
+@pytest.mark.any_shapes
 def test_input_that_does_not_fit_is_named(change, error, message):
     inputs = {**draw((1, 2, 2, 16, 32, 40), torch.float32), "impl": "triton"}
     with pytest.raises(error, match=message):
@@ -329,6 +331,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ({"x": torch.zeros(2, 240)}, ValueError, r"state\.k must be \(2, 2, 16, 32\)"),
     ],
 )
+@pytest.mark.any_shapes
 def test_a_projection_that_does_not_fit_is_named(change, error, message):
     sizes = (1, 2, 2, 16, 32, 40)
     state = draw(sizes, torch.float32)["state"]

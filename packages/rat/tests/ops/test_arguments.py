@@ -96,11 +96,13 @@ CALLS += [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.any_shapes
 def test_each_argument_replaced_is_named_or_right(call):
     check_arguments(call)
 
 
 @given(data=st.data())
+@pytest.mark.any_shapes
 def test_several_arguments_replaced_are_named_or_right(data):
     call = data.draw(st.sampled_from(CALLS))
     choices = {name: replacements(value) for name, value in call.arguments().items()}

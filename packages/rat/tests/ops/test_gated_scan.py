@@ -352,6 +352,7 @@ def test_opcheck_triton(case):  # each check runs the op many times
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["63 tokens", "packed", "padded"])
+@pytest.mark.any_shapes
 def test_compiles_to_one_graph(name, impl):
     inputs, options, dout = problem(CASES[name])
     expected = grads(scan(impl, **options), inputs, dout)
@@ -391,6 +392,7 @@ def test_auto_takes_the_reference_for_float64_and_triton_refuses_it():
         (ValueError, "impl must be one of.*'fast'", {"impl": "fast"}),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(error, message, changes):
     given = {"zvg": torch.ones(1, 6, 9)} | changes
     with pytest.raises(error, match=message):

@@ -282,6 +282,7 @@ def test_opcheck(name, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["chunked, with a state", "packed, with states"])
+@pytest.mark.any_shapes
 def test_compiles_to_one_graph(name, impl):
     inputs, options, dout = problem(CASES[name], device=DEVICE)
     expected = grads(scan(impl, **options), inputs, dout)
@@ -319,6 +320,7 @@ def bad(**changes):
         (ValueError, "impl must be one of.*'fast'", {"impl": "fast"}),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(error, message, changes):
     with pytest.raises(error, match=message):
         bad(**changes)

@@ -413,6 +413,7 @@ def test_reserved_slots_stay_and_change_nothing():
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.any_shapes
 def test_training_compiles_without_a_graph_break(packed):
     torch._dynamo.reset()
     inputs = draw(1, 11, 4, 2, 4)
@@ -429,6 +430,7 @@ def test_training_compiles_without_a_graph_break(packed):
         assert_close(f"d{name}", dout[name], grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.any_shapes
 def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
     torch._dynamo.reset()
     inputs = draw(2, 5, 2, 1, 4)
@@ -478,6 +480,7 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
     ],
 )
 @pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
+@pytest.mark.any_shapes
 def test_bad_arguments_are_named(op, change, error, message):
     with pytest.raises(error, match=message):
         op(**{**draw(2, 4, 2, 1, 4), "chunk_size": 2, **change})
@@ -509,6 +512,7 @@ def test_an_odd_head_dimension_cannot_rotate():
         (torch.tensor([0.0, 4.0]), TypeError),
     ],
 )
+@pytest.mark.any_shapes
 def test_bad_borders_are_named(cu_seqlens, error):
     with pytest.raises(error, match="cu_seqlens must"):
         chunk_rat_attention(**draw(1, 4, 2, 1, 4), chunk_size=2, cu_seqlens=cu_seqlens)

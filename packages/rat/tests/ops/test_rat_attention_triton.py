@@ -256,6 +256,7 @@ def test_registered_ops_are_sound():
     torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, *form))
 
 
+@pytest.mark.any_shapes
 def test_compiled_in_one_graph():
     inputs = draw(1, 20, 2, 1, 32)
     form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
@@ -272,6 +273,7 @@ def test_compiled_in_one_graph():
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 255), (2, 256)])
+@pytest.mark.any_shapes
 def test_bad_projections_are_named(shape):
     with pytest.raises(ValueError, match=r"zvgqk must be \(B, T, W\) with W a multiple of 3 H"):
         chunk_rat_attention_projected(torch.zeros(shape), num_heads=2, num_groups=1, chunk_size=4)
@@ -281,6 +283,7 @@ def test_bad_projections_are_named(shape):
     ("shape", "message"),
     [((1, 1, 256), r"state\.k must be"), ((2, 3, 256), "one token of each row, got 3")],
 )
+@pytest.mark.any_shapes
 def test_a_step_names_what_does_not_fit_its_state(shape, message):
     state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
