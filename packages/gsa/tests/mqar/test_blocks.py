@@ -22,6 +22,7 @@ C = 8
 ATTENTION = AttentionConfig(head_dim=C, rope_base=None)
 PARTS = {
     "convolution": ShortConvConfig(),
+    "narrow convolution": ShortConvConfig(width=1),
     "wide convolution": ShortConvConfig(width=6),
     "positions": PositionsConfig(20),
     "layer": MixerOnlyConfig(ATTENTION, fan_in=True),
@@ -92,7 +93,7 @@ def test_dropout_is_of_what_comes_in_and_in_training_alone():
         MixerOnlyConfig(ATTENTION, dropout=1.0)
 
 
-@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("width", [1, 3, 5])
 def test_a_convolution_is_torchs(width):
     torch.manual_seed(0)
     ours = ShortConvConfig(width).build(C)
@@ -112,8 +113,8 @@ def test_a_convolution_sees_its_width():
         changed = x.clone()
         changed[:, 5 - back] = 0
         assert torch.equal(conv(changed)[0][:, 5], conv(x)[0][:, 5]) == (back == 3), back
-    with pytest.raises(ValueError, match="width must be 2 or more, got 1"):
-        ShortConvConfig(1)
+    with pytest.raises(ValueError, match="width must be 1 or more, got 0"):
+        ShortConvConfig(0)
 
 
 def test_positions_are_added_and_run_out():
@@ -146,7 +147,7 @@ def test_matrices_of_mixers_may_start_by_their_columns():
 
 
 def test_a_layer_survives_json():
-    config = BlocksConfig((PositionsConfig(16), *(PARTS[name] for name in list(PARTS)[3:])))
+    config = BlocksConfig((PositionsConfig(16), *(PARTS[name] for name in list(PARTS)[4:])))
     assert from_json(to_json(config)) == config
     with pytest.raises(UserError, match="mixer must be MixerConfig"):
         MixerOnlyConfig(3)

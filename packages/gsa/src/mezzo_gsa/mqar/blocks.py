@@ -121,7 +121,7 @@ class ShortConvConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_size("ShortConvConfig", "width", self.width, 2)
+        check_size("ShortConvConfig", "width", self.width)
 
     def build(self, d_model: int) -> "ShortConv":
         """Build the mixer, on torch's default device."""
