@@ -113,7 +113,7 @@ def test_the_first_layer_may_be_a_convolution_and_drops_embeddings_out():
 @pytest.mark.parametrize(
     ("change", "name", "setting"),
     [
-        ({"conv_width": 3}, "conv", "a causal convolution of 3 tokens, then 1 layers of"),
+        ({"conv_width": 3}, "conv", "a causal convolution of 3 tokens, then 1 of"),
         ({"init": "fan_in"}, "fan_in", "matrices of mixers started by fan_in"),
         ({"conv_width": 3, "init": "fan_in"}, "conv_fan_in", "started by fan_in"),
     ],

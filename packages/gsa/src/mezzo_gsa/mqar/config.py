@@ -135,14 +135,16 @@ class SweepConfig:
 
     def in_words(self, device: torch.device) -> str:
         """Say what was trained, for a result measured on this device."""
-        task, num_mixers = self.task, self.num_layers - bool(self.conv_width)
-        conv = f"a causal convolution of {self.conv_width} tokens, then " if self.conv_width else ""
+        task, layers = self.task, f"{self.num_layers} layers"
+        if self.conv_width:
+            others = self.num_layers - 1
+            layers = f"a causal convolution of {self.conv_width} tokens, then {others}"
         few = f" of {', '.join(map(str, task.train_pairs))} pairs" if task.train_pairs else ""
         auto = "bf16" if device.type == "cuda" else "fp32"
         products = auto if self.precision == "auto" else self.precision
         return (
-            f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; {conv}"
-            f"{num_mixers} layers of LayerNorm and mixer with one head (gsa: four; HGRN2: of width "
+            f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; "
+            f"{layers} of LayerNorm and mixer with one head (gsa: four; HGRN2: of width "
             f"128 at most), embedding tied, dropout {DROPOUT} on it, matrices of mixers started by "
             f"{self.init}; {task.train_rows:,} rows{few}, batch {self.batch_size}, at most "
             f"{self.epochs} epochs, AdamW with decay 0.1 of matrices, cosine to 0; "
