@@ -217,9 +217,11 @@ def test_a_sweep_of_mqar_says_what_was_cut(tmp_path, capsys):
     (experiment,) = load_experiments(tmp_path / "results")
     assert experiment.ids == ("gsa.claim.mqar",)
     assert experiment.measurement.commit == "c1"
-    assert "left out: retnet was not trained" in capsys.readouterr().out
+    assert "T 32, 4 pairs, vocabulary 64" in experiment.measurement.setting
+    assert not experiment.same_setting
+    assert re.search(r"gsa C=16: 0\.\d{4} with lr 0\.01", capsys.readouterr().out)
     config = mqar.configure(mqar.parse(["--out", "out"]))
-    assert config.training.task == mqar.WHOLE.training.task
+    assert (config.task.seq_len, config.task.num_pairs) == (512, 64)
     assert (config.models, config.widths) == (mqar.WHOLE.models, mqar.WHOLE.widths)
 
 

@@ -83,6 +83,19 @@ def test_all_of_the_validation_part_gives_bits_per_byte(tiny, tmp_path, rows_of)
     assert row["val_bits_per_byte"] == pytest.approx(bits_per_token, rel=1e-2)  # a byte a token
 
 
+def test_a_run_that_is_accurate_enough_ends_and_stays_ended(tiny, tmp_path, rows_of):
+    config = tiny(stop_at_accuracy=0.0, eval_every=2, checkpoint_every=4)
+    for _ in range(2):
+        result = train(config, tmp_path, quiet=True)
+        assert result.steps == 2
+        assert result.val_accuracy == rows_of(tmp_path, "val_loss")[-1]["val_accuracy"] > 0
+        assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+        assert json.loads((tmp_path / "model/config.json").read_text())["extra"]["step"] == 2
+    longer = train(replace(config, stop_at_accuracy=1.0), tmp_path, quiet=True)
+    assert longer.steps == config.steps
+
+
 def test_the_folder_holds_what_others_need(tiny, tmp_path):
     config = tiny()
     result = train(config, tmp_path, quiet=True)

@@ -70,6 +70,8 @@ class TrainConfig:
         seed: of the initial weights (the data's order has its own, `data.seed`).
         eval_every: steps between evaluations; the last step is always evaluated.
         eval_batches: how many batches an evaluation reads; None reads all of the validation part.
+        stop_at_accuracy: the run ends after the first evaluation whose accuracy is above this (a
+            share from 0 to 1), even if steps are left; None does all steps.
         checkpoint_every: steps between checkpoints; the last step is always saved.
         keep_checkpoints: how many of the newest checkpoints stay.
         precision: "bf16" is autocast with float32 weights; "auto" is that on a GPU, else "fp32".
@@ -90,6 +92,7 @@ class TrainConfig:
     seed: int = 0
     eval_every: int = 100
     eval_batches: int | None = None
+    stop_at_accuracy: float | None = None
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     precision: Precision = "auto"
@@ -106,6 +109,13 @@ class TrainConfig:
         _check("seed", self.seed, self.seed >= 0, "from 0 to 2^63 - 1")
         if self.eval_batches is not None:
             _check_count("eval_batches", self.eval_batches, " (or None)")
+        if self.stop_at_accuracy is not None:
+            _check(
+                "stop_at_accuracy",
+                self.stop_at_accuracy,
+                0 <= self.stop_at_accuracy <= 1,
+                "from 0 to 1 (or None)",
+            )
         if self.micro_batch_size is not None:
             _check(
                 "micro_batch_size",

@@ -26,6 +26,7 @@ CHANGEABLE = frozenset(
         "steps",
         "eval_every",
         "eval_batches",
+        "stop_at_accuracy",
         "checkpoint_every",
         "keep_checkpoints",
         "micro_batch_size",

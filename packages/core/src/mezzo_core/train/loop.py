@@ -169,7 +169,8 @@ def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) ->
     config, done = run.config, run.done
     meter = Meter(run.world, config.batch_size * config.seq_len, run.stop)
     log.note(_describe(run))
-    for step in range(done, config.steps):
+    end = done if _is_accurate(config, log, done) else max(done, config.steps)
+    for step in range(done, end):
         loss = _backward(run, run.data.train_batch(step, config.batch_size))
         grad_norm = clip_grad_norm_(run.model.parameters(), config.optim.clip)
         if isinstance(grad_norm, DTensor):
@@ -194,7 +195,9 @@ def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) ->
         with meter.paused():
             if evaluates:
                 log.evaluation(step + 1, _evaluate(run, step + 1))
-            if saves or meter.must_stop:
+                if _is_accurate(config, log, step + 1):
+                    end, is_last = step + 1, True
+            if saves or is_last or meter.must_stop:
                 if meter.must_stop:
                     run.stop.is_noticed.set()
                 log.sync()
@@ -202,12 +205,22 @@ def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) ->
                 _save_model(run, step + 1)
                 if meter.must_stop and not is_last:
                     raise _stopped(run, step + 1)
-    if done >= config.steps:  # a kill may have come between the last checkpoint and the model
+        if is_last:
+            break
+    if done >= end:  # a kill may have come between the last checkpoint and the model
         _save_model(run, done)
     log.plot()
     if run.stop.is_made:
-        raise _stopped(run, max(done, config.steps))
-    return _result(log, meter, max(done, config.steps), run.out)
+        raise _stopped(run, end)
+    return _result(log, meter, end, run.out)
+
+
+def _is_accurate(config: TrainConfig, log: RunLog, step: int) -> bool:
+    """Tell whether the evaluation after this step, if there was one, is enough to end the run."""
+    if config.stop_at_accuracy is None or not log.rows or log.rows[-1]["step"] != step:
+        return False
+    found = log.rows[-1].get("val_accuracy")
+    return found is not None and found > config.stop_at_accuracy
 
 
 def _backward(run: _Run, batch: Batch) -> Tensor:

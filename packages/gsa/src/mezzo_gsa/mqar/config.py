@@ -1,107 +1,80 @@
 """What is trained on MQAR and how; the defaults are Zoology's protocol, in full."""
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Literal
 
-from mezzo_core.data.mqar import MQARConfig
+import torch
+from mezzo_core.config_json import check_fields
 from mezzo_core.errors import UserError, nearest
+from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
+from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
-from mezzo_gsa.mqar.model import MIXERS
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
+from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, ShortConvConfig
+from mezzo_gsa.mqar.task import MQARConfig
+from mezzo_gsa.retnet import RetNetConfig
 
-Precision = Literal["auto", "bf16", "fp32"]
-Init = Literal["zoology", "fan_in"]
+SOLVED = 0.99
+"""A run ends when its accuracy is above this."""
+DROPOUT = 0.1
+"""Of the embeddings."""
 
-
-@dataclass(frozen=True)
-class RecallTraining:
-    """How every run of a sweep trains; the defaults are Zoology's protocol.
-
-    Attributes:
-        task: the rows.
-        train_rows: drawn once, for all epochs.
-        train_pairs: pairs of the rows to train on, in equal shares, as rows of few pairs teach
-            soon what rows of many teach late; empty: the task's.
-        test_rows: held out; accuracy is measured on them after every epoch.
-        batch_size: rows a step.
-        epochs: at most; the learning rate falls from epoch to epoch along half a cosine to 0.
-        seconds: no epoch begins when a run has lasted so long; None for no limit.
-        num_layers: of the model.
-        conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
-            newer protocol has it (3); 0: a mixer there too.
-        init: "zoology" draws all matrices from N(0, 0.02); "fan_in" those of mixers from
-            N(0, columns^-1/2), so that what they give has a deviation of one at any width.
-        seed: of the weights, the order of the rows and dropout.
-        precision: "bf16" multiplies matrices in bfloat16, "fp32" is the protocol's; "auto" is
-            "bf16" on a GPU.
-        compile: use torch.compile.
-        graph: on a GPU, replay each step as a CUDA graph; small models are slow without.
-
-    Raises:
-        UserError: if a number is out of its range.
-    """
-
-    task: MQARConfig = field(default_factory=MQARConfig)
-    train_rows: int = 100_000
-    train_pairs: tuple[int, ...] = ()
-    test_rows: int = 3_000
-    batch_size: int = 128
-    epochs: int = 64
-    seconds: float | None = None
-    num_layers: int = 2
-    conv_width: int = 0
-    init: Init = "zoology"
-    seed: int = 123
-    precision: Precision = "auto"
-    compile: bool = False
-    graph: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("train_rows", "test_rows", "batch_size", "epochs", "num_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.conv_width < 0 or (self.conv_width and self.num_layers == 1):
-            raise UserError(
-                f"conv_width must be 0 or more, and 0 in models of one layer, got {self.conv_width}"
-            )
-        for num_pairs in self.train_pairs:
-            if num_pairs < 1 or self.task.num_pairs % num_pairs:
-                raise UserError(
-                    f"train_pairs must divide the task's {self.task.num_pairs}, got {num_pairs}"
-                )
-        if self.train_rows < self.batch_size:
-            raise UserError(
-                f"train_rows must fill a batch of {self.batch_size}, got {self.train_rows}"
-            )
-        if self.seconds is not None and not self.seconds > 0:
-            raise UserError(f"seconds must be positive, got {self.seconds}")
-        for name, choices in (("precision", get_args(Precision)), ("init", get_args(Init))):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
+    "attention": lambda width, bound: AttentionConfig(head_dim=width, rope_base=None),
+    "gsa": lambda width, bound: GSAConfig(num_heads=4),  # as in the paper's 1.3B model
+    "gsa_one_head": lambda width, bound: GSAConfig(num_heads=1),
+    "gla": lambda width, bound: GLAConfig(num_heads=1),
+    # Wider models have several heads: its state is head_dim * C whatever their number.
+    "hgrn2": lambda width, bound: HGRN2Config(head_dim=min(width, 128), lower_bound=bound),
+    "retnet": lambda width, bound: RetNetConfig(num_heads=1),
+}
+"""The mixer of each name, from the model's width and the layer's lower bound of HGRN2's gates."""
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What is swept over.
+    """What is swept over, and what all runs share.
 
     Attributes:
+        task: the rows; its seed is that of the weights and of dropout too.
         models: names of mixers; by default all but `gsa_one_head`.
         widths: model widths C.
-        learning_rates: tried for each model and width, the best of which is reported.
+        learning_rates: tried for each model and width. A run's falls from its value along half a
+            cosine to 0.
         skip_solved: leave out a model's remaining learning rates at a width where one has solved
             the task already: the best accuracy could hardly change.
-        training: what all runs share.
+        batch_size: rows a step.
+        epochs: at most; accuracy is measured after each.
+        num_layers: of the models.
+        conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
+            newer protocol has it (3); 0: a mixer there too.
+        init: "zoology" draws all matrices from N(0, 0.02); for "fan_in" see `MixerOnlyConfig`.
+        precision: as of `TrainConfig`; the protocol's is "fp32".
+        compile: use torch.compile.
 
     Raises:
         UserError: if a list is empty or repeats itself, or a value is unknown or out of its range.
     """
 
+    task: MQARConfig = field(default_factory=MQARConfig)
     models: tuple[str, ...] = ("attention", "gsa", "gla", "hgrn2", "retnet")
     widths: tuple[int, ...] = (64, 128, 256, 512)
     learning_rates: tuple[float, ...] = (1e-4, 4.64e-4, 2.15e-3, 1e-2)
     skip_solved: bool = False
-    training: RecallTraining = field(default_factory=RecallTraining)
+    batch_size: int = 128
+    epochs: int = 64
+    num_layers: int = 2
+    conv_width: int = 0
+    init: Literal["zoology", "fan_in"] = "zoology"
+    precision: Precision = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("models", "widths", "learning_rates"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -109,9 +82,74 @@ class SweepConfig:
         for model in self.models:
             if model not in MIXERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, MIXERS)}")
-        for width in self.widths:
-            if width < 1:
-                raise UserError(f"widths must be at least 1, got {width}")
         for lr in self.learning_rates:
             if not lr > 0:
                 raise UserError(f"learning_rates must be positive, got {lr}")
+        counts = {name: getattr(self, name) for name in ("batch_size", "epochs", "num_layers")}
+        for name, count in {**counts, "widths": min(self.widths)}.items():
+            if count < 1:
+                raise UserError(f"{name} must be at least 1, got {count}")
+        if self.conv_width < 0 or (self.conv_width and self.num_layers == 1):
+            raise UserError(
+                f"conv_width must be 0 or more, and 0 in models of one layer, got {self.conv_width}"
+            )
+        if self.task.train_rows < self.batch_size:
+            raise UserError(
+                f"train_rows must fill a batch of {self.batch_size}, got {self.task.train_rows}"
+            )
+
+    def choices(self) -> list[tuple[str, int, float]]:
+        """Return model, width and learning rate of every run, narrow models first."""
+        runs = product(sorted(self.widths), self.models, self.learning_rates)
+        return [(model, width, lr) for width, model, lr in runs]
+
+    def run(self, model: str, width: int, lr: float) -> TrainConfig:
+        """Return one training: the mixer's name in `MIXERS`, the width C, the learning rate."""
+        epoch = self.task.train_rows // self.batch_size
+        stack = BlocksConfig(self._blocks(model, width))
+        return TrainConfig(
+            name=f"mqar {model} C={width} lr {lr:g}",
+            model=LMConfig(self.task.vocab_size, width, stack=stack),
+            data=self.task,
+            # No gradient is clipped.
+            optim=OptimConfig(lr, min_lr=0.0, warmup_fraction=0.0, betas=(0.9, 0.999), clip=1e9),
+            seq_len=self.task.seq_len,
+            batch_size=self.batch_size,
+            steps=self.epochs * epoch,
+            seed=self.task.seed,
+            eval_every=epoch,
+            stop_at_accuracy=SOLVED,
+            checkpoint_every=epoch,
+            keep_checkpoints=1,
+            precision=self.precision,
+            compile=self.compile,
+        )
+
+    def _blocks(self, model: str, width: int) -> tuple[BlockConfig, ...]:
+        mixers = [MIXERS[model](width, bound) for bound in lower_bounds(self.num_layers)]
+        if self.conv_width:
+            mixers[0] = ShortConvConfig(self.conv_width)
+        first, *others = (MixerOnlyConfig(each, fan_in=self.init == "fan_in") for each in mixers)
+        layers = (replace(first, dropout=DROPOUT), *others)
+        return (PositionsConfig(self.task.seq_len), *layers) if model == "attention" else layers
+
+    def in_words(self, device: torch.device) -> str:
+        """Say what was trained, for a result measured on this device."""
+        task, layers = self.task, f"{self.num_layers} layers"
+        if self.conv_width:
+            others = self.num_layers - 1
+            layers = f"a causal convolution of {self.conv_width} tokens, then {others}"
+        few = f" of {', '.join(map(str, task.train_pairs))} pairs" if task.train_pairs else ""
+        auto = "bf16" if device.type == "cuda" else "fp32"
+        products = auto if self.precision == "auto" else self.precision
+        return (
+            f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; "
+            f"{layers} of LayerNorm and mixer with one head (gsa: four; HGRN2: of width "
+            f"128 at most), embedding tied, dropout {DROPOUT} on it, matrices of mixers started by "
+            f"{self.init}; {task.train_rows:,} rows{few}, batch {self.batch_size}, at most "
+            f"{self.epochs} epochs, AdamW with decay 0.1 of matrices, cosine to 0; "
+            f"{task.test_rows:,} test rows, the best learning rate; {products} products. Unlike "
+            "Zoology's models: RMSNorm before the head, no biases in projections, no dropout "
+            "inside attention, no smaller start for output projections, no second normalized "
+            "residual in place of the MLP"
+        )

@@ -1,0 +1,262 @@
+"""The layers of Zoology's small models (arXiv 2312.04927), as blocks of core's `LM`.
+
+A layer is `x + mixer(norm x)`, with a LayerNorm and without an MLP; the mixer may be a short
+convolution. Attention, which cannot tell a token's neighbours otherwise, gets a learned embedding
+of the position, added by a block before the first layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn import AbstractBlock, AbstractMixer, MixerConfig
+from mezzo_core.ops.checks import check_size
+from mezzo_core.positions import sequence_positions
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MixerOnlyConfig:
+    """Describes a `MixerOnly`.
+
+    Attributes:
+        mixer: what mixes along time.
+        dropout: share of what comes in that training sets to zero, before norm and residual. On
+            the first layer it is the dropout of the embeddings.
+        fan_in: start the mixer's matrices from N(0, columns^-1/2), so that what they give has a
+            deviation of one at any width, instead of `init_std`.
+    """
+
+    mixer: MixerConfig
+    dropout: float = 0.0
+    fan_in: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
+
+    def build(self, d_model: int) -> "MixerOnly":
+        """Build the block, on torch's default device.
+
+        Raises:
+            ValueError: if the mixer refuses this width.
+        """
+        return MixerOnly(self.mixer.build(d_model), d_model, self)
+
+
+class MixerOnly(AbstractBlock):
+    """`x + mixer(norm x)`; the state is the mixer's, which checks the arguments."""
+
+    def __init__(self, mixer: AbstractMixer, d_model: int, config: MixerOnlyConfig) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.dropout = nn.Dropout(config.dropout)
+        self.norm = nn.LayerNorm(d_model)
+        self.mixer = mixer
+        self.fan_in = config.fan_in
+
+    def init_own_weights(self) -> None:
+        """Start the mixer's matrices by their columns, if so configured."""
+        if self.fan_in:
+            for layer in self.mixer.modules():
+                if isinstance(layer, nn.Linear):
+                    nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
+        x = self.dropout(x)
+        mixed, state = self.mixer(self.norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        return x + mixed, state
+
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        x = self.dropout(x)
+        return x + self.mixer.step(self.norm(x), state)
+
+    def before_step(self, state: Any) -> None:
+        """Do what the mixer's next step needs of the host."""
+        self.mixer.before_step(state)
+
+    def reserve(self, state: Any, num_tokens: int) -> Any:
+        """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
+        return self.mixer.reserve(state, num_tokens)
+
+    def init_state(self, batch: int) -> Any:
+        """Return the mixer's state before the first token."""
+        return self.mixer.init_state(batch)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the mixer's state after `num_tokens` tokens of one sequence."""
+        return self.mixer.state_bytes(num_tokens)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that the mixer keeps in the host's memory."""
+        return self.mixer.host_state_bytes(num_tokens)
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the mixer's forward FLOPs a token (the norm left out)."""
+        return self.mixer.flops_per_token(num_tokens)
+
+
+class Past(NamedTuple):
+    """State of a `ShortConv`: the last width - 1 tokens, (B, width - 1, C); zeros before them."""
+
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """Describes a `ShortConv` over `width` tokens, the current one counted."""
+
+    width: int = 3
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_size("ShortConvConfig", "width", self.width)
+
+    def build(self, d_model: int) -> "ShortConv":
+        """Build the mixer, on torch's default device."""
+        check_size("ShortConvConfig", "d_model", d_model)
+        return ShortConv(d_model, self.width)
+
+
+class ShortConv(AbstractMixer):
+    """y[t] = b + sum_i w[i] * x[t - i] for i < width: a causal convolution of each channel."""
+
+    state_type = Past
+
+    def __init__(self, d_model: int, width: int) -> None:
+        super().__init__()
+        self.d_model, self.width = d_model, width
+        self.weight = nn.Parameter(torch.empty(width, d_model))
+        self.bias = nn.Parameter(torch.empty(d_model))
+        self.init_own_weights()
+
+    def init_own_weights(self) -> None:
+        """Draw weights and biases as torch's Conv1d does, uniformly within width^-1/2."""
+        for parameter in (self.weight, self.bias):
+            nn.init.uniform_(parameter, -(self.width**-0.5), self.width**-0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Past | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Past | None]:
+        """Mix along time; arguments and results as `AbstractMixer.forward` says."""
+        self.check_input(x, state, cu_seqlens, lengths)
+        B, T, C = x.shape
+        before = self.width - 1
+        past = x.new_zeros(B, before, C) if state is None else state.tokens.to(x.dtype)
+        tokens = torch.cat([past, x], 1)
+        y = self.bias + self.weight[0] * x
+        for i in range(1, self.width):
+            earlier = tokens[:, before - i : before - i + T]
+            if cu_seqlens is not None:  # what lies before a sequence is another one's
+                place = sequence_positions(T, cu_seqlens)
+                earlier = earlier.masked_fill((place < i)[..., None], 0)
+            y = y + self.weight[i] * earlier
+        if state is None:
+            return y, None
+        if lengths is None:
+            return y, Past(tokens[:, T:])
+        index = lengths[:, None] + torch.arange(before, device=x.device)
+        return y, Past(tokens.gather(1, index[..., None].expand(-1, -1, C)))
+
+    def init_state(self, batch: int) -> Past:
+        """Return zeros for what comes before the first token."""
+        return Past(self.weight.new_zeros(batch, self.width - 1, self.d_model))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the last width - 1 tokens."""
+        return (self.width - 1) * self.d_model * self.weight.element_size()
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return 2 FLOPs a weight."""
+        return 2 * self.weight.numel()
+
+
+class Seen(NamedTuple):
+    """State of `Positions`: how many tokens each row has had, (B,) int64."""
+
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class PositionsConfig:
+    """Describes `Positions` for sequences of up to `num_positions` tokens."""
+
+    num_positions: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_size("PositionsConfig", "num_positions", self.num_positions)
+
+    def build(self, d_model: int) -> "Positions":
+        """Build the block, on torch's default device."""
+        check_size("PositionsConfig", "d_model", d_model)
+        return Positions(d_model, self.num_positions)
+
+
+class Positions(AbstractBlock):
+    """x + E[position], with a learned row of E for each position; it comes before all layers."""
+
+    state_type = Seen
+
+    def __init__(self, d_model: int, num_positions: int) -> None:
+        super().__init__()
+        self.d_model, self.num_positions = d_model, num_positions
+        self.embed = nn.Embedding(num_positions, d_model)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Seen | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Seen | None]:
+        """Add the positions; arguments and results as `AbstractBlock.forward` says.
+
+        Raises:
+            ValueError: also if a sequence has more tokens than there are positions (on a GPU the
+                outputs of those that are too many mean nothing).
+        """
+        self.check_input(x, state, cu_seqlens, lengths)
+        T = x.shape[1]
+        start = None if state is None else state.tokens
+        place = sequence_positions(T, cu_seqlens, start, x.device)
+        is_real = torch.ones_like(place, dtype=torch.bool)
+        if lengths is not None:
+            is_real = torch.arange(T, device=x.device) < lengths[:, None]
+        # Looking at values would stop a GPU's stream or break a graph.
+        is_seen = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_seen and (is_real & (place >= self.num_positions)).any():
+            raise ValueError(f"a sequence is longer than the {self.num_positions} positions of x")
+        y = x + self.embed(place.clamp(max=self.num_positions - 1))
+        if state is None:
+            return y, None
+        return y, Seen(state.tokens + (T if lengths is None else lengths))
+
+    def init_state(self, batch: int) -> Seen:
+        """Return a count of no tokens."""
+        return Seen(torch.zeros(batch, dtype=torch.int64, device=self.embed.weight.device))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return 0: the state is a counter."""
+        return 0
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return 0: there is no matrix."""
+        return 0.0

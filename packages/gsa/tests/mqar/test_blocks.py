@@ -1,0 +1,153 @@
+"""The blocks of Zoology's models keep the contract, and compute what they say."""
+
+import pytest
+import torch
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.errors import UserError
+from mezzo_core.nn import AttentionConfig, BlocksConfig, LMConfig
+from mezzo_core.testing.arguments import check_module_arguments
+from mezzo_core.testing.laws import (
+    check_causal,
+    check_isolated,
+    check_packed,
+    check_ragged,
+    check_segments,
+    check_state_bytes,
+    check_step,
+)
+from mezzo_gsa.gsa import SPANS, GSAConfig
+from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, Seen, ShortConvConfig
+
+C = 8
+ATTENTION = AttentionConfig(head_dim=C, rope_base=None)
+PARTS = {
+    "convolution": ShortConvConfig(),
+    "narrow convolution": ShortConvConfig(width=1),
+    "wide convolution": ShortConvConfig(width=6),
+    "positions": PositionsConfig(20),
+    "layer": MixerOnlyConfig(ATTENTION, fan_in=True),
+    "layer of a convolution": MixerOnlyConfig(ShortConvConfig()),
+}
+
+
+@pytest.fixture(params=PARTS)
+def part(request):
+    torch.manual_seed(0)
+    part = PARTS[request.param].build(C).eval()
+    part.init_own_weights()
+    return part
+
+
+@pytest.mark.parametrize("splits", [(19,), (4, 0, 5, 10), (1, 2, 16)])
+def test_full_equals_segments_equals_steps(part, splits):
+    check_segments(part, d_model=C, num_tokens=19, splits=splits)
+
+
+def test_the_future_changes_nothing(part):
+    check_causal(part, d_model=C, num_tokens=18)
+
+
+def test_what_is_no_number_stays_where_it_is(part):
+    check_isolated(part, C, 13)
+
+
+@pytest.mark.parametrize("lengths", [(13, 1, 9), (0, 5, 0, 0, 12)])
+def test_packed_sequences_are_as_apart(part, lengths):
+    check_packed(part, C, lengths)
+
+
+def test_rows_of_different_lengths_decode_as_alone(part):
+    check_ragged(part, C, (0, 3, 13), 7)
+    check_step(part, C, (0, 3, 13), 7)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 15])
+def test_the_state_is_as_large_as_it_says(part, num_tokens):
+    check_state_bytes(part, num_tokens)
+
+
+@pytest.mark.parametrize("name", ["convolution", "positions"])  # a layer leaves it to its mixer
+def test_arguments_replaced_are_refused_by_name(name):
+    check_module_arguments(PARTS[name].build(C))
+
+
+def test_a_layer_is_its_input_and_the_mixer_of_its_norm():
+    torch.manual_seed(0)
+    layer = MixerOnlyConfig(ATTENTION).build(C)
+    x = torch.randn(2, 7, C)
+    expected = x + layer.mixer(torch.nn.functional.layer_norm(x, (C,)))[0]
+    torch.testing.assert_close(layer(x)[0], expected)
+
+
+def test_dropout_is_of_what_comes_in_and_in_training_alone():
+    torch.manual_seed(0)
+    layer = MixerOnlyConfig(ShortConvConfig(), dropout=0.25).build(C)
+    torch.nn.init.zeros_(layer.mixer.weight)
+    torch.nn.init.zeros_(layer.mixer.bias)
+    x = torch.ones(50, 20, C)
+    assert torch.equal(layer.eval()(x)[0], x)
+    y = layer.train()(x)[0]
+    assert y.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+    with pytest.raises(ValueError, match=r"dropout must be from 0 to below 1, got 1\.0"):
+        MixerOnlyConfig(ATTENTION, dropout=1.0)
+
+
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_a_convolution_is_torchs(width):
+    torch.manual_seed(0)
+    ours = ShortConvConfig(width).build(C)
+    theirs = torch.nn.Conv1d(C, C, width, groups=C)
+    theirs.weight.data = ours.weight.flip(0).T[:, None]
+    theirs.bias.data = ours.bias.data
+    assert ours.weight.abs().max() < width**-0.5
+    x = torch.randn(2, 9, C)
+    padded = torch.nn.functional.pad(x.transpose(1, 2), (width - 1, 0))
+    torch.testing.assert_close(ours(x)[0], theirs(padded).transpose(1, 2))
+
+
+def test_a_convolution_sees_its_width():
+    conv = ShortConvConfig(3).build(C)
+    x = torch.randn(1, 8, C)
+    for back in range(4):
+        changed = x.clone()
+        changed[:, 5 - back] = 0
+        assert torch.equal(conv(changed)[0][:, 5], conv(x)[0][:, 5]) == (back == 3), back
+    with pytest.raises(ValueError, match="width must be 1 or more, got 0"):
+        ShortConvConfig(0)
+
+
+def test_positions_are_added_and_run_out():
+    block = PositionsConfig(4).build(C)
+    x = torch.randn(2, 4, C)
+    assert torch.equal(block(x)[0], x + block.embed.weight)
+    state = block(x, block.init_state(2), lengths=torch.tensor([1, 4]))[1]
+    for longer in (
+        lambda: block(torch.zeros(1, 5, C)),
+        lambda: block(x[:, :1], state),
+        lambda: block(torch.zeros(1, 6, C), cu_seqlens=torch.tensor([0, 5, 6])),
+    ):
+        with pytest.raises(ValueError, match="a sequence is longer than the 4 positions"):
+            longer()
+    one = torch.ones(1, dtype=torch.int64)
+    assert block(x[:1], Seen(3 * one), lengths=one)[1].tokens.tolist() == [4]
+
+
+def test_matrices_of_mixers_may_start_by_their_columns():
+    for fan_in, deviation in ((False, 0.02), (True, 1 / 16)):
+        torch.manual_seed(0)
+        layer = MixerOnlyConfig(GSAConfig(num_heads=1, gate_spans=SPANS), fan_in=fan_in)
+        model = LMConfig(64, 256, stack=BlocksConfig((layer, layer))).build()
+        biases = [block.mixer.in_proj.bias for block in model.stack.blocks]
+        for block in model.stack.blocks:
+            for matrix in (block.mixer.in_proj, block.mixer.out_proj):
+                assert matrix.weight.std().item() == pytest.approx(deviation, rel=0.02)
+        assert torch.equal(*biases)
+        assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_layer_survives_json():
+    config = BlocksConfig((PositionsConfig(16), *(PARTS[name] for name in list(PARTS)[4:])))
+    assert from_json(to_json(config)) == config
+    with pytest.raises(UserError, match="mixer must be MixerConfig"):
+        MixerOnlyConfig(3)

@@ -1,0 +1,167 @@
+"""MQAR's rows are those of the released generator, and hold what the task says."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.errors import UserError
+from mezzo_gsa.mqar.task import MQARConfig
+
+GOLDEN = {
+    (64, 4): ("dc288e4fec9c7a82", "92cd01c77c2fa53b"),
+    (128, 8): ("bca5f7ecd6023831", "89714debf871e6f2"),
+    (256, 16): ("106a2274e1a6de21", "3bf66c21b77396e3"),
+    (512, 64): ("7457aad1c8916904", "22b471c1e43c263b"),
+}
+"""First digits of the SHA-256 of inputs and targets of 16 rows, seed 0, by the released code."""
+
+
+def digest(rows):
+    assert rows.dtype == np.int64
+    return hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("size", GOLDEN)
+def test_a_seed_gives_the_rows_of_the_released_generator(size):
+    rows = MQARConfig(seq_len=size[0], num_pairs=size[1]).generate(16, seed=0)
+    assert (digest(rows.inputs), digest(rows.targets)) == GOLDEN[size]
+
+
+def test_the_first_row_is_as_it_was_printed():
+    rows = MQARConfig().generate(16, seed=0)
+    assert rows.inputs[0, :8].tolist() == [583, 5660, 1962, 6170, 1958, 5628, 3194, 4674]
+    asked = np.flatnonzero(rows.targets[0] != -100)
+    assert asked[:5].tolist() == [128, 130, 132, 134, 136]
+    assert asked[-1] == 504
+
+
+@pytest.mark.parametrize(("vocab", "T", "P"), [(8192, 512, 64), (65, 64, 16), (41, 20, 1)])
+def test_every_question_has_its_answer_among_the_pairs(vocab, T, P):
+    rows = MQARConfig(vocab, T, P).generate(50, seed=3)
+    assert rows.inputs.shape == (50, T)
+    assert (rows.targets[:, : 2 * P] == -100).all()
+    assert ((rows.targets != -100).sum(1) == P).all()
+    for tokens, label in zip(rows.inputs.tolist(), rows.targets.tolist(), strict=True):
+        pairs = dict(zip(tokens[0 : 2 * P : 2], tokens[1 : 2 * P : 2], strict=True))
+        assert len(pairs) == len(set(pairs.values())) == P
+        assert all(0 < key < vocab // 2 <= value < vocab for key, value in pairs.items())
+        asked = {tokens[t]: label[t] for t in range(T) if label[t] != -100}
+        assert asked == pairs
+        assert sum(token != 0 for token in tokens) == 3 * P
+
+
+def test_early_questions_are_likelier():
+    rows = MQARConfig(seq_len=256, num_pairs=1).generate(4000, seed=0)
+    place = ((rows.targets != -100).argmax(1) - 2) // 2
+    law = np.arange(1, 128) ** -0.99
+    expected = law / law.sum()
+    found = np.bincount(place, minlength=127) / 4000
+    assert abs(found[0] - expected[0]) < 4 * np.sqrt(expected[0] / 4000)
+    assert abs(found[:10].sum() - expected[:10].sum()) < 4 * np.sqrt(0.25 / 4000)
+
+
+def test_another_seed_gives_other_rows_and_the_global_generator_is_left_alone():
+    config = MQARConfig(seq_len=64, num_pairs=4)
+    before = np.random.get_state()[1].tolist()
+    first, again, other = (config.generate(8, seed).inputs for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert np.random.get_state()[1].tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pairs": 129}, r"num_pairs must be at most seq_len / 4 = 128 .* got 129"),
+        ({"num_pairs": 0}, "num_pairs must be at least 1, got 0"),
+        ({"seq_len": 511}, "seq_len must be even, got 511"),
+        ({"vocab_size": 512}, "vocab_size must be above seq_len = 512, got 512"),
+        ({"power": 0.0}, r"power must be positive, got 0\.0"),
+        ({"power": float("nan")}, "power must be positive, got nan"),
+        ({"train_rows": 0}, "train_rows must be at least 1, got 0"),
+        ({"train_pairs": (8, 65)}, "train_pairs must be from 1 to num_pairs = 64, got 65"),
+        ({"train_pairs": (8, 0)}, "train_pairs must be from 1 to num_pairs = 64, got 0"),
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
+        ({"seq_len": "512"}, "seq_len must be int"),
+    ],
+)
+def test_a_size_that_cannot_be_is_named(options, message):
+    with pytest.raises(UserError, match=message):
+        MQARConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "seed", "message"),
+    [(0, 0, "num_rows must be at least 1, got 0"), (1, -1, "seed must be"), (1, 2**32, "seed")],
+)
+def test_a_draw_that_cannot_be_is_named(num_rows, seed, message):
+    with pytest.raises(UserError, match=message):
+        MQARConfig().generate(num_rows, seed)
+
+
+TINY = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=5)
+
+
+def rows_of(batch):
+    return {tuple(row) for row in batch.tokens.tolist()}
+
+
+def test_an_epoch_takes_no_row_twice_and_another_has_another_order():
+    source = TINY.build(16, None)
+    first, second = ([source.train_batch(2 * epoch + i, 8) for i in (0, 1)] for epoch in (0, 1))
+    for batches in (first, second):
+        assert [batch.tokens.shape for batch in batches] == [(8, 16)] * 2
+        assert len(rows_of(batches[0]) | rows_of(batches[1])) == 16
+    assert rows_of(first[0]) != rows_of(second[0])
+    again = TINY.build(16, None).train_batch(3, 8)  # without the steps before it
+    assert all(map(np.array_equal, again[:2], second[1][:2]))
+    other = replace(TINY, seed=5).build(16, None).train_batch(3, 8)
+    assert rows_of(other) != rows_of(again)
+
+
+def test_test_rows_are_others_and_each_is_read_once():
+    source = TINY.build(16, None)
+    batches = list(source.validation_batches(4))
+    assert [batch.tokens.shape for batch in batches] == [(4, 16)] * 2
+    rows = np.concatenate([batch.tokens for batch in batches])
+    targets = np.concatenate([batch.targets for batch in batches])
+    assert np.array_equal(rows[:5], TINY.parts[1].inputs)
+    assert np.array_equal(targets[:5], TINY.parts[1].targets)
+    assert (rows[5:] == 0).all()
+    assert (targets[5:] == -100).all()
+    assert not {tuple(row) for row in rows[:5].tolist()} & rows_of(source.train_batch(0, 20))
+
+
+def test_rows_to_train_on_may_have_fewer_pairs():
+    config = replace(TINY, train_pairs=(2, 4))
+    train, test = config.parts
+    assert (train.targets != -100).sum(1).tolist() == [2] * 10 + [4] * 10
+    assert np.array_equal(test.inputs, TINY.parts[1].inputs), "the test is the task's"
+    assert config.build(16, None).num_train_tokens == 20 * 16
+    with pytest.raises(UserError, match="num_rows must be at least 1"):
+        replace(config, train_rows=1).build(16, None)
+
+
+def test_the_fingerprint_tells_what_is_learned_from():
+    print_of = lambda **change: replace(TINY, **change).build(16, None).fingerprint  # noqa: E731
+    assert print_of() == print_of(seed=5) == print_of(test_rows=7)
+    assert len({print_of(), print_of(train_rows=21), print_of(train_pairs=(2, 4))}) == 3
+
+
+def test_a_task_survives_json():
+    config = replace(TINY, train_pairs=(2, 4))
+    assert from_json(to_json(config)) == config
+
+
+def test_a_batch_that_cannot_be_is_named():
+    with pytest.raises(UserError, match="seq_len must be that of the task, 16, got 32"):
+        TINY.build(32, None)
+    source = TINY.build(16, None)
+    with pytest.raises(ValueError, match="batch_size must be at most the 20 rows, got 21"):
+        source.train_batch(0, 21)
+    with pytest.raises(ValueError, match="step must be 0 or more"):
+        source.train_batch(-1, 4)
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        source.validation_batches(0)
