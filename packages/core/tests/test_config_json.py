@@ -1,4 +1,5 @@
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.train.config import OptimConfig
 
 HERE = __name__.partition(".")[0]
 
@@ -290,3 +292,9 @@ def test_what_could_not_be_read_back_is_not_written():
     ]:
         with pytest.raises(TypeError, match=word):
             to_json(config)
+
+
+@pytest.mark.parametrize("clip", [math.inf, 2.0])
+def test_a_number_that_json_has_not_comes_back(clip):
+    described = json.loads(json.dumps(to_json(OptimConfig(clip=clip)), allow_nan=False))
+    assert from_json(described) == OptimConfig(clip=clip)

@@ -23,7 +23,7 @@ from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
-from mezzo_core.inputs import check_writable, fitting_tokenizer, read_prompts, told, told_data
+from mezzo_core.inputs import check_writable, fitting_tokenizer, open_told_data, read_prompts, told
 from mezzo_core.nn.checkpoint import describe_model, find_model, load_model
 from mezzo_core.nn.generate import NO_NUMBERS, stream
 from mezzo_core.train.config import TrainConfig
@@ -308,21 +308,20 @@ def _add_eval(app: typer.Typer) -> None:
         """Measure perplexity and accuracy on held-out text: the validation part of `--data`."""
         folder, chosen = find_model(run), _device(device)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
-        config = _override(told_data(extra, folder), source=data)
-        fitting_tokenizer(config.tokenizer, model.vocab_size)
-        text = config.build(seq_len or told(extra, "seq_len", int, folder), None)
+        allowed = allow_package or ()
+        name, rows = open_told_data(extra, folder, model.vocab_size, data, seq_len, allowed)
         with _values_of_the_user():
             result = evaluate(
                 model,
-                text.validation_batches(batch_size),
-                num_bytes=text.num_validation_bytes,
+                rows.validation_batches(batch_size),
+                num_bytes=rows.num_validation_bytes,
                 segment_tokens=segment_tokens,
             )
         if not math.isfinite(result.loss):
             raise UserError(f"{folder}: {NO_NUMBERS}")
         found = {
             "run": str(run),
-            "data": config.source,
+            "data": name,
             "tokens": result.tokens,
             "loss": result.loss,
             "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,

@@ -6,6 +6,7 @@ frozen dataclass of an allowed package, and every value must fit the field's ann
 """
 
 import importlib
+import math
 import re
 import sys
 import types
@@ -22,6 +23,7 @@ from mezzo_core.errors import UserError, nearest
 OUR_PACKAGES = ("mezzo_core", "mezzo_gsa", "mezzo_rat")
 """Packages whose classes any file may name: core and the papers', not all that begin alike."""
 _SCALARS = (bool, int, float, str, type(None))
+_INFINITIES = {math.inf: "inf", -math.inf: "-inf"}
 _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -83,6 +85,8 @@ def check_fields(config: Any) -> None:
 
 
 def _encode(value: Any, where: str) -> Any:
+    if isinstance(value, float) and math.isinf(value):
+        return _INFINITIES[value]  # JSON has no such number
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, Path):
@@ -116,6 +120,8 @@ def _decode_dataclass(data: Any, where: str, allow: tuple[str, ...]) -> Any:
                 f"{where}: {cls.__name__} has no field {_short(name)}{nearest(name, known)}"
             )
         place = f"{where}.{name}"
+        if hints[name] is float and value in _INFINITIES.values():
+            value = float(value)
         values[name] = _fit(_decode(value, place, allow), hints[name], place)
     missing = [name for name, field in known.items() if name not in values and _required(field)]
     if missing:

@@ -3,10 +3,12 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mezzo_core.config_json import from_json
+from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
@@ -62,20 +64,48 @@ def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -
     return value
 
 
-def told_data(extra: Mapping[str, Any], folder: Path) -> DataConfig:
-    """Return the data that a model's config.json tells beside the model.
+def open_told_data(
+    extra: Mapping[str, Any],
+    folder: Path,
+    vocab_size: int,
+    source: str | None = None,
+    seq_len: int | None = None,
+    allow_packages: Sequence[str] = (),
+) -> tuple[str, BatchSource]:
+    """Open the text or the task that a model's config.json tells beside the model.
+
+    Args:
+        extra: what it tells.
+        folder: the model's, for messages.
+        vocab_size: the model's.
+        source: another text in the place of that text.
+        seq_len: tokens a row; as the model was trained by default.
+        allow_packages: packages besides mezzo's own that may have defined the task.
+
+    Returns:
+        What is read, for the report, and the source of its batches.
 
     Raises:
-        UserError: if it tells none, or what is no description of data.
+        UserError: if it tells none, or what is no description of data, or its tokens are not the
+            model's, or `source` is given for a task.
     """
     described = told(extra, "data", dict, folder)
     try:
-        config = from_json(described)
+        config = from_json(described, allow_packages)
     except UserError as error:
         raise UserError(f'{folder}/config.json, "data": {error}') from error
-    if not isinstance(config, DataConfig):
+    length = seq_len or told(extra, "seq_len", int, folder)
+    if isinstance(config, DataConfig):
+        config = replace(config, source=source or config.source)
+        fitting_tokenizer(config.tokenizer, vocab_size)
+        return config.source, config.build(length, None)
+    try:
+        rows = config.build(length, None) if source is None else None
+    except (AttributeError, TypeError):  # it describes something else
+        rows = None
+    if not isinstance(rows, BatchSource):
         raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
-    return config
+    return type(config).__name__, rows
 
 
 def check_writable(path: Path, *, is_folder: bool) -> None:

@@ -1,7 +1,11 @@
 """A task trains in the loop that text does, and is scored by its accuracy."""
 
+from itertools import islice
+
 import pytest
 from mezzo_core.errors import UserError
+from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.inputs import open_told_data
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import OptimConfig
@@ -28,6 +32,17 @@ def test_a_task_is_learned_and_its_accuracy_logged(echo, tmp_path, rows_of):
     accuracies = [row["val_accuracy"] for row in rows_of(tmp_path / "run", "val_loss")]
     assert accuracies[-1] == result.val_accuracy > 0.5  # chance is 0.125
     assert {row["val_tokens"] for row in rows_of(tmp_path / "run", "val_loss")} == {2 * 32 * 6}
+
+
+def test_a_trained_task_is_evaluated_by_the_command(echo, tmp_path):
+    result = train(echo(), tmp_path / "run", quiet=True)
+    model, _, extra = load_model(tmp_path / "run" / "model")
+    name, rows = open_told_data(extra, tmp_path, model.vocab_size, allow_packages=("toys",))
+    assert name == "EchoConfig"
+    found = evaluate(model, islice(rows.validation_batches(4), 2))
+    assert (found.loss, found.accuracy) == (result.val_loss, result.val_accuracy)
+    with pytest.raises(UserError, match="must be of DataConfig"):
+        open_told_data(extra, tmp_path, 8, source="words.txt", allow_packages=("toys",))
 
 
 def test_a_run_on_a_task_goes_on_to_the_bit(echo, tmp_path, rows_of):

@@ -40,7 +40,33 @@ class MixerBlockConfig:
         return Block(mixer, self.mlp.build(d_model), d_model, self.norm_eps)
 
 
-class Block(AbstractBlock):
+class AbstractMixerBlock(AbstractBlock):
+    """A block around a mixer, whose state is the mixer's; the mixer checks the arguments too."""
+
+    mixer: AbstractMixer
+
+    def before_step(self, state: Any) -> None:
+        """Do what the mixer's next step needs of the host."""
+        self.mixer.before_step(state)
+
+    def reserve(self, state: Any, num_tokens: int) -> Any:
+        """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
+        return self.mixer.reserve(state, num_tokens)
+
+    def init_state(self, batch: int) -> Any:
+        """Return the mixer's state before the first token."""
+        return self.mixer.init_state(batch)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
+        return self.mixer.state_bytes(num_tokens)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state that the mixer keeps in the host's memory."""
+        return self.mixer.host_state_bytes(num_tokens)
+
+
+class Block(AbstractMixerBlock):
     """`x + mixer(norm x)`, then `x + mlp(norm x)`.
 
     The norms are torch's own `RMSNorm`: it accumulates in float32 for bf16 and float16 inputs, is
@@ -66,7 +92,7 @@ class Block(AbstractBlock):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """Map (B, T, C) to (B, T, C); the state is the mixer's, which checks the arguments."""
+        """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
         mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
         x = x + mixed
         x = x + self.mlp(self.mlp_norm(x))
@@ -76,26 +102,6 @@ class Block(AbstractBlock):
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         x = x + self.mixer.step(self.mixer_norm(x), state)
         return x + self.mlp(self.mlp_norm(x))
-
-    def before_step(self, state: Any) -> None:
-        """Do what the mixer's next step needs of the host."""
-        self.mixer.before_step(state)
-
-    def reserve(self, state: Any, num_tokens: int) -> Any:
-        """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
-        return self.mixer.reserve(state, num_tokens)
-
-    def init_state(self, batch: int) -> Any:
-        """Return the mixer's state before the first token."""
-        return self.mixer.init_state(batch)
-
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state that one sequence needs after `num_tokens` tokens."""
-        return self.mixer.state_bytes(num_tokens)
-
-    def host_state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state that the mixer keeps in the host's memory."""
-        return self.mixer.host_state_bytes(num_tokens)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the mixer and the MLP's matrices (norms left out)."""

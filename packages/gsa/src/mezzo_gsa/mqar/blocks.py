@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractBlock, AbstractMixer, MixerConfig
+from mezzo_core.nn.block import AbstractMixerBlock
 from mezzo_core.ops.checks import check_size
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
@@ -46,8 +47,8 @@ class MixerOnlyConfig:
         return MixerOnly(self.mixer.build(d_model), d_model, self)
 
 
-class MixerOnly(AbstractBlock):
-    """`x + mixer(norm x)`; the state is the mixer's, which checks the arguments."""
+class MixerOnly(AbstractMixerBlock):
+    """`x + mixer(norm x)`, without an MLP."""
 
     def __init__(self, mixer: AbstractMixer, d_model: int, config: MixerOnlyConfig) -> None:
         super().__init__()
@@ -81,26 +82,6 @@ class MixerOnly(AbstractBlock):
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         x = self.dropout(x)
         return x + self.mixer.step(self.norm(x), state)
-
-    def before_step(self, state: Any) -> None:
-        """Do what the mixer's next step needs of the host."""
-        self.mixer.before_step(state)
-
-    def reserve(self, state: Any, num_tokens: int) -> Any:
-        """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
-        return self.mixer.reserve(state, num_tokens)
-
-    def init_state(self, batch: int) -> Any:
-        """Return the mixer's state before the first token."""
-        return self.mixer.init_state(batch)
-
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the mixer's state after `num_tokens` tokens of one sequence."""
-        return self.mixer.state_bytes(num_tokens)
-
-    def host_state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state that the mixer keeps in the host's memory."""
-        return self.mixer.host_state_bytes(num_tokens)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the mixer's forward FLOPs a token (the norm left out)."""

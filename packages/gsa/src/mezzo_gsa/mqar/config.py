@@ -1,5 +1,6 @@
 """What is trained on MQAR and how; the defaults are Zoology's protocol, in full."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -111,8 +112,7 @@ class SweepConfig:
             name=f"mqar {model} C={width} lr {lr:g}",
             model=LMConfig(self.task.vocab_size, width, stack=stack),
             data=self.task,
-            # No gradient is clipped.
-            optim=OptimConfig(lr, min_lr=0.0, warmup_fraction=0.0, betas=(0.9, 0.999), clip=1e9),
+            optim=OptimConfig(lr, 0.0, warmup_fraction=0.0, betas=(0.9, 0.999), clip=math.inf),
             seq_len=self.task.seq_len,
             batch_size=self.batch_size,
             steps=self.epochs * epoch,
