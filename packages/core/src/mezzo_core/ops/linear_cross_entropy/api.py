@@ -52,11 +52,7 @@ def linear_cross_entropy(
         TypeError: if x or weight is not floating-point, or targets not int64.
         ValueError: if shapes or devices disagree, or on a CPU a target is beyond the vocabulary.
     """
-    kind = x.device.type
-    dtype = x.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    _check(x, weight, targets, ignore_index, dtype)
+    dtype = _check(x, weight, targets, ignore_index)
     unsupported = None if dtype in TRITON_DTYPES else str(dtype)
     chosen = resolve_impl("linear_cross_entropy", impl, x.device, unsupported)
     rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
@@ -69,9 +65,8 @@ def linear_cross_entropy(
     return CrossEntropy(loss, hits)
 
 
-def _check(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype
-) -> None:
+def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> torch.dtype:
+    """Check the arguments, and return the dtype that the products are in."""
     name = "linear_cross_entropy"
     check_floating(name, "x", x)
     check_floating(name, "weight", weight)
@@ -79,6 +74,9 @@ def _check(
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
         raise TypeError(f"{name}: targets must be an int64 tensor, got {got}")
     check_size(name, "ignore_index", ignore_index, least=-(2**63))
+    kind, dtype = x.device.type, x.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
     if dtype == x.dtype != weight.dtype:
         raise TypeError(
             f"{name}: x and weight must have one dtype outside autocast, "
@@ -104,3 +102,4 @@ def _check(
             raise ValueError(
                 f"{name}: targets must be in [0, {V}) or {ignore_index}, got {int(wrong[0])}"
             )
+    return dtype
