@@ -163,7 +163,8 @@ def _explained(out: Path) -> Iterator[None]:
         yield
     except Timeout:  # an OSError too, but it means that another run has the lock
         raise
-    # filelock raises NotImplementedError on a file system without flock (some network mounts).
+    # On a file system without flock (some network mounts), filelock before its version with a
+    # fallback raises NotImplementedError. The user needs another folder then, not a traceback.
     except (OSError, NotImplementedError) as error:
         reason = in_words(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"cannot keep a run in {out}: {reason}") from error
