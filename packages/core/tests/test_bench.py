@@ -2,12 +2,12 @@
 
 import shutil
 import subprocess
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from mezzo_core import bench
+from mezzo_core.papers import environment
 
 AUTHOR = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 
@@ -69,8 +69,7 @@ def test_a_folder_outside_of_any_repository_has_no_commit(tmp_path, monkeypatch)
 
 
 def test_a_report_names_the_version_where_the_commit_is_unknown(monkeypatch):
-    module = import_module("mezzo_core.papers.environment")  # not the function of that name
-    monkeypatch.setattr(module, "commit", lambda: None)
-    monkeypatch.setattr(module, "_version", lambda package: f"version of {package}")
-    described = module.environment()["commit"]
+    monkeypatch.setattr(environment, "commit", lambda: None)
+    monkeypatch.setattr(environment, "_version", lambda package: f"version of {package}")
+    described = environment.describe_environment()["commit"]
     assert described == "unknown (mezzo-core version of mezzo-core)"

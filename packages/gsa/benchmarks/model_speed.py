@@ -28,7 +28,7 @@ from mezzo_core.errors import UserError, nearest
 from mezzo_core.layer_bench import Layer, check_layer
 from mezzo_core.nn.generate import Decoder, Sampler
 from mezzo_core.nn.lm import LM, LMConfig
-from mezzo_core.papers.cells import Key, Layout, Result, Say, Timed, add_cell, describe
+from mezzo_core.papers.cells import Key, Result, Say, SpeedTable, Timed, add_cell, describe
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
 from mezzo_gsa.bench import fla
@@ -139,7 +139,7 @@ def training_places(
     return places
 
 
-def layouts(scale: Scale, compiles: bool) -> dict[str, Layout]:
+def layouts(scale: Scale, compiles: bool) -> dict[str, SpeedTable]:
     """Return what each result file holds, by its name."""
     how = "the blocks compiled" if compiles else "nothing compiled"
     rehearsal = "; a rehearsal on a CPU" if scale.device == "cpu" else ""
@@ -164,7 +164,7 @@ def layouts(scale: Scale, compiles: bool) -> dict[str, Layout]:
         "generation": (("gsa.claim.inference",), marks, GENERATING, "s", "lower", decode),
     }
     return {
-        name: Layout(
+        name: SpeedTable(
             name=name + ("" if name == "generation" else suffix),
             ids=ids,
             columns=columns,
@@ -314,7 +314,7 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
     figure = Figure(figsize=(13, 4.0), layout="constrained")
     names = {"training": "T", "memory": "T", "generation": "new tokens"}
     for axes, (name, xlabel) in zip(figure.subplots(1, 3), names.items(), strict=True):
-        layout = results[name].layout
+        layout = results[name].table
         for model in layout.models:
             points = []
             for column in layout.columns:

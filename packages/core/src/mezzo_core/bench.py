@@ -1,7 +1,7 @@
-"""Measure speed and memory, and write what was measured with all that it depends on.
+"""Measures speed and memory, and writes the results together with hardware and software versions.
 
-A benchmark checks its op before it times it; a row is one JSON object a line:
-name, impl, shape, ms, ms_p20, ms_p80, peak_gb, tflops, gpu, torch, triton, commit, date.
+A benchmark checks its op before it times it. Each row is one JSON object on a line, with the keys
+name, impl, shape, ms, ms_p20, ms_p80, peak_gb, tflops, gpu, cpu, torch, triton, commit, date.
 """
 
 import json
@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 FLUSHED_BYTES = 2**29
-"""Ten times the L2 cache of a Hopper GPU."""
+"""Size of the buffer that is overwritten to flush the L2 cache: ten times that of a Hopper GPU."""
 AHEAD = 16
-"""Flushes before a timed call: 2 ms of work, in which the host gets ahead of a Hopper GPU. Else an
-op of many short kernels would be timed by how fast Python launches them."""
+"""Flushes before a timed call. They take a Hopper GPU 2 ms, in which the host can queue the call's
+kernels. Otherwise, the time of an op with many short kernels would be that of Python's launches."""
 MOST_CALLS = 200
 CAPTURE_WARMUP = 2
 
@@ -50,16 +50,17 @@ def measure(
 ) -> Timing:
     """Time `fn` for about `seconds` after `warmup` calls.
 
-    On a GPU the L2 cache is flushed before each timed call, which also lets the host get ahead; no
-    more than MOST_CALLS are timed.
+    On a GPU the L2 cache is flushed before each timed call, which also lets the host get ahead. At
+    most MOST_CALLS calls are timed there.
 
     Args:
-        fn: what is timed.
-        device: where `fn` computes.
-        seconds: to spend on the timed calls.
-        warmup: calls before anything is timed.
-        least: timed calls at least, two or more.
-        before: called before each call of `fn`, not timed: it puts back what `fn` overwrites.
+        fn: the function to time.
+        device: the device on which `fn` computes.
+        seconds: time to spend on the timed calls.
+        warmup: number of calls before the timed ones.
+        least: minimum number of timed calls, at least two.
+        before: called before each call of `fn` without being timed, to restore tensors that `fn`
+            overwrites.
     """
     reset = before or (lambda: None)
     for _ in range(warmup):
@@ -110,10 +111,10 @@ def _timing(times: list[float], peak_gb: float | None) -> Timing:
 
 
 def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return what replays `step` as one CUDA graph; on a CPU, `step` itself.
+    """Return a function that replays `step` as one CUDA graph; on a CPU, `step` itself.
 
-    Steps that run before the capture (they compile kernels and set libraries up) change whatever
-    `step` overwrites.
+    Before the capture, `step` runs CAPTURE_WARMUP times, to compile kernels and set up libraries.
+    These calls already change the tensors that `step` overwrites.
     """
     if device.type != "cuda":
         return step
@@ -140,7 +141,7 @@ class Row:
     flops: float | None = None
 
     def to_json(self, device: torch.device) -> dict[str, object]:
-        """Return the row with the machine and the software that it was measured on."""
+        """Return the row as JSON values, with its machine and software."""
         tflops = self.flops / self.timing.ms / 1e9 if self.flops is not None else None
         return {
             "name": self.name,
@@ -153,7 +154,7 @@ class Row:
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Return gpu (or the CPU), torch, triton, commit and date, for a result file."""
+    """Return gpu, cpu, torch, triton, commit and date, for a result file; gpu is None on a CPU."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -174,7 +175,7 @@ def append(path: Path, rows: list[dict[str, object]]) -> None:
 def commit() -> str | None:
     """Return the commit of the checkout that this file is in; None for an installed copy.
 
-    An installed copy may lie inside another project's repository, which does not track it.
+    An installed copy may be inside another project's repository. So git must track this file.
     """
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
@@ -182,7 +183,7 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git answers beside this file; None if it refuses or is not installed."""
+    """Run git in this file's folder and return its output; None if it fails or is missing."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

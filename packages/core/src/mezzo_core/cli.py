@@ -1,7 +1,7 @@
 """The command line of a paper's package: train, generate, eval, bench, reproduce.
 
-A package describes itself once (`Paper`) and gets its commands from `make_app`; `run` turns what
-the user can mend into one line and exit code 2, and leaves real defects their traceback.
+A package describes itself once (`Paper`) and gets its commands from `make_app`. `run` reports
+errors that the user can fix in one line with exit code 2. Other errors keep their traceback.
 """
 
 import io
@@ -32,21 +32,23 @@ from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
 from mezzo_core.train.stopping import StoppedError
 
-# Mistakes in options and arguments; typer may bring its own copy of click, which has the class.
+# click's error for wrong options and arguments. It is not imported from click, because typer may
+# use a copy of its own.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What a package tells the command line about itself.
+    """The description of a package from which its command line is made.
 
     Attributes:
         command: the program's name, such as "mezzo-rat".
         title: one line for the top of `--help`.
-        recipes: by name.
-        bench: measures speed: (device, quick, out) -> rows, as `mezzo_core.bench` writes them.
-        reproduce: runs tables and claims: (ids, scale, out).
-        scales: the names that `--scale` takes, the default first.
+        recipes: the recipes by name.
+        bench: function (device, quick, out) that measures speed and returns rows in the format of
+            `mezzo_core.bench`.
+        reproduce: function (ids, scale, out) that reproduces tables and claims.
+        scales: the values of `--scale`, the default first.
     """
 
     command: str
@@ -80,7 +82,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = app(args=arguments, standalone_mode=False)
     except _USAGE_ERROR as error:
-        if not (sys.argv[1:] if arguments is None else arguments):  # the help, asked for so
+        if not (sys.argv[1:] if arguments is None else arguments):  # no arguments: show the help
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
         _fail(error.format_message())  # type: ignore[attr-defined]
@@ -105,7 +107,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory was asked for that is not there; torch's CPU has no class for that."""
+    """Tell whether the memory is full. On a CPU torch has no class for this error, only words."""
     words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         word in str(error) for word in words
@@ -192,7 +194,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 **run_options,
             )
         folder = _expand(out) if out is not None else Path("runs") / recipe
-        is_first = launched_place().rank == 0  # of torchrun's processes one reports
+        is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
         try:
             result = train(config, folder, resume=not fresh, new_data=new_data, quiet=quiet)
         except StoppedError as stop:
@@ -245,7 +247,7 @@ def _add_generate(app: typer.Typer) -> None:
         prompts = [tokenizer.encode(text) for text in texts]
         if not all(prompts):
             raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
-        if isinstance(sys.stdout, io.TextIOWrapper):  # models write letters that it may not have
+        if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a model's characters
             sys.stdout.reconfigure(errors="replace")
         with _values_of_the_user():
             steps = stream(
@@ -262,7 +264,7 @@ def _add_generate(app: typer.Typer) -> None:
 
 
 def _write(texts: Sequence[str], tokenizer: Tokenizer, steps: Iterator[list[int | None]]) -> None:
-    """Write the texts and what the model adds: one as it comes, several when all are done."""
+    """Write the texts with their continuations; a single one as it comes, several at the end."""
     if len(texts) == 1:
         decoder = StreamDecoder(tokenizer)
         _show(texts[0])
@@ -270,7 +272,7 @@ def _write(texts: Sequence[str], tokenizer: Tokenizer, steps: Iterator[list[int 
             for (token,) in steps:
                 if _is_text(token, tokenizer):
                     _show(decoder.push(token))
-        finally:  # what was written stands in a line of its own, whatever comes next
+        finally:  # also after an error: end the line, so that a message gets a line of its own
             _show(decoder.flush() + "\n")
         return
     rows: list[list[int]] = [[] for _ in texts]
@@ -283,7 +285,7 @@ def _write(texts: Sequence[str], tokenizer: Tokenizer, steps: Iterator[list[int 
 
 
 def _is_text(token: int | None, tokenizer: Tokenizer) -> TypeGuard[int]:
-    """Tell whether there is a token; a vocabulary may be larger than its tokenizer's."""
+    """Tell whether there is a token that the tokenizer knows; the model may have further ones."""
     return token is not None and token < tokenizer.vocab_size
 
 
@@ -364,7 +366,11 @@ def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
 
 
 def start_from(config: TrainConfig, run: Path) -> TrainConfig:
-    """Return the run that trains the model of a run's folder, or of a model's, further.
+    """Return the configuration that trains an existing model further.
+
+    Args:
+        config: the recipe; its model and tokenizer are replaced.
+        run: folder of a run or of a model.
 
     Raises:
         UserError: if the folder holds no model.
@@ -378,7 +384,7 @@ def start_from(config: TrainConfig, run: Path) -> TrainConfig:
 
 @contextmanager
 def _values_of_the_user() -> Iterator[None]:
-    """Turn a library's ValueError about an option's value into the user's one line."""
+    """Turn a ValueError about an option's value into a `UserError`."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Frozen dataclasses to plain JSON and back: how a configuration is stored beside its weights.
+"""Converts frozen dataclasses to JSON and back, to store a configuration beside its weights.
 
-Every dataclass becomes an object with a "type" of "module:ClassName" and one entry a field; tuples
-become lists and paths strings. Reading never runs code that the file names freely: a type must be a
-frozen dataclass of an allowed package, and every value must fit the field's annotation.
+Every dataclass becomes an object with a "type" of "module:ClassName" and one entry for each field.
+Tuples become lists, and paths become strings. A file cannot make us run arbitrary code: a type must
+be a frozen dataclass of an allowed package, and every value must fit its field's annotation.
 """
 
 import importlib
@@ -21,18 +21,20 @@ from typing import Any, Literal
 from mezzo_core.errors import UserError, nearest
 
 OUR_PACKAGES = ("mezzo_core", "mezzo_gsa", "mezzo_rat")
-"""Packages whose classes any file may name: core and the papers', not all that begin alike."""
+"""Packages whose classes any file may name. Listed in full, because anybody can publish a package
+whose name begins with mezzo_."""
 _SCALARS = (bool, int, float, str, type(None))
 _INFINITIES = {math.inf: "inf", -math.inf: "-inf"}
 _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """Turn a frozen dataclass into a dict that `json.dumps` accepts and `from_json` reads back.
+    """Turn a frozen dataclass into a dict for `json.dumps`, which `from_json` can read.
 
     Raises:
-        TypeError: if `config`, or a value in it, is none of: a frozen dataclass defined at the top
-            of a module, a tuple, a path, a string, a number, a bool, None.
+        TypeError: if `config` is not a frozen dataclass defined at the top level of a module, or
+            has a value that is not such a dataclass, a tuple, a path, a string, a number, a bool
+            or None.
     """
     cls = type(config)
     if not _is_frozen_dataclass(cls):
@@ -57,8 +59,8 @@ def from_json(data: Any, allow_packages: Sequence[str] = ()) -> Any:
             imported from wherever Python finds them.
 
     Raises:
-        UserError: if a type is unknown or not allowed, a field is unknown, missing or of another
-            type, or the class refuses the values.
+        UserError: if a type is unknown or not allowed; if a field is unknown, missing or of the
+            wrong type; or if the class refuses the values.
     """
     try:
         return _decode_dataclass(data, "config", tuple(allow_packages))
@@ -67,13 +69,12 @@ def from_json(data: Any, allow_packages: Sequence[str] = ()) -> Any:
 
 
 def check_fields(config: Any) -> None:
-    """Check that every field of a dataclass has the type that its annotation says.
+    """Check that every field of a dataclass has the type of its annotation.
 
-    A whole number serves where a float is asked for. For `__post_init__`, before values are looked
-    at.
+    An int is accepted for a float. Call it in `__post_init__`, before checking values.
 
     Raises:
-        UserError: if one does not; the message names it.
+        UserError: if a field has another type; the message names the field.
     """
     cls = type(config)
     hints = typing.get_type_hints(cls)
@@ -159,12 +160,12 @@ def _find_class(name: str, where: str, allow: tuple[str, ...]) -> type:
 
 
 def _require_installed(package: str, where: str) -> None:
-    """Refuse a package of ours that is not installed, or that is the current folder's.
+    """Refuse one of `OUR_PACKAGES` that is not installed, or that lies in the current folder.
 
-    `python -m` and notebooks let Python import from the current folder before all others: there,
-    whoever wrote the file that is read may have put a folder of such a name beside it.
+    `python -m` and notebooks make Python import from the current folder first. The author of the
+    file being read may have put a folder with the package's name there.
     """
-    if sys.modules.get(package) is not None:  # what runs already is not imported anew
+    if sys.modules.get(package) is not None:  # imported already, so nothing new would be run
         return
     spec = find_spec(package)
     if spec is None:
@@ -178,7 +179,7 @@ def _require_installed(package: str, where: str) -> None:
 
 
 def _fit(value: Any, hint: Any, where: str) -> Any:
-    """Return the value as the annotation `hint` says, or raise a UserError."""
+    """Return the value, converted to fit the annotation `hint`, or raise a UserError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -203,9 +204,9 @@ def _fit(value: Any, hint: Any, where: str) -> Any:
 
 
 def _is_one(value: Any, kind: Any) -> bool:
-    if kind is int and isinstance(value, bool):  # an int to Python, and a mistake here
+    if kind is int and isinstance(value, bool):  # a bool is an int in Python, but a mistake here
         return False
-    if getattr(kind, "_is_protocol", False):  # whatever has its methods
+    if getattr(kind, "_is_protocol", False):  # any class with the protocol's methods fits
         methods = [name for name in vars(kind) if not name.startswith("_")]
         return not isinstance(value, type) and all(
             callable(getattr(value, name, None)) for name in methods
@@ -218,7 +219,7 @@ def _fit_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
         return None
     choices = [arg for arg in args if arg is not type(None)]
     errors = []
-    # An exact type first, so that 1 stays an int for `float | int`.
+    # Try a choice of exactly the value's type first, so that 1 stays an int for `float | int`.
     for choice in sorted(choices, key=lambda arg: type(value) is not arg):
         try:
             return _fit(value, choice, where)

@@ -1,4 +1,4 @@
-"""Where and in what precision a model runs."""
+"""The device and the precision in which a model runs."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
 
     Args:
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU if there is one.
-        local_rank: this process's number on its machine, which is the number of its GPU; None for
-            a process that is alone.
+        local_rank: this process's number on its machine, which selects its GPU; None if there is
+            only one process.
 
     Raises:
-        UserError: if there is no such device here.
+        UserError: if this machine has no such device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,24 +38,24 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Return the context in which a forward runs.
+    """Return the autocast context for a forward.
 
     Args:
-        device: of the model.
-        precision: "bf16" multiplies matrices in bfloat16 and keeps weights, norms and losses in
-            float32; "fp32" is float32 throughout; "auto" is "bf16" on a GPU, else "fp32".
+        device: the model's device.
+        precision: "bf16" multiplies matrices in bfloat16, and keeps weights, norms and losses in
+            float32. "fp32" computes everything in float32. "auto" is "bf16" on a GPU, else "fp32".
     """
     use_bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16)
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device; nothing is copied if it is there already."""
+    """Copy a batch to the device, unless it is already there."""
     return Batch(*(None if part is None else _move(part, device) for part in batch))  # type: ignore[arg-type]
 
 
 def _move(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.device.type == "cuda":
         return values.to(device)
-    # Only pinned memory is copied while the GPU still computes the step before.
+    # From pinned memory, the copy can run while the GPU still computes the previous step.
     return values.contiguous().pin_memory().to(device, non_blocking=True)

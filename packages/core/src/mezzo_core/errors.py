@@ -1,4 +1,4 @@
-"""The one exception whose message is meant for the person at the keyboard."""
+"""`UserError`, the exception whose message is meant for the user, and helpers for messages."""
 
 import re
 from collections.abc import Iterable
@@ -6,14 +6,17 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """Something that the user gave cannot be used; the message says what, and what can be.
+    """The user gave something that cannot be used; the message says what, and what is allowed.
 
-    Command lines print the message alone, without a traceback, and exit with code 2.
+    Command lines print only the message, without a traceback, and exit with code 2.
     """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean a, b?" with the known names most like `name`, or all if few."""
+    """Return the end of a message about an unknown name: the known names most similar to it.
+
+    If none is similar and there are few known names, all of them are listed.
+    """
     names = list(known)
     close = get_close_matches(name, names, n=3, cutoff=0.5)
     if not close and 0 < len(names) <= 12:
@@ -22,14 +25,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
-# Control characters but line and tab, what turns the direction of writing, halves of pairs.
+# Control characters (except line feed and tab), changes of the writing direction, and surrogates.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""Return a text that a terminal shows as it is: control characters are spelled out (\x1b).
+    r"""Return a text with control characters spelled out (\x1b), which is safe for a terminal.
 
-    What comes from outside, a file's name or a model's output, could else move the cursor, or make
-    the terminal run a command.
+    Otherwise a file's name or a model's output could move the cursor, or make the terminal run a
+    command.
     """
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,4 +1,4 @@
-"""Small files: damage is named when one is read, and nothing is left half written."""
+"""Small files: reading reports damage clearly, and writing never leaves a half-written file."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from mezzo_core.errors import UserError
 
-# No file of ours comes near this; reading a huge one would fill the memory before any check.
+# Far more than any of our JSON files has. A larger file is refused before it fills the memory.
 _MOST_BYTES = 64 << 20
 
 
@@ -17,8 +17,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        UserError: if it is missing, unreadable, too large or not UTF-8, or holds anything else
-            (NaN and infinity, which Python would accept, are no JSON).
+        UserError: if it is missing, unreadable, too large or not UTF-8, or does not hold a JSON
+            object (NaN and infinity, which Python would accept, are not JSON).
     """
     try:
         mode, size = path.stat().st_mode, path.stat().st_size
@@ -41,11 +41,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON as the standard has it.
+    """Parse JSON strictly by its standard.
 
     Raises:
-        ValueError: if the text is no JSON: not UTF-8, nested too deeply, a number of thousands of
-            digits, NaN or infinity; the message says which.
+        ValueError: if the text is not JSON. The message names the reason, such as text that is not
+            UTF-8, values nested too deeply, numbers of thousands of digits, NaN or infinity.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -56,13 +56,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a kill at any moment leaves the old file or the new one, whole.
+    """Write a text file so that a kill at any moment leaves the old or the new file complete.
 
-    The text is written beside `path` and renamed into place. The file beside it is new, under a
-    name that nobody can guess: a link that waits there cannot lead the text elsewhere.
+    The text is written to a new file beside `path`, which is then renamed. The new file's name is
+    random, so that nobody can place a link there beforehand and redirect the text.
 
     Raises:
-        OSError: if it cannot be written; nothing is left behind.
+        OSError: if it cannot be written; no partial file is left.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with scratch.open("x", encoding="utf-8") as file:

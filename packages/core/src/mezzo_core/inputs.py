@@ -1,4 +1,4 @@
-"""What a command is given, checked before it works: prompts, tokenizers, places to write to."""
+"""Inputs of the commands, checked before any work: prompts, tokenizers, data and output paths."""
 
 import os
 import sys
@@ -17,10 +17,10 @@ Value = TypeVar("Value")
 
 
 def read_prompts(given: Sequence[str] | None) -> list[str]:
-    """Return the prompts that were given, or else what comes on standard input.
+    """Return the given prompts, or if there are none, the text on standard input.
 
     Raises:
-        UserError: if one is not UTF-8.
+        UserError: if a text is not UTF-8.
     """
     try:
         texts = list(given or [sys.stdin.read().removesuffix("\n") if sys.stdin else ""])
@@ -29,16 +29,16 @@ def read_prompts(given: Sequence[str] | None) -> list[str]:
     for text in texts:
         try:
             text.encode("utf-8")
-        except UnicodeEncodeError:  # so Python hands on bytes of an argument that are no UTF-8
+        except UnicodeEncodeError:  # Python replaces arguments' bytes that are not UTF-8 by these
             raise UserError(f"the prompt is not UTF-8 text: {text!r}") from None
     return texts
 
 
 def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer for a model of so many tokens.
+    """Load a tokenizer for a model with a vocabulary of `vocab_size`.
 
     Raises:
-        UserError: if it cannot be loaded, or has more tokens than the model.
+        UserError: if it cannot be loaded, or has more tokens than the model's vocabulary.
     """
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > vocab_size:
@@ -50,10 +50,10 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 
 def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -> Value:
-    """Return what a model's config.json tells beside the model, such as its tokenizer.
+    """Return an entry of "extra" in a model's config.json, such as its tokenizer.
 
     Raises:
-        UserError: if it tells nothing, or something of another type.
+        UserError: if there is no such entry, or it has another type.
     """
     value = extra.get(name)
     if type(value) is not kind:
@@ -109,10 +109,10 @@ def open_told_data(
 
 
 def check_writable(path: Path, *, is_folder: bool) -> None:
-    """Check that a file or a folder can be written, before work whose result it gets is done.
+    """Check that a file or a folder can be written, before the work whose result goes there.
 
     Raises:
-        UserError: if it cannot.
+        UserError: if it cannot be written.
     """
     there = path
     while not there.exists() and there != there.parent:

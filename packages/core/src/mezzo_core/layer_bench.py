@@ -1,4 +1,4 @@
-"""A layer as papers time it, and its check: no speed for a wrong one."""
+"""A layer for timing, and a check that it computes correctly before it is timed."""
 
 import copy
 
@@ -9,12 +9,12 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn.contract import AbstractMixer
 
 FACTOR = 3.0
-"""How much worse than the reference in bf16, on the CPU, a layer may be."""
+"""The layer's error may be this many times that of the reference in bf16 on the CPU."""
 TOKENS = 160  # two chunks of 128, ten of 16
 
 
 class Layer(nn.Module):
-    """What the paper times: norm, mixer with its projections, residual."""
+    """A layer as papers time it: norm, mixer with its projections, residual."""
 
     def __init__(self, mixer: AbstractMixer, d_model: int) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Layer(nn.Module):
 
 
 def check_layer(layer: Layer) -> None:
-    """Compare training under bf16 autocast, and decoding with bf16 weights, with float32.
+    """Check training under bf16 autocast and decoding with bf16 weights, against float32.
 
-    The CPU computes the references of all ops: once in float32, which tells both errors, the
-    layer's and the one that bf16 costs the reference itself.
+    The references of all ops run on the CPU, in float32 and in bf16. The float32 results are taken
+    as exact. The layer's error may be `FACTOR` times that of the bf16 reference.
 
     Raises:
-        UserError: if an output or the input's gradient is wrong, naming which.
+        UserError: if an output or the input's gradient is wrong; the message names it.
     """
     reference = copy.deepcopy(layer).float().cpu()
     width = len(layer.norm.weight)
@@ -55,7 +55,7 @@ def check_layer(layer: Layer) -> None:
 
 
 def _train(layer: Layer, x: Tensor, dout: Tensor, *, autocast: bool) -> dict[str, Tensor]:
-    """Return the mixer's output and the gradient of its input; the residual would hide errors."""
+    """Return the output and the input's gradient, without the residual, which would hide errors."""
     device = layer.norm.weight.device
     x = x.to(device).requires_grad_()
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -65,7 +65,7 @@ def _train(layer: Layer, x: Tensor, dout: Tensor, *, autocast: bool) -> dict[str
 
 
 def _decode(layer: Layer, x: Tensor) -> Tensor:
-    """Prefill all but a few tokens, and decode these in place: (B, few, C)."""
+    """Prefill all but the last 20 tokens, and decode these in place: (B, 20, C)."""
     x = layer.norm(x.to(layer.norm.weight.device))
     first = TOKENS - 20
     _, state = layer.mixer(x[:, :first], layer.mixer.init_state(len(x)))
@@ -77,7 +77,7 @@ def _compare(layer: Layer, name: str, ours: Tensor, exact: Tensor, low: Tensor) 
     def error(x: Tensor) -> float:
         return float((x.float().cpu() - exact).norm() / exact.norm())
 
-    # Written so that NaN fails.
+    # "not <=" and not ">", so that NaN fails.
     if not error(ours) <= FACTOR * error(low) + 1e-4:
         raise UserError(
             f"{type(layer.mixer).__name__}: {name} is wrong here (error {error(ours):.1e}, "

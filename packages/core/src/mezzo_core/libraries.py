@@ -1,4 +1,4 @@
-"""The border to other libraries: import one where it is used, and put its errors into one line."""
+"""Optional libraries: imports them where they are used, and turns their errors into one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ def import_library(name: str, extra: str) -> ModuleType:
     """Import a library of one of mezzo-core's extras.
 
     Args:
-        name: the module; the message names the library that it is of.
-        extra: the extra of mezzo-core that brings it.
+        name: the module to import.
+        extra: the extra of mezzo-core that installs it.
 
     Raises:
-        UserError: if it is not installed.
+        UserError: if it is not installed; the message says how to install it.
     """
     try:
         return import_module(name)
@@ -30,26 +30,26 @@ def import_library(name: str, extra: str) -> ModuleType:
 
 @contextmanager
 def library_errors(failed: str) -> Iterator[None]:
-    """Turn whatever a library raises on what it is given into the user's one line.
+    """Turn any error of a library into a `UserError` of one line.
 
     Args:
-        failed: what could not be done, as the message begins.
+        failed: the beginning of the message: what could not be done.
 
     Raises:
-        UserError: for every error but a `UserError`, which passes as it is.
+        UserError: for every error; a `UserError` passes unchanged.
     """
     try:
         yield
     except UserError:
         raise
     except BaseException as error:
-        # A panic of a library in Rust is no Exception, and its class has no name to import.
+        # The panic of a Rust library is not an Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{failed}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its kind if there is none."""
+    """Return the first line of an error's message, or the name of its class if it has none."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return printable(line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ...")

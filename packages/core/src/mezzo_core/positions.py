@@ -1,7 +1,7 @@
-"""Where tokens are, and how attention is told: positions, RoPE and ALiBi, by one convention.
+"""Positions of tokens, and their encodings in attention: RoPE and ALiBi.
 
-Everything is computed on the device from integers, with no tables and no buffers: there is nothing
-to extend, to save, or to round when a model is cast to bfloat16.
+Everything is computed on the device from integers. There are no tables or buffers that would have
+to be extended or saved, or that would lose precision when a model is cast to bfloat16.
 """
 
 from typing import Any, Literal, get_args
@@ -19,29 +19,30 @@ def rope_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines that rotate a head of width `dim` at each position.
 
-    Pair i turns by position * base^(-2i/dim) (RoFormer, arXiv:2104.09864, section 3.2.2).
+    Pair i is rotated by position * base^(-2i/dim) (RoFormer, arXiv:2104.09864, section 3.2.2).
 
     Args:
-        positions: (..., T) integers; tokens, chunks, or anything else that is counted.
+        positions: (..., T) integers, counting tokens, chunks, or any other unit.
         dim: head width D, even.
-        base: of the wave lengths; larger for longer contexts.
-        dtype: in which they are computed, float32 or float64 (for heads in float64).
+        base: base of the wave lengths; larger for longer contexts.
+        dtype: dtype of the computation, float32, or float64 for heads in float64.
 
     Returns:
-        cos and sin, (..., T, D/2) of that dtype.
+        cos and sin, (..., T, D/2) of dtype `dtype`.
 
     Raises:
-        TypeError: if an argument is of another kind.
+        TypeError: if an argument has the wrong type.
         ValueError: if `dim` is odd or not positive, `base` is not positive and finite, or `dtype`
-            is another.
+            is neither float32 nor float64.
     """
     _check_integers("rope_angles", "positions", positions)
     _check_pairs("rope_angles", dim, base, dtype)
     return _rope_angles(positions, dim, base, dtype)
 
 
-# An op of its own: torch.compile would fuse the angles into the rotation, and take a sine and a
-# cosine for every channel of every head, which costs far more than the rotation itself.
+# A registered op, because torch.compile would otherwise fuse the angles into the rotation. It would
+# then compute a sine and a cosine for every channel of every head, which costs far more than the
+# rotation itself.
 @torch.library.custom_op("mezzo::rope_angles", mutates_args=())
 def _rope_angles(
     positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
@@ -66,15 +67,15 @@ def rope_frequencies(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the angles by which the pairs of a head of width `dim` turn from a place to the next.
+    """Return the angle between neighbouring positions for each pair of a head of width `dim`.
 
     Returns:
-        (D/2,) of that dtype, float32 or float64. A position times this, in that dtype, is
-        `rope_angles`' angle to the bit.
+        (D/2,) of dtype `dtype`, float32 or float64. A position times this, in that dtype, equals
+        the angle of `rope_angles` to the bit.
 
     Raises:
-        TypeError: if an argument is of another kind.
-        ValueError: as `rope_angles`.
+        TypeError: if an argument has the wrong type.
+        ValueError: as in `rope_angles`.
     """
     _check_pairs("rope_frequencies", dim, base, dtype)
     pair = torch.arange(0, dim, 2, device=device, dtype=dtype)
@@ -100,12 +101,10 @@ def _check_integers(op: str, name: str, x: Any, *, is_row: bool = False) -> None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head against each other; float32 inside, x's dtype outside.
+    """Rotate queries or keys by RoPE's angles; computed in float32, returned in x's dtype.
 
-    A float64 x stays float64 inside; to be as exact, it needs angles of that dtype.
-
-    Half-split pairing, as in GPT-NeoX and LLaMA's checkpoints on the hub: dimension i is paired
-    with i + D/2.
+    A float64 x is rotated in float64; then the angles should be float64 too. Dimension i is paired
+    with dimension i + D/2, as in GPT-NeoX and LLaMA's checkpoints on the hub.
 
     Args:
         x: (B, T, H, D) queries or keys.
@@ -113,8 +112,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: like `cos`.
 
     Raises:
-        TypeError: if one is no tensor of floating-point numbers.
-        ValueError: if the angles do not fit the heads.
+        TypeError: if an argument is not a floating-point tensor.
+        ValueError: if the shapes of the angles do not fit x.
     """
     for name, part in (("x", x), ("cos", cos), ("sin", sin)):
         check_floating("apply_rope", name, part)
@@ -131,7 +130,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"{tuple(x.shape)}, got {tuple(cos.shape)}"
         )
     cos, sin = cos[..., None, :], sin[..., None, :]
-    # float64 stays float64, so that gradients can be checked.
+    # float64 stays float64, so that gradients can be checked in it.
     left, right = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
     return rotated.to(x.dtype)
@@ -145,23 +144,23 @@ def alibi_slopes(
 ) -> Tensor:
     """Return the slope of each head: ALiBi adds -slope * distance to the attention scores.
 
-    Two formulas are in use. They agree when the number of heads is a power of two:
+    Two formulas are in use for n heads. They agree if n is a power of two:
 
-    - "olmo": 2^(-8h/n) for h = 1..n, whatever n is (OLMo, and models derived from it);
-    - "press": that for the largest power of two c <= n, then every other slope of 2c heads
-      (arXiv:2108.12409 and its released code).
+    - "olmo": 2^(-8h/n) for h = 1..n, for any n (OLMo, and models derived from it);
+    - "press": the slopes of c heads by this formula, where c is the largest power of two with
+      c <= n, followed by every other slope of 2c heads (arXiv:2108.12409 and its released code).
 
     Args:
         num_heads: number of query heads HQ.
-        formula: which of the two.
-        device: where to compute them.
+        formula: "olmo" or "press".
+        device: device of the result.
 
     Returns:
         (HQ,) float32.
 
     Raises:
-        TypeError: if `num_heads` is no int.
-        ValueError: if there is no head, or the formula is neither of the two.
+        TypeError: if `num_heads` is not an int.
+        ValueError: if `num_heads` is below 1, or the formula is unknown.
     """
     check_size("alibi_slopes", "num_heads", num_heads)
     if not isinstance(formula, str) or formula not in get_args(AlibiFormula):
@@ -181,18 +180,18 @@ def _geometric_slopes(num_heads: int, device: torch.device | str | None) -> Tens
 
 
 def sequence_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """Return which of the packed sequences owns each token.
+    """Return for each token the index of the packed sequence that it belongs to.
 
     Args:
         num_tokens: T, all tokens of the packed row.
-        cu_seqlens: (S + 1,) borders: from 0 to T, never decreasing. Sequences of no tokens own
-            none, so trailing borders that repeat T are padding that changes nothing.
+        cu_seqlens: (S + 1,) borders, from 0 to T, never decreasing. Sequences may be empty, so
+            the borders may be padded with further entries of T.
 
     Returns:
         (T,) int64, never decreasing.
 
     Raises:
-        TypeError: if `num_tokens` is no int, or the borders are no int32 or int64 tensor.
+        TypeError: if `num_tokens` is not an int, or the borders are not an int32 or int64 tensor.
         ValueError: if `num_tokens` is negative, or the borders are not (S + 1,).
     """
     check_size("sequence_ids", "num_tokens", num_tokens, 0)
@@ -207,23 +206,25 @@ def sequence_positions(
     start: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return each token's place in its own sequence.
+    """Return each token's position in its own sequence.
 
-    Shapes depend on shapes alone: nothing waits for the GPU, and one compiled graph serves all.
+    The result's shape depends on no tensor's values. So the call never waits for the GPU, and one
+    compiled graph works for all borders.
 
     Args:
-        num_tokens: T, tokens of a row.
-        cu_seqlens: (S + 1,) borders of packed sequences; places count from each border.
-        start: (B,) place of each row's first token, for rows that continue.
-        device: where to put them; that of `cu_seqlens` or `start` when one is given.
+        num_tokens: T, the tokens of a row.
+        cu_seqlens: (S + 1,) borders of packed sequences; positions start at 0 at each border.
+        start: (B,) position of each row's first token, for rows that continue a sequence.
+        device: device of the result; with `cu_seqlens` or `start`, theirs is used.
 
     Returns:
         (1, T) int64, or (B, T) with `start`.
 
     Raises:
-        TypeError: if `num_tokens` is no int, or `cu_seqlens` or `start` no int32 or int64 tensor.
+        TypeError: if `num_tokens` is not an int, or `cu_seqlens` or `start` is not an int32 or
+            int64 tensor.
         ValueError: if `num_tokens` is negative, both `cu_seqlens` and `start` are given, or the
-            one that is given has not one axis.
+            given one does not have exactly one axis.
     """
     check_size("sequence_positions", "num_tokens", num_tokens, 0)
     if cu_seqlens is not None and start is not None:

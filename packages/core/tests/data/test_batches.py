@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.data import NO_TARGET, DataConfig
 from mezzo_core.data.corpora import open_corpus
-from mezzo_core.data.packed import PackedText, split_documents
-from mezzo_core.data.packing import Checksums, PackedCorpus, pack_corpus
+from mezzo_core.data.tokenized_corpus import Checksums, TokenizedCorpus, tokenize_corpus
+from mezzo_core.data.tokenized_text import TokenizedText, split_documents
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 
@@ -38,11 +38,11 @@ def numbered(lengths, seq_len=4, mask_documents=False, seed=0, fraction=0.3):
         tokens += [*range(first, first + length), END]
         first += length
         ends.append(len(tokens))
-    packed = PackedCorpus(
+    tokenized = TokenizedCorpus(
         np.array(tokens, np.uint16), np.array(ends), np.array(lengths), Checksums("0", "0")
     )
-    return PackedText(
-        packed,
+    return TokenizedText(
+        tokenized,
         Numbers(),
         seq_len=seq_len,
         validation_fraction=fraction,
@@ -227,7 +227,7 @@ def test_the_default_data_trains_and_is_the_same_from_the_cache(tmp_path):
     assert "chapter" in memory.tokenizer.decode(first).lower()
 
 
-def test_documents_shorter_than_the_context_are_packed_together(tmp_path):
+def test_documents_shorter_than_the_context_share_a_window(tmp_path):
     lines = [json.dumps({"text": f"document {i}"}) for i in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = DataConfig(source=str(tmp_path / "a.jsonl")).build(100, None)
@@ -315,12 +315,12 @@ def test_the_fingerprint_follows_content_and_tokenizer_not_times_or_the_cache(tm
     assert moved.build(5, tmp_path / "cache").fingerprint != original
     (tmp_path / "moved.txt").write_text("0123456789" * 10)
     assert moved.build(5, tmp_path / "cache").fingerprint == original
-    packed = pack_corpus(open_corpus(moved.source, "text"), OtherBytes(), None)
+    tokenized = tokenize_corpus(open_corpus(moved.source, "text"), OtherBytes(), None)
     options = {"seq_len": 5, "validation_fraction": 0.1, "seed": 0, "mask_documents": False}
-    assert PackedText(packed, OtherBytes(), **options).fingerprint != original
+    assert TokenizedText(tokenized, OtherBytes(), **options).fingerprint != original
 
 
-def test_a_packed_corpus_has_no_state():
+def test_a_tokenized_corpus_has_no_state():
     data = numbered([9] * 20)
     assert data.state_dict() == {}
     assert not data.reads_shard

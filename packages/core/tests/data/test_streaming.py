@@ -127,7 +127,7 @@ def test_masked_windows_have_a_fixed_number_of_documents():
     assert seen > 0
 
 
-def test_files_stream_as_they_are_packed(tmp_path):
+def test_files_stream_as_they_are_tokenized(tmp_path):
     texts = [f"document {i} " + "x" * i for i in range(30)]
     lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl").write_text(lines)

@@ -18,7 +18,7 @@ from mezzo_core.papers import (
     Status,
     Table,
     check_complete,
-    environment,
+    describe_environment,
     prepare_folder,
     render_report,
 )
@@ -48,7 +48,7 @@ def folder(tmp_path):
     paper = PaperReport(
         "p", PUBLISHED, FINDINGS, [figure], [sample], [{**bench, "gpu": "G"}], ["a setting"]
     )
-    render_report(Report((paper,), "smoke", "reproduce", 1.0, environment()), out)
+    render_report(Report((paper,), "smoke", "reproduce", 1.0, describe_environment()), out)
     return out
 
 

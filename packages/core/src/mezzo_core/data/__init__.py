@@ -1,4 +1,4 @@
-"""Sources of batches: text (corpora, tokenizers, packing, streams) and tasks."""
+"""Sources of batches: text (corpora, tokenizers, tokenized corpora, streams) and tasks."""
 
 from mezzo_core.data.batches import Batch, BatchSource, TextData
 from mezzo_core.data.config import DataConfig, SourceConfig

@@ -1,4 +1,4 @@
-"""Batches, and what a source of them, a text or a task, offers to training and evaluation."""
+"""Batches, and the interface of their sources (texts and tasks) to training and evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,24 +15,24 @@ from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, and what is to be predicted at each: of a text, the token that follows.
+    """Rows of tokens and the targets to predict at each token: in a text, the next token.
 
-    Rows of a text are windows of T tokens. With masked documents they are laid end to end in one
-    row of B*T, and `cu_seqlens` has the borders of the documents in it; a window's border is
-    always one of them.
+    Rows of a text are windows of T tokens. With masked documents the windows are laid end to end
+    in one row of B*T tokens, and `cu_seqlens` has the borders of the documents. The border between
+    two windows is always a border of documents too.
     """
 
     tokens: Tensor  # (B, T) int64, or (1, B*T)
     targets: Tensor  # the same shape, int64; -100 where there is no loss
-    cu_seqlens: Tensor | None = None  # (fixed length,) int32 from 0 to B*T, the total repeated
+    cu_seqlens: Tensor | None = None  # int32 from 0 to B*T, padded with B*T to a fixed length
 
     def part(self, index: int, count: int) -> "Batch":
-        """Return one of `count` equal parts, by windows: for micro-batches and processes.
+        """Return one of `count` parts with equally many windows, for micro-batches and processes.
 
-        `cu_seqlens` of the parts are all of one length too.
+        The `cu_seqlens` of all parts have the same length.
 
         Raises:
-            ValueError: if the windows do not divide into `count`, or there is no such part.
+            ValueError: if `count` does not divide the windows, or there is no such part.
         """
         if not 0 <= index < count:
             raise ValueError(f"index must be from 0 to below count = {count}, got {index}")
@@ -68,10 +68,10 @@ def make_batch(
 
     Args:
         rows: (B, T + 1) tokens.
-        real: (B, T + 1), False for padding, which is no target.
-        ends: (B, T), True where a document's last token is; None without document masking.
-        max_documents: the most documents, with padding as one more, in any window: a batch's
-            `cu_seqlens` has B * max_documents + 1 entries.
+        real: (B, T + 1), False for padding, which is never a target.
+        ends: (B, T), True at the last token of a document; None without document masking.
+        max_documents: the most documents in any window, where padding counts as a document. A
+            batch's `cu_seqlens` has B * max_documents + 1 entries.
     """
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     wanted = real[:, 1:] if ends is None else real[:, 1:] & ~ends
@@ -88,20 +88,20 @@ def make_batch(
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Refuse a batch of no windows.
+    """Check that a batch has at least one window.
 
     Raises:
-        ValueError: naming what came.
+        ValueError: if `batch_size` is not a positive int.
     """
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number from 1 on, got {batch_size!r}")
 
 
 class Windows:
-    """Some ranges of a packed array as if they were one, cut into windows of T + 1 tokens.
+    """Ranges of a token array, joined and cut into windows of T + 1 tokens.
 
-    Window i starts at token i * T: the last token of one window is the first of the next, so that
-    each token but the very first is the target of exactly one window.
+    Window i starts at token i * T. So the last token of a window is the first of the next, and
+    every token except the very first is a target in exactly one window.
     """
 
     def __init__(
@@ -117,17 +117,18 @@ class Windows:
 
         Args:
             tokens: (num_tokens,), usually memory-mapped.
-            ranges: (num_documents, 2), begin and end in `tokens`; none is empty.
+            ranges: (num_documents, 2), begin and end in `tokens`; no range is empty.
             seq_len: T.
-            pad: the token after the end.
-            mask_documents: whether each range is a document that sees no other.
+            pad: the token that fills the last window.
+            mask_documents: whether each range is a document that must not attend to another.
         """
         begins, ends = ranges[:, 0], ranges[:, 1]
         self._tokens = tokens
         self._borders = np.cumsum(ends - begins)
         places = self._borders - (ends - begins)
         shifts = begins - places
-        runs = np.flatnonzero(np.diff(shifts, prepend=shifts[0] - 1))  # neighbours lie together
+        # Ranges that are adjacent in `tokens` have the same shift and are read as one run.
+        runs = np.flatnonzero(np.diff(shifts, prepend=shifts[0] - 1))
         self._run_places, self._run_shifts = places[runs], shifts[runs]
         self._seq_len, self._pad = seq_len, pad
         self.num_tokens = int(self._borders[-1])
@@ -141,7 +142,7 @@ class Windows:
 
     @property
     def num_complete(self) -> int:
-        """How many windows have all their T + 1 tokens."""
+        """How many windows have all T + 1 tokens."""
         return (self.num_tokens - 1) // self._seq_len
 
     @property
@@ -150,7 +151,7 @@ class Windows:
         return -(-(self.num_tokens - 1) // self._seq_len)
 
     def batch(self, windows: Sequence[int] | NDArray[np.int64]) -> Batch:
-        """Return these windows as a batch; one beyond the last is all padding."""
+        """Return these windows as a batch. A window beyond the last one is all padding."""
         places = np.asarray(windows)[:, None] * self._seq_len + np.arange(self._seq_len + 1)
         real = places < self.num_tokens
         places = np.where(real, places, 0)
@@ -166,27 +167,29 @@ class Windows:
 
 
 class BatchSource(ABC):
-    """What training and evaluation read: a text or a task, with a training and a validation part.
+    """The data of training and evaluation: a text or a task, with training and validation parts.
 
     **Several processes.** Most sources give every process the same whole batch of `batch_size`
-    rows, and the trainer takes its part with `Batch.part(rank, world)`. A source that reads a
-    shard of its own in every process (`reads_shard=True`) is built with that process's `rank` and
-    `world_size`: its `train_batch` takes the whole batch size too, and returns only this process's
-    part, batch_size / world_size rows. Validation batches are the same, and whole, in every process
-    in both cases.
+    rows, and the trainer takes this process's part with `Batch.part(rank, world)`. A source with
+    `reads_shard=True` instead reads a different shard in every process, and is built with that
+    process's `rank` and `world_size`. Its `train_batch` is also given the whole batch size, but
+    returns only this process's part, batch_size / world_size rows. In both cases the validation
+    batches are whole, and the same in every process.
     """
 
     seq_len: int
-    """T, tokens a row."""
+    """T, the tokens of a row."""
     vocab_size: int
-    """Every token is below it."""
+    """All tokens are below this number."""
     fingerprint: str
-    """Differs when what is learned from differs. A run is not resumed on another one."""
+    """Identifies the training data. A run is not resumed on data with another fingerprint."""
     reads_shard: bool = False
+    """Whether each process reads a shard of its own; see above."""
     num_train_tokens: int | None = None
-    """Of an epoch; None if the source has no end, or one that is not known."""
+    """Training tokens of an epoch; None if the source is endless, or its length unknown."""
     num_validation_bytes: int | None = None
-    """Of validation text in UTF-8, for bits a byte; of a single document a share."""
+    """UTF-8 bytes of the validation text, for bits a byte; None for a task. If a corpus is a single
+    document, the number is estimated from the validation part's share of its tokens."""
 
     @abstractmethod
     def train_batch(self, step: int, batch_size: int) -> Batch:
@@ -194,7 +197,7 @@ class BatchSource(ABC):
 
         Args:
             step: the optimizer step.
-            batch_size: rows a step, over all processes.
+            batch_size: rows of a step, summed over all processes.
 
         Returns:
             Tokens and targets (batch_size, T), or (1, batch_size * T) with masked documents.
@@ -205,38 +208,40 @@ class BatchSource(ABC):
 
     @abstractmethod
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the validation part, in order, each target once.
+        """Yield the validation part in order, with each target once.
 
-        Every batch has `batch_size` rows; where rows are missing, padding without targets stands
-        in. Sum the losses, since the mean of a part that is all padding is NaN.
+        Every batch has `batch_size` rows; the last one is filled up with padding, which has no
+        targets. Sum the losses rather than average them: the mean over a part that is all padding
+        is NaN.
 
         Raises:
-            ValueError: if `batch_size` is no positive number.
+            ValueError: if `batch_size` is not a positive int.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on, beside the step: JSON values.
+        """Return the state that a resumed run needs besides the step, as JSON values.
 
-        By default nothing: the step tells the batch.
+        By default there is none, because the step determines the batch.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
+        """Continue from the place where `state_dict` was called.
 
         Raises:
-            UserError: if the state is another source's.
+            UserError: if the state belongs to another kind of source.
         """
         if state != {}:
             raise UserError("this checkpoint is of a run on streamed data: set streaming=True")
 
 
 class TextData(BatchSource):
-    """A tokenized corpus, split into a training and a validation part.
+    """A text as tokens, split into a training and a validation part.
 
-    A packed corpus gives every process whole batches; a stream reads a shard in each. The
-    fingerprint of packed text is made of all its tokens, so a file that was only moved or touched
-    changes nothing; of a stream see `StreamedText`, which cannot see everything.
+    A corpus that is tokenized before training (`TokenizedText`) gives every process whole batches.
+    Its fingerprint is computed from all tokens, so it stays the same if a file is only moved or
+    touched. A stream (`StreamedText`) reads a shard in each process, and its fingerprint covers
+    only a part of the text.
     """
 
     tokenizer: Tokenizer
@@ -250,16 +255,16 @@ class TextData(BatchSource):
 
     @property
     def num_validation_tokens(self) -> int:
-        """How many targets the validation batches have: each document's tokens and its end.
+        """How many targets the validation batches have: all tokens, including end tokens.
 
-        With masked documents the first token of each is no target.
+        With masked documents the first token of each document is not a target.
         """
         return self._validation.num_targets
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the validation part, in order: each token is a target exactly once.
+        """Yield the validation part in order, with each token as a target exactly once.
 
-        An end token stands before the first document, to predict its first token from.
+        An end token is put before the first document, so that its first token can be predicted.
         """
         check_batch_size(batch_size)
         return (

@@ -1,4 +1,4 @@
-"""What a run reads: a frozen dataclass that builds its source of batches."""
+"""The configuration of a run's data: a frozen dataclass that builds its source of batches."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,25 +8,26 @@ from typing import Protocol
 from mezzo_core.config_json import check_fields
 from mezzo_core.data.batches import BatchSource, TextData
 from mezzo_core.data.corpora import open_corpus
-from mezzo_core.data.packed import PackedText
-from mezzo_core.data.packing import pack_corpus
 from mezzo_core.data.streaming import StreamedText, open_stream
+from mezzo_core.data.tokenized_corpus import tokenize_corpus
+from mezzo_core.data.tokenized_text import TokenizedText
 from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.errors import UserError
 
 
 class SourceConfig(Protocol):
-    """A frozen dataclass that describes what a run reads, a text or a task, and builds it."""
+    """A frozen dataclass that describes the data of a run (a text or a task) and builds it."""
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
     ) -> BatchSource:
         """Build the source for rows of `seq_len` tokens, as process `rank` of `world_size`.
 
-        `cache_dir` is a folder for what takes long to make; None keeps it in memory.
+        `cache_dir` is a folder for results that take long to compute, such as tokens. With None
+        they stay in memory.
 
         Raises:
-            UserError: if there can be no such source.
+            UserError: if the source cannot be built.
         """
         ...
 
@@ -36,20 +37,21 @@ class DataConfig:
     """A corpus, a tokenizer and how they become batches.
 
     Attributes:
-        source: "embedded" (three novels, see `mezzo_core.data.embedded`); a file, a folder or a
-            glob of .txt, .jsonl (both also .xz or .gz) or .parquet, see
-            `mezzo_core.data.find.find_files`; "hub:NAME", "hub:NAME:CONFIG".
+        source: "embedded" (three novels, see `mezzo_core.data.embedded`); or a file, a folder or a
+            glob of .txt, .jsonl (both also .xz or .gz) or .parquet files (see
+            `mezzo_core.data.find.find_files`); or "hub:NAME" or "hub:NAME:CONFIG".
         tokenizer: "byte", a path, or "hub:NAME": see `load_tokenizer`.
         text_column: the field with the text, in .jsonl, .parquet and hub data sets.
-        validation_fraction: of the tokens, held out by document; a stream holds out a fixed
-            number of documents instead (see `StreamedText`).
-        seed: of the split and of the order of training.
-        streaming: read on the fly, with `datasets`, what is too large to be packed first.
-        mask_documents: let no document see another: batches have `cu_seqlens`, and the token that
-            begins a document is no target.
+        validation_fraction: share of the tokens that is held out, in whole documents. A stream
+            holds out a fixed number of documents instead (see `StreamedText`).
+        seed: seed of the split and of the training order.
+        streaming: read the text on the fly, with `datasets`. This is for a corpus that is too
+            large to be tokenized before training.
+        mask_documents: keep documents from attending to each other. Batches then have
+            `cu_seqlens`, and the first token of a document is not a target.
 
     Raises:
-        UserError: if a field is of another type, or out of its range.
+        UserError: if a field has the wrong type or is out of range.
     """
 
     source: str = "embedded"
@@ -78,11 +80,12 @@ class DataConfig:
         """Read and tokenize the corpus, or open the stream.
 
         Args:
-            seq_len: tokens a window, T.
-            cache_dir: where packed tokens are kept; None keeps them in memory. A stream needs none.
-            rank: this process. Processes that share `cache_dir` wait until rank 0 has built its
-                data, which checks the packed tokens.
-            world_size: how many processes there are, for a stream.
+            seq_len: T, the tokens of a window.
+            cache_dir: folder for the corpus's tokens; None keeps them in memory. A stream does not
+                use it.
+            rank: number of this process. Rank 0 checks the stored tokens while it builds its data,
+                so processes that share `cache_dir` must wait until it has done so.
+            world_size: number of processes, which a stream needs to choose its shard.
 
         Raises:
             UserError: if the corpus or the tokenizer cannot be used, or there is too little text.
@@ -99,9 +102,9 @@ class DataConfig:
                 mask_documents=self.mask_documents,
             )
         corpus = open_corpus(self.source, self.text_column)
-        return PackedText(
-            # The first process has just checked what the others find.
-            pack_corpus(corpus, tokenizer, cache_dir, check=rank == 0),
+        return TokenizedText(
+            # The other processes find tokens that the first process has just checked.
+            tokenize_corpus(corpus, tokenizer, cache_dir, check=rank == 0),
             tokenizer,
             seq_len=seq_len,
             validation_fraction=self.validation_fraction,

@@ -1,4 +1,4 @@
-"""Where text comes from: the embedded novels, files, folders, globs and hub data sets."""
+"""Corpora: the embedded novels, files, folders, globs and hub data sets, read as documents."""
 
 import gzip
 import hashlib
@@ -20,14 +20,14 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import parse_json
 from mezzo_core.libraries import import_library, library_errors
 
-# A longer text file is tokenized in pieces of about this many characters, cut after a line.
+# A longer text file is tokenized in pieces of about this many characters, each ending with a line.
 PIECE_CHARACTERS = 1 << 22
-# So many bytes at either end of a file tell whether it is the one of before.
+# To recognize a file, this many bytes at its beginning and its end are compared.
 _SAMPLE_BYTES = 1 << 16
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one that is too long to be held whole."""
+    """A document, or a part of a document that is too long to be held in memory as a whole."""
 
     text: str
     ends: bool  # whether the document ends here
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read again and again, in one order."""
+    """Documents that can be read repeatedly, always in the same order."""
 
     name: str  # for messages
     identity: str  # differs when the text may differ
@@ -43,13 +43,13 @@ class Corpus:
 
 
 def open_corpus(source: str, text_column: str) -> Corpus:
-    """Find a corpus; no text is read yet.
+    """Find a corpus without reading its text yet.
 
     Args:
-        source: "embedded", a file, a folder or a glob of .txt (one document a file), .jsonl (one
-            a line) or .parquet (one a row), the first two also with .xz or .gz; or "hub:NAME" or
-            "hub:NAME:CONFIG", a data set of the Hugging Face hub, of which the split "train" is
-            taken.
+        source: "embedded"; or a file, a folder or a glob of .txt files (one document a file),
+            .jsonl files (one document a line) or .parquet files (one document a row), the first
+            two also with .xz or .gz; or "hub:NAME" or "hub:NAME:CONFIG", the split "train" of a
+            data set of the Hugging Face hub.
         text_column: the field that holds the text, in .jsonl, .parquet and hub data sets.
 
     Raises:
@@ -79,19 +79,19 @@ def open_corpus(source: str, text_column: str) -> Corpus:
     for path in paths:
         with _clear_errors(path):
             stat = path.stat()
-        # The time of change goes with every write, also where the time of modification is set back.
+        # The modification time can be set back after a write; the change time (ctime) cannot.
         times = (stat.st_mtime_ns, stat.st_ctime_ns)
         listing.append((str(path.resolve()), *sample_file(path), *times))
     return Corpus(source, json.dumps(["files", text_column, listing]), read)
 
 
 def sample_file(path: Path) -> tuple[int, int]:
-    """Return a file's size and a checksum of its two ends.
+    """Return a file's size and a checksum of its beginning and its end.
 
-    A change of some bytes in the middle of a long file is not seen.
+    A change in the middle of a long file that keeps its size goes unnoticed.
 
     Raises:
-        UserError: if it cannot be read.
+        UserError: if the file cannot be read.
     """
     with _clear_errors(path), path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
@@ -105,7 +105,8 @@ def read_file(path: Path, text_column: str) -> Iterator[Piece]:
     """Yield the documents of one file.
 
     Raises:
-        UserError: if the file cannot be read, or a record lacks the text; names file and line.
+        UserError: if the file cannot be read or a record lacks the text. The message names the
+            file and the line.
     """
     form = format_of(path)
     if form == ".parquet":
@@ -129,7 +130,7 @@ def _clear_errors(path: Path) -> Iterator[None]:
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {path}: {reason}") from error
-    except MemoryError as error:  # one endless line, or a damaged header that asks for as much
+    except MemoryError as error:  # a huge line, or a damaged header that asks for huge memory
         raise UserError(f"cannot read {path}: the memory is too small") from error
 
 
@@ -196,10 +197,10 @@ def texts_of(rows: Iterable[Any], text_column: str, name: str) -> Iterator[str]:
 
 
 def text_of(record: dict[str, Any], text_column: str, where: str) -> str:
-    """Return the text of one record; `where` says in messages which.
+    """Return the text of one record. In messages, `where` names the record.
 
     Raises:
-        UserError: if the record has no such field, or no text in it.
+        UserError: if the record lacks the field, or the field's value is not text.
     """
     if text_column not in record:
         raise UserError(_missing_column(text_column, record, where))

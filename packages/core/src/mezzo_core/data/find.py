@@ -1,4 +1,4 @@
-"""Which files a corpus is made of: one file, all in a folder, or those that match a glob."""
+"""Finds the files of a corpus: one file, all files of a folder, or those that match a glob."""
 
 import glob
 import os
@@ -11,19 +11,20 @@ from mezzo_core.files import read_json
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".xz", ".gz")
-# A folder with such a config.json was written by a training run: its log is no text to learn from.
+# A folder whose config.json has this type was written by a training run, whose log.jsonl is not
+# part of a corpus.
 _RUN = "mezzo_core.train.config:TrainConfig"
 
 
 def find_files(source: str) -> list[Path]:
-    """Return the corpus files that a path names, sorted: one file, a folder's, or a glob's.
+    """Return the corpus files of a path, sorted: the file itself, a folder's files or a glob's.
 
-    In folders and globs, these are passed over: empty files; files and folders whose name starts
-    with a dot; and folders of training runs, with the log of a run that is the source itself.
-    Links are followed, but every folder and file is found once, and a link up is left alone.
+    In folders and globs, these are left out: empty files; files and folders whose name starts with
+    a dot; and folders of training runs. If the source itself is the folder of a run, its log is
+    left out. Links are followed, except to a parent folder, and each folder and file is found once.
 
     Raises:
-        UserError: if there is none, a file has a format that is not read, or a part of a folder
+        UserError: if there is no such file, a file's format is not supported, or a part of a folder
             cannot be read.
     """
     path = existing_path(source)
@@ -52,10 +53,10 @@ def find_files(source: str) -> list[Path]:
 
 
 def existing_path(name: str) -> Path | None:
-    """Return the path that the user's words stand for, or None if nothing is there.
+    """Return the path that the user named, or None if nothing exists there.
 
     Raises:
-        UserError: if it is there and cannot be looked at.
+        UserError: if permissions do not allow to look there.
     """
     try:
         path = Path(name).expanduser()
@@ -68,7 +69,7 @@ def existing_path(name: str) -> Path | None:
 
 
 def split_suffix(path: Path) -> tuple[str, str]:
-    """Return the format and the compression that a name ends with, each perhaps ""."""
+    """Return the format and the compression suffix of a name, "" where there is none."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]] or [""]
     if suffixes[-1] in COMPRESSIONS:
         return (suffixes[-2] if len(suffixes) > 1 else ""), suffixes[-1]
@@ -79,7 +80,7 @@ def format_of(path: Path) -> str:
     """Return the format of a corpus file.
 
     Raises:
-        UserError: if its name ends in none that is read.
+        UserError: if the name ends in no supported format.
     """
     form, compression = split_suffix(path)
     if form not in FORMATS or (form == ".parquet" and compression):
@@ -91,7 +92,7 @@ def format_of(path: Path) -> str:
 
 
 def _expand(pattern: str) -> Iterator[Path]:
-    """Yield the files that match a glob, some perhaps more than once."""
+    """Yield the files that match a glob. A file may come more than once."""
     parts = Path(pattern).parts
     first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     top = existing_path(str(Path(*parts[:first])))
@@ -100,7 +101,7 @@ def _expand(pattern: str) -> Iterator[Path]:
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yield the files below a folder whose path matches the patterns, one for each part of it."""
+    """Yield the files below a folder whose path matches the patterns, one pattern a path part."""
     head, *rest = patterns
     if head == "**":
         while rest[:1] == ["**"]:
@@ -117,10 +118,10 @@ def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """Yield a folder and all below it, each once, wherever links lead."""
-    seen = set(top.resolve().parents)  # a link up leads out of the corpus, and around
+    """Yield a folder and all folders below it, following links, each folder once."""
+    seen = set(top.resolve().parents)  # a link to a parent leaves the corpus, or leads in a circle
     waiting, links = [top], list[Path]()
-    while waiting or links:  # links last, so that a folder of the corpus goes by its own name
+    while waiting or links:  # links last: a folder is found by its own path before that of a link
         folder = (waiting or links).pop()
         place = folder.resolve()
         if place not in seen:
@@ -131,11 +132,11 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
-    """Return the folders and files with such names that may be part of a corpus, sorted.
+    """Return a folder's subfolders and files that match a pattern and may be text, sorted.
 
     Raises:
-        UserError: if one of them, or the folder, cannot be read: training on the rest would be
-            training on something else.
+        UserError: if the folder or one of them cannot be read. Without it, the model would silently
+            be trained on another corpus than the user named.
     """
     folders: list[Path] = []
     files: list[Path] = []
@@ -147,7 +148,7 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
                     continue
                 where = folder / entry.name
                 if entry.is_symlink():
-                    entry.stat()  # fails if it leads nowhere, or around
+                    entry.stat()  # fails for a broken link or a circle of links
                 (folders if entry.is_dir() else files).append(where)
     except OSError as error:
         raise UserError(
@@ -163,5 +164,5 @@ def _is_run(folder: Path) -> bool:
     config = folder / "config.json"
     try:
         return config.is_file() and read_json(config).get("type") == _RUN
-    except (UserError, OSError):  # some other program's, or ours and damaged: no proof
+    except (UserError, OSError):  # another program's config.json, or a damaged one: not a known run
         return False

@@ -14,12 +14,12 @@ _TIMEOUT_SECONDS = 10
 
 
 def reach_hub(wanted: str) -> None:
-    """Check that the hub answers: its own libraries try for half a minute before they give up.
+    """Check that the hub answers, because its own libraries only give up after half a minute.
 
-    Nothing is checked with HF_HUB_OFFLINE=1, which lets those libraries use earlier downloads.
+    With HF_HUB_OFFLINE=1 those libraries use earlier downloads, and nothing is checked.
 
     Raises:
-        UserError: if it does not answer.
+        UserError: if the hub does not answer.
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return
@@ -29,7 +29,7 @@ def reach_hub(wanted: str) -> None:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
             pass
     except HTTPError:
-        pass  # an answer of any kind
+        pass  # any answer, even an error, shows that the hub is there
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise UserError(
@@ -42,16 +42,16 @@ def load_hub_dataset(source: str, *, split: str | None, streaming: bool) -> Any:
     """Load "hub:NAME" or "hub:NAME:CONFIG" with `datasets`.
 
     Args:
-        source: the name.
-        split: one split, or None for all.
+        source: the name, with its prefix.
+        split: name of one split, or None for all.
         streaming: read on the fly instead of downloading first.
 
     Returns:
-        A `datasets.Dataset`, or an `IterableDataset` when streaming; without `split` a dict with
-        one for each split.
+        A `datasets.Dataset`, or an `IterableDataset` when streaming. Without `split`, a dict of
+        these by the name of the split.
 
     Raises:
-        UserError: if it cannot be had: no network, no such name, configuration or split.
+        UserError: if there is no network, or no such name, configuration or split.
     """
     datasets = import_library("datasets", "train")
     reach_hub(source)
@@ -64,10 +64,11 @@ def load_hub_tokenizer(source: str) -> tuple[Any, int]:
     """Load "hub:NAME" with `transformers`.
 
     Returns:
-        The tokenizer of the `tokenizers` library that it wraps, and the end token.
+        The wrapped tokenizer of the `tokenizers` library, and the end token.
 
     Raises:
-        UserError: if it cannot be had, wraps none, or names no end token.
+        UserError: if the tokenizer cannot be loaded, does not wrap one of the `tokenizers`
+            library, or names no end token.
     """
     transformers = import_library("transformers", "hub")
     reach_hub(source)

@@ -1,7 +1,7 @@
-"""Text that is read on the fly, with `datasets`, and goes on from where it stopped.
+"""Text that is read on the fly, with `datasets`, and that a resumed run continues to read.
 
-Documents are shuffled in blocks rather than in the shuffle buffer of `datasets`, which is lost at
-a restart: a block can be read again, so that a resumed run sees the very same batches.
+The shuffle buffer of `datasets` is lost at a restart. Here documents are shuffled in blocks
+instead: a resumed run reads its block again, and so sees exactly the same batches.
 """
 
 import hashlib
@@ -21,15 +21,16 @@ from mezzo_core.data.batches import Batch, TextData, Windows, make_batch
 from mezzo_core.data.corpora import Corpus, Piece, read_file, sample_file, texts_of
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
-from mezzo_core.data.packed import after_end_token
-from mezzo_core.data.packing import pack_corpus
+from mezzo_core.data.tokenized_corpus import tokenize_corpus
+from mezzo_core.data.tokenized_text import after_end_token
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import import_library
 
-# The first documents, held out where there is no split "validation"; else the first of that.
+# How many documents are held out: the first of the split "validation" if there is one, else the
+# first of the training text.
 VALIDATION_DOCUMENTS = 100
-# Documents that are shuffled together; a resumed run reads at most this many again.
+# Documents that are shuffled together. A resumed run reads at most this many again.
 BLOCK_DOCUMENTS = 1024
 # Documents that are tokenized together.
 _TOKENIZED_DOCUMENTS = 32
@@ -37,7 +38,7 @@ _TOKENIZED_DOCUMENTS = 32
 
 @dataclass(frozen=True)
 class TextStream:
-    """This process's shard of a stream, and the held-out documents, the same in every process."""
+    """This process's shard of a stream, and the held-out documents, equal in all processes."""
 
     name: str
     dataset: Any  # datasets.IterableDataset
@@ -45,8 +46,8 @@ class TextStream:
     text_column: str
     rank: int = 0
     world_size: int = 1
-    identity: str = ""  # what is known of the text before it is read
-    skipped: int = 0  # documents at the start of each epoch of this shard
+    identity: str = ""  # identifies the text as far as that is possible without reading it
+    skipped: int = 0  # documents that are skipped at the start of each epoch of this shard
 
 
 def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int = 1) -> TextStream:
@@ -59,7 +60,7 @@ def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int
         world_size: how many processes share the stream.
 
     Raises:
-        UserError: if the source cannot be streamed, found or reached.
+        UserError: if the source cannot be found, reached or streamed.
     """
     datasets = import_library("datasets", "train")
     if source == "embedded":
@@ -106,16 +107,16 @@ def share_stream(
     """Hold out a data set's first documents and give this process its shard of the others.
 
     Args:
-        name: what messages call the stream.
+        name: the stream's name in messages.
         dataset: a `datasets.IterableDataset` whose order is fixed.
         text_column: the field that holds the text.
         rank: this process.
         world_size: how many processes share the stream.
-        identity: differs when the text may differ, as far as that is known.
+        identity: identifies the text as far as that is possible without reading it.
     """
     validation = _first_texts(dataset, text_column, name)
-    # A document among the first N of all is among the first N of its shard, so that skipping N in
-    # every shard keeps each held-out document out of training.
+    # A document among the first N of the data set is also among the first N of its shard. So
+    # skipping N documents in every shard keeps all held-out documents out of training.
     train = _shard(dataset, rank, world_size)
     return TextStream(
         name, train, validation, text_column, rank, world_size, identity, VALIDATION_DOCUMENTS
@@ -141,33 +142,35 @@ def _first_texts(dataset: Any, text_column: str, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Cursor:
-    """The place of a document in the shuffled stream: enough to read it again."""
+    """The place of a document in the shuffled stream, from which it can be read again."""
 
     epoch: int = 0
     block: int = 0
     index: int = 0  # in the shuffled block
-    block_start: dict[str, Any] | None = None  # of the data set; None at an epoch's start
+    block_start: dict[str, Any] | None = None  # state of the data set; None at an epoch's start
 
 
 class _Document(NamedTuple):
     cursor: _Cursor
-    tokens: NDArray[Any]  # its end token the last
+    tokens: NDArray[Any]  # with the end token
 
 
 class StreamedText(TextData):
-    """A stream packed into windows as it comes, read again and again (epochs).
+    """A stream that is cut into windows while it is read, epoch after epoch.
 
-    A document is a row of the data set, or a file (one of more than `PIECE_CHARACTERS` is several
-    documents). The first `VALIDATION_DOCUMENTS` documents are held out, or come from the split
-    "validation" of a hub data set that has one. With masked documents a window has at most
-    T // 16 + 2 documents: where more would fit, its rest is padding.
+    A document is a row of the data set, or a file (a file of more than `PIECE_CHARACTERS` counts as
+    several documents). The held-out documents are the first `VALIDATION_DOCUMENTS` of the stream,
+    or of the split "validation" of a hub data set that has one. With masked documents a window has
+    at most T // 16 + 2 documents; if more would fit, the rest of the window is padding.
 
-    Batches come in order: `train_batch` takes the steps one after another, from the step at which
-    `state_dict` was called when resumed. See `TextData` for several processes.
+    Batches come in order: `train_batch` must be called for one step after the other, starting from
+    step 0, or in a resumed run from the step at which `state_dict` was called. See `BatchSource`
+    for several processes.
 
-    The `fingerprint` is made of what is known without reading all: the held-out documents, and of
-    files their names, sizes and both ends. It does not see a change in the middle of a long file
-    that leaves its size, nor one of a hub data set beyond its held-out documents.
+    The `fingerprint` is computed without reading the whole text: from the held-out documents, and
+    for files from their names, sizes, beginnings and ends. It does not change if a long file
+    changes in the middle and keeps its size, or if a hub data set changes beyond its held-out
+    documents.
     """
 
     reads_shard = True
@@ -182,14 +185,14 @@ class StreamedText(TextData):
         seed: int,
         mask_documents: bool,
     ) -> None:
-        """Pack the held-out documents; nothing else is read yet.
+        """Tokenize the held-out documents; nothing else is read yet.
 
         Args:
-            stream: what to read.
+            stream: the text.
             tokenizer: makes the tokens.
             seq_len: T.
-            seed: of the order in the blocks.
-            mask_documents: whether documents are told apart.
+            seed: seed of the order within the blocks.
+            mask_documents: whether documents are kept from attending to each other.
 
         Raises:
             UserError: if the held-out documents have no text.
@@ -198,17 +201,17 @@ class StreamedText(TextData):
         self._stream, self._seed = stream, seed
         pieces = [Piece(text, True) for text in stream.validation]
         held_out = Corpus(f"the validation documents of {stream.name}", "", lambda: iter(pieces))
-        packed = pack_corpus(held_out, tokenizer, None)
-        ranges = np.stack([np.concatenate([[0], packed.ends[:-1]]), packed.ends], axis=1)
+        tokenized = tokenize_corpus(held_out, tokenizer, None)
+        ranges = np.stack([np.concatenate([[0], tokenized.ends[:-1]]), tokenized.ends], axis=1)
         self._validation = Windows(
-            packed.tokens,
-            after_end_token(ranges, packed.ends),
+            tokenized.tokens,
+            after_end_token(ranges, tokenized.ends),
             seq_len=seq_len,
             pad=tokenizer.eos_token,
             mask_documents=mask_documents,
         )
-        self.num_validation_bytes = int(packed.num_bytes.sum())
-        known = (stream.identity, *packed.checksums, tokenizer.identity)
+        self.num_validation_bytes = int(tokenized.num_bytes.sum())
+        known = (stream.identity, *tokenized.checksums, tokenizer.identity)
         self.fingerprint = " ".join(("stream", *filter(None, known)))
         self._max_documents = seq_len // 16 + 2 if mask_documents else 0
         self._start(0, _Cursor(), 0)
@@ -217,7 +220,8 @@ class StreamedText(TextData):
         """Return this process's part of the next batch: batch_size / world_size windows.
 
         Raises:
-            ValueError: if it is not this step's turn, or the processes do not divide the batch.
+            ValueError: if `step` is not the next one, or the number of processes does not divide
+                `batch_size`.
             UserError: if a document cannot be read, or the shard has none.
         """
         if step != self._step:
@@ -234,7 +238,7 @@ class StreamedText(TextData):
         return make_batch(rows, real, ends if self._max_documents else None, self._max_documents)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the next window: JSON values, small."""
+        """Return the place of the next window, as a small dict of JSON values."""
         cursor = self._waiting[0].cursor if self._waiting else self._next
         state = {
             "step": self._step,
@@ -246,14 +250,14 @@ class StreamedText(TextData):
         return {**state, "checksum": _checksum_of(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the same process among as many.
+        """Continue from a state that the same process saved, among the same number of processes.
 
         Raises:
-            UserError: if the state is of a packed corpus or of another sharing, it is damaged, or
-                its place is not in the text any more.
+            UserError: if the state is of a run that did not stream, of another process or number
+                of processes, or damaged, or if the text no longer has its place.
         """
         if state == {}:
-            raise UserError("this checkpoint is of a run on packed data: set streaming=False")
+            raise UserError("this checkpoint is of a run that did not stream: set streaming=False")
         place = {**state} if isinstance(state, dict) else {}
         checksum = place.pop("checksum", None)
         if checksum is None or checksum != _checksum_of(place):
@@ -281,10 +285,10 @@ class StreamedText(TextData):
         self._next = cursor
         self._documents = self._read(cursor)
         self._waiting: deque[_Document] = deque()
-        self._used = used  # tokens of the first waiting document that windows have had
+        self._used = used  # tokens of the first waiting document that earlier windows have used
 
     def _window(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Take the next T tokens, and look at one more."""
+        """Return the next T tokens and the one after them, which the next window starts with."""
         length = self.seq_len
         have = sum(len(document.tokens) for document in self._waiting) - self._used
         while have < length + 1:
@@ -304,7 +308,7 @@ class StreamedText(TextData):
                 continue
             ends[filled - 1] = True
             count += 1
-            if count == self._max_documents - 1:  # the padding counts as the last
+            if count == self._max_documents - 1:  # the padding counts as the last document
                 break
         self._advance(min(filled, length))
         return row, np.arange(length + 1) < filled, ends
@@ -315,7 +319,7 @@ class StreamedText(TextData):
             self._used -= len(self._waiting.popleft().tokens)
 
     def _read(self, start: _Cursor) -> Iterator[_Document]:
-        """Yield the documents from a place on, without end."""
+        """Yield the documents from a place on, epoch after epoch, without end."""
         epoch, empty = start.epoch, False
         while True:
             first = start if epoch == start.epoch else _Cursor(epoch)
@@ -339,11 +343,12 @@ class StreamedText(TextData):
             epoch += 1
 
     def _blocks(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[str]]]:
-        """Yield the blocks of an epoch from a place on, each with its documents shuffled."""
+        """Yield the blocks of an epoch from a place on, each block's documents shuffled."""
         dataset = self._stream.dataset
         dataset.load_state_dict(start.block_start or {})
-        # Not `dataset.skip`, after which datasets 4.0 to 5.0 give every shard to each process, and
-        # no `set_epoch`, by which 5.2 deals the shards anew, the held-out documents with them.
+        # `dataset.skip` is avoided because after it datasets 4.0 to 5.0 give every shard to each
+        # process. `set_epoch` is avoided because it makes 5.2 distribute the shards differently,
+        # so that other documents would be skipped than those held out.
         rows = itertools.islice(dataset, 0 if start.block_start else self._stream.skipped, None)
         texts = texts_of(rows, self._stream.text_column, self._stream.name)
         number, block_start, index = start.block, start.block_start, start.index
@@ -355,7 +360,7 @@ class StreamedText(TextData):
 
 
 def _checksum_of(state: dict[str, Any]) -> int | None:
-    """Return the checksum of JSON values; None for others, which no state of ours has."""
+    """Return the checksum of JSON values; None for other values, which no saved state has."""
     try:
         return zlib.crc32(json.dumps(state, sort_keys=True).encode())
     except (TypeError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Text to tokens and back: bytes, Hugging Face tokenizers, GPT-2's files, SentencePiece.
 
-One rule for all: text never turns into a special token, and special tokens decode to nothing.
+All follow one rule: text never becomes a special token, and a special token decodes to nothing.
 """
 
 import hashlib
@@ -18,14 +18,15 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.libraries import import_library, library_errors
 
-# What tokenizers call the token that ends a document, when nothing beside them says so.
+# Usual names of the token that ends a document, tried where no file beside the tokenizer names it.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-# GPT-2's names for vocabulary and merges, and those that later tokenizers gave the same files.
+# Names of the vocabulary and merges files: GPT-2's, and those of later tokenizers.
 BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _BROKEN = "\ufffd"
-# A character is at most four bytes: with three missing a byte tokenizer holds back this many.
+# A UTF-8 character has at most four bytes, so up to three decode to U+FFFD until the last comes.
 _HELD_BACK = 3
-# Tokens kept as context: a SentencePiece space and a character's bytes need those before them.
+# Earlier tokens kept for decoding the next: a SentencePiece space or the last byte of a character
+# depends on the tokens before it.
 _CONTEXT = 8
 _LONGEST = 64
 
@@ -45,7 +46,7 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """A name that differs when the tokens of a text may differ; it keys the packed cache."""
+        """Name that differs if the tokens of a text may differ; the token cache is keyed by it."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -53,11 +54,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Return the tokens of each text as an integer array, using every core where it can."""
+        """Return the tokens of each text as an integer array, computed on all cores if possible."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text; special tokens are nothing, broken UTF-8 is U+FFFD."""
+        """Return the text. Special tokens decode to nothing, broken UTF-8 to U+FFFD."""
         ...
 
 
@@ -88,13 +89,13 @@ class HFTokenizer:
         """Take a loaded tokenizer.
 
         Args:
-            backend: what the library loaded; it is changed.
+            backend: the library's tokenizer, which is modified.
             eos_token: the token that ends a document.
             identity: see `Tokenizer`.
-            name: what messages call it.
+            name: its name in messages.
 
         Raises:
-            UserError: if two of its tokens have one number, or the end token is none of them.
+            UserError: if two of its tokens share a number, or it does not have the end token.
         """
         with library_errors(f"{name} cannot be used"):
             backend.no_padding()
@@ -103,7 +104,7 @@ class HFTokenizer:
             backend.encode_special_tokens = True  # "</s>" in a text is text
             model = backend.model
             if hasattr(model, "dropout"):
-                model.dropout = None  # the same text is always the same tokens
+                model.dropout = None  # else the same text could get other tokens each time
             vocabulary = backend.get_vocab(with_added_tokens=True)
         numbers = set(vocabulary.values())
         if len(numbers) < len(vocabulary):
@@ -118,10 +119,10 @@ class HFTokenizer:
         self.vocab_size: int = 1 + max(numbers)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens, without those that a template would add.
+        """Return the tokens, without those that the tokenizer's template would add.
 
         Raises:
-            UserError: if there are no tokens for some of the text.
+            UserError: if the vocabulary has no token for some of the text.
         """
         return self.encode_batch([text])[0].tolist()
 
@@ -129,7 +130,7 @@ class HFTokenizer:
         """Return the tokens of each text, computed in parallel.
 
         Raises:
-            UserError: if there are no tokens for some of the text.
+            UserError: if the vocabulary has no token for some of the text.
         """
         with library_errors(f"{self._name} cannot encode the text"):
             if self._may_drop:
@@ -142,7 +143,7 @@ class HFTokenizer:
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
     def _refuse_dropped(self, characters: set[str]) -> None:
-        """Look up characters that were not seen before: the library drops unknown ones."""
+        """Refuse new characters without a token, which the library would silently drop."""
         model = self._backend.model
         for character in characters:
             for piece in _pieces(self._backend, character):
@@ -155,10 +156,10 @@ class HFTokenizer:
 
 
 def _may_drop(backend: Any, vocabulary: dict[str, int]) -> bool:
-    """Tell whether the library may leave out, silently, text that the vocabulary lacks.
+    """Tell whether the library may silently drop text that the vocabulary lacks.
 
-    Only byte pair encoding does, without an unknown token: others raise an error. Nothing is left
-    out where text becomes bytes first, and all bytes are in the vocabulary.
+    Only byte pair encoding without an unknown token does so; the library's other models raise an
+    error. Byte-level encoding drops nothing if the vocabulary has all bytes.
     """
     tokenizers = import_library("tokenizers", "train")
     model = backend.model
@@ -170,7 +171,7 @@ def _may_drop(backend: Any, vocabulary: dict[str, int]) -> bool:
 
 
 def _pieces(backend: Any, text: str) -> list[str]:
-    """Return what the model of a tokenizer is given of a text."""
+    """Return the normalized, pre-tokenized pieces of a text: the input of a tokenizer's model."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
     if backend.pre_tokenizer is None:
@@ -185,9 +186,9 @@ class SentencePieceTokenizer:
         """Take a loaded model.
 
         Args:
-            processor: what the library loaded.
+            processor: the library's model.
             identity: see `Tokenizer`.
-            name: what messages call it.
+            name: its name in messages.
 
         Raises:
             UserError: if it has no token to end a document.
@@ -218,31 +219,31 @@ class SentencePieceTokenizer:
         return [np.array(tokens, dtype=np.uint32) for tokens in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens; those beyond the vocabulary are nothing."""
+        """Return the text of the tokens; those beyond the vocabulary are ignored."""
         return self._processor.decode([int(token) for token in tokens if token < self.vocab_size])
 
 
 class StreamDecoder:
     """Turns tokens into text one at a time.
 
-    What `push` has returned, joined, and `flush` at the end, is the text of all tokens as long as
-    they are valid UTF-8; a character that is not complete yet is held back.
+    A character whose bytes are not complete yet is held back. If all tokens together are valid
+    UTF-8, the results of all `push` calls and the final `flush`, joined, are their text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._printed = 0  # characters of decode(_tokens) that were returned
+        self._printed = 0  # how many characters of decode(_tokens) have been returned
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that is now certain, perhaps none."""
+        """Take one token; return the text that is now complete, which may be empty."""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
         complete = len(text)
         while complete and len(text) - complete < _HELD_BACK and text[complete - 1] == _BROKEN:
             complete -= 1
         if len(self._tokens) >= _LONGEST:
-            complete = len(text)  # so long a broken run will not become a character
+            complete = len(text)  # after so many tokens, broken bytes will not become a character
         new = text[self._printed : complete]
         self._printed = max(self._printed, complete)
         if complete == len(text) and len(self._tokens) > 2 * _CONTEXT:
@@ -251,7 +252,7 @@ class StreamDecoder:
         return new
 
     def flush(self) -> str:
-        """Return what was held back, broken characters as U+FFFD, and start anew."""
+        """Return the text held back, with broken characters as U+FFFD, and start over."""
         rest = self._tokenizer.decode(self._tokens)[self._printed :]
         self._tokens, self._printed = [], 0
         return rest
@@ -266,7 +267,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             "hub:NAME", a model of the Hugging Face hub.
 
     Raises:
-        UserError: if there is no such file, it is no tokenizer, or its end token is not known.
+        UserError: if there is no such file, it is not a tokenizer, or its end token is unknown.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -309,7 +310,7 @@ def _load_json(path: Path) -> HFTokenizer:
 
 
 def _named_end_token(path: Path) -> str | None:
-    """Return the end token that a tokenizer_config.json names, if there is one and it does."""
+    """Return the end token named in a tokenizer_config.json; None without file or name."""
     if not path.is_file():
         if path.exists():
             raise UserError(f"{path} must be a file")
@@ -327,7 +328,7 @@ def _load_bpe(vocab: Path, merges: Path) -> HFTokenizer:
     tokenizers = import_library("tokenizers", "train")
     name = f"{vocab} with {merges.name}"
     numbers = read_json(vocab)
-    # The library passes over a value that is no number, and cuts one that is too large.
+    # The library skips a value that is not a number and truncates one that is too large.
     if not all(type(number) is int and 0 <= number < 2**32 for number in numbers.values()):
         raise UserError(f"{vocab} must hold a number from 0 to 2^32 - 1 for each token")
     with library_errors(f"{name} is no byte-level BPE"):

@@ -1,4 +1,4 @@
-"""How well a model predicts held-out rows: their perplexity, and how often it is right."""
+"""Evaluation of a model on held-out rows: perplexity and accuracy."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,15 +15,15 @@ from mezzo_core.nn.lm import LM
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        loss: cross entropy in nats a target.
-        perplexity: exp(loss); inf beyond what a float holds.
-        bits_per_byte: bits a byte of text, which models of different tokenizers can be compared
-            by; None if the text's bytes were not given.
-        accuracy: the share of targets that are the model's likeliest token.
-        tokens: how many targets were predicted.
+        loss: mean cross entropy of a target, in nats.
+        perplexity: exp(loss); inf if that overflows.
+        bits_per_byte: bits per byte of text, by which models with different tokenizers can be
+            compared; None if `num_bytes` was not given.
+        accuracy: share of the targets to which the model gave the highest logit.
+        tokens: number of targets.
     """
 
     loss: float
@@ -42,20 +42,21 @@ def evaluate(
     precision: str = "auto",
     add_up: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
-    """Predict all targets of some batches, each weighing the same.
+    """Evaluate a model on all targets of some batches; every target has the same weight.
 
     Args:
-        model: on the device where it should run; its training mode is kept.
-        batches: tokens and targets on any device; targets of -100 do not count.
-        num_bytes: UTF-8 bytes of the text whose tokens the targets are.
-        segment_tokens: run so many tokens of every row at a time, through the state. The result is
-            the same; memory is bounded however long the rows are. None: whole rows.
-        precision: "fp32", "bf16" (autocast), or "auto": bf16 on a GPU.
-        add_up: adds a tensor up over processes that each bring their own part, in place.
+        model: the model, which runs on its own device; its training mode is restored at the end.
+        batches: tokens and targets on any device; targets of -100 are ignored.
+        num_bytes: UTF-8 bytes of the targets' text, for `bits_per_byte`.
+        segment_tokens: run this many tokens of every row at a time, and pass the state on. The
+            result is the same, and memory stays bounded for rows of any length. None runs whole
+            rows.
+        precision: "fp32", "bf16" (autocast), or "auto", which is "bf16" on a GPU.
+        add_up: sums a tensor over all processes, in place, if each evaluates its own batches.
 
     Raises:
-        ValueError: if no target counts, `segment_tokens` is no positive number, or is given for
-            batches of packed documents, which have no state.
+        ValueError: if there are no targets; or if `segment_tokens` is not positive, or is given for
+            packed documents, which have no state.
     """
     if segment_tokens is not None and segment_tokens < 1:
         raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens}")

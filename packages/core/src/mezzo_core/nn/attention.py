@@ -25,14 +25,14 @@ from mezzo_core.positions import (
 class KVCache(NamedTuple):
     """State of softmax attention: the keys and values that later tokens may attend to.
 
-    Token p of a row is in slot p % S. There are at least as many slots as the row has tokens, or W
-    with a window of W: then they are a ring, where token p takes the place of token p - W. Slots
-    that no token has reached are room for later ones, and hold anything.
+    Token p of a row is in slot p % S. Without a window there are at least as many slots as tokens.
+    With a window of W the slots are a ring, where token p replaces token p - W. Slots beyond the
+    newest token are room for later tokens, and their content is arbitrary.
 
     Attributes:
-        k: (B, S, H, D) keys, rotated.
+        k: (B, S, H, D) keys, rotated by RoPE.
         v: (B, S, H, D) values.
-        lengths: (B,) int64, tokens that each row has seen.
+        lengths: (B,) int64, the number of tokens that each row has seen.
     """
 
     k: Tensor
@@ -46,10 +46,12 @@ class AttentionConfig:
 
     Attributes:
         head_dim: width D of a head.
-        num_kv_heads: number of key and value heads; as many as query heads when None.
-        window_size: W, keys that a token sees, itself counted; all before it when None.
+        num_kv_heads: number of key and value heads; None for as many as query heads.
+        window_size: W, the number of keys that a token sees, including its own; None for all
+            keys up to its own.
         rope_base: base of RoPE by token position; None for no rotation.
-        alibi: which ALiBi slopes bias the scores ("press" or "olmo"); needs `rope_base=None`.
+        alibi: formula of the ALiBi slopes ("press" or "olmo"), or None for no ALiBi; needs
+            `rope_base=None`.
     """
 
     head_dim: int = 64
@@ -72,12 +74,12 @@ class Attention(AbstractMixer):
     state_type = KVCache
 
     def __init__(self, d_model: int, config: AttentionConfig) -> None:
-        """Make the projections.
+        """Create the projections.
 
         Raises:
             ValueError: if widths or heads do not divide, the window is empty, the base of RoPE is
-                not positive and finite, the ALiBi formula is unknown, or RoPE and ALiBi are both
-                asked for.
+                not positive and finite, the ALiBi formula is unknown, or both RoPE and ALiBi are
+                configured.
         """
         super().__init__()
         _check_config(d_model, config)
@@ -107,7 +109,7 @@ class Attention(AbstractMixer):
         self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
         if lengths is not None:
-            # Whatever padding holds, what is computed from it is finite.
+            # Padding may hold NaN or infinity: replace it, so that what follows stays finite.
             padding = torch.arange(T, device=x.device) >= lengths[:, None]
             x = x.masked_fill(padding[..., None], 0)
         start = None if state is None else state.lengths
@@ -121,9 +123,9 @@ class Attention(AbstractMixer):
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         slopes = self._slopes(x.device)
         q_positions, k_positions = None, None
-        # Into an empty cache, queries see this call's keys alone: plain causal attention.
+        # With an empty cache, queries only see this call's keys: plain causal attention.
         if state is not None and state.k.shape[1] > 0:
-            # Under autocast the cache follows the activations, not the weights it started from.
+            # Under autocast, init_state gave the cache the weights' dtype: cast it to that of k.
             k = torch.cat([state.k.to(k.dtype), k], 1)
             v = torch.cat([state.v.to(v.dtype), v], 1)
             cached = _slot_positions(state.lengths, state.k.shape[1])
@@ -154,14 +156,14 @@ class Attention(AbstractMixer):
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
         q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
         out = decode_attention(q, *state, alibi_slopes=self._slopes(x.device))
-        # The cache keeps the dtype that it was filled in; the products follow the token.
+        # Attention ran in the cache's dtype; the projection runs in the token's.
         return self.wo(out.to(new_q.dtype).flatten(1)[:, None])
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
         longest = int(state.lengths.max()) if state.lengths.numel() else 0
         S = self._num_slots(longest + num_tokens)
-        # A row longer than its slots has filled a ring of W, and then so is the new one.
+        # If a row has more tokens than slots, the slots are a full ring of W, which stays as it is.
         kept = min(longest, state.k.shape[1])
         k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
         k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
@@ -179,11 +181,11 @@ class Attention(AbstractMixer):
         return alibi_slopes(self.num_heads, self.config.alibi, device=device)
 
     def _num_slots(self, num_tokens: int) -> int:
-        """Return how many slots hold what later tokens see of `num_tokens` tokens."""
+        """Return the number of slots for `num_tokens` tokens: a window of W needs at most W."""
         return min(num_tokens, self.config.window_size or num_tokens)
 
     def _keep(self, old: KVCache, k: Tensor, v: Tensor, lengths: Tensor) -> KVCache:
-        """Put tokens in their slots: k and v hold the old slots, then this call's tokens."""
+        """Return the new cache; k and v hold the old cache's slots, then this call's tokens."""
         old_slots, S = old.k.shape[1], self._num_slots(k.shape[1])
         if old_slots == 0 and k.shape[1] == S:
             return KVCache(k, v, lengths)
@@ -208,7 +210,7 @@ class Attention(AbstractMixer):
         return 2 * self._num_slots(num_tokens) * width * self.wk.weight.element_size()
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return 2 FLOPs a weight, and 4 C for each key that a token sees on average."""
+        """Return the FLOPs per token: 2 for each weight, and 4 C for each key that it sees."""
         weights = sum(weight.numel() for weight in self.parameters())
         window = min(self.config.window_size or num_tokens, num_tokens)
         # Token t sees min(t + 1, W) keys: 1 + 2 + ... + W, then W for each of the other T - W.
@@ -217,7 +219,7 @@ class Attention(AbstractMixer):
 
 
 def _slot_positions(lengths: Tensor, num_slots: int) -> Tensor:
-    """Return (B, S), the position of the token in each slot, negative where there is none."""
+    """Return (B, S), the position of the token in each slot, negative for an empty slot."""
     newest = lengths[:, None] - 1
     return newest - (newest - torch.arange(num_slots, device=lengths.device)) % num_slots
 

@@ -15,8 +15,8 @@ class MixerBlockConfig:
     """Describes a `Block`.
 
     Attributes:
-        mixer: what mixes along time.
-        mlp: what follows it, along channels.
+        mixer: the mixer along time.
+        mlp: the MLP along channels, after the mixer.
         norm_eps: epsilon of both norms.
     """
 
@@ -31,8 +31,8 @@ class MixerBlockConfig:
         """Build the block, on torch's default device.
 
         Raises:
-            ValueError: if the mixer refuses this width.
-            TypeError: if `mixer` builds something else.
+            ValueError: if the mixer does not support this width.
+            TypeError: if `mixer` does not build a mixer.
         """
         mixer = self.mixer.build(d_model)
         if not isinstance(mixer, AbstractMixer):
@@ -69,9 +69,9 @@ class AbstractMixerBlock(AbstractBlock):
 class Block(AbstractMixerBlock):
     """`x + mixer(norm x)`, then `x + mlp(norm x)`.
 
-    The norms are torch's own `RMSNorm`: it accumulates in float32 for bf16 and float16 inputs, is
-    one fused kernel on a GPU, and keeps the dtype of its input, so that under autocast with float32
-    weights the residual stream stays float32 while the mixer and the MLP compute in bf16.
+    The norms are torch's own `RMSNorm`. It accumulates in float32 for bf16 and float16 inputs, is
+    one fused kernel on a GPU, and keeps the dtype of its input. So under autocast with float32
+    weights the residual stream stays float32, while the mixer and the MLP compute in bf16.
     """
 
     def __init__(
@@ -104,6 +104,6 @@ class Block(AbstractMixerBlock):
         return x + self.mlp(self.mlp_norm(x))
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token of the mixer and the MLP's matrices (norms left out)."""
+        """Return the forward FLOPs per token of the mixer and the MLP; norms are not counted."""
         mlp_weights = sum(weight.numel() for weight in self.mlp.parameters())
         return self.mixer.flops_per_token(num_tokens) + 2 * mlp_weights

@@ -1,4 +1,4 @@
-"""A model on disk: a folder with model.safetensors and config.json, nothing pickled."""
+"""Saves and loads models as folders with model.safetensors and config.json; nothing is pickled."""
 
 import json
 import re
@@ -31,27 +31,28 @@ def save_model(
     *,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the model to `folder`, in place of a model that was there.
+    """Write the model to `folder`, replacing a model that was there.
 
-    The files are written beside `folder` and renamed into place, so at any moment, a kill included,
-    `load_model` finds the old model or the new one, whole.
+    The files are written beside `folder` and renamed into place. So `load_model` always finds
+    either the old model or the new one complete, even if the process is killed.
 
     Args:
-        model: what to save. A weight under several names (a tied head) is stored once.
-        config: what builds the model.
-        folder: made if needed, with its parents.
-        extra: plain JSON to keep beside the configuration (a tokenizer's name, the step).
-        weights: the full `state_dict`, for a model whose own is sharded over processes.
+        model: the model to save. A weight with several names (a tied head) is stored once.
+        config: the configuration that builds the model.
+        folder: where to save it; created if needed, with its parents.
+        extra: JSON values to store beside the configuration (a tokenizer's name, the step).
+        weights: the full `state_dict`, if the model's own is sharded over processes.
 
     Raises:
-        UserError: if `folder` holds anything that is no part of a model, or a model that another
-            program wrote, or cannot be written, or safetensors is not installed.
-        TypeError: if `extra` holds what JSON has not; ValueError for NaN and infinity.
+        UserError: if `folder` holds other files than a model's, holds a model that another program
+            wrote, or cannot be written, or if safetensors is not installed.
+        TypeError: if `extra` holds values that JSON does not have.
+        ValueError: if `extra` holds NaN or infinity.
     """
     library = import_library("safetensors.torch", "train")
     folder = Path(folder).resolve()
     described: dict[str, Any] = {"config": to_json(config), "extra": extra or {}}
-    json.dumps(described, allow_nan=False)  # what cannot be stored is refused before any work
+    json.dumps(described, allow_nan=False)  # fails before any work if it cannot be stored
     source = model.state_dict() if weights is None else weights
     aliases = _aliases(model)
     stored = {
@@ -65,7 +66,8 @@ def save_model(
         new.mkdir()
         try:
             library.save_file(stored, new / WEIGHTS)
-            # The library lets nobody else read; the folder's mode has the user's default.
+            # The library lets only the owner read the file. Take the permissions of the folder,
+            # which follow the user's default (umask).
             (new / WEIGHTS).chmod(new.stat().st_mode & 0o666)
             described["weights_crc32"] = _checksum(new / WEIGHTS)
             (new / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -82,18 +84,21 @@ def load_model(
     device: torch.device | str = "cpu",
     allow_packages: Sequence[str] = (),
 ) -> tuple[LM, LMConfig, dict[str, Any]]:
-    """Read what `save_model` wrote: the model in evaluation mode, its configuration, the extra.
+    """Load a model that `save_model` wrote.
 
-    Weights keep the dtype that they were saved in. No random number is drawn.
+    Weights keep the dtype in which they were saved. No random numbers are drawn.
 
     Args:
         folder: the model's folder.
-        device: where the weights go.
+        device: the device of the weights.
         allow_packages: packages besides mezzo's own whose mixers the configuration may name.
+
+    Returns:
+        The model in evaluation mode, its configuration, and the `extra` given to `save_model`.
 
     Raises:
         UserError: if a file is missing or damaged, the configuration names an unknown type or
-            field, the weights are not those of the configured model, or the device is not there.
+            field, the weights do not fit the configured model, or there is no such device.
     """
     folder = _existing(Path(folder).resolve())
     description = _read_description(folder / CONFIG)
@@ -117,10 +122,10 @@ def load_model(
 def describe_model(
     folder: str | Path, *, allow_packages: Sequence[str] = ()
 ) -> tuple[LMConfig, dict[str, Any]]:
-    """Read the configuration and the extra of a model that `save_model` wrote, not its weights.
+    """Read the configuration and the `extra` of a saved model, without its weights.
 
     Raises:
-        UserError: as `load_model`, for the description.
+        UserError: as in `load_model`, except for errors of the weights.
     """
     path = _existing(Path(folder).resolve()) / CONFIG
     description = _read_description(path)
@@ -131,7 +136,7 @@ def find_model(run: str | Path) -> Path:
     """Return the folder of a run's model, for `load_model`: RUN/model, or RUN itself.
 
     Raises:
-        UserError: if neither is a model.
+        UserError: if neither folder holds a model.
     """
     for folder in (Path(run) / "model", Path(run)):
         if all((_existing(folder.resolve()) / name).is_file() for name in (CONFIG, WEIGHTS)):
@@ -143,7 +148,7 @@ def build_on_meta(config: LMConfig, where: str | Path) -> LM:
     """Build a model whose weights take no memory.
 
     Raises:
-        UserError: if its parts do not fit together or are too large; the message begins with
+        UserError: if its parts do not fit together or are too large. The message begins with
             `where`.
     """
     try:
@@ -155,14 +160,13 @@ def build_on_meta(config: LMConfig, where: str | Path) -> LM:
 
 @torch.no_grad()
 def copy_weights(folder: str | Path, model: LM) -> None:
-    """Overwrite a model's weights with those that `save_model` wrote, on the model's own device.
+    """Overwrite a model's weights with saved ones. The model keeps its device and its dtype.
 
-    The model keeps its dtype. Its configuration may differ from the saved one in what no weight
-    shows.
+    Its configuration may differ from the saved one in fields that change no weight's name or shape.
 
     Raises:
-        UserError: if a file is missing or damaged, or the weights are those of another model; the
-            model is as it was.
+        UserError: if a file is missing or damaged, or the weights do not fit the model, which is
+            then unchanged.
     """
     folder, aliases = _existing(Path(folder).resolve()), _aliases(model)
     mine = {name: w for name, w in model.state_dict().items() if name not in aliases}
@@ -172,19 +176,22 @@ def copy_weights(folder: str | Path, model: LM) -> None:
 
 
 def current_name(name: str) -> str:
-    """Return a weight's name in a model of today: before 0.2, blocks were not parts of a stack."""
+    """Return a weight's current name: models saved before version 0.2 had no `stack` in names."""
     return f"stack.{name}" if name.startswith("blocks.") else name
 
 
 def check_weights(
     where: str | Path, expected: Mapping[str, Tensor], got: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise a UserError that says, after `where`, which weights differ in name or shape.
+    """Check that a file's weights have the names and shapes of a model's.
 
     Args:
-        where: the file.
+        where: the file, which the message begins with.
         expected: the weights of the configured model.
         got: the shape of each weight in the file.
+
+    Raises:
+        UserError: if names or shapes differ; the message lists them.
     """
     missing = [name for name in expected if name not in got]
     unexpected = [name for name in got if name not in expected]
@@ -205,7 +212,7 @@ def check_weights(
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Map every further name of a shared parameter to its first name."""
+    """Map every other name of a shared parameter to its first name."""
     first: dict[int, str] = {}
     aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -216,13 +223,13 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _previous(folder: Path) -> Path:
-    """Return where the old model waits while the new one takes its place."""
+    """Return the folder that the old model is moved to while the new one is moved into place."""
     return folder.with_name(f".{folder.name}.previous")
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    # A rename onto a full folder is refused, so the old model steps aside; should the process die
-    # between the two renames, load_model finds it there.
+    # A folder with files in it cannot be replaced by a rename, so the old model is moved away
+    # first. If the process dies between the two renames, load_model finds the old model there.
     previous = _previous(folder)
     if folder.exists():
         _remove(previous)
@@ -232,7 +239,7 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what saves to this folder that were killed have left beside it."""
+    """Remove the files beside this folder that killed calls of `save_model` left."""
     ours = re.compile(re.escape(f".{folder.name}.") + "[0-9a-f]{16}")
     with suppress(OSError):
         for path in [path for path in folder.parent.iterdir() if ours.fullmatch(path.name)]:
@@ -240,11 +247,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a model's folder if there is one. Anything else in it stays, and then so does it."""
+    """Remove a model's files, and their folder unless it holds other files."""
     if folder.is_symlink():
         return
     with suppress(OSError):
-        # safetensors writes into .tmpXXXXXX first
+        # safetensors first writes to a file named .tmpXXXXXX.
         for path in [*folder.glob(".tmp??????"), folder / WEIGHTS, folder / CONFIG]:
             path.unlink(missing_ok=True)
         folder.rmdir()
@@ -255,7 +262,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise if saving would remove something that is no part of a model."""
+    """Raise a UserError if saving would remove files that do not belong to a model."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"cannot save the model in {folder}: it is a file")
     if folder.is_dir():
@@ -267,15 +274,15 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Tell whether this config.json describes what `save_model` did not write, as the hub's do."""
+    """Tell whether this config.json was written by another program, as those on the hub are."""
     try:
         return "config" not in read_json(path)
-    except UserError:  # there is none, or one that is damaged, which saving mends
+    except UserError:  # missing or damaged: saving replaces it
         return False
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    """Read config.json: its "config", "extra" and "weights_crc32" (None if it has none)."""
+    """Read config.json: its "config", "extra" and "weights_crc32" (None if that is missing)."""
     if not path.is_file():
         raise UserError(f"no model in {path.parent}: {path.name} is missing")
     found = {"extra": {}, "weights_crc32": None, **read_json(path)}
@@ -304,7 +311,7 @@ def _read_weights(
     description: dict[str, Any],
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Read the weights; names, shapes and the checksum are compared before memory is taken."""
+    """Read the weights; names, shapes and checksum are checked before memory is allocated."""
     library = import_library("safetensors.torch", "train")
     if not path.is_file():
         raise UserError(f"no model in {path.parent}: {path.name} is missing")

@@ -1,9 +1,9 @@
-"""The contract of sequence modules: what a model and a decoder may ask of a mixer, block or stack.
+"""The contract of sequence modules: the methods that a mixer, a block and a stack all have.
 
-A paper plugs in at the size that it changes. A *mixer* mixes along time inside a block. A *block*
-is a mixer with its MLP, norms and residuals. A *stack* is all layers of a model, between its
-embedding and its last norm. All three map (B, T, C) to (B, T, C), causally, and keep the contract
-that `AbstractSequenceModule` writes down; `mezzo_core.testing.laws` tests it.
+A *mixer* mixes along time inside a block. A *block* is a mixer with its MLP, norms and residuals. A
+*stack* is all layers of a model, between its embedding and its last norm. A paper implements the
+smallest of the three that contains its change. All three map (B, T, C) to (B, T, C) causally and
+follow the contract in `AbstractSequenceModule`, which `mezzo_core.testing.laws` tests.
 """
 
 from abc import ABC, abstractmethod
@@ -21,18 +21,21 @@ from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 class AbstractSequenceModule(nn.Module, ABC):
     """A causal module along time, (B, T, C) to (B, T, C).
 
-    One law: a full forward equals any segmentation of the sequence equals one token at a time, to
-    rounding; sequences packed in one row give what each gives alone; padding changes no state.
+    Every module must obey these laws, up to rounding. A forward over a whole sequence gives the
+    same outputs as a forward over each of its segments in turn, and as decoding it token by token.
+    Sequences packed in one row give the same outputs as each sequence alone. Padding does not
+    change the state.
 
-    A state is a tuple, usually a NamedTuple, of tensors whose first axis is the batch; a stack's
-    may hold further tuples. `forward` never overwrites the state that it is given. `before_step`
-    and `step` do: they decode into buffers from `reserve`.
+    A state is a tuple, usually a NamedTuple, of tensors whose first axis is the batch. The state of
+    a stack may contain further tuples. `forward` never overwrites the state that it is given.
+    `before_step` and `step` do: they work in the buffers that `reserve` made.
 
-    The module holds no non-persistent buffers, because models are loaded through the meta device.
+    The module must not have non-persistent buffers, because models are loaded through the meta
+    device.
     """
 
     d_model: int
-    """Width C of what goes in and out."""
+    """Width C of the inputs and outputs."""
     state_type: ClassVar[type[Any]] = tuple
     """The type that `init_state` returns."""
 
@@ -50,13 +53,13 @@ class AbstractSequenceModule(nn.Module, ABC):
         """Run over a sequence, or over the next segment of one.
 
         Args:
-            x: (B, T, C). A mixer gets it already normalized.
-            state: where these tokens continue from; None for training, when no state is kept.
-            cu_seqlens: (S + 1,) int32 or int64, borders of S sequences packed in one row: starts
-                at 0, ends at T, never decreases; B must be 1 and `state` None.
-            lengths: (B,) int64, how many of the T tokens of each row are real (the rest is padding
-                on the right: its outputs mean nothing and it leaves the state alone); 0 is legal;
-                needs a state. Its values are checked on the CPU only.
+            x: (B, T, C). A mixer gets the normalized residual stream.
+            state: the state after the tokens before x. None in training, where none is kept.
+            cu_seqlens: (S + 1,) int32 or int64, borders of S sequences packed in one row. It starts
+                at 0, ends at T and never decreases. B must then be 1 and `state` None.
+            lengths: (B,) int64, the number of real tokens in each row; 0 is allowed. The others are
+                padding on the right: they do not change the state, and their outputs are
+                meaningless. Requires a state. The values are checked on the CPU only.
 
         Returns:
             y (B, T, C), and the state after the last real token (None if `state` was None).
@@ -68,32 +71,33 @@ class AbstractSequenceModule(nn.Module, ABC):
 
     @abstractmethod
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state, on the weights' device, of one sequence of `num_tokens`."""
+        """Return the bytes that the state of a sequence of `num_tokens` takes on the device."""
 
     @abstractmethod
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token, projections included, averaged over a sequence.
+        """Return the forward FLOPs per token, averaged over a sequence, projections included.
 
         A multiply and an add count as two. `num_tokens` is the length T of the sequence.
         """
 
     def host_state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state that one sequence keeps in the host's memory, if any."""
+        """Return the bytes that the state of a sequence takes in the host's memory; usually 0."""
         return 0
 
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the state with room for `num_tokens` more tokens of every row.
 
-        Its buffers are its own, which `step` may overwrite. Reading lengths may wait for the GPU.
+        Its buffers are new, so `step` may overwrite them. The call may wait for the GPU, to read
+        lengths.
         """
         return tree_map(torch.clone, state)
 
     def before_step(self, state: Any) -> None:
-        """Do what the host must do before the next `step`, such as fetching offloaded memory.
+        """Do the host's work before the next `step`, such as fetching offloaded memory.
 
-        A decoder calls it before every step, outside the CUDA graph that holds the step. It may
-        wait for the GPU, and it may overwrite the state's tensors in place. By default there is
-        nothing to do.
+        A decoder calls it before every step, outside the CUDA graph that contains the step. It may
+        wait for the GPU, and may overwrite the state's tensors in place. By default it does
+        nothing.
 
         Args:
             state: from `reserve`.
@@ -102,24 +106,25 @@ class AbstractSequenceModule(nn.Module, ABC):
     def step(self, x: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, overwriting the state in place.
 
-        Nothing waits for the GPU and no shape depends on values, so a CUDA graph can hold the
-        call. It runs without gradients. Steps beyond the reserved room raise on a CPU; on a GPU
-        that would need a wait: nothing is written out of bounds, and the outputs mean nothing.
+        The call never waits for the GPU and no shape depends on values, so it can be captured in a
+        CUDA graph. It needs gradients to be off. On a CPU, a step beyond the reserved room raises
+        an error. On a GPU this check would have to wait: there such a step writes nothing out of
+        bounds, but its outputs are meaningless.
 
-        This default serves states of fixed size; a state that grows needs `reserve` and `step` of
-        its own.
+        This default is for states of fixed size. A module whose state grows must override
+        `reserve` and `step`.
 
         Args:
             x: (B, 1, C).
-            state: from `reserve`; `before_step(state)` comes first.
+            state: from `reserve`; call `before_step(state)` first.
 
         Returns:
             y (B, 1, C).
 
         Raises:
-            RuntimeError: if gradients are on: what is overwritten has none.
+            RuntimeError: if gradients are on, since an overwritten state has none.
             ValueError: if an argument breaks the contract, `forward` returns a state of other
-                shapes, or the room is used up.
+                shapes, or the reserved room is used up.
         """
         self.check_step(x, state)
         y, after = self(x, state)
@@ -133,29 +138,29 @@ class AbstractSequenceModule(nn.Module, ABC):
         return y
 
     def init_own_weights(self) -> None:
-        """Start the weights that `init_weights` cannot know, such as gates.
+        """Initialize the weights for which `init_weights` has no rule, such as those of gates.
 
-        `init_weights` calls it after it has drawn all matrices; a module's parts come before the
-        module, so that a block or a stack can overrule them.
+        `init_weights` calls it after it has drawn all matrices. It calls a module's parts before
+        the module, so that a block or a stack can override the initialization of its parts.
         """
 
     def units(self) -> Sequence[nn.Module]:
-        """Return the parts that are sharded and compiled one at a time, in order.
+        """Return the submodules that FSDP shards and `torch.compile` compiles one at a time.
 
-        Each is a module that `forward` calls, and holds weights of its own. By default the module
-        is one unit.
+        `forward` calls each of them, in this order, and no two share weights. By default the
+        module itself is the only unit.
         """
         return (self,)
 
     def check_input(
         self, x: Tensor, state: Any, cu_seqlens: Tensor | None, lengths: Tensor | None
     ) -> None:
-        """Check what `forward` was given, before anything is computed.
+        """Check the arguments of `forward`.
 
         Raises:
-            TypeError: if an argument is of another kind: no tensor, of another dtype, or the state
-                of another module.
-            ValueError: if a shape or a value is not as the contract says; the message names it.
+            TypeError: if an argument is not a tensor, has the wrong dtype, or is the state of
+                another kind of module.
+            ValueError: if a shape or a value breaks the contract; the message names the argument.
         """
         check_floating(type(self).__name__, "x", x)
         if x.ndim != 3 or x.shape[-1] != self.d_model:
@@ -173,12 +178,12 @@ class AbstractSequenceModule(nn.Module, ABC):
             check_lengths(type(self).__name__, lengths, x)
 
     def check_step(self, x: Tensor, state: Any) -> None:
-        """Check what `step` was given.
+        """Check the arguments of `step`.
 
         Raises:
-            RuntimeError: if gradients are on: what is overwritten has none.
-            TypeError: as `check_input`.
-            ValueError: also if x does not hold one token of each row.
+            RuntimeError: if gradients are on, since an overwritten state has none.
+            TypeError: as in `check_input`.
+            ValueError: as in `check_input`, or if x does not have one token in each row.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -198,7 +203,7 @@ class AbstractSequenceModule(nn.Module, ABC):
                 f"state must be a {self.state_type.__name__} of this module's init_state, "
                 f"got {type(state).__name__}"
             )
-        if torch.compiler.is_compiling():  # a state was seen before, or init_state made it
+        if torch.compiler.is_compiling():  # checked in an eager call, or made by init_state
             return
         if self._templates is None:
             self._templates = {}
@@ -207,9 +212,9 @@ class AbstractSequenceModule(nn.Module, ABC):
         self._check_like("state", state, self._templates[x.device], x.shape[0])
 
     def _check_like(self, where: str, value: Any, wanted: Any, batch: int) -> int | None:
-        """Check a part of a state; return how many tokens it has grown to, if it is one that grows.
+        """Check a part of a state; return its number of tokens, or None if its size is fixed.
 
-        `wanted` is the same part of what `init_state(1)` returns, its tensors described.
+        `wanted` is the same part of the state `init_state(1)`, with a `_Leaf` for each tensor.
         """
         if isinstance(wanted, _Leaf):
             return self._check_tensor(where, value, wanted, batch)
@@ -236,7 +241,7 @@ class AbstractSequenceModule(nn.Module, ABC):
             raise TypeError(
                 f"{where} must be an {str(wanted.dtype).removeprefix('torch.')} tensor, got {kind}"
             )
-        # What grows has no tokens at first: any number of them fits.
+        # An axis that is empty at first is the token axis of a state that grows: any size fits.
         sizes = wanted.sizes
         fits = len(value.shape) == 1 + len(sizes) and all(
             size in (0, got) for size, got in zip(sizes, value.shape[1:], strict=True)
@@ -251,7 +256,7 @@ class AbstractSequenceModule(nn.Module, ABC):
 
 
 class _Leaf(NamedTuple):
-    """A tensor of a state, described: `sizes` is its shape without the batch."""
+    """Describes a tensor of a state; `sizes` is its shape without the batch axis."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -267,15 +272,15 @@ def _shapes(state: Any) -> str:
 
 
 class AbstractMixer(AbstractSequenceModule):
-    """Mixes along time; a block gives it the normalized stream, and adds what it returns."""
+    """Mixes along time. A block gives it the normalized residual stream and adds its output."""
 
 
 class AbstractBlock(AbstractSequenceModule):
-    """One layer of a model: reads the residual stream, and returns the stream after it."""
+    """One layer of a model: takes the residual stream and returns the updated stream."""
 
 
 class AbstractStack(AbstractSequenceModule):
-    """All layers of a model: from the embedded tokens to what the last norm gets."""
+    """All layers of a model: takes the embedded tokens and returns the last norm's input."""
 
 
 class MixerConfig(Protocol):

@@ -1,6 +1,6 @@
-"""Text from a model: a batch of prompts in, new tokens out, one step at a time.
+"""Generation: continues a batch of prompts, one token of every prompt a step.
 
-On a GPU a step is one CUDA graph, captured once a call and replayed; on a CPU it runs as it is.
+On a GPU a step is one CUDA graph, captured once in each call and replayed. On a CPU it is eager.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +15,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn.lm import LM
 
 NO_TOKEN = -1
-"""What is drawn from logits that are no numbers."""
+"""The result of sampling from logits that are NaN."""
 NO_NUMBERS = "the model's outputs are no numbers: its training diverged, or its weights are damaged"
 _COLDEST = torch.finfo(torch.float32).tiny
 
@@ -34,24 +34,26 @@ def generate(
 ) -> list[list[int]]:
     """Continue every prompt, and return the new tokens of each.
 
-    The prompts may differ in length: they run as one batch, and none sees another's padding.
+    The prompts run as one batch. They may differ in length: padding does not influence the results.
 
     Args:
-        model: where the prompts run; its own device and dtype are used.
-        prompts: token ids, at least one a prompt.
+        model: the model; generation runs on its device and in its dtype.
+        prompts: token ids, at least one for each prompt.
         max_new_tokens: the most tokens to add to each prompt, at least 1.
-        temperature: 0 takes the likeliest token; above, logits are divided by it and sampled.
-        top_k: sample among the k likeliest tokens only.
+        temperature: 0 takes the most likely token. Otherwise the logits are divided by it and a
+            token is sampled.
+        top_k: sample among the k most likely tokens only.
         top_p: sample among the fewest tokens whose probabilities sum to p or more (Holtzman et
-            al., "The Curious Case of Neural Text Degeneration", 2020). With `top_k`, both hold.
-        stop_tokens: a prompt ends at the first of these; it is not returned.
+            al., "The Curious Case of Neural Text Degeneration", 2020). With `top_k`, both apply.
+        stop_tokens: a prompt stops at the first of these tokens, which is not returned.
         seed: makes sampling repeatable; None draws from torch's global generator.
-        prefill_tokens: run so many tokens of the prompts at a time, which bounds the memory that
-            long ones take; None runs them at once. What follows is the same, to rounding.
+        prefill_tokens: run this many tokens of the prompts at a time, to bound the memory of long
+            prompts; None runs all at once. The results are the same up to rounding.
 
     Raises:
-        ValueError: if an argument is out of range, which the message names, or the model's outputs
-            are no numbers; TypeError if an argument is of another type.
+        ValueError: if an argument is out of range (the message names it), or the model's logits
+            are NaN.
+        TypeError: if an argument has the wrong type.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for step in stream(
@@ -85,9 +87,9 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
-    Arguments and errors are `generate`'s. Those about arguments come at the call, not at the first
-    step.
-    The model is in evaluation mode until the iterator ends or is closed; its mode then returns.
+    The arguments and errors are those of `generate`. Errors about arguments are raised at the call,
+    not at the first step. The model is in evaluation mode until the iterator ends or is closed;
+    then its earlier mode is restored.
     """
     sampler = Sampler(temperature, top_k, top_p)
     _check_prompts(prompts, model.vocab_size)
@@ -108,7 +110,7 @@ def stream(
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a token is drawn from logits; the fields are arguments of `generate`."""
+    """Samples tokens from logits. Its fields are arguments of `generate`."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -124,18 +126,18 @@ class Sampler:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw one token a row: (B, vocab) to (B,) int64; NO_TOKEN from what is no number."""
+        """Sample one token for each row, (B, vocab) to (B,) int64; NO_TOKEN if a logit is NaN."""
         best = logits.argmax(-1)
-        largest = logits.gather(-1, best[:, None])  # NaN, if one of the row is
+        largest = logits.gather(-1, best[:, None])  # NaN if any logit of the row is NaN
         tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, generator)
         return tokens.masked_fill(~largest[:, 0].isfinite(), NO_TOKEN)
 
     def _draw(self, logits: Tensor, largest: Tensor, generator: torch.Generator | None) -> Tensor:
-        # The largest becomes 0 before the division, which can then not overflow.
+        # Subtracting the largest logit first keeps the division from overflowing.
         logits = (logits.float() - largest.float()) / self.temperature
         if self.top_k is None and self.top_p is None:
             return _sample(logits.softmax(-1), generator)
-        # A stable sort keeps exactly k of equal logits, the first ones, as argmax does.
+        # With a stable sort, top_k prefers the first of equal logits, as argmax does.
         logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             logits[:, min(self.top_k, logits.shape[1]) :] = float("-inf")
@@ -148,20 +150,21 @@ class Sampler:
 
 
 def _sample(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one index a row, (B, n) to (B,): the first of n exponential clocks with these rates.
+    """Sample one index for each row, (B, n) to (B,), with the given probabilities.
 
-    `torch.multinomial` does so too, but waits for the GPU, which a CUDA graph cannot.
+    Of n exponential variables with rates p_i, the i-th is the smallest with probability p_i.
+    `torch.multinomial` uses this too, but it waits for the GPU, which a CUDA graph cannot do.
     """
     return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
 
 
 class Decoder:
-    """Draws one token of every row a step, from a state that it overwrites.
+    """Samples one token of every row in each step, overwriting the state.
 
-    The first step runs as it is; on a GPU, the second captures it as a CUDA graph, and from then on
-    a step is one launch. The first is real and no trial, so the state needs no copy: it is the
-    warm-up that capturing needs, since kernels are compiled and libraries loaded meanwhile. The
-    graph keeps the settings (autocast) of the second step.
+    The first step runs eagerly. On a GPU the second step is captured as a CUDA graph, and from then
+    on a step is one launch. A capture needs a warm-up, in which kernels are compiled and libraries
+    loaded. The first step serves as this warm-up: it is a real step, so the state is not copied.
+    The graph keeps the autocast settings of the second step.
     """
 
     def __init__(
@@ -177,9 +180,9 @@ class Decoder:
         Args:
             model: in evaluation mode.
             state: from `model.reserve`, with room for as many tokens as there will be steps.
-            tokens: (B,) int64, the newest token of each row, which the state has not seen.
-            sampler: draws the next ones.
-            generator: of the model's device; None draws from torch's global one.
+            tokens: (B,) int64, the newest token of each row, which is not in the state yet.
+            sampler: samples the next tokens.
+            generator: a generator on the model's device; None takes torch's global one.
         """
         self.model = model
         self.state = state
@@ -205,7 +208,7 @@ class Decoder:
         return self.tokens
 
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """Run a step where the capture will be."""
+        """Run a step on the stream on which the capture will run."""
         here = torch.cuda.current_stream(stream.device)
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -218,13 +221,13 @@ class Decoder:
         generators = [torch.cuda.default_generators[stream.device.index]]
         if self.generator is not None:
             generators.append(self.generator)
-        # A generator keeps the buffers that its first graph brings. Made in inference mode, they
-        # would fail every later graph outside it.
+        # A generator keeps the buffers that its first graph allocates. If they were made in
+        # inference mode, every later graph outside of inference mode would fail.
         with torch.inference_mode(False):
             for generator in generators:
                 graph.register_generator_state(generator)
-        # Weights that autocast has cast are freed when its block ends, while the graph lives on: it
-        # must cast them itself.
+        # Autocast frees the weights that it has cast when its context ends, but the graph is used
+        # longer. So the cast must be part of the graph.
         casts = torch.autocast(
             "cuda",
             dtype=torch.get_autocast_dtype("cuda"),
@@ -236,7 +239,7 @@ class Decoder:
         return graph
 
     def _advance(self) -> None:
-        # After NO_TOKEN any token serves: on a GPU nobody has looked yet.
+        # A NO_TOKEN on a GPU is noticed only later; until then any valid token will do.
         logits = self.model.step(self.tokens.clamp(min=0)[:, None], self.state)
         self.tokens.copy_(self.sampler(logits[:, -1], self.generator))
 
@@ -272,7 +275,7 @@ def _new_tokens(
     sampler: Sampler,
     seed: int | None,
 ) -> Iterator[Tensor]:
-    """Yield every row's next token, (B,), whether or not the row has stopped."""
+    """Yield the next token of every row, (B,), also of rows that have stopped."""
     device = model.embed.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     tokens, lengths = _pad(prompts, device)
@@ -288,9 +291,9 @@ def _new_tokens(
 
 
 def _prefill(model: LM, tokens: Tensor, lengths: Tensor | None, size: int) -> tuple[Tensor, Any]:
-    """Run prompts, `size` tokens at a time; return their last logits (B, 1, vocab), and the state.
+    """Run prompts, `size` tokens at a time; return the last logits (B, 1, vocab) and the state.
 
-    `lengths` are the prompts' real tokens, (B,); None if all rows are full.
+    `lengths` (B,) has the number of real tokens in each row; None if no row has padding.
     """
     logits, state = None, model.init_state(len(tokens))
     for start in range(0, tokens.shape[1], size):

@@ -8,7 +8,7 @@ from mezzo_core.nn.contract import AbstractSequenceModule
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std: float = 0.02) -> None:
-    """Draw every weight anew from torch's global generator.
+    """Initialize all weights of a model, with random numbers from torch's global generator.
 
     | Where                                          | Weight        | Start                    |
     |------------------------------------------------|---------------|--------------------------|
@@ -17,11 +17,11 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
     | `nn.Linear`                                    | `bias`        | 0                        |
     | `nn.RMSNorm`, `nn.LayerNorm`                   | `weight`      | 1                        |
     | `nn.LayerNorm`                                 | `bias`        | 0                        |
-    | a mixer, block or stack, by `init_own_weights` | what it names | its own, after the above |
+    | a mixer, block or stack, by `init_own_weights` | its choice    | its own, after the above |
 
-    No matrix is scaled with depth. Weights are drawn in the order of `model.modules()`, so one
-    `torch.manual_seed` fixes all of them on one kind of device. A parameter that no line names
-    keeps what its constructor gave. On the meta device nothing is drawn.
+    No matrix is scaled with depth. Weights are drawn in the order of `model.modules()`, so
+    `torch.manual_seed` determines all of them on a given kind of device. A parameter without a line
+    in the table keeps the values of its constructor. On the meta device nothing is drawn.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -39,7 +39,7 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
 
 
 def _init_own_weights(module: nn.Module) -> None:
-    """Let a module's parts start their weights, then the module, which may overrule them."""
+    """Call `init_own_weights` of a module's parts, then of the module, which may override them."""
     for part in module.children():
         _init_own_weights(part)
     if isinstance(module, AbstractSequenceModule):

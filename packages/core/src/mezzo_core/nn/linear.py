@@ -1,4 +1,4 @@
-"""The linear layer of every module here: a decoding step's product by the op made for it."""
+"""The linear layer of all our modules, which uses a special kernel for a decoding step."""
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +8,10 @@ from mezzo_core.ops.decode_linear import decode_linear
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, which multiplies one row without gradients by `decode_linear`.
+    """`nn.Linear`, except that a single row without gradients is computed by `decode_linear`.
 
-    On a GPU that reads the weight as fast as its memory allows, which decoding one sequence waits
-    for. Everything else, and everywhere else, is `nn.Linear`.
+    Decoding one sequence spends most of its time reading weights. On a GPU `decode_linear` reads
+    them at the speed of the memory. In all other cases this is plain `nn.Linear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -22,10 +22,10 @@ class Linear(nn.Linear):
 
 
 def takes_decode_linear(layer: nn.Linear, x: Tensor) -> bool:
-    """Tell whether `decode_linear` computes what the layer's weight and bias alone say of x.
+    """Tell whether `decode_linear` can compute this layer on x from its weight and bias alone.
 
-    It needs one row, no gradients, and a plain weight: a quantized, sharded or parametrized one is
-    a tensor of another kind.
+    x must be a single row, gradients must be off, and the weight must be a plain tensor. Quantized,
+    sharded and parametrized weights are other kinds of tensors.
     """
     return (
         not torch.is_grad_enabled()
@@ -35,9 +35,9 @@ def takes_decode_linear(layer: nn.Linear, x: Tensor) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Tell whether a layer is a Linear and does no more than its weight and bias say.
+    """Tell whether a layer computes only x Wᵀ + bias.
 
-    One of a subclass (adapters), or one that was given hooks or a forward of its own, does more.
+    A subclass of Linear (adapters), or a layer with hooks or a replaced `forward`, may do more.
     """
     return (
         type(layer) in (Linear, nn.Linear)

@@ -14,12 +14,12 @@ MLPKind = Literal["gelu", "swiglu"]
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """Which MLP a block has, and how wide it is.
+    """The kind and the width of a block's MLP.
 
     Attributes:
         kind: "gelu" (two matrices, exact erf form) or "swiglu" (three).
-        hidden: the hidden width F; by default 4C for "gelu", and for "swiglu" 8C/3 rounded up to a
-            multiple of 256, which makes three matrices weigh what the two of 4C do.
+        hidden: the hidden width F. The default is 4C for "gelu". For "swiglu" it is 8C/3, rounded
+            up to a multiple of 256, so that its three matrices have about as many weights.
     """
 
     kind: MLPKind = "gelu"

@@ -15,7 +15,7 @@ class BlocksConfig:
     """Describes a `Stack` of blocks.
 
     Attributes:
-        blocks: one configuration a layer, so the depth is their number; kinds may be mixed.
+        blocks: one configuration for each layer; the layers may be of different kinds.
     """
 
     blocks: tuple[BlockConfig, ...]
@@ -29,8 +29,8 @@ class BlocksConfig:
         """Build the stack, on torch's default device.
 
         Raises:
-            ValueError: if a block refuses this width.
-            TypeError: if one of `blocks` builds something else.
+            ValueError: if a block does not support this width.
+            TypeError: if one of `blocks` does not build a block.
         """
         blocks = []
         for i, config in enumerate(self.blocks):
@@ -42,12 +42,12 @@ class BlocksConfig:
 
 
 class Stack(AbstractStack):
-    """Blocks, one after another; the state is a tuple with one state a block."""
+    """Blocks, one after another. The state is a tuple of the blocks' states."""
 
     def __init__(self, blocks: Sequence[AbstractBlock], d_model: int) -> None:
         super().__init__()
         self.d_model = d_model
-        # torch's ModuleList does not say what it holds; a type checker should know.
+        # torch's ModuleList has no element type, so the cast tells it to type checkers.
         self.blocks = cast(Sequence[AbstractBlock], nn.ModuleList(blocks))
 
     def forward(
@@ -78,7 +78,7 @@ class Stack(AbstractStack):
         return x
 
     def before_step(self, state: tuple[Any, ...]) -> None:
-        """Do what the blocks' next steps need of the host."""
+        """Call `before_step` of every block."""
         for block, its_state in zip(self.blocks, state, strict=True):
             block.before_step(its_state)
 
@@ -103,7 +103,7 @@ class Stack(AbstractStack):
         return sum(block.host_state_bytes(num_tokens) for block in self.blocks)
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token of all blocks."""
+        """Return the forward FLOPs per token of all blocks."""
         return sum(block.flops_per_token(num_tokens) for block in self.blocks)
 
     def units(self) -> Sequence[nn.Module]:

@@ -1,1 +1,1 @@
-"""Differentiable functions of tensors, one folder each: api, reference, Triton form."""
+"""Ops: functions of tensors without weights, each in a folder of its own."""

@@ -1,4 +1,4 @@
-"""What every op and every mixer asks of its arguments, in the same words."""
+"""Checks of arguments that all ops and mixers share, with the same messages."""
 
 import sys
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What ops compute with; float8 has no arithmetic of its own."""
+"""The dtypes that ops accept. float8 is not among them, because torch has no arithmetic for it."""
 
 
 def check_floating(op: str, name: str, x: Any) -> None:
-    """Raise a TypeError if x is no tensor of numbers that ops compute with."""
+    """Raise a TypeError if x is not a tensor of one of the `FLOATING` dtypes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in FLOATING:
@@ -21,15 +21,15 @@ def check_floating(op: str, name: str, x: Any) -> None:
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> None:
-    """Raise an error if `value` is no finite number, or not above 0 where it must be.
+    """Check that `value` is a finite number, and above 0 if `positive`.
 
     Raises:
-        TypeError: if it is no int or float; a bool and a tensor are neither.
-        ValueError: if it is NaN, infinite, or not positive where that is asked for.
+        TypeError: if it is not an int or float; bools and tensors are refused.
+        ValueError: if it is NaN or infinite, or not above 0 although `positive` is set.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    # Compared, not asked: torch.compile may hold the number as a symbol.
+    # A comparison and not math.isfinite, because torch.compile may pass the number as a symbol.
     is_finite = -sys.float_info.max <= value <= sys.float_info.max
     if not is_finite or (positive and value <= 0):
         raise ValueError(
@@ -38,7 +38,7 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> N
 
 
 def check_size(op: str, name: str, value: Any, least: int = 1) -> None:
-    """Raise a TypeError if `value` is no int (a bool is none), a ValueError if it is too small."""
+    """Raise a TypeError if `value` is not an int or is a bool, a ValueError if below `least`."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -48,12 +48,12 @@ def check_size(op: str, name: str, value: Any, least: int = 1) -> None:
 
 
 def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
-    """Check how many tokens of each row of x (B, T, ...) are real.
+    """Check `lengths`, the number of real tokens in each row of x (B, T, ...).
 
-    Values are checked on a CPU only: looking at them would stop a GPU's stream or break a graph.
+    Values are checked on a CPU only: reading them would wait for a GPU or break a compiled graph.
 
     Raises:
-        TypeError: if it is no int64 tensor.
+        TypeError: if it is not an int64 tensor.
         ValueError: if it is not (B,) on x's device, or a length is not from 0 to T.
     """
     if not isinstance(lengths, Tensor):

@@ -1,4 +1,4 @@
-"""How an op tells its gradient: to autograd, and to the transforms of torch.func."""
+"""Registers the gradient of an op with autograd and with the transforms of torch.func."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,17 @@ from torch import Tensor
 def register_gradient(
     op: Any, backward: Callable[..., Any], save: Callable[..., None]
 ) -> Callable[..., Any]:
-    """Register an op's gradient, and return what calls the op so that torch.func.grad follows.
+    """Register an op's gradient, and return a function that calls the op with it.
 
-    torch.func refuses what `register_autograd` makes (torch 2.8 to 2.13): under its transforms a
-    Function of the same formula calls the op. Neither can be differentiated twice; both say so.
+    torch.func does not support gradients from `register_autograd` (torch 2.8 to 2.13). So under its
+    transforms the returned function calls the op through an `autograd.Function` with the same
+    formula. Neither way supports a second gradient; both raise an error for it.
 
     Args:
         op: from `torch.library.custom_op`.
-        backward: (ctx, *gradients of the results) to a tuple of the arguments' gradients.
-        save: (ctx, inputs, output), keeps what `backward` needs.
+        backward: takes ctx and the gradients of the results, and returns a tuple of the gradients
+            of the arguments.
+        save: takes (ctx, inputs, output) and stores on ctx the values that `backward` needs.
     """
     op.register_autograd(backward, setup_context=save)
 
@@ -33,7 +35,8 @@ def register_gradient(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            # Ops that compute gradients have none, and would be refused with gradients on.
+            # The ops called in `backward` have no gradient themselves, which is an error if
+            # gradients are on.
             with torch.no_grad():
                 found = backward(ctx, *gradients)
             sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None]
@@ -48,7 +51,10 @@ def register_gradient(
 
 
 class _Last(torch.autograd.Function):
-    """A gradient as it is, which cannot be differentiated: zeros would be wrong without a word."""
+    """Passes a gradient on unchanged, and raises an error if it is differentiated again.
+
+    Without this, a second gradient would silently be zero.
+    """
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: chosen by the caller, never silently changed."""
+"""The choice between an op's implementations. An explicit choice is never silently changed."""
 
 import os
 from typing import Literal, get_args
@@ -9,21 +9,21 @@ Impl = Literal["auto", "reference", "triton"]
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Tell whether Triton kernels can run: on a CUDA GPU, or anywhere in the interpreter."""
+    """Tell whether Triton kernels can run: on a CUDA GPU, or on any device in the interpreter."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def resolve_impl(op: str, impl: str, device: torch.device, unsupported: str | None = None) -> str:
-    """Turn the caller's wish into "reference" or "triton".
+    """Turn the caller's `impl` into "reference" or "triton".
 
     Args:
         op: the op's name, for messages.
         impl: "auto" takes Triton on a GPU that supports the request, else the reference.
         device: where the inputs are.
-        unsupported: why the Triton form cannot do this request, or None if it can.
+        unsupported: why the Triton kernels cannot do this request, or None if they can.
 
     Raises:
-        ValueError: if `impl` is no implementation, or Triton was asked for by name and cannot run.
+        ValueError: if `impl` is unknown, or is "triton" and Triton cannot do this request.
     """
     if not isinstance(impl, str) or impl not in get_args(Impl):
         raise ValueError(f"{op}: impl must be one of {get_args(Impl)}, got {impl!r}")

@@ -1,19 +1,19 @@
-"""The borders of sequences packed in one row: what every op that takes `cu_seqlens` checks."""
+"""Checks of `cu_seqlens`, the borders of sequences packed in one row."""
 
 import torch
 from torch import Tensor
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
-    """Check all but the values: (S + 1,) integers on the device of x, which is one row.
+    """Check everything except the values: (S + 1,) integers on the device of x, which is one row.
 
     Args:
         op: the op's name, for messages.
         cu_seqlens: the borders.
-        x: (B, T, ...), what is packed.
+        x: (B, T, ...), the packed sequences.
 
     Raises:
-        TypeError: if the borders are no tensor of int32 or int64.
+        TypeError: if the borders are not an int32 or int64 tensor.
         ValueError: if they are not (S + 1,) with S >= 1, are on another device, or B is not 1.
     """
     if not isinstance(cu_seqlens, Tensor):
@@ -31,7 +31,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
 
 
 def check_borders(op: str, cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Check the values, on a CPU only: looking at them would stop a GPU's stream or break a graph.
+    """Check the values, on a CPU only: reading them would wait for a GPU or break a compiled graph.
 
     Raises:
         ValueError: if the borders do not start at 0, decrease, or do not end at `num_tokens`.

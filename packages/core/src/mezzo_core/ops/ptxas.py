@@ -1,9 +1,9 @@
-"""Which assembler turns Triton's kernels into machine code on Hopper.
+"""Chooses the assembler (ptxas) that turns Triton's kernels into machine code on Hopper.
 
-Triton 3.6 and 3.7 take ptxas 12.8 for Hopper, which drops a register of some kernels that multiply
-several times: wrong numbers, or addresses outside of memory. They also bring a newer one, for
-Blackwell, which is right, and which Triton itself takes for Hopper since September 2026 (its pull
-request 11854).
+For Hopper, Triton 3.6 and 3.7 use ptxas 12.8. In some kernels with several matrix products it loses
+a register, so that numbers are wrong or addresses are outside of memory. These versions of Triton
+also contain a newer ptxas for Blackwell, which compiles such kernels correctly. Triton itself uses
+it for Hopper since September 2026 (its pull request 11854).
 """
 
 import os
@@ -11,17 +11,17 @@ import os
 import torch
 
 OLDEST = (12, 9)
-"""The first version that is known to be right."""
+"""The first version known to compile correctly."""
 
 
 def require_ptxas() -> None:
-    """Make Triton use a right ptxas where the GPU is a Hopper; called before kernels compile.
+    """Make Triton use a correct ptxas on a Hopper GPU. Call it before kernels are compiled.
 
     It sets `triton.knobs.nvidia.ptxas`, for all kernels of the process, unless the user has set
     TRITON_PTXAS_PATH.
 
     Raises:
-        RuntimeError: if there is none, or the user's is too old.
+        RuntimeError: if there is no correct ptxas, or the user's is too old.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return

@@ -1,4 +1,4 @@
-"""Papers' numbers and what we reproduce of them: load, compare, report."""
+"""Papers' printed numbers and our reproductions of them: loading, comparing, reporting."""
 
 from mezzo_core.papers.compare import Order as Order
 from mezzo_core.papers.compare import Pair as Pair
@@ -6,7 +6,7 @@ from mezzo_core.papers.compare import Verdict as Verdict
 from mezzo_core.papers.compare import compare_column as compare_column
 from mezzo_core.papers.compare import compare_order as compare_order
 from mezzo_core.papers.compare import status_of as status_of
-from mezzo_core.papers.environment import environment as environment
+from mezzo_core.papers.environment import describe_environment as describe_environment
 from mezzo_core.papers.finding import Finding as Finding
 from mezzo_core.papers.finding import Kind as Kind
 from mezzo_core.papers.finding import Measurement as Measurement

@@ -1,8 +1,8 @@
-"""One result file of a table of speeds: an experiment that grows cell by cell.
+"""The result file of a speed table, which is measured and written cell by cell.
 
-The file is what `mezzo_core.papers.results` reads, with `cells` beside its `rows`: each cell's
-values (one a pass, or "OOM"), the peak memory where it was counted, commit and date. It is written
-again after each cell, so that a run that is killed keeps what it measured.
+The file has the format of `mezzo_core.papers.results`, and beside its `rows` a list `cells`. Each
+cell has its values (one for each pass, or "OOM"), the peak memory if it was measured, the commit
+and the date. The file is written after each cell, so a killed run keeps its measurements.
 """
 
 import json
@@ -21,22 +21,23 @@ MISSING = "-"
 Key = tuple[str, str, str]
 """Group, model and column of a cell."""
 Say = Callable[[str], None]
-"""Called with a line about what was just measured."""
+"""Called with a line about the cell that was just measured."""
 Timed = tuple[list[float] | str, dict[str, Any]]
-"""The values of a cell, one a pass, or OOM; and what else is kept about it."""
+"""The values of a cell (one for each pass, or OOM), and further entries to store with it."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What a speed table holds, whatever was measured of it so far.
+class SpeedTable:
+    """The rows, columns and units of a speed table, without its values.
 
     Attributes:
-        name: of its file, speed_NAME.json.
-        ids: the paper's tables and claims that it speaks to.
-        columns, models, groups: in the order of the paper.
-        ratios: pairs of models; the first one's values over the second one's make a further row.
-        unit, better: of the values.
-        setting: what was measured, in words.
+        name: part of its file's name, speed_NAME.json.
+        ids: ids of the paper's tables and claims that it answers.
+        columns, models, groups: names in the order of the paper.
+        ratios: pairs of models. Each makes a further row: the first one's values divided by the
+            second one's.
+        unit, better: unit of the values, and whether "lower" or "higher" values are better.
+        setting: the measured setting in words.
     """
 
     name: str
@@ -51,34 +52,35 @@ class Layout:
 
 
 class Result:
-    """The result file of one layout in a folder; cells of an earlier run stay."""
+    """The result file of one speed table in a folder; cells of an earlier run are kept."""
 
-    def __init__(self, layout: Layout, folder: Path, origin: Mapping[str, Any]) -> None:
-        """Read what is there.
+    def __init__(self, table: SpeedTable, folder: Path, origin: Mapping[str, Any]) -> None:
+        """Read the file, if it exists.
 
         Args:
-            layout: of the table.
-            folder: where the file is, or will be.
-            origin: what `mezzo_core.bench.environment` says, with the commit that is measured.
+            table: the table to measure.
+            folder: folder of the file.
+            origin: the result of `mezzo_core.bench.environment`, with the measured commit.
 
         Raises:
-            UserError: if the file was measured on another machine, or is none of these files.
+            UserError: if the file was measured on another machine, or is not the result file of a
+                speed table.
         """
-        self.layout = layout
-        self.path = folder / f"speed_{layout.name}.json"
+        self.table = table
+        self.path = folder / f"speed_{table.name}.json"
         self._origin = dict(origin)
         self.cells: dict[Key, dict[str, Any]] = {}
         if self.path.exists():
             self.cells = self._read()
 
     def has(self, key: Key) -> bool:
-        """Tell whether this commit's cell is there already; without a commit, nobody can tell."""
+        """Tell whether the cell was already measured at this commit; False if that is unknown."""
         cell = self.cells.get(key)
         commit = self._origin["commit"]
         return cell is not None and commit is not None and cell["commit"] == commit
 
     def add(self, key: Key, values: Sequence[float] | str, **details: Any) -> None:
-        """Put a cell in the place of an older one, and write the file."""
+        """Add a cell, replacing an older one, and write the file."""
         group, model, column = key
         self.cells[key] = {
             **{"group": group, "model": model, "column": column},
@@ -89,29 +91,29 @@ class Result:
         write_result(self.path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the experiment."""
+        """Return the content of the file."""
         return {
-            "id": list(self.layout.ids),
+            "id": list(self.table.ids),
             "same_setting": False,
-            "setting": self.layout.setting,
-            "columns": list(self.layout.columns),
-            "unit": self.layout.unit,
-            "better": self.layout.better,
-            "rows": [row for group in self.layout.groups for row in self._rows(group)],
+            "setting": self.table.setting,
+            "columns": list(self.table.columns),
+            "unit": self.table.unit,
+            "better": self.table.better,
+            "rows": [row for group in self.table.groups for row in self._rows(group)],
             **self._origin,
             "cells": list(self.cells.values()),
         }
 
     def _rows(self, group: str) -> list[dict[str, Any]]:
-        """Return one row a model and pass, then the ratios."""
-        layout, rows = self.layout, []
-        for model in layout.models:
-            found = [self.cells.get((group, model, column)) for column in layout.columns]
+        """Return one row for each model and pass, then the ratios."""
+        table, rows = self.table, []
+        for model in table.models:
+            found = [self.cells.get((group, model, column)) for column in table.columns]
             rows += _passes([MISSING if cell is None else cell["values"] for cell in found], model)
-        for first, second in layout.ratios:
+        for first, second in table.ratios:
             pairs = [
                 [self.cells.get((group, model, column)) for model in (first, second)]
-                for column in layout.columns
+                for column in table.columns
             ]
             rows += _passes([_ratio(*pair) for pair in pairs], f"{first}/{second}")
         return [{"group": group, **row} if group else row for row in rows]
@@ -130,29 +132,29 @@ class Result:
 
 
 def add_cell(result: Result, key: Key, work: Callable[[], Timed], say: Say) -> None:
-    """Measure a cell and add it; what does not fit the GPU is OOM."""
+    """Measure a cell and add it; its value is OOM if the work does not fit into the GPU."""
     try:
         values, details = work()
     except torch.OutOfMemoryError:
         values, details = OOM, {}
     result.add(key, values, **details)
-    say(f"{result.layout.name}  {' '.join(filter(None, key))}  {describe(values, details)}")
+    say(f"{result.table.name}  {' '.join(filter(None, key))}  {describe(values, details)}")
 
 
 def describe(values: list[float] | str, details: Mapping[str, Any]) -> str:
-    """Write a cell as one line says it."""
+    """Describe a cell in one line."""
     text = values if isinstance(values, str) else " ".join(f"{value:.4g}" for value in values)
     parts = (f"{k} {v:.4g}" for k, v in details.items() if isinstance(v, int | float))
     return ", ".join([text, *parts])
 
 
 def significant(value: float) -> float:
-    """Round to five significant digits: more would be noise."""
+    """Round to five significant digits; further digits would be noise."""
     return float(f"{value:.5g}")
 
 
 def _passes(columns: list[Any], model: str) -> list[dict[str, Any]]:
-    """Turn cells of several passes, or words, into a row a pass; none if no cell was measured."""
+    """Turn a model's cells into one row for each pass; no rows if no cell was measured."""
     count = max((len(cell) for cell in columns if not isinstance(cell, str)), default=1)
     if all(cell == MISSING for cell in columns):
         return []

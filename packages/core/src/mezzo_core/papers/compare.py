@@ -1,9 +1,10 @@
-"""Does an order that the paper prints hold in our numbers, and is it more than noise?
+"""Tests whether an order that the paper prints holds in our numbers, beyond noise.
 
-One seed settles nothing. A pair is settled when a paired t-test over the seeds, two-sided at 5%,
-tells its gap from zero: with three seeds the mean gap must be 2.5 times the gaps' standard
-deviation, with two 9 times. Numbers without noise (FLOPs, bytes, parameters) are compared with
-`exact=True`. Spreads are given as the highest minus the lowest.
+An order is tested pair by pair, on neighbours. A pair is settled if its gap differs significantly
+from zero, by a two-sided paired t-test over the seeds at the 5% level. With three seeds the mean
+gap must be 2.5 times the gaps' standard deviation, with two seeds 9 times. With one seed no pair is
+settled. Numbers without noise (FLOPs, bytes, parameters) are compared with `exact=True`. A spread
+is the highest minus the lowest value.
 """
 
 import math
@@ -16,7 +17,7 @@ from itertools import pairwise
 from mezzo_core.papers.finding import Status
 from mezzo_core.papers.published import Table
 
-# Student's t, two-sided 5%, for 1 to 9 degrees of freedom; more seeds are held to the last.
+# Student's t, two-sided 5%, for 1 to 9 degrees of freedom; the last is used for more seeds too.
 T_CRITICAL = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
@@ -30,7 +31,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two neighbours of an order, best first; `gap` is positive when ours agree."""
+    """Two neighbours of an order, the better one first; `gap` is positive if our numbers agree."""
 
     better: str
     worse: str
@@ -41,20 +42,20 @@ class Pair:
 
 @dataclass(frozen=True)
 class Order:
-    """An order compared with ours, neighbour by neighbour."""
+    """A printed order compared with our numbers, neighbour by neighbour."""
 
     pairs: tuple[Pair, ...]
 
     @property
     def verdict(self) -> Verdict:
-        """HOLDS if each pair does, REVERSED if one is settled the other way, else NOT_SETTLED."""
+        """HOLDS if all pairs hold, REVERSED if any pair is reversed, else NOT_SETTLED."""
         verdicts = {pair.verdict for pair in self.pairs}
         if Verdict.REVERSED in verdicts:
             return Verdict.REVERSED
         return Verdict.HOLDS if verdicts == {Verdict.HOLDS} else Verdict.NOT_SETTLED
 
     def ranking(self, ours: Mapping[str, Sequence[float]], better: str) -> str:
-        """Write our own order of the names that were compared, best first, with their means."""
+        """Write our order of the compared names, best first, with their means."""
         means = {
             name: statistics.fmean(ours[name])
             for pair in self.pairs
@@ -64,7 +65,7 @@ class Order:
         return ", ".join(f"{name} {means[name]:.4g}" for name in best_first)
 
     def sentences(self) -> tuple[str, ...]:
-        """Return one sentence a pair, with the gap and its spread over seeds."""
+        """Return a sentence for each pair, with its gap and the gap's spread over the seeds."""
         words = {
             Verdict.HOLDS: "as printed",
             Verdict.REVERSED: "the other way",
@@ -88,14 +89,15 @@ def compare_order(
     """Compare a printed order with our numbers.
 
     Args:
-        ordering: names, best first; names that we did not measure are passed over.
-        ours: by name, one number a seed, the seeds in one order for all names.
+        ordering: names, best first; names that we did not measure are skipped.
+        ours: our numbers by name, one for each seed, with the seeds in the same order.
         better: "lower" or "higher".
-        exact: the numbers carry no noise, so that a single one settles the order.
-        printed: the paper's own numbers; neighbours for which they are equal are not compared.
+        exact: the numbers have no noise, so one number for each name settles the order.
+        printed: the paper's numbers; neighbours with equal printed numbers are not compared.
 
     Raises:
-        ValueError: if `better` is neither, seeds differ in number, or fewer than two are measured.
+        ValueError: if `better` is something else, the names have different numbers of seeds, or
+            fewer than two names were measured.
     """
     if better not in ("lower", "higher"):
         raise ValueError(f'better must be "lower" or "higher", got {better!r}')
@@ -119,7 +121,7 @@ def compare_column(
 ) -> Order:
     """Compare one column of a printed table with our numbers; see `compare_order`.
 
-    The order is empty where the table has none, or we measured fewer than two of its models.
+    The result has no pairs if the column has no order, or we measured fewer than two of its models.
     """
     ordering = table.ordering(column, group) if column in table.columns else ()
     if len(set(ordering) & set(ours)) < 2:
@@ -138,7 +140,7 @@ def _pair(first: str, second: str, gaps: list[float], exact: bool) -> Pair:
 
 
 def is_settled(gaps: Sequence[float]) -> bool:
-    """Tell whether a paired t-test, two-sided at 5%, tells the mean of these gaps from zero."""
+    """Tell whether the mean gap differs from zero by a two-sided paired t-test at the 5% level."""
     if len(gaps) < 2:
         return False
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
@@ -147,10 +149,10 @@ def is_settled(gaps: Sequence[float]) -> bool:
 
 
 def status_of(verdict: Verdict, *, same_setting: bool) -> Status:
-    """Return the status that a verdict gives at the paper's own setting, or at a smaller one.
+    """Return the status for a verdict.
 
-    A smaller setting is "scaled down" whatever came out; so is an order that the seeds at hand
-    leave open.
+    It is "scaled down" at a smaller setting than the paper's, whatever the verdict, and also if the
+    order is not settled.
     """
     if not same_setting or verdict is Verdict.NOT_SETTLED:
         return Status.SCALED_DOWN

@@ -1,4 +1,4 @@
-"""What a report was made with: machine, software, commit and date."""
+"""Describes the machine and the software with which a report was made."""
 
 import os
 import platform
@@ -11,8 +11,11 @@ import torch
 from mezzo_core.bench import commit
 
 
-def environment() -> dict[str, str]:
-    """Describe this machine and its software, in words."""
+def describe_environment() -> dict[str, str]:
+    """Describe this machine and its software in words, for the head of a report.
+
+    A result file has the shorter `mezzo_core.bench.environment` instead.
+    """
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

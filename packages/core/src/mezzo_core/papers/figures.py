@@ -1,4 +1,4 @@
-"""The report's figures, as PNG files: curves, bars with their spread, lines over lengths."""
+"""Draws the report's figures as PNG files: curves, bars with their spread, lines over lengths."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ MARKERS = "osD^vPX*"
 def draw_curves(
     curves: Mapping[str, Points], path: Path, *, xlabel: str, ylabel: str, smooth: int = 1
 ) -> None:
-    """Draw one line a name; `smooth` averages that many neighbouring points."""
+    """Draw one line for each name; each point is the average of `smooth` neighbouring points."""
     axes = _axes(xlabel, ylabel)
     for name, points in curves.items():
         xs, ys = _running_mean(points, smooth)
@@ -24,9 +24,9 @@ def draw_curves(
 def draw_bars(
     values: Mapping[str, Sequence[float]], path: Path, *, ylabel: str, printed: bool = True
 ) -> None:
-    """Draw one bar a name: the mean over seeds, a whisker from the lowest to the highest.
+    """Draw one bar for each name: the mean over seeds, with a whisker from lowest to highest.
 
-    The axis starts near the lowest value, since the differences are the subject; `printed` writes
+    The axis starts near the lowest value and not at zero, to show the differences. `printed` writes
     the mean on each bar.
     """
     axes = _axes("", ylabel)
@@ -47,7 +47,7 @@ def draw_bars(
 def draw_lengths(
     panels: Mapping[str, Mapping[str, Points]], path: Path, *, xlabel: str = "T (tokens)"
 ) -> None:
-    """Draw one panel a quantity, one line a model, both axes logarithmic."""
+    """Draw one panel for each quantity and one line for each model, with logarithmic axes."""
     figure = _figure(4.6 * len(panels))
     for axes, (ylabel, series) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
         for marker, (name, points) in zip(MARKERS, series.items(), strict=False):
@@ -70,7 +70,7 @@ def _axes(xlabel: str, ylabel: str) -> Any:
 
 
 def _figure(width: float) -> Any:
-    # The object interface draws with Agg and leaves matplotlib's global state alone.
+    # matplotlib's object interface, with the Agg canvas, does not change its global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

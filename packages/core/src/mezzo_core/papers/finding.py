@@ -1,4 +1,4 @@
-"""What a reproduction found about one table or claim: a status, a sentence, and our numbers."""
+"""The finding of a reproduction about one table or claim: a status, a sentence and our numbers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One line of ours: `runs` has one tuple of values a seed (one in all without seeds)."""
+    """One line of our numbers: `runs` has a tuple of values for each seed, or one without seeds."""
 
     model: str
     runs: tuple[tuple[Value, ...], ...]
     group: str = ""
     seeds: tuple[int, ...] = ()
-    """Of the runs, where models may differ in them."""
+    """The seeds of `runs`; given if the models may have different seeds."""
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """The mean over seeds, column by column; a cell without a number stays as it is."""
+        """The mean over the seeds of each column; a cell with words is kept unchanged."""
         return tuple(
             cells[0]
             if _has_words(cells) or len(cells) == 1
@@ -41,7 +41,10 @@ class ResultRow:
 
     @property
     def spread(self) -> tuple[float | None, ...]:
-        """The highest minus the lowest over seeds; None with one seed, or where no number is."""
+        """The highest minus the lowest value over the seeds of each column.
+
+        None for a single seed, or for cells with words.
+        """
         return tuple(
             None if _has_words(cells) or len(cells) == 1 else max(cells) - min(cells)
             for cells in zip(*self.runs, strict=True)
@@ -54,9 +57,9 @@ def _has_words(cells: Sequence[Value]) -> bool:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers that we measured, with the setting that they hold for.
+    """Numbers that we measured, with their setting.
 
-    `device` is a GPU's own name or "CPU"; empty versions, commit and date are those of the report.
+    `device` is a GPU's own name or "CPU". An empty version, commit or date stands for the report's.
     """
 
     columns: tuple[str, ...]
@@ -71,16 +74,16 @@ class Measurement:
     date: str = ""
 
     def samples(self, column: str, group: str = "") -> dict[str, tuple[float, ...]]:
-        """Return one column by model, one number a seed, without cells that hold no number."""
+        """Return a column by model, one number a seed; models with words in it are left out."""
         rows = self._numbers(column, group)
         return {model: tuple(value for _, value in runs) for model, runs in rows.items()}
 
     def paired(
         self, column: str, group: str, models: Collection[str]
     ) -> dict[str, tuple[float, ...]]:
-        """Return `samples` of those of the models that are there, over the seeds all of them have.
+        """Return `samples` of the given models, for the seeds that all of them have in common.
 
-        It is empty where they have no seed in common.
+        Models that were not measured are left out. Without a common seed the result is empty.
         """
         rows = self._numbers(column, group)
         rows = {model: runs for model, runs in rows.items() if model in models}
@@ -94,7 +97,7 @@ class Measurement:
         }
 
     def _numbers(self, column: str, group: str) -> dict[str, list[tuple[int, float]]]:
-        """Return each model's pairs of a seed and a number; seeds count on where none are named."""
+        """Return each model's (seed, number) pairs; without seeds, runs are numbered from 0."""
         place = self.columns.index(column)
         return {
             row.model: [
@@ -110,8 +113,8 @@ class Measurement:
 class Finding:
     """The outcome for one table or claim of the paper, or for one check of our own.
 
-    A check (`kind="check"`) is a fact that the paper states in its method, not in its numbers:
-    a limit, an equality of two forms.
+    A check (`kind="check"`) tests a statement of the paper's method, such as a limit or the
+    equality of two forms.
     """
 
     id: str
@@ -123,7 +126,7 @@ class Finding:
 
 
 def check_complete(published: Published, findings: list[Finding], only: set[str] | None) -> None:
-    """Raise a ValueError unless each table and claim (of `only`) has exactly one finding."""
+    """Raise a ValueError unless each table and claim (in `only`) has exactly one finding."""
     found = [finding.id for finding in findings if finding.kind != "check"]
     wanted = set(published.ids) if only is None else set(published.ids) & only
     missing, invented = wanted - set(found), set(found) - set(published.ids)

@@ -1,4 +1,4 @@
-"""Tables as grids of text, the one shape that both the Markdown and the HTML report draw."""
+"""Tables as grids of text, which both the Markdown and the HTML report are made from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mezzo_core.papers.published import Table, Value
 
 @dataclass(frozen=True)
 class Grid:
-    """A caption, one header and rows of cells; every row is as long as the header."""
+    """A caption, one header and rows of cells; all rows have the header's length."""
 
     caption: str
     header: tuple[str, ...]
@@ -18,7 +18,7 @@ class Grid:
 
 
 def published_grid(table: Table) -> Grid:
-    """Lay out a printed table; numbers appear as they were printed."""
+    """Return the grid of a printed table, with numbers as they were printed."""
     arrows = {"lower": " ↓", "higher": " ↑"}
     header = tuple(f"{name}{arrows.get(table.direction(name), '')}" for name in table.columns)
     hardware = f"; {table.hardware}" if table.hardware else ""
@@ -30,7 +30,7 @@ def published_grid(table: Table) -> Grid:
 
 
 def measured_grid(measurement: Measurement) -> Grid:
-    """Lay out our numbers, each with its spread over seeds where there is one."""
+    """Return the grid of our numbers, each with its spread over the seeds if there are several."""
     origin = [
         measurement.device,
         f"torch {measurement.torch}" if measurement.torch else "",
@@ -48,7 +48,7 @@ def measured_grid(measurement: Measurement) -> Grid:
 
 
 def bench_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
-    """Lay out bench rows: what ran, its shape, the median and the 20th and 80th percentile."""
+    """Return the grid of bench rows: name, shape, median, 20th and 80th percentile."""
     return Grid(
         "Speeds measured on GPUs, with the paper's and other implementations beside ours",
         ("benchmark", "implementation", "shape", "ms", "p20 to p80", "GPU", "torch", "commit"),
@@ -82,7 +82,7 @@ def _printed(value: Value) -> str:
 
 
 def format_value(value: float | int | str) -> str:
-    """Write a number of ours as a table shows it: four significant digits, thousands apart."""
+    """Write one of our numbers with four significant digits and separated thousands."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) or (value == int(value) and abs(value) >= 100):

@@ -1,4 +1,4 @@
-"""A report as one HTML page: figures inside it, nothing loaded, readable in print."""
+"""Renders a report as one HTML page that contains its figures, loads nothing and can be printed."""
 
 import base64
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ pre { background: #f6f6f6; padding: .8rem; white-space: pre-wrap; }
 
 
 def to_html(report: Report) -> str:
-    """Render a report as a whole page."""
+    """Render a report as a complete page."""
     machine = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
         for name, value in report.environment.items()

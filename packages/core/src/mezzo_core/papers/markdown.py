@@ -1,4 +1,4 @@
-"""A report as Markdown, readable in a terminal and on a forge."""
+"""Renders a report as Markdown, readable in a terminal and on a code-hosting site."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from mezzo_core.papers.report import PaperReport, Report, count_statuses, relati
 
 
 def to_markdown(report: Report, out: Path) -> str:
-    """Render a report whose figures lie below `out`."""
+    """Render a report whose figures are below `out`."""
     lines = ["# Reproduction report", ""]
     lines += [f"`{report.command}`, scale {report.scale}, {report.seconds:.0f} seconds.", ""]
     lines += [f"- {name}: {value}" for name, value in report.environment.items()]

@@ -1,11 +1,12 @@
-"""The numbers of a paper as printed: tables and claims, read from a `published.toml`.
+"""The tables and claims of a paper as printed, read from a `published.toml`.
 
-Nothing in such a file was measured by us. The rules that it keeps:
+Such a file has only the paper's numbers, none of ours. Its rules are:
 
-- A row's `values` are parallel to its table's `columns`; (group, model) names a row.
-- `column_better`, `column_metric` and `column_unit`, parallel to `columns`, override the table's.
-- A row with `kind = "ratio"` is derived from other rows and takes no part in an ordering.
-- A claim's `ordering` names models best first; its `labels` are parallel to its `values`.
+- A row's `values` has one entry for each of its table's `columns`. (group, model) identifies a row.
+- `column_better`, `column_metric` and `column_unit` have one entry for each column, and override
+  the table's `better`, `metric` and `unit`.
+- A row with `kind = "ratio"` is derived from other rows, and is left out of orderings.
+- A claim's `ordering` names models, best first. Its `labels` has one entry for each value.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ Value = float | int | str
 
 
 class Printed(float):
-    """A number that is written as the file has it: 77.00 stays 77.00."""
+    """A number that is shown as it is written in the file: 77.00 stays 77.00."""
 
     def __new__(cls, text: str) -> "Printed":
         """Parse the text and keep it."""
@@ -45,7 +46,7 @@ Record = TypeVar("Record", "Row", "Table", "Claim")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a printed table; `group` is the batch, size or regime that it belongs to."""
+    """One line of a printed table; `group` is the batch, size or regime to which it belongs."""
 
     model: str
     values: tuple[Value, ...]
@@ -82,7 +83,7 @@ class Table:
     column_shots: tuple[Value, ...] = ()
 
     def column(self, name: str, group: str = "") -> dict[str, float]:
-        """Return the numbers of one column by model, without ratios and cells that hold none."""
+        """Return the numbers of one column by model, without ratios and cells without a number."""
         if name not in self.columns:
             raise ValueError(f"{self.id} has no column {name!r}, only {', '.join(self.columns)}")
         place = self.columns.index(name)
@@ -93,7 +94,7 @@ class Table:
         }
 
     def ordering(self, column: str, group: str = "") -> tuple[str, ...]:
-        """Return the models of one column, best first; none if neither direction is better."""
+        """Return the models by one column, best first; empty if neither direction is better."""
         direction = self.direction(column)
         if direction not in ("lower", "higher"):
             return ()
@@ -101,7 +102,7 @@ class Table:
         return tuple(sorted(values, key=lambda m: values[m], reverse=direction == "higher"))
 
     def direction(self, column: str) -> str:
-        """Return "lower", "higher" or "none": what is better in this column."""
+        """Return which values are better in this column: "lower", "higher" or "none"."""
         if self.column_better:
             return self.column_better[self.columns.index(column)]
         return self.better
@@ -142,7 +143,7 @@ class Published:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Every id, tables first."""
+        """All ids, those of tables first."""
         return (*(table.id for table in self.tables), *(claim.id for claim in self.claims))
 
     def table(self, id: str) -> Table:

@@ -1,4 +1,4 @@
-"""Write a report: Markdown, one HTML page and JSON."""
+"""Writes a report as Markdown, as one HTML page and as JSON."""
 
 import dataclasses
 import json
@@ -14,10 +14,10 @@ from mezzo_core.papers.report import Report, count_statuses, relative
 
 
 def prepare_folder(out: Path, paper: str) -> Path:
-    """Make the report's folder, empty of an older report, and return `out/paper`.
+    """Create the report's folder without files of an older report, and return `out/paper`.
 
-    That folder is the paper's own, for its figures, runs and results; its older figures are
-    removed. Other files stay.
+    The returned folder is for the paper's figures, runs and results. Its older figures are removed;
+    other files stay.
 
     Raises:
         UserError: if `out` cannot be written.
@@ -35,9 +35,9 @@ def prepare_folder(out: Path, paper: str) -> Path:
 
 
 def render_report(report: Report, out: Path) -> None:
-    """Write report.md, report.html and report.json into `out`, the figures being there already.
+    """Write report.md, report.html and report.json into `out`, where the figures already are.
 
-    The HTML carries its figures in itself and loads nothing.
+    The HTML page contains its figures and loads no other files.
     """
     (out / "report.md").write_text(to_markdown(report, out), encoding="utf-8")
     (out / "report.html").write_text(to_html(report), encoding="utf-8")

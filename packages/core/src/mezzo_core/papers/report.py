@@ -1,4 +1,4 @@
-"""What a report holds: findings, figures, samples and benchmarks of each paper."""
+"""The content of a report: findings, figures, samples and benchmarks of each paper."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from mezzo_core.papers.published import Published
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG that was drawn for the report; `text` says in words what it shows."""
+    """A PNG file of the report; `text` describes in words what it shows."""
 
     path: Path
     title: str
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PaperReport:
-    """What one package reports of its paper."""
+    """The report of one package about its paper."""
 
     name: str
     published: Published
@@ -42,7 +42,7 @@ class PaperReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one run reports, with what it was made with."""
+    """The report of one `reproduce` run, with its command, duration and environment."""
 
     papers: Sequence[PaperReport]
     scale: str
@@ -52,10 +52,10 @@ class Report:
 
 
 def count_statuses(findings: Sequence[Finding]) -> dict[Status, int]:
-    """Return how many findings have each status, every status named."""
+    """Return the number of findings of each status, including zeros."""
     return {status: sum(f.status is status for f in findings) for status in Status}
 
 
 def relative(figure: Figure, out: Path) -> str:
-    """Return a figure's path as the report's folder sees it."""
+    """Return a figure's path relative to the report's folder."""
     return figure.path.relative_to(out).as_posix()

@@ -1,16 +1,16 @@
-"""Measured results that a package keeps under `results/<gpu>/`, read for its report.
+"""Reads the measured results that a package keeps under `results/<gpu>/`.
 
-An experiment is one JSON file, with one row a model and seed:
+An experiment is one JSON file, with one row for each model and seed:
 
     {"id": ["rat.table9", "rat.claim.reversed_worse"], "same_setting": false, "gpu": "NVIDIA H200",
      "columns": ["T=8192"], "rows": [{"model": "Attention", "seed": 0, "values": [13.2]}],
      "setting": "...", "unit": "perplexity", "better": "lower",
      "torch": "2.11.0", "triton": "3.6.0", "commit": "...", "date": "2026-01-31"}
 
-`id` names every table and claim that the rows speak to. `same_setting` says whether model, data
-and lengths are the paper's own (then an order that agrees is "reproduced", one that does not
-"differs") or smaller ("scaled down"). A row may have a `group`. Speeds are bench rows: one JSON
-object a line in `*.jsonl`.
+`id` has the ids of all tables and claims that the rows answer. `same_setting` is true if model,
+data and lengths are the paper's own: then an order that agrees is "reproduced", and an order that
+does not agree "differs". Otherwise the status is "scaled down". A row may have a `group`. Speeds
+are bench rows, one JSON object on each line of a `*.jsonl` file.
 """
 
 import json
@@ -27,7 +27,7 @@ BENCH_KEYS = ("name", "impl", "shape", "ms", "ms_p20", "ms_p80", "gpu")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A committed measurement and the tables and claims that it speaks to."""
+    """A committed measurement, and the ids of the tables and claims that it answers."""
 
     ids: tuple[str, ...]
     same_setting: bool
@@ -37,16 +37,16 @@ class Experiment:
 
 
 def load_experiments(folder: Path) -> list[Experiment]:
-    """Read every experiment below a `results` folder; none if there is no such folder.
+    """Read all experiments below a `results` folder; none if there is no such folder.
 
     Raises:
-        UserError: if a file is no experiment; the message names the file and what is wrong.
+        UserError: if a file is not an experiment; the message names the file and the error.
     """
     return [_read_experiment(path) for path in sorted(folder.glob("*/*.json"))]
 
 
 def load_bench(folder: Path) -> list[dict[str, Any]]:
-    """Read every bench row below a `results` folder, in file order.
+    """Read all bench rows below a `results` folder, in the order of the files.
 
     Raises:
         UserError: if a line is not JSON or lacks a key; the message names the file and line.
@@ -79,7 +79,7 @@ def _read_experiment(path: Path) -> Experiment:
 def _experiment(content: dict[str, Any], source: str) -> Experiment:
     names, columns = content["id"], tuple(content["columns"])
     runs: dict[tuple[str, str], dict[int, tuple[Value, ...]]] = {}
-    # Sorted by seed, so that the same place is the same seed for models that have the same ones.
+    # Sorted by seed, so that models with the same seeds have them in the same order.
     for row in sorted(content["rows"], key=lambda row: row.get("seed", 0)):
         if len(row["values"]) != len(columns):
             raise ValueError(f"{row['model']} has not one value a column")

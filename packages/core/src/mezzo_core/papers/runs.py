@@ -1,4 +1,4 @@
-"""A result file that grows by a run at a time: read back to go on, and always written whole."""
+"""Result files to which runs are added one at a time, in several sessions if needed."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,21 +9,23 @@ from mezzo_core.errors import UserError
 
 SAME = ("gpu", "torch", "triton", "setting")
 Runs = dict[tuple[str, int], dict[str, Any]]
-"""What each run showed, by model and seed."""
+"""The results of the runs, by model and seed."""
 
 
 def read_runs(path: Path, origin: Mapping[str, Any], same: Sequence[str] = SAME) -> Runs:
-    """Return the runs that are in a result file; none if there is no file.
+    """Return the runs in a result file; none if there is no file.
 
-    The file's folder is made, so that one which cannot be is no surprise after the training.
+    The file's folder is created here, so that a path that cannot be written fails before the
+    training and not after it.
 
     Args:
-        path: of the file.
-        origin: what the file will say of machine, software and setting.
-        same: keys of `origin` that runs in one file share.
+        path: the result file.
+        origin: the machine, software and setting that will be written to the file.
+        same: keys of `origin` whose values all runs in the file must share.
 
     Raises:
-        UserError: if it is no such file, or of another origin, or its folder cannot be made.
+        UserError: if the file is not a result file or is of another origin, or if its folder cannot
+            be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,12 +51,12 @@ def read_runs(path: Path, origin: Mapping[str, Any], same: Sequence[str] = SAME)
 def write_result(
     path: Path, content: Mapping[str, Any], draw: Callable[[Path], None] | None = None
 ) -> None:
-    """Write a result file through one beside it, so that a kill leaves it old or new, never half.
+    """Write a result file beside its place and rename it, so that a kill never leaves half of it.
 
     Args:
-        path: of the file.
-        content: what is written, as JSON.
-        draw: draws the figure that goes with it, into the file that it is given.
+        path: the result file.
+        content: its content, written as JSON.
+        draw: draws the figure of the result into the given path.
 
     Raises:
         UserError: if a file cannot be written.

@@ -1,4 +1,4 @@
-"""Checks that need no training: equalities in float64, and a paper's settings in our recipes."""
+"""Checks without training: equalities in float64, and a paper's hyperparameters in our recipes."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status
 def equality(
     id: str, statement: str, ours: Tensor, expected: Tensor, tolerance: float = 1e-6
 ) -> Finding:
-    """Say whether two tensors that the method makes equal are, by their relative error.
+    """Check that two tensors are equal as the method says, by their relative error.
 
     Args:
-        id: of the check.
-        statement: what is equal to what, in words.
-        ours: what the package computes.
-        expected: what it has to be.
-        tolerance: what rounding may do; RoPE's tables are float32.
+        id: id of the check.
+        statement: the equality in words.
+        ours: the tensor that the package computes.
+        expected: the tensor that it should equal.
+        tolerance: allowed relative error; it covers RoPE's angles, which are float32.
     """
     error = float((ours - expected).norm() / expected.norm())
     return Finding(
@@ -31,12 +31,12 @@ def equality(
 
 
 def decode_equals_prefill(id: str, config: LMConfig, layers: str) -> Finding:
-    """Logits step by step, after an uneven prefill, are those of one full forward.
+    """Check that decoding step by step, after a prefill, gives the logits of one full forward.
 
     Args:
-        id: of the check.
-        config: of a small model.
-        layers: what its layers are, in words.
+        id: id of the check.
+        config: configuration of a small model.
+        layers: description of its layers in words.
     """
     T, prefill = 75, 37
     torch.manual_seed(0)
@@ -59,13 +59,14 @@ def decode_equals_prefill(id: str, config: LMConfig, layers: str) -> Finding:
 def compare_setup(
     claim: Claim, ours: Mapping[str, float], recipes: str, rounded: Mapping[str, float]
 ) -> Finding:
-    """Compare a printed configuration with our recipes, value by value.
+    """Compare the hyperparameters that a paper prints with our recipes, value by value.
 
     Args:
-        claim: with the printed values and their labels.
-        ours: our values by the same labels; what no recipe has (a number of GPUs) is left out.
-        recipes: whose values these are, in words.
-        rounded: relative tolerance of labels that the paper prints rounded; others are exact.
+        claim: the claim with the printed values and their labels.
+        ours: our values by the same labels, without those that no recipe has (number of GPUs).
+        recipes: names of the recipes with these values, in words.
+        rounded: relative tolerances of the labels whose values are printed rounded. The values of
+            other labels must be equal.
     """
     everything = claim.labelled()
     printed = {label: float(value) for label, value in everything.items() if label in ours}

@@ -1,4 +1,4 @@
-"""What a reproduction measures, each part run once and only when a table or claim asks for it."""
+"""The measurements of a reproduction: each is made once, when a table or claim first needs it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,18 +11,21 @@ from mezzo_core.train.config import TrainConfig
 
 Result = TypeVar("Result")
 Watch = Callable[[str, int, int], None]
-"""Called with what runs now, how much of it is done, and of how much."""
+"""Called with the name of the running work, how much of it is done, and how much there is."""
 
 
 class Once:
-    """Pieces of work, each done at the first call; later ones get its result, or its error."""
+    """Runs each piece of work at its first request; later requests get its result or its error."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._outcomes: dict[str, Future[Any]] = {}
 
     def get(self, name: str, work: Callable[[Callable[[int, int], None]], Result]) -> Result:
-        """Return what the work of this name gave; `work` is called with where to tell progress."""
+        """Return the result of the work of this name, running it if it has not run yet.
+
+        `work` is called with a function (done, of) to which it reports its progress.
+        """
         if name not in self._outcomes:
             self._watch(name, 0, 1)
             outcome: Future[Any] = Future()
@@ -34,23 +37,23 @@ class Once:
         return self._outcomes[name].result()
 
     def went_well(self, name: str) -> bool:
-        """Tell whether the work of this name was asked for and gave a result."""
+        """Tell whether the work of this name has run without an error."""
         return name in self._outcomes and self._outcomes[name].exception() is None
 
 
 class Trainings:
-    """The tiny trainings of one reproduction, and what they say."""
+    """The tiny trainings of one reproduction, and their measurements."""
 
     def __init__(
         self, models: Mapping[str, TrainConfig], budget: Budget, folder: Path, once: Once
     ) -> None:
-        """Describe them; nothing is trained before a result is asked for.
+        """Describe the trainings. They run when a result is first requested.
 
         Args:
-            models: recipes by the paper's names.
-            budget: of each training.
-            folder: where the runs are kept.
-            once: what else this reproduction does once.
+            models: recipes by the paper's names of the models.
+            budget: budget of each training.
+            folder: folder for the runs.
+            once: runs the trainings once, with the other work of this reproduction.
         """
         self.models = models
         self.budget = budget
@@ -60,14 +63,14 @@ class Trainings:
 
     @property
     def runs(self) -> Sequence[TrainedRun]:
-        """Every run, all seeds."""
+        """All runs, with all seeds."""
         return self._once.get(
             self._name, lambda watch: train_all(self.models, self.budget, self._folder, watch)
         )
 
     @property
     def done(self) -> bool:
-        """Whether the trainings were asked for and went well."""
+        """Whether the trainings have run without an error."""
         return self._once.went_well(self._name)
 
     def seeds_of(self, model: str) -> list[TrainedRun]:
@@ -97,7 +100,7 @@ class Trainings:
 
     @property
     def setting(self) -> str:
-        """What every training shares, in words."""
+        """The setting that all trainings share, in words."""
         run = self.runs[0]
         tokens = self.budget.steps * self.budget.batch_size * run.seq_len
         return (

@@ -1,4 +1,4 @@
-"""Figures that every report has, and a text that one of the tiny models continues."""
+"""The figures of every report, and a sample text that a tiny model wrote."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ LENGTHS = tuple(2**i for i in range(10, 19))
 
 
 def training_figures(trainings: Trainings, folder: Path) -> list[Figure]:
-    """Draw loss curves and perplexities into an existing folder; nothing if nothing was trained."""
+    """Draw loss curves and perplexities into an existing folder, if there were trainings."""
     if not trainings.done:
         return []
     return [
@@ -28,7 +28,7 @@ def training_figures(trainings: Trainings, folder: Path) -> list[Figure]:
 
 
 def sample_text(trainings: Trainings, model: str, num_tokens: int) -> list[Sample]:
-    """Let a model of the first seed continue PROMPT; nothing if nothing was trained."""
+    """Let a model of the first seed continue PROMPT, if there were trainings."""
     if not trainings.done:
         return []
     run = trainings.seeds_of(model)[0]
@@ -72,13 +72,13 @@ def _bars(trainings: Trainings, path: Path) -> Figure:
 
 
 def layer_costs(mixers: Mapping[str, MixerConfig], d_model: int, path: Path, sizes: str) -> Figure:
-    """Draw what one layer computes and holds at each of LENGTHS, by its own formulas.
+    """Draw the FLOPs and the state bytes of one layer at each of LENGTHS, by the mixer's formulas.
 
     Args:
-        mixers: by the paper's names.
+        mixers: mixer configurations by the paper's names.
         d_model: C.
-        path: of the figure.
-        sizes: C and others, in words.
+        path: file of the figure.
+        sizes: the sizes (C and others) in words.
     """
     flops, state = {}, {}
     for name, config in mixers.items():

@@ -1,4 +1,4 @@
-"""From the command to the report: what every paper's `reproduce` has in common."""
+"""The steps from a `reproduce` command to its report, which all papers share."""
 
 import shlex
 import sys
@@ -22,20 +22,20 @@ from mezzo_core.papers import (
     Report,
     Status,
     check_complete,
-    environment,
+    describe_environment,
     render_report,
 )
 from mezzo_core.reproduction.evidence import Watch
 
-Scale = TypeVar("Scale")
+RunScale = TypeVar("RunScale")
 ReproducePaper = Callable[[Sequence[str] | None, str, Path], PaperReport]
-"""Called with the wanted ids (None: all), the scale and the report's folder."""
+"""Called with the wanted ids (None for all), the name of the scale and the report's folder."""
 
 
 def report_papers(
     papers: Sequence[ReproducePaper], only: Sequence[str] | None, scale: str, out: Path
 ) -> list[PaperReport]:
-    """Reproduce papers, write report.md, .html and .json into `out`, and print what came out."""
+    """Reproduce papers, write report.md, .html and .json into `out`, and print the findings."""
     start = time.perf_counter()
     reports = [reproduce_paper(only, scale, out) for reproduce_paper in papers]
     whole = Report(
@@ -43,7 +43,7 @@ def report_papers(
         scale=scale,
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         seconds=time.perf_counter() - start,
-        environment=environment(),
+        environment=describe_environment(),
     )
     render_report(whole, out)
     for report in reports:
@@ -53,7 +53,7 @@ def report_papers(
 
 
 def show(report: PaperReport) -> None:
-    """Print what came out, one line a finding that was attempted."""
+    """Print the findings, one line for each, without those that were not attempted."""
     console = Console()
     table = Table("table, claim or check", "status", "in one sentence")
     left_out = 0
@@ -67,8 +67,12 @@ def show(report: PaperReport) -> None:
         console.print(f"{left_out} more were not attempted; the report says why.")
 
 
-def known_scale(scales: Mapping[str, Scale], name: str) -> Scale:
-    """Return the scale of this name; a UserError with the nearest names if there is none."""
+def known_scale(scales: Mapping[str, RunScale], name: str) -> RunScale:
+    """Return the scale of this name.
+
+    Raises:
+        UserError: if there is none; the message shows similar names.
+    """
     if name not in scales:
         raise UserError(f"no scale is named {name!r}{nearest(name, scales)}")
     return scales[name]
@@ -77,7 +81,11 @@ def known_scale(scales: Mapping[str, Scale], name: str) -> Scale:
 def known_ids(
     published: Published, checks: Collection[str], only: Sequence[str] | None
 ) -> list[str] | None:
-    """Return the wanted ids, or None for all; a UserError with the nearest ids for another one."""
+    """Return the wanted ids, or None for all.
+
+    Raises:
+        UserError: if an id is unknown; the message shows similar ids.
+    """
     known = (*published.ids, *checks)
     for id in only or ():
         if id not in known:
@@ -91,16 +99,16 @@ def find_all(
     only: Collection[str] | None,
     find: Callable[[str], Finding],
 ) -> list[Finding]:
-    """Return one finding a table, claim and check (of `only`), in the order of the paper."""
+    """Return a finding for each table, claim and check (in `only`), in the order of the paper."""
     findings = [find(id) for id in (*published.ids, *checks) if only is None or id in only]
     check_complete(published, findings, None if only is None else set(only))
     return findings
 
 
 def guarded(id: str, work: Callable[[], Finding]) -> Finding:
-    """Turn a check that breaks into "differs": the others still run, and the report says so.
+    """Run a check. If it fails with an error, return a finding that says so, with status "differs".
 
-    What the user can mend (a full disk, say) still stops the reproduction.
+    So the other checks still run. A `UserError`, such as a full disk, stops the reproduction.
     """
     try:
         return work()
@@ -112,7 +120,7 @@ def guarded(id: str, work: Callable[[], Finding]) -> Finding:
 
 
 def kind_of(id: str) -> Kind:
-    """Return "table", "claim" or "check": an id is PAPER.KIND... ("setup" is a claim)."""
+    """Return the kind of an id PAPER.KIND...: "table", "check", or "claim" for all others."""
     kind = id.split(".")[1]
     if kind.startswith("table"):
         return "table"
@@ -121,7 +129,7 @@ def kind_of(id: str) -> Kind:
 
 @contextmanager
 def threads(number: int | None) -> Iterator[None]:
-    """Give torch this many threads for a while; None leaves its own choice."""
+    """Set torch's number of threads in this context; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -132,7 +140,7 @@ def threads(number: int | None) -> Iterator[None]:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Watch]:
-    """Show a bar on the console; what runs reports itself through the function that is given."""
+    """Show a progress bar; running work reports its progress to the yielded function."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     ) as bars:

@@ -1,4 +1,4 @@
-"""Orders that a paper states, against our numbers: this run's, or results measured elsewhere."""
+"""Compares the orders that a paper states with our numbers, of this run or of committed results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,14 +26,14 @@ def ordering_finding(
     column: str,
     note: str = "",
 ) -> Finding:
-    """Compare an order with one column of a smaller measurement of ours.
+    """Compare a stated order with one column of a smaller measurement of ours.
 
     Args:
         printed: the claim or the table that states the order.
-        ordering: names of the measurement, best first; what was not measured is passed over.
-        measurement: ours.
-        column: of it.
-        note: said after the verdict.
+        ordering: names of models, best first; models that we did not measure are ignored.
+        measurement: our measurement.
+        column: the column to compare.
+        note: text to add after the verdict.
     """
     ours, better = measurement.samples(column), printed.better or "lower"
     order = compare_order(ordering, ours, better)
@@ -49,9 +49,9 @@ def ordering_finding(
 
 
 def speaking_to(id: str, experiments: Sequence[Experiment]) -> list[Experiment]:
-    """Return the experiments about one table or claim, the paper's own setting last.
+    """Return the experiments about one table or claim, those at the paper's own setting last.
 
-    The last one is what a finding ends up saying.
+    The finding is updated by each of them in turn, so the last one decides its status.
     """
     found = [each for each in experiments if id in each.ids]
     return sorted(found, key=lambda each: each.same_setting)
@@ -63,14 +63,16 @@ def with_experiment(
     experiment: Experiment,
     ordering: Sequence[str] | None = None,
 ) -> Finding:
-    """Let a result measured elsewhere and committed speak first; our own rows stay beside it.
+    """Update a finding by a committed result, which decides its status and comes first in it.
+
+    The measurements and the summary of the finding so far are kept after it.
 
     Args:
-        finding: what was found so far.
+        finding: the finding so far.
         published: the paper's numbers.
-        experiment: the result.
-        ordering: what is compared with each column; by default the order that is printed, column
-            by column and group by group for a table.
+        experiment: the committed result.
+        ordering: the order to compare with each column. By default it is the printed order, which
+            a table has for each of its columns and groups.
     """
     ours = experiment.measurement
     order = Order(tuple(_pairs(finding, published, experiment, ordering)))
@@ -93,7 +95,7 @@ def _pairs(
     experiment: Experiment,
     ordering: Sequence[str] | None,
 ) -> Iterator[Pair]:
-    """Yield the neighbours of every order that the experiment's columns can answer."""
+    """Yield the compared neighbours of all orders for which the experiment has numbers."""
     measured = experiment.measurement
     for column in measured.columns:
         for group in sorted({row.group for row in measured.rows}):

@@ -1,6 +1,6 @@
-"""Speeds measured elsewhere, in words: what one model's numbers are to another's.
+"""Describes committed speed measurements in words: one model's numbers relative to another's.
 
-A speed belongs to the machine: on another one than the paper's it is always scaled down.
+A speed depends on the machine. On another machine than the paper's the status is "scaled down".
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from dataclasses import replace
 from mezzo_core.papers import Experiment, Finding, Measurement, Status
 
 Words = Callable[[Measurement], str | None]
-"""What a measurement says about one claim; None: nothing."""
+"""Returns what a measurement says about a claim, or None if it says nothing."""
 Place = tuple[str, str]
 """The group and the column of a cell."""
 
@@ -17,9 +17,9 @@ Place = tuple[str, str]
 def with_words(
     finding: Finding, experiment: Experiment, said: str | None, details: tuple[str, ...] = ()
 ) -> Finding:
-    """Let a committed result of speed answer, if it says anything.
+    """Update a finding by a committed speed result, if `said` is not None.
 
-    What the finding said before stays beside it.
+    The finding's earlier summary is kept among its details.
     """
     if said is None:
         return finding
@@ -52,13 +52,13 @@ def groups(ours: Measurement) -> list[str]:
 
 
 def listed(found: Mapping[Place, float], axis: str = "T") -> str:
-    """Write numbers with their places, such as "1.25 at B=64, T = 4096"."""
+    """Write numbers with their groups and columns, such as "1.25 at B=64, T = 4096"."""
     parts = (f"{ratio:.2f} at {named(*place, axis)}" for place, ratio in found.items())
     return ", ".join(parts) or "not measured"
 
 
 def named(group: str, column: str, axis: str = "T") -> str:
-    """Write a place in words; a column that is a number is a length, by default T."""
+    """Write a group and a column in words; a column that is a number is a value of `axis`."""
     number = column.removeprefix(f"{axis}=")
     length = f"{axis} = {number}" if number.isdigit() else column
     return f"{group}, {length}" if group else length

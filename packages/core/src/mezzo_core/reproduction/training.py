@@ -1,4 +1,4 @@
-"""Tiny trainings of recipes: same tokens, same seeds, same budget; only the mixers differ."""
+"""Tiny trainings of recipes on the same tokens, with the same seeds and budget."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
 
-MAX_PROCESSES = 6  # each holds a copy of torch, a model and its activations: about a gigabyte
+MAX_PROCESSES = 6  # each takes about a gigabyte for torch, a model and its activations
 WINDOWS = 4
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every training of a reproduction may spend.
+    """The size of each training of a reproduction.
 
     Attributes:
-        seeds: of the weights; every model is trained with each.
-        steps, batch_size, seq_len: of each training.
+        seeds: seeds of the weights; every model is trained once with each.
+        steps, batch_size, seq_len: as in `TrainConfig`.
         eval_batches: validation batches of an evaluation; None reads the whole validation part.
-        test_lengths: T of evaluations at other lengths than the training's; none if empty.
+        test_lengths: further lengths T at which the trained models are evaluated.
         parallel: train one model on each core, rather than one model on all cores.
     """
 
@@ -43,9 +43,9 @@ class Budget:
 
 
 CPU = Budget(seeds=(0, 1, 2), steps=300, batch_size=2, seq_len=512)
-"""A minute or two a model and seed on one core."""
+"""Takes a minute or two for each model and seed on one core."""
 SMOKE = Budget(seeds=(0,), steps=3, batch_size=1, seq_len=64, eval_batches=1, parallel=False)
-"""Seconds: shows that everything runs."""
+"""Takes seconds, and only shows that everything runs."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What one training gave; `loss_at` is the validation loss by test length."""
+    """The result of one training; `loss_at` is the validation loss by test length."""
 
     model: str
     seed: int
@@ -74,9 +74,9 @@ class TrainedRun:
 
 
 def jobs(models: Mapping[str, TrainConfig], budget: Budget, out: Path) -> list[Job]:
-    """List the trainings of a budget, the first seed of every model first.
+    """List the trainings of a budget: all models with the first seed, then with the next ones.
 
-    The first seed's run is kept as `out/RECIPE`, another's as `out/RECIPE-seedN`.
+    The run with the first seed is kept in `out/RECIPE`, the others in `out/RECIPE-seedN`.
     """
     return [
         Job(
@@ -91,9 +91,9 @@ def jobs(models: Mapping[str, TrainConfig], budget: Budget, out: Path) -> list[J
 
 
 def configure(config: TrainConfig, budget: Budget, seed: int) -> TrainConfig:
-    """Give a recipe the budget and the seed of a reproduction.
+    """Return a recipe with the budget and the seed of a reproduction.
 
-    The data keeps its own seed: every run reads the same tokens in the same order, and is
+    The data keeps its own seed. So all runs read the same tokens in the same order, and are
     evaluated on the same text.
     """
     return replace(
@@ -123,16 +123,16 @@ def train_all(
 
     Args:
         models: recipes by the paper's names.
-        budget: of each training.
+        budget: budget of each training.
         out: the folder of all runs.
-        on_progress: called with the steps done and those of all trainings.
+        on_progress: called with the steps done so far and the steps of all trainings.
     """
     work = jobs(models, budget, out)
     for job in work:
         shutil.rmtree(job.out, ignore_errors=True)
     total = len(work) * budget.steps
     report = on_progress or (lambda done, total: None)
-    # Processes do not share one GPU well; there the trainings take turns.
+    # Several processes slow each other down on one GPU, so there one training runs at a time.
     if torch.cuda.is_available() or not budget.parallel:
         runs = []
         for job in work:
@@ -169,9 +169,9 @@ def run_job(job: Job) -> TrainedRun:
 
 
 def losses_by_length(job: Job) -> dict[int, float]:
-    """Return the validation loss in nats a token by test length T, in windows of that length.
+    """Return the validation loss in nats per token for each test length T, in windows of T.
 
-    Every length reads the same text: the first WINDOWS windows of the longest.
+    All lengths read the same text: the first WINDOWS windows of the longest length.
     """
     if not job.test_lengths:
         return {}
@@ -186,13 +186,13 @@ def losses_by_length(job: Job) -> dict[int, float]:
 
 
 def count_parameters(config: TrainConfig) -> int:
-    """Return the weights of a recipe's model, shared ones once."""
+    """Return the number of weights of a recipe's model, counting shared ones once."""
     with torch.device("meta"):
         return config.model.build().num_parameters()
 
 
 def read_curve(out: Path) -> tuple[tuple[float, float], ...]:
-    """Return (step, training loss) of each logged step of a run; none before the first."""
+    """Return (step, training loss) of each step in a run's log; empty if there is no log yet."""
     log = out / "log.jsonl"
     if not log.exists():
         return ()

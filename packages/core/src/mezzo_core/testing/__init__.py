@@ -1,4 +1,4 @@
-"""What the tests of every package share: comparisons, gradients, poisoned memory, properties."""
+"""Helpers for the tests of all packages: comparisons, gradients, poisoned memory, properties."""
 
 from mezzo_core.testing.numerics import assert_close as assert_close
 from mezzo_core.testing.numerics import grads as grads

@@ -1,4 +1,6 @@
-"""Each argument of a public function replaced by something else: one clear line, or a right result.
+"""Tests public functions with wrong arguments: they must raise a clear error, or compute correctly.
+
+Each argument of a valid call is replaced in turn by other values.
 
 A package lists its calls (`Call`) and configurations (`Configured`), and tests them all:
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.numerics import assert_close
 
-# What no argument may be, whatever it stands for.
+# Values that are wrong for every argument.
 _NEVER = {
     "a string": "no such choice",
     "a list": [1.0, 2.0],
@@ -27,7 +29,7 @@ _NEVER = {
     "an object": object(),
     "a complex number": 1j,
 }
-# Values for a field of a configuration, most of them of another kind.
+# Replacements for a field of a configuration; most have a wrong type.
 _VALUES: tuple[Any, ...] = (
     "x", "", None, True, False, 0, 1, -1, 3, 1.5, math.nan, math.inf, -math.inf, 1e308, 2**70,
     (), (1,), (1.0, "x"), (math.nan, 2.0), [], {}, object(), 1j,
@@ -39,13 +41,14 @@ class Call:
     """A valid call of a public function.
 
     Attributes:
-        function: what is called.
-        arguments: makes them anew, by name; what the function overwrites is thus its own.
-        optional: names of those that may be None as well.
-        definition: the function that says what is right, of the same arguments; None: the results
-            must be finite.
+        function: the function to call.
+        arguments: returns new arguments by name at each call, so that the function may overwrite
+            them.
+        optional: names of the arguments that may also be None.
+        definition: a function with the same arguments that computes the expected result; with None
+            the results only have to be finite.
         words: for an argument, other words by which a message may name it.
-        of_any_rank: names of tensors that may have an axis more or less.
+        of_any_rank: names of the tensors that may have one axis more or less.
     """
 
     function: Callable[..., Any]
@@ -57,30 +60,31 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The function's name and what is given, for a test's id."""
+        """The names of the function and its given arguments, for a test's id."""
         given = [name for name, value in self.arguments().items() if value is not None]
         function = getattr(self.function, "__name__", type(self.function).__name__)
         return f"{function}({','.join(given)})"
 
 
 class Replacement(NamedTuple):
-    """What takes an argument's place."""
+    """A value that replaces an argument."""
 
     what: str
     value: Any
     must_refuse: bool
-    """Whether it can mean nothing; else a right result is as good as an error."""
+    """Whether it must raise an error. Otherwise a correct result is fine too."""
     is_relative: bool = False
-    """Whether it is wrong only beside the others: then a message may name any of them."""
+    """Whether it is only wrong in combination with the other arguments. Then the message may name
+    any of them."""
 
 
 def check_arguments(call: Call) -> None:
-    """Replace each argument of a call, one at a time, by all that `replacements` gives.
+    """Replace each argument of a call, one at a time, by each of its `replacements`.
 
     Raises:
-        AssertionError: if a replacement is accepted that must not be, gives a wrong result, or
-            raises anything but one line (TypeError or ValueError) that names the argument; with a
-            line for each.
+        AssertionError: if a replacement is accepted that must be refused, gives a wrong result, or
+            raises anything other than a TypeError or ValueError of one line that names the
+            argument. The message has one line for each such replacement.
     """
     faults = [find_fault(call, {})]
     for name, value in call.arguments().items():
@@ -91,7 +95,7 @@ def check_arguments(call: Call) -> None:
 
 
 def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
-    """Make a call with some arguments replaced, and say what is wrong with what comes back."""
+    """Make a call with replaced arguments; return what is wrong with its outcome, or None."""
     told = f"{call.name}: " + ", ".join(f"{name} is {part.what}" for name, part in replaced.items())
     arguments = {**call.arguments(), **{name: part.value for name, part in replaced.items()}}
     try:
@@ -105,7 +109,7 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
             raise
         is_relative = any(part.is_relative for part in replaced.values())
         if is_relative and ("on meta" in str(error) or "device" in str(error)):
-            return None  # the other side may be a layer's weight, and the words be torch's own
+            return None  # it may disagree with a layer's weight; then the message is torch's own
         blamed = arguments if is_relative else replaced
         return _fault_of(told, error, [w for n in blamed for w in (n, *call.words.get(n, ()))])
     for name, part in replaced.items():
@@ -117,15 +121,15 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
 def check_module_arguments(
     module: AbstractSequenceModule, *, batch: int = 2, num_tokens: int = 5
 ) -> None:
-    """Replace each argument of forward and step, of a mixer, block or stack; see `check_arguments`.
+    """Replace each argument of the `forward` and `step` of a mixer, a block or a stack.
 
     Args:
-        module: on a CPU, in float32.
-        batch: rows of the inputs, at least 2.
-        num_tokens: of each row, at least 3.
+        module: the module, on a CPU, in float32.
+        batch: number of rows of the inputs, at least 2.
+        num_tokens: tokens of each row, at least 3.
 
     Raises:
-        AssertionError: as `check_arguments`.
+        AssertionError: as in `check_arguments`.
     """
     optional = frozenset({"state", "lengths", "cu_seqlens"})
     x = torch.randn(batch, num_tokens, module.d_model, generator=torch.Generator().manual_seed(0))
@@ -139,13 +143,13 @@ def check_module_arguments(
             lambda: {"x": x[:, :1], "state": module.reserve(module.init_state(batch), 3)},
         ),
     ):
-        # A step needs its state.
+        # The state is optional for `forward` only.
         may = optional if function is module else frozenset[str]()
         check_arguments(Call(function, arguments, may))
 
 
 def replacements(value: Any) -> list[Replacement]:
-    """Return what is to take the place of a valid argument; nothing for None."""
+    """Return the replacements to try for a valid argument; none for None."""
     if value is None:
         return []
     found = [Replacement(what, other, True) for what, other in _NEVER.items()]
@@ -162,15 +166,15 @@ def replacements(value: Any) -> list[Replacement]:
 
 
 def check_fields(valid: Any, use: Callable[[Any], Tensor]) -> None:
-    """Replace each field of a configuration by values of every kind.
+    """Replace each field of a configuration by values of many types.
 
     Args:
-        valid: a frozen dataclass.
-        use: builds what it describes, uses it, and returns numbers that must be finite.
+        valid: a valid configuration, a frozen dataclass.
+        use: builds and runs the configured object, and returns numbers that must be finite.
 
     Raises:
-        AssertionError: if a value gives NaN, or raises anything but one line (TypeError or
-            ValueError, from the class or from `use`) that names the field.
+        AssertionError: if a value gives NaN or infinity, or raises anything other than a TypeError
+            or ValueError of one line that names the field (from the class or from `use`).
     """
     faults: list[str | None] = []
     for field in dataclasses.fields(valid):

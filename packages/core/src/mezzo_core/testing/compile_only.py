@@ -1,4 +1,7 @@
-"""Compile kernels for a GPU that is not here: the interpreter runs what no compiler would take."""
+"""Compiles kernels for a GPU on a machine without one.
+
+This is needed because the interpreter also runs kernels that the compiler would not accept.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,16 +10,16 @@ from typing import Any
 
 @contextmanager
 def compile_only(capability: int = 90) -> Iterator[list[str]]:
-    """Compile each Triton kernel that is launched, for an NVIDIA GPU, and run none of them.
+    """Compile each launched Triton kernel for an NVIDIA GPU, without running it.
 
-    The launches' tensors may be on a CPU, and what they should have written is not. It must be
-    entered where TRITON_INTERPRET is not set (a process of its own).
+    The arguments may be tensors on a CPU; the kernels' outputs stay unwritten. TRITON_INTERPRET
+    must not be set, so tests use this in a process of its own.
 
     Args:
         capability: compute capability times ten; 90 is Hopper.
 
     Yields:
-        The names of the kernels, one for each compilation, as they come.
+        A list, to which the name of the kernel is appended at each compilation.
     """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -35,11 +38,11 @@ def compile_only(capability: int = 90) -> Iterator[list[str]]:
         yield compiled
     finally:
         jit.JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
-        driver.set_active(None)  # Triton looks for a GPU when it next needs one
+        driver.set_active(None)  # Triton then looks for a real GPU when it next needs one
 
 
 class _AbsentGPU:
-    """What Triton asks of a driver before it launches."""
+    """The part of Triton's driver interface that compiling a kernel needs."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

@@ -1,7 +1,7 @@
-"""Files as accidents, other programs and attackers leave them: what a reader must survive.
+"""Damaged files, as left by accidents, other programs or attackers, to test readers with.
 
-A test writes each damaged form in the place of a file that is read, and reads it: what comes back
-is one clear line (a UserError), or what the whole file gives.
+A test replaces a file by each of its damaged forms and reads it. The reader must raise a UserError
+of one line, or return the same as for the undamaged file.
 """
 
 import json
@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# What a value in a JSON file may have become; the last ones are put into the text as they are.
+# Values that replace one in a JSON file. The last ones are inserted into the text unchanged.
 _VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -30,7 +30,7 @@ _TEXTS = ("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 5000 + "]" * 5000, "{",
 
 
 class Damage(NamedTuple):
-    """What a file has become."""
+    """A damaged form of a file."""
 
     what: str
     content: bytes
@@ -40,8 +40,8 @@ def damages(content: bytes, rng: random.Random) -> Iterator[Damage]:
     """Yield damaged forms of any file: bytes flipped, cut off, added or replaced.
 
     Args:
-        content: of the whole file.
-        rng: chooses the places.
+        content: the undamaged file's bytes.
+        rng: chooses the places to damage.
     """
     yield Damage("empty", b"")
     yield Damage("zeros", bytes(len(content)))
@@ -55,7 +55,7 @@ def damages(content: bytes, rng: random.Random) -> Iterator[Damage]:
 
 
 def json_damages(content: bytes) -> Iterator[Damage]:
-    """Yield forms of a JSON file in which one value, at any depth, is another or is gone."""
+    """Yield forms of a JSON file in which one value, at any depth, is replaced or removed."""
     whole = json.loads(content)
     for place in _places(whole):
         named = "/".join(str(key) for key in place)

@@ -1,8 +1,9 @@
-"""Triton's interpreter made to do what GPUs do, where it does not as it comes.
+"""Corrects errors of Triton's interpreter, so that it computes what a GPU would.
 
-It holds the bits of bfloat16 in integers: it multiplies matrices of these integers, and casts cut
-off what they should round. Comparisons of integers bear the integers' type there, so one number
-compared and spread over a block becomes a block of integers, which Triton 3.9 refuses as a mask.
+The interpreter stores the bits of bfloat16 in integers. Its matrix products multiply these integers
+instead of the numbers, and its casts to bfloat16 truncate instead of rounding. A comparison of
+integers also gets an integer type: broadcast from one number to a block, it becomes a block of
+integers, which Triton 3.9 does not accept as a mask.
 """
 
 from typing import Any
@@ -11,9 +12,9 @@ import numpy as np
 
 
 def repair_interpreter() -> None:
-    """Repair products of bfloat16, casts to and from it, and masks that one comparison makes.
+    """Correct matrix products and casts of bfloat16, and masks from a comparison of two numbers.
 
-    Arithmetic on elements of bfloat16 stays wrong: a kernel casts them to float32 first.
+    Elementwise arithmetic in bfloat16 stays wrong, so kernels must cast to float32 first.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -44,7 +45,7 @@ def repair_interpreter() -> None:
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """Return the bits of the nearest bfloat16, of two as near the even one."""
+    """Return the bits of x rounded to bfloat16, ties to even."""
     bits = x.view(np.uint32)
     nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(x), 0x7FC0, nearest).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""How close is close enough: one rule for every kernel, and the gradients that it is applied to."""
+"""The tolerance that all kernels are tested with, and a helper that computes gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,25 +17,26 @@ def assert_close(
     factor: float = 2.0,
     atol: float = 0.0,
 ) -> None:
-    """Assert that `out` equals `ref` to rounding, by two bounds that must both hold.
+    """Assert that `out` equals `ref` up to rounding, by two bounds that must both hold.
 
-    In norm: ||out - ref|| <= rtol ||ref||. And, when `low` is given, in the worst element, by
-    FlashAttention's rule: max|out - ref| <= factor max|low - ref| + 2 max|(ref + 0.3) - 0.3 - ref|,
-    the last term rounded as `out` is. Infinities must sit in the same places with the same signs;
-    a NaN on either side fails.
+    The first is a bound of the norm: ||out - ref|| <= rtol ||ref||. The second, if `low` is given,
+    is FlashAttention's bound of the largest error:
+    max|out - ref| <= factor max|low - ref| + 2 max|(ref + 0.3) - 0.3 - ref|, where the last term is
+    computed in the dtype of `out`. Infinities must be at the same places with the same signs. A NaN
+    in either tensor fails.
 
     Args:
-        name: what is compared, for the message.
+        name: name of the tensor in the message.
         out: the tensor under test.
-        ref: the truth, of the same shape: the reference computed in float32 or better.
+        ref: the expected tensor of the same shape: the reference computed in float32 or float64.
         rtol: 5e-3 for bfloat16 and float16 (8e-3 for gradients of gates), 1e-5 for float32.
-        low: the reference computed in the dtype of `out`, whose error is the yardstick.
+        low: the reference computed in the dtype of `out`; its error sets the second bound.
         factor: how many times the error of `low` is allowed; 3 for the backward of a recurrence.
-        atol: root mean square that is allowed besides, for what is exactly zero on paper and
-            rounding error in practice (dq of a lone token).
+        atol: additional root mean square error that is allowed, for a tensor whose exact value is
+            zero (dq of a sequence of one token).
 
     Raises:
-        AssertionError: if a bound is broken; the message holds the numbers.
+        AssertionError: if a bound is exceeded; the message has the numbers.
     """
     assert out.shape == ref.shape, f"{name}: shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
     assert not out.isnan().any(), f"{name}: {int(out.isnan().sum())} of {out.numel()} are NaN"
@@ -69,17 +70,17 @@ def assert_close(
 def grads(
     fn: Callable[..., Any], inputs: Mapping[str, Tensor | None], dout: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Call `fn(**inputs)` and pull `dout` back through it.
+    """Call `fn(**inputs)` and compute the gradients of its inputs from that of its output.
 
     Args:
         fn: returns a tensor, or a tuple of tensors and Nones.
-        inputs: arguments by name; the floating-point tensors among them get gradients. They keep
-            their strides, and the caller's tensors are left as they are.
-        dout: gradient of the output; for a tuple of outputs a tuple as long, None where an output
-            gets no gradient.
+        inputs: arguments by name. Gradients are computed for the floating-point tensors, on
+            detached tensors with the same strides; the caller's tensors stay unchanged.
+        dout: gradient of the output. For a tuple of outputs it is a tuple of the same length, with
+            None for an output without a gradient.
 
     Returns:
-        What `fn` returned, and the gradients by name: zeros for an input that was not used.
+        The result of `fn`, and the gradients by name, which are zeros for an unused input.
     """
     leaves = {
         name: value.detach().requires_grad_(value.is_floating_point())

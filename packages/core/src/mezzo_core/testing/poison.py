@@ -1,8 +1,8 @@
-"""Memory that was never written shows: every fresh floating-point buffer starts as NaN.
+"""Fills every new floating-point buffer with NaN, so that tests notice memory that is not written.
 
-A kernel that forgets part of its output usually passes its tests, because fresh memory tends to
-hold zeros. In a conftest.py: `from mezzo_core.testing.poison import poison_memory`, then use the
-fixture (or wrap it in an autouse one).
+A kernel that forgets to write a part of its output usually passes its tests, because new memory
+tends to hold zeros. To use this, write `from mezzo_core.testing.poison import poison_memory` in a
+conftest.py, and use the fixture (or wrap it in an autouse fixture).
 """
 
 import functools
@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Dynamo cannot look into a wrapped builtin, so a compiled program calls this as it is.
+    # Dynamo cannot trace into a wrapped builtin, so a compiled program must call this function.
     @torch.compiler.allow_in_graph
     @functools.wraps(allocate)
     def allocate_nan(*args: Any, **kwargs: Any) -> Tensor:
         fresh = allocate(*args, **kwargs)
-        # A traced or meta tensor has no memory, and the fill would change the traced program.
+        # A traced or meta tensor has no memory, and filling it would change the traced program.
         if torch.compiler.is_compiling() or fresh.is_meta or type(fresh) is not Tensor:
             return fresh
         if fresh.is_floating_point() or fresh.is_complex():
@@ -36,9 +36,10 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill what torch.empty, empty_like, empty_strided and Tensor.new_empty return with NaN."""
-    # torch keeps a set of its constructors from the first time that it needs one. Filled while they
-    # are patched it would hold the patches for good, and torch.device("meta") would miss the rest.
+    """Fill the results of torch.empty, empty_like, empty_strided and Tensor.new_empty* with NaN."""
+    # torch builds a set of its constructors at its first use and keeps it. Built while they are
+    # patched, it would hold the patches instead of the originals, and torch.device("meta") would
+    # later have no effect on these constructors. So build it before.
     torch.utils._device._device_constructors()
     places = [
         (torch, "empty"),

@@ -1,4 +1,4 @@
-"""What a configuration stands for, built: the data, the model, and what computes its loss."""
+"""Builds a run from its configuration: the data, the model and the function of its loss."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +18,10 @@ LossFunction = Callable[..., Tensor]
 
 
 def micro_batches(config: TrainConfig, world: World) -> int:
-    """Return into how many parts a process cuts its share of a batch.
+    """Return how many micro batches a process cuts its share of a batch into.
 
     Raises:
-        UserError: if the batch does not divide into whole micro batches.
+        UserError: if the batch cannot be divided evenly.
     """
     share, left = divmod(config.batch_size, world.size)
     if left:
@@ -38,10 +38,10 @@ def micro_batches(config: TrainConfig, world: World) -> int:
 
 
 def build_data(config: TrainConfig, out: Path, world: World) -> BatchSource:
-    """Open the data; the first process packs it, and the others find it packed.
+    """Open the data; the first process tokenizes a corpus, and the others then read its tokens.
 
     Raises:
-        UserError: if it cannot be read, or its tokenizer has more tokens than the model.
+        UserError: if the data cannot be read, or has more tokens than the model's vocabulary.
     """
 
     def build() -> BatchSource:
@@ -66,16 +66,16 @@ def build_data(config: TrainConfig, out: Path, world: World) -> BatchSource:
 def build_model(
     config: TrainConfig, world: World, *, resumes: bool = False
 ) -> tuple[LM, LossFunction]:
-    """Build the model, sharded if there are several processes, and what computes its loss.
+    """Build the model, sharded if there are several processes, and the function of its loss.
 
-    The weights are drawn on the CPU from the configuration's seed: neither the device nor the
-    number of processes changes them. Those of `init_from` then take their place.
+    The initial weights are drawn on the CPU from the configuration's seed, so they depend neither
+    on the device nor on the number of processes. With `init_from`, its weights replace them.
 
     Args:
-        config: the run.
-        world: its processes.
-        resumes: whether a checkpoint's weights will replace these, so that `init_from` need not be
-            there any more.
+        config: configuration of the run.
+        world: the processes of the run.
+        resumes: whether the weights will be replaced by those of a checkpoint. Then `init_from` is
+            not read, and may be gone.
 
     Raises:
         UserError: if `init_from` has no weights of this model.
@@ -86,7 +86,7 @@ def build_model(
         copy_weights(config.init_from, model)
     if world.size == 1:
         model.to(world.device)
-        # What is compiled is the bound method: the blocks, the head and the cross entropy in one.
+        # Compiling the bound method gives one graph of the blocks, the head and the cross entropy.
         return model, torch.compile(model.loss) if config.compile else model.loss
     if config.compile:
         for unit in model.units():

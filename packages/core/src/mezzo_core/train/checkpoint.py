@@ -1,15 +1,15 @@
-"""Checkpoints that a kill at any moment leaves usable, and that any number of processes can read.
+"""Checkpoints that survive a kill at any moment and can be read by any number of processes.
 
-A checkpoint is a folder `step-N` that appears by one rename, after everything in it is on disk:
+A checkpoint is a folder `step-N`. It appears by one rename, after all its files are on disk:
 
-    state/process-R.safetensors  what process R held of the weights and of AdamW's moments
-    process-R.json               its random state, and its position in the data
+    state/process-R.safetensors  the weights and AdamW moments that process R held
+    process-R.json               random state and data position of process R
     index.json                   the pieces that make up each tensor, with their checksums
     checkpoint.json              the step, the processes, each file's size and the checksums of the
                                  JSON files; written last
 
-Nothing in it is pickled, so reading one cannot run code. Every byte is under a checksum: what was
-damaged is passed over, and the checkpoint before it serves.
+Nothing is pickled, so reading a checkpoint cannot run code. Checksums cover every byte: a damaged
+checkpoint is skipped, and the one before it is used.
 """
 
 import base64
@@ -46,7 +46,7 @@ MARKER = "checkpoint.json"
 INDEX = "index.json"
 _COMPLETE = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 _SCRATCH = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
-# What is in a checkpoint, of this version's format or of the one before.
+# Names of the files in a checkpoint, in the current format or the one before it.
 _OURS = re.compile(
     r"(checkpoint|index|process-[0-9]+)\.json"
     r"|state(/process-[0-9]+\.safetensors|/__[0-9]+_[0-9]+\.distcp|/\.metadata)?"
@@ -56,16 +56,16 @@ logger = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
-    """Where a checkpoint continues."""
+    """The position in training that a checkpoint was loaded from."""
 
     step: int
-    """Steps done."""
+    """Optimizer steps done."""
     data: dict[str, Any]
     """This process's position in the data."""
 
 
 class Checkpoints:
-    """The checkpoints of one run: `save` adds one, `load` reads the newest that is whole."""
+    """The checkpoints of one run: `save` adds one, `load` reads the newest undamaged one."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self.folder = folder
@@ -83,9 +83,10 @@ class Checkpoints:
         """Save the state after `step` steps, then remove all but the `keep` newest checkpoints.
 
         Raises:
-            UserError: if it cannot be written; the checkpoints of before are intact.
+            UserError: if it cannot be written; earlier checkpoints are intact.
         """
-        # A name that nobody can guess, and so not plant; all processes write into that folder.
+        # All processes write into one folder. Its name is random, so that nobody can create it, or
+        # a link of that name, beforehand.
         token = self.world.each(lambda: secrets.token_hex(8))[0]
         scratch = self.folder / f".step-{step}.{token}"
         first = self.world.is_first
@@ -98,23 +99,23 @@ class Checkpoints:
                 f"cannot save the checkpoint of step {step} in {self.folder} "
                 f"({_reason(error)}); {self.describe_newest()}"
             ) from error
-        finally:  # an interruption (Ctrl-C) leaves no half of a checkpoint either
+        finally:  # also after an interruption (Ctrl-C): no half-written checkpoint stays
             if first:
                 shutil.rmtree(scratch, ignore_errors=True)
         self._damaged.discard(self.folder / f"step-{step}")
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
-        """Read the newest whole checkpoint into the model, the optimizer and torch's RNGs.
+        """Read the newest undamaged checkpoint into the model, the optimizer and torch's RNGs.
 
-        The number of processes may differ from the one that saved. Damaged checkpoints are passed
-        over, with a warning that names the damaged file.
+        It may have been saved by another number of processes. Damaged checkpoints are skipped, with
+        a warning that names the damaged file.
 
         Returns:
-            The steps done and the data's position; None if there is no checkpoint.
+            The steps done and the position in the data; None if there is no checkpoint.
 
         Raises:
-            UserError: if all checkpoints are damaged, or the newest whole one is of another model
-                or of an older version. The model is then to be thrown away.
+            UserError: if all checkpoints are damaged, or the newest undamaged one belongs to
+                another model or an older version. The model's weights are then undefined.
         """
         damages: list[str] = []
         for step, folder in reversed(self.world.each(self._finished)[0]):
@@ -140,7 +141,7 @@ class Checkpoints:
         return None
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint, if there is one."""
+        """Return the folder of the newest complete checkpoint, or None."""
         for step, folder in reversed(self._finished()):
             try:
                 _read_marker(folder, step)
@@ -158,14 +159,14 @@ class Checkpoints:
         )
 
     def _finished(self) -> list[tuple[int, Path]]:
-        """Return the folders that were once complete, and their steps, in this order."""
+        """Return the steps and folders of all checkpoints that were completed, in step order."""
         if not self.folder.is_dir():
             return []
         found = [(_COMPLETE.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
     def _make_scratch(self, scratch: Path) -> None:
-        """Make the folder that becomes `step-N`, and remove those that killed runs left."""
+        """Create the folder that will become `step-N`, and remove those that killed runs left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
             if _SCRATCH.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -201,7 +202,7 @@ class Checkpoints:
         _sync(scratch / "state")
         _sync(scratch)
         final = self.folder / f"step-{step}"
-        if final.is_dir():  # a damaged one, else this step would not have been done again
+        if final.is_dir():  # it is damaged, or this step would not have been repeated
             if not _is_ours(final):
                 raise FileExistsError(f"{final} is there and is no checkpoint")
             _remove(final)
@@ -222,7 +223,7 @@ class Checkpoints:
         tensors = named_tensors(model, optimizer)
         index = index_from_json(_read_checked(folder / INDEX, checksums))
         check_index(index, tensors, processes)
-        # With another number of processes, the first one's file stands for every process.
+        # If another number of processes saved it, every process reads the first one's file.
         path = folder / f"process-{self.world.rank if processes == self.world.size else 0}.json"
         record = _read_checked(path, checksums)
         data, rng = record.get("data"), record.get("rng")
@@ -244,7 +245,7 @@ class Checkpoints:
 
 
 class _Part(NamedTuple):
-    """What one process wrote: its tensors' index, and its files' sizes and checksums."""
+    """The part that one process wrote: its tensors' index, and its files' sizes and checksums."""
 
     tensors: Index
     files: dict[str, dict[str, int]]
@@ -254,8 +255,8 @@ def _read_marker(folder: Path, step: int) -> tuple[int, dict[str, int]]:
     """Return how many processes saved a checkpoint, and the checksums of its JSON files.
 
     Raises:
-        DamagedError: if it is damaged, or a file that it lists is not there in full.
-        UserError: if it is of an older version.
+        DamagedError: if the marker is damaged, or a file that it lists is missing or too short.
+        UserError: if the checkpoint is of an older version.
     """
     path = folder / MARKER
     marker = _read_json(path)
@@ -269,7 +270,7 @@ def _read_marker(folder: Path, step: int) -> tuple[int, dict[str, int]]:
         )
     if type(marker.get("step")) is not int or marker["step"] != step:
         raise DamagedError(f"{path} is not that of step {step}")
-    # No name is taken from the file, so none can lead out of the folder.
+    # The names are built here and only compared: a name read from the file could leave the folder.
     if len(files) != 2 * processes + 1:
         raise DamagedError(f"{path} does not list the files of its processes")
     checksums = {}
@@ -317,12 +318,12 @@ def _rng_state(text: str) -> Tensor:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Tell whether a folder holds nothing but what a checkpoint does."""
+    """Tell whether a folder holds only files with names of a checkpoint's files."""
     return all(_OURS.fullmatch(path.relative_to(folder).as_posix()) for path in folder.rglob("*"))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; of one that is a symbolic link the link, not what it leads to."""
+    """Remove a checkpoint; of a symbolic link only the link, not its target."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -330,7 +331,7 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put the names in a folder on disk, not the files alone."""
+    """Flush a folder's entries to disk, since syncing its files does not do so."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

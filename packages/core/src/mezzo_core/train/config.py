@@ -1,4 +1,4 @@
-"""What a training run is: frozen dataclasses that refuse impossible values when they are made.
+"""Configuration of a training run: frozen dataclasses that check their values when they are built.
 
 A recipe is a function that returns a `TrainConfig`; a variant is `dataclasses.replace`.
 """
@@ -21,12 +21,12 @@ class OptimConfig:
     """AdamW, its learning-rate schedule and its clipping (`mezzo_core.train.optim` builds them).
 
     Attributes:
-        lr: the highest learning rate, reached when the warm-up ends.
-        min_lr: where the cosine ends.
-        warmup_fraction: the part of all steps in which the rate rises linearly.
-        betas: AdamW's decay of its two moments.
-        weight_decay: for matrices only; norms, gates' biases and other vectors are not decayed.
-        clip: the largest global gradient norm; inf clips nothing.
+        lr: the highest learning rate, reached at the end of the warm-up.
+        min_lr: the learning rate at the end of the cosine.
+        warmup_fraction: share of all steps in which the rate rises linearly.
+        betas: AdamW's decay rates of its two moments.
+        weight_decay: of matrices only; vectors, such as norm scales and biases, are not decayed.
+        clip: the largest global gradient norm; inf turns clipping off.
     """
 
     lr: float = 3e-3
@@ -55,30 +55,30 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run, whole: the same config and seed give the same model.
+    """The full configuration of a training run: the same configuration gives the same model.
 
     Attributes:
-        name: the recipe's name, kept with the model.
+        name: the recipe's name, stored with the model.
         model: the language model.
         data: the corpus and its tokenizer, or a task.
         optim: the optimizer and its schedule.
-        seq_len: T, tokens a sequence.
-        batch_size: sequences an optimizer step, over all processes.
-        micro_batch_size: sequences at a time in one process, accumulated to the batch; None takes
-            the process's whole share at once.
-        steps: optimizer steps.
-        seed: of the initial weights (the data's order has its own, `data.seed`).
+        seq_len: T, tokens of a sequence.
+        batch_size: sequences of an optimizer step, over all processes.
+        micro_batch_size: sequences that a process computes at a time; their gradients are
+            accumulated. None takes the process's whole share of the batch at once.
+        steps: number of optimizer steps.
+        seed: seed of the initial weights (the data's order has its own, `data.seed`).
         eval_every: steps between evaluations; the last step is always evaluated.
         eval_batches: how many batches an evaluation reads; None reads all of the validation part.
         stop_at_accuracy: the run ends after the first evaluation whose accuracy is above this (a
             share from 0 to 1), even if steps are left; None does all steps.
         checkpoint_every: steps between checkpoints; the last step is always saved.
-        keep_checkpoints: how many of the newest checkpoints stay.
-        precision: "bf16" is autocast with float32 weights; "auto" is that on a GPU, else "fp32".
+        keep_checkpoints: how many of the newest checkpoints are kept.
+        precision: "bf16" is autocast with float32 weights; "auto" is "bf16" on a GPU, else "fp32".
         compile: run the blocks and the loss through torch.compile.
         track: also send the log to this tracker.
-        init_from: a folder that `save_model` wrote: training starts from its weights, which must
-            be those of `model`. None draws them.
+        init_from: a folder that `save_model` wrote. Training starts from its weights, which must
+            fit `model`. With None the initial weights are random.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""One process or many: who this process is, what it sums with the others, how a model is sharded.
+"""Training in one process or many: ranks, communication and sharding.
 
-`torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK; without them the world is one process and nothing
-here communicates.
+`torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK. Without them the world is one process, and nothing
+in this file communicates.
 """
 
 import os
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among those that train together, and its device."""
+    """The processes that train together, this process's rank among them, and its device."""
 
     device: torch.device
     rank: int = 0
@@ -35,11 +35,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this is the process that writes the files that are written once."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached this call."""
         if self.size > 1:
             dist.barrier()
 
@@ -50,7 +50,7 @@ class World:
         return values
 
     def first_only(self, action: Callable[[], None]) -> None:
-        """Run `action` in the first process while the others wait; if it fails, all raise.
+        """Run `action` in the first process while the others wait; if it fails, all raise an error.
 
         Raises:
             UserError: in the other processes, with the first one's message.
@@ -70,10 +70,10 @@ class World:
             raise failure
 
     def each(self, action: Callable[[], Result]) -> list[Result]:
-        """Run `action` in every process and return what each one's returned, in order of ranks.
+        """Run `action` in every process; return the results of all, in the order of their ranks.
 
         Raises:
-            Exception: what `action` raised; if it failed anywhere, all processes raise the same.
+            Exception: the error of `action`; if it fails in any process, all raise the same error.
         """
         outcome: Result | Exception
         try:
@@ -93,7 +93,7 @@ class World:
 
 
 class Place(NamedTuple):
-    """This process's number among all, how many there are, and its number on its machine."""
+    """This process's rank, the number of processes, and its rank on its own machine."""
 
     rank: int
     size: int
@@ -101,10 +101,10 @@ class Place(NamedTuple):
 
 
 def launched_place() -> Place:
-    """Read what torchrun says of this process.
+    """Read this process's place from the environment variables that torchrun sets.
 
     Raises:
-        UserError: if WORLD_SIZE, RANK or LOCAL_RANK cannot be.
+        UserError: if WORLD_SIZE, RANK or LOCAL_RANK has an impossible value.
     """
     if "WORLD_SIZE" not in os.environ:
         return Place(0, 1, 0)
@@ -131,12 +131,12 @@ def join_world(device: str | torch.device | None = None) -> Iterator[World]:
     """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), and leave at the end.
 
     Args:
-        device: where to train; None takes a GPU if there is one. Each process of a node takes the
-            GPU of its local rank.
+        device: where to train; None takes a GPU if there is one. Each process of a machine takes
+            the GPU of its local rank.
 
     Raises:
-        UserError: if a device was asked for that this machine does not have, or the environment
-            does not say where the other processes are.
+        UserError: if this machine does not have the device, or the environment variables do not
+            tell the address of the other processes.
     """
     rank, size, local_rank = launched_place()
     chosen = choose_device(device, local_rank if size > 1 else None)
@@ -159,9 +159,9 @@ def join_world(device: str | torch.device | None = None) -> Iterator[World]:
     finally:
         if joined:
             dist.destroy_process_group()
-            # gloo's threads drop the tensors of the last collective, for which they need Python's
-            # lock. A device mesh keeps these threads alive (torch 2.13), and a process that exits
-            # before they are done aborts: give them the lock for a moment.
+            # gloo's threads need Python's global lock to free the tensors of the last collective.
+            # A device mesh keeps these threads alive (torch 2.13), and a process that exits before
+            # they are done aborts. Sleeping lets them have the lock.
             time.sleep(_GLOO_SECONDS if chosen.type == "cpu" else 0)
 
 
@@ -174,21 +174,22 @@ def shard(
 ) -> None:
     """Shard `model` over the processes, in place (FSDP2).
 
-    Weights stay float32; a unit's are gathered for its forward and backward and freed after, and
-    those of the rest of the model with them all. The gradient is averaged over processes, so a loss
-    must be scaled by `world.size` to be summed.
+    Weights stay float32. A unit's weights are gathered for its forward and its backward, and freed
+    after each; the weights outside of all units are gathered as one more group. FSDP averages
+    gradients over the processes: scale the loss by `world.size` to get their sum.
 
     Args:
-        model: every process has the same one.
-        units: parts of it that are sharded one at a time, as its `units()` returns them.
+        model: the model, with the same weights in every process.
+        units: modules of the model that are sharded one at a time, as its `units()` returns them.
         world: the processes.
-        entries: methods besides `forward` that the model is called by.
+        entries: names of the model's methods, besides `forward`, that the caller will use.
     """
     if world.size == 1:
         return
     mesh = init_device_mesh(world.device.type, (world.size,))
     for part in (*units, model):
-        # In torch 2.8 gloo adds up where it is asked for the mean: there it is asked for the sum.
+        # In torch 2.8 gloo returns the sum where the mean is requested. So the sum is requested,
+        # and divided afterwards.
         sum_and_divide = world.device.type == "cpu"
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, who holds it, and whether a run may go on in it."""
+"""The folder of a run: which run it belongs to, its lock, and whether a run may use it."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import read_json, write_whole
 from mezzo_core.train.config import TrainConfig
 
-# What may change when a run goes on: how long, how it is watched and how it is computed, never
-# what is learned from what.
+# Fields that may change when a run is resumed: its length, its logging, and how it is computed.
+# The model and the training data may not change.
 CHANGEABLE = frozenset(
     {
         "steps",
@@ -35,25 +35,26 @@ CHANGEABLE = frozenset(
     }
 )
 _CONFIG, _CORPUS, _LOCK = "config.json", "corpus.json", ".mezzo.lock"
-# What else a run writes, and starting over removes. Packed tokens stay: they are of any run.
+# The other files of a run, which starting over removes. The tokens in "packed" stay, because any
+# run can use them.
 _WRITTEN = ("checkpoints", "model", "tensorboard", "log.jsonl", "loss.png", _CORPUS)
 _TYPE = f"{TrainConfig.__module__}:{TrainConfig.__name__}"
 
 
 def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
-    """Refuse a folder that this run may not use; change nothing.
+    """Check that this run may use a folder, without changing anything in it.
 
-    A folder is a run's if its config.json is one of ours. A folder that has none of the names
-    that a run writes may be used too, whatever else is in it.
+    A folder belongs to a run if its config.json has the type of a `TrainConfig`. A folder may also
+    be used if it has no file with a name that a run writes, whatever other files it has.
 
     Args:
-        out: of the run; it need not be there.
-        config: of the run that wants to use it.
-        resume: whether to go on with the run that is there, which must then be of the same
-            configuration (`CHANGEABLE` fields aside).
+        out: folder of the run; it need not exist.
+        config: configuration of the run that wants to use it.
+        resume: whether to continue the run in the folder. That run must then have the same
+            configuration, except for `CHANGEABLE` fields.
 
     Raises:
-        UserError: if anything there is not known to be a run's own, or another run is there.
+        UserError: if the folder has files that may not be a run's, or holds a different run.
     """
     names = [name for name in (_CONFIG, *_WRITTEN) if os.path.lexists(out / name)]
     for name in (*names, _LOCK):
@@ -82,10 +83,10 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
 
 @contextmanager
 def hold_folder(out: Path) -> Iterator[None]:
-    """Make the folder, and keep other runs out of it until the end, even if that is a kill.
+    """Create the folder and lock it against other runs; a kill releases the lock as well.
 
     Raises:
-        UserError: if another run holds it, or it cannot be made.
+        UserError: if another run has locked the folder, or it cannot be created.
     """
     path = out / _LOCK
     with _explained(out):
@@ -99,7 +100,7 @@ def hold_folder(out: Path) -> Iterator[None]:
             f"{out} is in use by {_holder(path)}: wait until it ends, or train into another folder"
         ) from None
     try:
-        with suppress(OSError):  # who holds it is a courtesy
+        with suppress(OSError):  # the lock works without the name of its holder
             _sign(path)
         yield
     finally:
@@ -115,19 +116,19 @@ def claim_folder(
     has_checkpoint: bool,
     new_data: bool,
 ) -> None:
-    """Make the folder this run's: call it when the run is held and can start.
+    """Write this run's files into the folder. Call it once the folder is locked and all is built.
 
     Args:
         out: the folder.
-        config: of the run, kept in config.json.
-        fingerprint: of its corpus, kept in corpus.json.
-        resume: go on with the run that is there; False removes what it wrote.
-        has_checkpoint: whether there is something to go on from.
-        new_data: go on even if the corpus is another.
+        config: configuration of the run, written to config.json.
+        fingerprint: fingerprint of its data, written to corpus.json.
+        resume: continue the run in the folder; False removes that run's files.
+        has_checkpoint: whether there is a checkpoint to continue from.
+        new_data: continue even if the fingerprint is not the one of the earlier run.
 
     Raises:
-        UserError: as `check_folder`; if the corpus is not the one that the checkpoint was trained
-            on; if the folder cannot be written.
+        UserError: as in `check_folder`; or if the checkpoint was trained on other data, or the
+            folder cannot be written.
     """
     check_folder(out, config, resume=resume)
     if resume and has_checkpoint and not new_data:
@@ -143,7 +144,7 @@ def claim_folder(
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError tell which file was written: a full disk does not say it."""
+    """Add the file's path to an OSError, since the error of a full disk does not name it."""
     try:
         yield
     except OSError as error:
@@ -151,7 +152,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def in_words(error: OSError) -> str:
-    """Return what failed and where, without the number of the error."""
+    """Return the error's message and path, without its number."""
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
@@ -161,18 +162,20 @@ def in_words(error: OSError) -> str:
 def _explained(out: Path) -> Iterator[None]:
     try:
         yield
-    except Timeout:
+    except Timeout:  # an OSError too, but it means that another run has the lock
         raise
+    # On a file system without flock (some network mounts), filelock before its version with a
+    # fallback raises NotImplementedError. The user needs another folder then, not a traceback.
     except (OSError, NotImplementedError) as error:
         reason = in_words(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"cannot keep a run in {out}: {reason}") from error
 
 
 def _sign(path: Path) -> None:
-    """Write who holds the lock into its file, for the one who finds it held."""
+    """Write this process into the lock file, so that another run can say who has the lock."""
     descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-        if os.fstat(descriptor).st_nlink == 1:  # else it is a file of somebody else, too
+        if os.fstat(descriptor).st_nlink == 1:  # a hard link could be another file of the user
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
 
@@ -198,7 +201,7 @@ def _refuse_another(out: Path, found: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
-    """List what differs between two JSON values, each as one phrase."""
+    """List the differences between two JSON values, one phrase each."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys([*found, *wanted])
         pairs = [(f"{name}.{key}".lstrip("."), found.get(key), wanted.get(key)) for key in keys]
@@ -208,13 +211,13 @@ def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
         return []
     elif isinstance(found, list) and isinstance(wanted, list):
         return [f"{name} has {len(found)} items there, {len(wanted)} here"]
-    else:  # shortened: what stands there may be anything
+    else:  # shortened, because the value in the file may be anything
         return [f"{name} is {reprlib.repr(found)} there, {reprlib.repr(wanted)} here"]
     return [phrase for key, old, new in pairs for phrase in _differences(old, new, key)]
 
 
 def _refuse_other_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
-    if not (out / _CORPUS).exists():  # a run of before the corpus was kept
+    if not (out / _CORPUS).exists():  # older versions wrote no corpus.json
         return
     found = read_json(out / _CORPUS).get("fingerprint")
     if found != fingerprint:

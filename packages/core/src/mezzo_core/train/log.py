@@ -1,4 +1,4 @@
-"""What a run shows and keeps: a progress bar or lines, log.jsonl, a tracker, the loss's figure."""
+"""The output of a run: a progress bar or lines, log.jsonl, a tracker, the figure of the losses."""
 
 import json
 import logging
@@ -35,26 +35,26 @@ _MOST_ROW_BYTES = 1 << 16
 
 
 class Tracker(Protocol):
-    """Where rows can be sent too."""
+    """A service that also receives the rows of the log."""
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Take one row; `step` is among its keys."""
         ...
 
     def close(self) -> None:
-        """Send what waits."""
+        """Send the rows that are still buffered."""
         ...
 
 
 class RunLog:
-    """The log of one run, a context manager. Only the active process shows and writes anything.
+    """The log of one run, as a context manager. Only the active process shows or writes anything.
 
-    log.jsonl holds one object a line, each step once: on resuming, what came after the checkpoint
-    is removed before anything is added. An evaluation's row has `val_loss` in place of `loss`.
+    log.jsonl holds one JSON object a line, with each step once: a resumed run first removes the
+    rows after its checkpoint. The row of an evaluation has `val_loss` instead of `loss`.
 
     Raises:
         UserError: if the rows before the checkpoint are damaged.
-        OSError: from any method, if the disk is full; it names the file.
+        OSError: from any method, if the disk is full; the error names the file.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with ExitStack() as stack:  # each is closed, whatever happens to the others
+        with ExitStack() as stack:  # closes everything, even if closing one of them fails
             if self._tracker is not None:
                 stack.callback(self._tracker.close)
             if self.active:
@@ -107,11 +107,11 @@ class RunLog:
                 stack.callback(self._bar.stop)
 
     def note(self, text: str) -> None:
-        """Say something about the run as a whole."""
+        """Show a message about the run as a whole."""
         self._say(text)
 
     def step(self, row: StepRow) -> None:
-        """Keep and show one step."""
+        """Write and show one step."""
         self._keep(row)
         loss, speed = f"{row['loss']:.4f}", f"{row['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None and self._task is not None:
@@ -120,7 +120,7 @@ class RunLog:
             self._say(f"step {row['step']}/{self.config.steps}: loss {loss}, {speed}")
 
     def evaluation(self, step: int, found: Evaluation) -> None:
-        """Keep and show one evaluation, made after `step` steps."""
+        """Write and show one evaluation, made after `step` steps."""
         self._keep(
             {
                 "step": step,
@@ -138,13 +138,13 @@ class RunLog:
         )
 
     def sync(self) -> None:
-        """Put the rows on disk: a checkpoint must not be newer than its log."""
+        """Flush the rows to disk, before a checkpoint is saved that relies on them."""
         if self.active:
             with naming(self._path):
                 os.fsync(self._file.fileno())
 
     def plot(self) -> None:
-        """Draw loss.png: training and validation loss over tokens."""
+        """Draw loss.png: training and validation loss by the tokens read."""
         if self.active:
             path = self.out / "loss.png"
             with naming(path):
@@ -167,12 +167,12 @@ class RunLog:
 
 
 def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> None:
-    """Draw the losses of a log over the tokens read, as a PNG.
+    """Draw the losses of a log by the tokens read, as a PNG.
 
     Args:
-        rows: of log.jsonl.
+        rows: the rows of log.jsonl.
         path: the file to write.
-        config: of the run, for its name and its tokens a step.
+        config: configuration of the run, for its name and its tokens per step.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -189,14 +189,14 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
     axes.grid(alpha=0.3)
     axes.legend()
     path.unlink(missing_ok=True)
-    with path.open("xb") as file:  # a new file: a link in its place is not followed
+    with path.open("xb") as file:  # "x" creates a new file and never follows a link
         figure.savefig(file, format="png", dpi=150)
 
 
 def _rows_until(path: Path, done: int) -> list[dict[str, Any]]:
     """Read the rows of the first `done` steps, which were on disk before their checkpoint.
 
-    What comes after them is removed anyway, and a kill may have cut the last line.
+    Reading stops there: the later rows will be removed, and a kill may have cut the last one.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
@@ -248,7 +248,10 @@ def _progress(console: Console) -> Progress:
 
 
 class _TensorBoard:
-    """Writes TensorBoard's format at once: its own writer fails in a thread, with a traceback."""
+    """Writes TensorBoard's format synchronously.
+
+    TensorBoard's own writer works in a thread, where an error only prints a traceback.
+    """
 
     def __init__(self, out: Path) -> None:
         try:

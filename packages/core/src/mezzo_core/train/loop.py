@@ -32,24 +32,24 @@ from mezzo_core.train.meter import Meter, StepRow
 from mezzo_core.train.optim import build_optimizer, learning_rate
 from mezzo_core.train.stopping import StoppedError, StopRequest, say_when_stuck, watch_signals
 
-# A loss so many times that of guessing each token with the same probability has exploded.
+# A loss above this multiple of the uniform guess's loss, log(vocab), counts as exploded.
 EXPLODED = 3.0
 
 
 class DivergenceError(UserError):
-    """The loss or the gradient is no number any more, or the loss has exploded."""
+    """The loss or the gradient has become NaN or infinite, or the loss has exploded."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         final_loss: training loss of the last step, in nats a token.
         val_loss: validation loss after the last step; None if it was not evaluated.
-        val_perplexity: exp of that.
-        val_accuracy: the share of validation targets that are the model's likeliest token.
-        tokens_per_second: over all processes, evaluations and checkpoints left out.
+        val_perplexity: exp(val_loss).
+        val_accuracy: share of the validation targets that the model gave the highest logit.
+        tokens_per_second: speed of all processes together, without evaluations and checkpoints.
         steps: optimizer steps done.
         out: the run's folder.
     """
@@ -65,7 +65,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that is about to train, or to go on."""
+    """A run that is ready to train, from the start or from a checkpoint."""
 
     config: TrainConfig
     out: Path
@@ -93,25 +93,25 @@ def train(
     """Train a model, alone or as one of torchrun's processes.
 
     The folder `out` gets config.json, log.jsonl, loss.png, checkpoints/step-N and model/, which
-    `mezzo_core.nn.checkpoint.load_model` reads. A run that was killed, at any moment, goes on from
-    its newest complete checkpoint when it is called again; on a CPU its losses are then, bit for
-    bit, those of a run that was never killed. Ctrl-C and SIGTERM finish the step and save it; the
-    second of them leaves at once.
+    `mezzo_core.nn.checkpoint.load_model` reads. If a run is killed, at whatever moment, the same
+    call continues it from its newest complete checkpoint. On a CPU the losses are then bit for bit
+    those of an uninterrupted run. After Ctrl-C or SIGTERM the run finishes its step, saves a
+    checkpoint and ends; a second one ends it at once.
 
     Args:
-        config: the run.
-        out: its folder, made if needed; one run at a time can use it.
-        resume: go on with the run in `out`, if there is one; False removes it and starts over.
-        new_data: go on even if the text has changed since the run began.
+        config: configuration of the run.
+        out: folder of the run, created if needed; only one run at a time can use it.
+        resume: continue the run in `out`, if there is one; False removes it and starts over.
+        new_data: continue even if the data has changed since the run began.
         on_step: called with every step's row of the log, in every process, in order.
-        quiet: show nothing (lines go to Python's logging).
+        quiet: show no progress; messages go to Python's logging.
         device: "cpu" or "cuda"; None takes a GPU if there is one.
 
     Raises:
-        UserError: if the data, the folder or the device cannot be used, `out` holds a run of
-            another configuration or of another text, or the disk is full; the last checkpoint is
-            intact.
-        DivergenceError: if the loss explodes or is no number.
+        UserError: if the data, the folder or the device cannot be used; if `out` holds a run of
+            another configuration or on other data; or if the disk is full, in which case the last
+            checkpoint is intact.
+        DivergenceError: if the loss explodes, or becomes NaN or infinite.
         StoppedError: (a KeyboardInterrupt) after Ctrl-C or SIGTERM.
     """
     out = Path(out)
@@ -138,7 +138,7 @@ def _prepare(
     resume: bool,
     new_data: bool,
 ) -> _Run:
-    """Build everything; what cannot be built leaves the folder as it was."""
+    """Build everything that the run needs; if this fails, the folder's files are unchanged."""
     world = checkpoints.world
     parts = micro_batches(config, world)
     data = build_data(config, out, world)
@@ -226,8 +226,8 @@ def _is_accurate(config: TrainConfig, log: RunLog, step: int) -> bool:
 def _backward(run: _Run, batch: Batch) -> Tensor:
     """Add the gradient of the batch's mean loss to the parameters; return our part of that loss.
 
-    The mean is over the targets of the whole batch, so that neither micro batches nor processes
-    change the loss or the gradient: each part's sum is divided by the same count.
+    The mean is taken over the targets of the whole batch: every part's sum is divided by the same
+    count. So the number of micro batches or processes changes neither the loss nor the gradient.
     """
     world = run.world
     count: int | Tensor = int((batch.targets != NO_TARGET).sum())
@@ -246,7 +246,7 @@ def _backward(run: _Run, batch: Batch) -> Tensor:
 
 
 def _evaluate(run: _Run, step: int) -> Evaluation:
-    """Measure the model on the validation part, each process on its share of every batch."""
+    """Evaluate the model on the validation part; each process takes its share of every batch."""
     config, world, data = run.config, run.world, run.data
 
     def our_parts() -> Iterator[Batch]:
@@ -271,7 +271,7 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
 
 
 def _save_model(run: _Run, step: int) -> None:
-    """Write the model for those who use it: whole, whatever the number of processes."""
+    """Write the trained model, unsharded, for `load_model`."""
     config, folder = run.config, run.out / "model"
     weights: dict[str, Any] | None = None
     if run.world.size > 1:
@@ -338,7 +338,7 @@ def _result(log: RunLog, meter: Meter, steps: int, out: Path) -> TrainResult:
 
 @contextmanager
 def _explained(out: Path, checkpoints: Checkpoints, stop: StopRequest) -> Iterator[None]:
-    """Turn what ends a run into one line that says where it can go on."""
+    """Turn the error that ends a run into one line that says where the run can be resumed."""
     several = checkpoints.world.size > 1
 
     def stuck() -> str:
@@ -351,7 +351,7 @@ def _explained(out: Path, checkpoints: Checkpoints, stop: StopRequest) -> Iterat
         with say_when_stuck(stop, stuck) if several else nullcontext():
             yield
     except (Exception, StoppedError) as error:
-        if stop.is_urgent:  # whatever the libraries on the way made of it
+        if stop.is_urgent:  # libraries may have turned the interruption into another error
             raise stop.error(f"at once; {checkpoints.describe_newest()}") from None
         if isinstance(error, OSError):
             raise UserError(
@@ -365,7 +365,7 @@ def _explained(out: Path, checkpoints: Checkpoints, stop: StopRequest) -> Iterat
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Tell whether another process went away while this one waited for it."""
+    """Tell whether the error means that another process was lost while this one waited for it."""
     words = str(error).lower()
     is_spoken = any(word in words for word in ("peer", "broken pipe", "gloo", "nccl"))
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_spoken)

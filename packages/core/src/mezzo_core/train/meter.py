@@ -1,4 +1,4 @@
-"""Losses that wait on the device until somebody reads them, and the speed of training."""
+"""Collects losses on the device until they are read, and measures the speed of training."""
 
 import time
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ _SLOW_SECONDS = 1.0
 
 
 class StepRow(TypedDict):
-    """One optimizer step, as it stands in log.jsonl."""
+    """One optimizer step, as it is written to log.jsonl."""
 
     step: int
-    """Steps done, this one counted: 1 is the first."""
+    """Steps done, including this one; the first is 1."""
     loss: float
     """Mean cross entropy over the targets of the whole batch, before the step."""
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """Global norm of the gradient, before clipping."""
     tokens: int
     """Tokens read since the run began."""
     tokens_per_second: float
-    """Over the steps since the last reading, evaluations and checkpoints left out."""
+    """Speed of the steps since the last reading, without evaluations and checkpoints."""
     time: float
     """Unix time of the reading."""
 
@@ -42,8 +42,8 @@ class _Pending(NamedTuple):
 class Meter:
     """Collects steps without waiting for the device, and turns them into rows.
 
-    Reading a loss makes the host wait until the GPU has computed it. So the loop adds tensors, and
-    reads them every `read_every` steps. Then the processes agree on whether to stop, too.
+    Reading a loss makes the host wait until the GPU has computed it. So the loop only adds tensors,
+    and reads them every `read_every` steps. At a reading the processes also agree whether to stop.
     """
 
     def __init__(self, world: World, tokens_per_step: int, stop: StopRequest) -> None:
@@ -57,17 +57,17 @@ class Meter:
         self._seconds: list[tuple[int, float]] = []
 
     def add(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
-        """Take a step's results; `loss` is this process's part of the sum that is the mean."""
+        """Add a step's results; the batch's mean loss is the sum of all processes' `loss`."""
         self._pending.append(_Pending(step, lr, loss.detach(), grad_norm))
 
     @property
     def is_due(self) -> bool:
-        """Whether enough steps wait, or the run must stop."""
+        """Whether enough steps have been added for a reading, or the run must stop."""
         return self.must_stop or len(self._pending) >= self.read_every
 
     @property
     def must_stop(self) -> bool:
-        """Whether the run was asked to end; of several processes all say the same."""
+        """Whether the run was asked to end; all processes give the same answer."""
         return self.stop.is_made if self.world.size == 1 else self._agreed_to_stop
 
     def read(self) -> list[StepRow]:
@@ -80,7 +80,7 @@ class Meter:
         sums = torch.cat([torch.stack([step.loss for step in steps]), asked])
         *losses, stops, slow = self.world.sum(sums).tolist()
         self._agreed_to_stop = stops > 0
-        # Where a step takes long, waiting for it costs nothing, and a request is seen sooner.
+        # With slow steps, waiting for the device costs little and a stop request is seen sooner.
         self.read_every = 1 if slow else self._most_steps
         grad_norms = torch.stack([step.grad_norm for step in steps]).tolist()
         now = time.perf_counter()
@@ -107,13 +107,13 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens in here out of the speed; read first."""
+        """Leave the time of this context out of the speed. Call `read` before it."""
         yield
         self._started = time.perf_counter()
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed of all steps but the first reading's, in which memory and kernels warm up."""
+        """The speed of all steps except those of the first reading, which includes warm-up."""
         counted = self._seconds[1:] or self._seconds
         steps, seconds = sum(n for n, _ in counted), sum(s for _, s in counted)
         return steps * self.tokens_per_step / seconds if seconds else 0.0

@@ -9,11 +9,11 @@ from mezzo_core.train.config import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW whose moments exist from the start, at zero.
+    """Build a fused AdamW whose moments exist from the start, as zeros.
 
-    Weight decay is for what multiplies an activation: parameters of two or more dimensions whose
-    name does not end in "bias" (the embedding among them). Norms' scales, biases and gates' biases
-    keep their size. Moments that exist before the first step give every checkpoint one shape.
+    So a checkpoint has the same tensors at every step, also before the first. Weight decay applies
+    to matrices: parameters of two or more dimensions whose name does not end in "bias", including
+    the embedding. Norm scales and biases, also those of gates, are not decayed.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
@@ -41,8 +41,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Return the rate of step `step` (0 is the first) of `steps`.
 
-    It rises linearly and is `lr` at the last warm-up step, then falls along half a cosine and is
-    `min_lr` at the last step.
+    The rate rises linearly to `lr`, which it reaches at the last warm-up step. It then falls along
+    half a cosine to `min_lr`, which it reaches at the last step.
     """
     warmup = round(config.warmup_fraction * steps)
     if step < warmup:

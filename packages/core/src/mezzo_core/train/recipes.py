@@ -12,7 +12,7 @@ def find_recipe(recipes: Recipes, name: str) -> TrainConfig:
     """Return the recipe of this name.
 
     Raises:
-        UserError: if there is none; the message shows the names that come nearest.
+        UserError: if there is no such recipe; the message shows similar names.
     """
     if name not in recipes:
         raise UserError(f"no recipe is named {name!r}{nearest(name, recipes)}")

@@ -1,9 +1,9 @@
 """The tensors of a checkpoint: one safetensors file a process, and an index of their pieces.
 
-Tensors are seen flat. What a process holds of one is a piece, a range of its elements: all of
-them, or those of some rows where FSDP2 has sharded it. A tensor is whole if its pieces follow one
-another from its first element to its last, whoever wrote them, so any number of processes can
-read what any other number wrote.
+Every tensor is treated as flat. A process holds a piece of it, which is a range of its elements:
+all elements, or those of some rows if FSDP2 has sharded the tensor. A tensor is complete if its
+pieces follow each other from its first element to its last, no matter which process wrote them. So
+any number of processes can read a checkpoint that any other number wrote.
 """
 
 import json
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import current_name
 
-# How safetensors calls the types; its own writer holds a whole file in memory and tells no
-# checksum, so `write_shard` writes the format itself.
+# The names that safetensors gives to types. `write_shard` writes the format itself, because the
+# library's writer holds a whole file in memory and computes no checksums.
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,7 +41,7 @@ _CODES = {
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what was saved."""
+    """The files of a checkpoint differ from what was saved."""
 
 
 class Piece(NamedTuple):
@@ -54,27 +54,27 @@ class Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor of the checkpoint; `dtype` as torch calls it, without "torch."."""
+    """A tensor of the checkpoint; `dtype` is torch's name of the type, without "torch."."""
 
     shape: tuple[int, ...]
     dtype: str
     pieces: list[Piece]
     name: str
-    """Its name in the files, which an older version may have given it."""
+    """Its name in the files; an older version may have used another name than today's."""
 
 
 Index = dict[str, Stored]
 
 
 def shard_name(process: int) -> str:
-    """Return the path, inside a checkpoint, of what one process held."""
+    """Return the path, inside a checkpoint, of one process's tensors."""
     return f"state/process-{process}.safetensors"
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what is saved, each under its name; loading writes into the same tensors.
+    """Return the tensors to save, by name; loading writes into the same tensors.
 
-    AdamW's own step counters are left out: they are the checkpoint's step.
+    AdamW's step counters are left out, because they equal the checkpoint's step.
     """
     tensors = {f"model.{name}": value for name, value in _persistent(model).items()}
     for name, parameter in model.named_parameters():
@@ -85,16 +85,16 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], process: int) -> Index:
-    """Write what this process holds to a new safetensors file, and put it on disk.
+    """Write this process's pieces to a new safetensors file, and flush it to disk.
 
-    The checksum of a piece is computed while it is written. What every process holds whole is the
-    first one's to write.
+    The checksum of a piece is computed while it is written. A tensor that is not sharded, and so
+    the same in every process, is written by the first process only.
 
     Returns:
-        Every tensor, with the piece that was written, or none.
+        An index of all tensors, each with the piece that was written, or with no piece.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     index: Index = {}
     held: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], process: int) -> Inde
         index[name] = Stored(tuple(value.shape), _dtype(value), pieces, name)
         if writes:
             held[name] = local
-    # The widest types first, so that each tensor starts at a multiple of its type's size.
+    # Sorted from the widest type on, so that each tensor starts at a multiple of its type's size.
     names = sorted(held, key=lambda name: -held[name].itemsize)
     with path.open("xb") as file, ThreadPoolExecutor(1) as other_thread:
         file.write(_header({name: held[name] for name in names}))
@@ -133,10 +133,10 @@ def index_to_json(parts: Sequence[Index]) -> dict[str, Any]:
 
 
 def index_from_json(found: dict[str, Any]) -> Index:
-    """Read an index, whose numbers are then whole numbers and nothing more.
+    """Parse an index. Only its types are checked: see `check_index` for its content.
 
     Raises:
-        DamagedError: if it is no index.
+        DamagedError: if it is not an index.
     """
     index: Index = {}
     for name, entry in found.items():
@@ -154,10 +154,10 @@ def index_from_json(found: dict[str, Any]) -> Index:
 
 
 def check_index(index: Index, tensors: Mapping[str, Tensor], processes: int) -> None:
-    """Check that an index describes these tensors, each of them whole.
+    """Check that an index describes exactly these tensors, and all of their elements.
 
     Raises:
-        UserError: if a name, a shape or a type is another; the message lists them.
+        UserError: if names, shapes or types differ; the message lists the differences.
         DamagedError: if a tensor's pieces overlap or leave a gap.
     """
     differences = [f"has no {name}" for name in tensors if name not in index]
@@ -177,16 +177,16 @@ def check_index(index: Index, tensors: Mapping[str, Tensor], processes: int) -> 
 
 @torch.no_grad()
 def read_tensors(folder: Path, index: Index, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite what this process holds of each tensor; `check_index` has accepted the index.
+    """Overwrite this process's part of each tensor. Call `check_index` first.
 
     Args:
-        folder: the checkpoint's.
-        index: of its tensors.
-        tensors: what is overwritten.
+        folder: folder of the checkpoint.
+        index: index of its tensors.
+        tensors: the tensors to overwrite.
 
     Raises:
-        DamagedError: if a file that is needed is missing, unreadable or not what was saved; some
-            tensors may have been overwritten.
+        DamagedError: if a needed file is missing, unreadable or not as it was saved. Some tensors
+            may then have been overwritten already.
     """
     with ExitStack() as stack:
         files: dict[int, Any] = {}
@@ -214,7 +214,7 @@ def _open(path: Path) -> Any:
 
 
 def _read(path: Path, file: Any, stored: Stored, piece: Piece) -> Tensor:
-    """Return a piece, flat, after its checksum."""
+    """Return a piece as a flat tensor, after comparing its checksum."""
     try:
         found: Tensor = file.get_tensor(stored.name).reshape(-1)
     except SafetensorError as error:
@@ -235,19 +235,19 @@ def _is_whole(stored: Stored, processes: int) -> bool:
 
 
 def _local(value: Tensor) -> tuple[Tensor, int]:
-    """Return what this process holds of a tensor, and where that begins in the flat whole."""
+    """Return this process's part of a tensor, and where it begins in the flat tensor."""
     if not isinstance(value, DTensor):
         return value.detach(), 0
     if value.placements != (Shard(0),):
         raise NotImplementedError(f"only rows can be sharded, got {value.placements}")
-    # Every process but the last ones has the same number of rows; these may have fewer, or none.
+    # FSDP2 gives all processes equally many rows, except that the last ones may get fewer or none.
     rows = -(-value.shape[0] // value.device_mesh.size())
     first_row = min(value.device_mesh.get_local_rank() * rows, value.shape[0])
     return value.to_local().detach(), first_row * math.prod(value.shape[1:])
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return how a safetensors file begins: what follows is the tensors' bytes, in this order."""
+    """Return the header of a safetensors file; the tensors' bytes follow it in the same order."""
     entries, end = {}, 0
     for name, value in tensors.items():
         begin, end = end, end + value.nbytes
@@ -267,7 +267,7 @@ def _dtype(value: Tensor) -> str:
 
 def _persistent(model: nn.Module) -> dict[str, Tensor]:
     seen: dict[int, str] = {}
-    # A tied weight has two names in the state; the first stands for both.
+    # A tied weight has two names in the state dict; only the first is kept.
     return {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()

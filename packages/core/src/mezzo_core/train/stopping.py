@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step is finished and saved before a run ends."""
+"""Ctrl-C and SIGTERM: a run finishes its step and saves it before it ends."""
 
 import os
 import signal
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A launcher that ends its processes mostly kills those that are left after thirty seconds.
+# Most launchers that end their processes kill those that are still running after thirty seconds.
 _PATIENCE_SECONDS = 20.0
 
 
 class StoppedError(KeyboardInterrupt):
-    """A run was asked to end, by Ctrl-C or SIGTERM, and has; the message says where it stands.
+    """A run has ended because of Ctrl-C or SIGTERM; the message says where it can be resumed.
 
     Attributes:
-        exit_code: what a command then exits with: 130 after Ctrl-C, 143 after SIGTERM.
+        exit_code: the exit code for a command: 130 after Ctrl-C, 143 after SIGTERM.
     """
 
     def __init__(self, number: int, message: str) -> None:
@@ -27,7 +27,7 @@ class StoppedError(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether a run was asked to end. Until `defer` is called, a request ends it at once."""
+    """A request to end the run. Before `defer` is called, a request ends the run at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -42,21 +42,21 @@ class StopRequest:
         return self.signal is not None
 
     def defer(self, *, again_is_urgent: bool) -> None:
-        """Let the run end itself from now on.
+        """From now on only record a request, so that the run can end itself after its step.
 
         Args:
-            again_is_urgent: whether a second request ends it at once. Of several processes none
-                may: torchrun passes on the Ctrl-C that each has got already, and kills those that
-                take too long.
+            again_is_urgent: whether a second request ends the run at once. This must be False for
+                several processes: each gets Ctrl-C twice, from the terminal and from torchrun.
+                torchrun also kills processes that take too long.
         """
         self._defers, self._again_is_urgent = True, again_is_urgent
 
     def error(self, message: str) -> StoppedError:
-        """Return what ends the run."""
+        """Return the exception that ends the run."""
         return StoppedError(self.signal or signal.SIGTERM, message)
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         is_second = self.is_made
         self.signal = self.signal or number
         if not self._defers or (is_second and self._again_is_urgent):
@@ -66,10 +66,10 @@ class StopRequest:
 
 @contextmanager
 def watch_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request, and restore what they did before.
+    """Turn Ctrl-C and SIGTERM into a request, and restore their earlier handlers at the end.
 
-    Only a program's main thread can; in another one, signals keep doing what they do. A signal
-    that is ignored, as Ctrl-C is for a job in the background, stays so.
+    Python allows this in the main thread only; in another thread the handlers stay as they are. A
+    signal that is ignored, as Ctrl-C is for a background job, stays ignored.
     """
     request = StopRequest()
     before = {}
@@ -87,14 +87,14 @@ def watch_signals() -> Iterator[StopRequest]:
 
 @contextmanager
 def say_when_stuck(request: StopRequest, message: Callable[[], str]) -> Iterator[None]:
-    """Write a line if the run was asked to end and does not come to it.
+    """Write a line if the run was asked to end but cannot.
 
-    A process that waits for one that was lost may wait for ever, in a call that Python cannot
-    interrupt; then its launcher kills it without a word. So another thread says it.
+    A process that waits for a lost process may wait for ever, in a call that Python cannot
+    interrupt, until its launcher kills it without any message. So a second thread writes one.
 
     Args:
         request: its `is_noticed` is set when the run is about to end.
-        message: what to say, asked for when it is needed.
+        message: returns the line to write; called only when it is needed.
     """
     if not request.is_watched:
         yield

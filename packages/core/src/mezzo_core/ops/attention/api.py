@@ -1,4 +1,4 @@
-"""The public op `attention`: checks its arguments and picks who computes it."""
+"""The public op `attention`: checks its arguments and picks a backend."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
@@ -14,7 +14,7 @@ from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 SMALL_MASK = 1024 * 1024
-"""Queries times keys up to which, on a CPU, sdpa with a mask in memory is faster than blocks."""
+"""Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks."""
 
 AttentionImpl = Literal["auto", "reference", "sdpa", "blocked", "flex", "flash"]
 
@@ -50,37 +50,37 @@ def attention(
 ) -> AttentionOutput:
     """Attend: softmax(scale q·k - slope · distance) v over the keys that each query sees.
 
-    Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. Gradients
-    flow to q, k and v, from the lse too, not twice; none to the slopes. On a CPU a NaN or an
-    infinity reaches the queries that see its token and no others; a GPU's kernels may let it reach
-    other queries of its row.
+    Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. The outputs
+    and the lse have gradients for q, k and v, but not for the slopes; there are no second
+    gradients. On a CPU a NaN or an infinity in a token only affects the queries that see the token.
+    A GPU's kernels may let it affect other queries of its row.
 
     Args:
         q: queries.
         k: keys.
         v: values; their width may differ from the keys'.
         causal: a query sees no key after its own position.
-        window_size: W; a query sees keys less than W positions back, itself counted: W = 1 is
-            itself alone.
+        window_size: W; a query sees the keys less than W positions before it. With W = 1 it sees
+            only its own key.
         alibi_slopes: slope of each query head (`mezzo_core.positions.alibi_slopes`).
-        scale: of the products, any finite number; K^-0.5 when None.
-        cu_seqlens: borders of sequences packed in one row (B = 1): from 0 to T, never decreasing;
-            a sequence sees itself alone. Their values are checked on the CPU only, where that
-            costs no wait.
-        q_positions: positions that stand for 0..T-1; given together with `k_positions`, of any
-            values and order.
-        k_positions: like `q_positions`, for the keys; a negative one hides its key.
-        return_lse: also return the log-sum-exp of the scores, with which the results over two sets
-            of keys are merged, or the softmax with one more in its sum is computed.
-        impl: who computes it. "auto" takes the fastest that supports the request, "flash" aside;
-            any other is taken or refused, never replaced.
+        scale: factor of the products q·k, any finite number; None for K^-0.5.
+        cu_seqlens: borders of sequences packed in one row (B = 1): from 0 to T, never decreasing.
+            Each sequence only sees itself. The values are checked on the CPU only, where reading
+            them does not wait.
+        q_positions: positions of the queries, in place of 0..T-1, with any values in any order.
+            Must be given together with `k_positions`.
+        k_positions: positions of the keys, likewise. A key with a negative position is hidden.
+        return_lse: also return the log-sum-exp of the scores. It is needed to merge the results
+            over two sets of keys, or to add one to the softmax's denominator.
+        impl: the backend. "auto" takes the fastest that supports the request, but never "flash".
+            An explicit backend is used, or an error is raised; it is never replaced.
 
     Returns:
         AttentionOutput(out, lse). A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        TypeError: if q, k, v are not of one floating dtype, positions and borders not integer, or
-            an option is of another kind.
+        TypeError: if q, k and v do not have one floating dtype, positions or borders are not
+            integers, or an option has the wrong type.
         ValueError: if shapes or devices disagree, arguments exclude each other, or `impl` cannot
             do the request.
     """
@@ -101,7 +101,8 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     elif scale <= 0:
-        # Backends mask before they scale, and -inf times such a scale is no mask: q takes the sign.
+        # Backends set masked scores to -inf before they scale, so a scale that is negative or 0
+        # would spoil the mask. Move the sign, or the 0, into q.
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     request = Request(
         q,
@@ -120,7 +121,7 @@ def attention(
 
 
 def _resolve(r: Request, impl: AttentionImpl) -> str:
-    """Return the backend that runs; an explicit wish is granted or refused."""
+    """Return the backend to run; raise an error if an explicit one cannot do the request."""
     if impl == "auto":
         return _fastest(r)
     reason = _BACKENDS[impl].unsupported(r)
@@ -134,14 +135,17 @@ def _resolve(r: Request, impl: AttentionImpl) -> str:
 
 
 def _fastest(r: Request) -> str:
-    """Pick for "auto": on a CPU, sdpa needs a sixth of the reference's time at (8, 512, 4, 32)."""
+    """Pick the backend for "auto".
+
+    On a CPU, sdpa takes a sixth of the reference's time at (B, T, H, D) = (8, 512, 4, 32).
+    """
     if r.q.numel() == 0 or r.k.numel() == 0:
         return "reference"
     if not is_plain(r) and flex.unsupported(r) is None:
         return "flex"
     able = sdpa.unsupported(r) is None
     small = is_plain(r) or r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
-    # Where vmap may run it is left to torch's own operators.
+    # The blocked op has no rule for vmap, so under transforms of torch.func torch's ops are used.
     if not (able and small) and blocked.unsupported(r) is None and not in_transform():
         return "blocked"
     return "sdpa" if able else "reference"
@@ -197,7 +201,7 @@ def _check_places(
     q_positions: Tensor | None,
     k_positions: Tensor | None,
 ) -> None:
-    """Check what says where queries and keys are."""
+    """Check `cu_seqlens` and the positions of queries and keys."""
     (B, T), S = q.shape[:2], k.shape[1]
     if (q_positions is None) != (k_positions is None):
         raise ValueError("attention: q_positions and k_positions are given together or not at all")

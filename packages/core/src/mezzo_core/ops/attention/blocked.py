@@ -1,8 +1,8 @@
-"""Attention on a CPU, a block of queries at a time, over the keys that the block may see.
+"""Attention on a CPU, computed for a block of queries at a time, over the keys that it may see.
 
-The scores of one block are all that is in memory, in the backward pass too, which computes them
-again: a window of W needs memory for T (W + BLOCK) scores and less, whatever T is. It is an op of
-its own, so that torch.compile need not unroll the loop.
+Only the scores of one block are in memory at any moment, because the backward computes them again.
+With a window of W these are at most BLOCK (W + BLOCK) scores a head, whatever T is. It is a
+registered op, so that torch.compile does not unroll the loop over the blocks.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def attention_blocked(r: Request) -> AttentionOutput:
 
 
 class _Block(NamedTuple):
-    """A block of t queries, (B, H, G t, ...), scaled, and its s keys, (B, H, s, ...)."""
+    """A block of t queries (B, H, G t, ...), already scaled, and of its s keys (B, H, s, ...)."""
 
     queries: slice
     keys: slice
@@ -48,27 +48,25 @@ class _Block(NamedTuple):
     scores: Tensor
 
 
-@torch.library.custom_op("mezzo::blocked_attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window_size: int | None,
-    slopes: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    r = Request(
-        q, k, v, causal, window_size, slopes, scale, cu_seqlens, q_positions, k_positions, True
-    )
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
+# The fields of a `Request`, except `return_lse`: these ops always return the lse.
+_REQUEST_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, bool causal, SymInt? window_size, Tensor? slopes, float scale, "
+    "Tensor? cu_seqlens, Tensor? q_positions, Tensor? k_positions"
+)
+
+
+@torch.library.custom_op(
+    "mezzo::blocked_attention",
+    mutates_args=(),
+    schema=f"({_REQUEST_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _attention(*request: Any) -> tuple[Tensor, Tensor]:
+    r = Request(*request, True)
+    out = r.q.new_zeros(*r.q.shape[:3], r.v.shape[3])
+    lse = r.q.new_full(r.q.shape[:3], float("-inf"), dtype=accumulation_dtype(r.q.dtype))
     for queries, _, _, _, b_v, scores in _blocks(r):
         weights = scores.softmax(-1)
-        # exp(top - lse) is the largest weight.
+        # The largest weight is exp(top - lse), so this is the lse.
         top = scores.amax(-1, keepdim=True)
         part_lse = top - weights.amax(-1, keepdim=True).log()
         empty = top == float("-inf")
@@ -82,58 +80,38 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window_size: int | None,
-    slopes: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return q.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
-@torch.library.custom_op("mezzo::blocked_attention_bwd", mutates_args=())
+@torch.library.custom_op(
+    "mezzo::blocked_attention_bwd",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_REQUEST_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor)",
+)
 def _attention_bwd(
-    dout: Tensor,
-    dlse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window_size: int | None,
-    slopes: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
+    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, *request: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r = Request(
-        q, k, v, causal, window_size, slopes, scale, cu_seqlens, q_positions, k_positions, True
-    )
-    H = k.shape[2]
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-    pull = (dlse - (dout.to(lse.dtype) * out).sum(-1))[..., None]
-    # With 0 in place of -inf, an empty row's weights are exp(-inf - 0) = 0.
+    r = Request(*request, True)
+    H = r.k.shape[2]
+    dq = r.q.new_zeros(r.q.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (r.k, r.v))
+    # Shared by all scores of a query: softmax subtracts dout·out, and lse adds its own gradient.
+    row_term = (dlse - (dout.to(lse.dtype) * out).sum(-1))[..., None]
+    # For a query that sees no key, lse = 0 instead of -inf makes its weights exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == float("-inf"), 0)[..., None]
     for queries, keys, b_q, b_k, b_v, scores in _blocks(r):
         d = _heads_first(dout[:, queries], H).to(lse.dtype)
         weights = scores.sub_(_heads_first(lse[:, queries], H)).exp_()
-        dscores = (d @ b_v.transpose(-1, -2)).add_(_heads_first(pull[:, queries], H))
+        dscores = (d @ b_v.transpose(-1, -2)).add_(_heads_first(row_term[:, queries], H))
         dscores.mul_(weights)
         t = queries.stop - queries.start
-        dq[:, queries] = _tokens_first(dscores @ b_k, t).mul_(scale).to(q.dtype)
+        dq[:, queries] = _tokens_first(dscores @ b_k, t).mul_(r.scale).to(r.q.dtype)
         dk[:, keys] += (dscores.transpose(-1, -2) @ b_q).transpose(1, 2)
         dv[:, keys] += (weights.transpose(-1, -2) @ d).transpose(1, 2)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(r.k.dtype), dv.to(r.v.dtype)
 
 
 @_attention_bwd.register_fake
@@ -145,13 +123,7 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    window_size: int | None,
-    slopes: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -174,7 +146,7 @@ _differentiable = register_gradient(_attention, _backward, _save)
 
 
 def _blocks(r: Request) -> Iterator[_Block]:
-    """Yield every block of queries that sees keys, with its scores; masked ones are -inf."""
+    """Yield the blocks of queries that see any key, with their scores; masked scores are -inf."""
     (_, T, HQ, _), (_, S, H, _) = r.q.shape, r.k.shape
     dtype = accumulation_dtype(r.q.dtype)
     interval = _interval(r)
@@ -183,14 +155,15 @@ def _blocks(r: Request) -> Iterator[_Block]:
     for start in range(0, T, BLOCK):
         queries, keys = slice(start, min(start + BLOCK, T)), slice(0, S)
         if interval is not None:
-            # Its ends never decrease: the first query's is the least, the last one's the most.
+            # Both ends never decrease along the queries. So the block's keys go from the first
+            # query's first key to the last query's last key.
             keys = slice(int(interval[0][start]), int(interval[1][queries.stop - 1]) + 1)
         if keys.start >= keys.stop:
             continue
         q = _heads_first(r.q[:, queries], H).to(dtype) * r.scale
         k, v = (x[:, keys].transpose(1, 2).to(dtype) for x in (r.k, r.v))
         scores = q @ k.transpose(-1, -2)
-        # (B, H, G, t, s), for what differs from query to query.
+        # A view (B, H, G, t, s) of the scores, for slopes and masks.
         wide = scores.unflatten(2, (HQ // H, -1))
         if r.slopes is not None:
             distance = (q_pos[:, queries, None] - k_pos[:, None, keys]).abs()
@@ -225,5 +198,5 @@ def _heads_first(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _tokens_first(x: Tensor, num_tokens: int) -> Tensor:
-    """Turn it back."""
+    """Undo `_heads_first`: (B, H, G t, D) to (B, t, HQ, D)."""
     return x.unflatten(2, (-1, num_tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Attention by the flash-attn package, where it is installed and asked for by name."""
+"""Attention by the flash-attn package, if it is installed and impl="flash" is given."""
 
 import importlib.util
 
@@ -32,7 +32,7 @@ def attention_flash(r: Request) -> AttentionOutput:
     """Compute attention with flash-attn 2; packed sequences run its variable-length kernel."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    # Its window is (keys to the left, keys to the right), the current one counted in neither.
+    # flash-attn's window is (keys to the left, keys to the right), both without the current key.
     left = -1 if r.window_size is None else r.window_size - 1
     options = {
         "softmax_scale": r.scale,

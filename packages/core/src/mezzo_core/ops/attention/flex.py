@@ -1,7 +1,7 @@
-"""Attention by flex_attention, on a GPU: windows, ALiBi and packed sequences skip what they mask.
+"""Attention by flex_attention on a GPU, which skips masked blocks of keys.
 
-Without positions, what a query sees is an interval of keys, and its borders never decrease along
-the queries. The block mask follows from the borders directly: no (T, S) mask is built.
+Without positions, each query sees an interval of keys, and both ends of the interval never decrease
+along the queries. The block mask is computed from these ends, without building a (T, S) mask.
 """
 
 import functools
@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from mezzo_core.ops.attention.request import AttentionOutput, Request, seen_interval
 from mezzo_core.positions import sequence_ids
 
-# Since torch 2.9; until then the lse was asked for by `return_lse=True`.
+# Exists since torch 2.9; before, the lse was requested by `return_lse=True`.
 _AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", None)
 
-BLOCK = 128  # tokens of a block of the mask, queries and keys alike: flex_attention's own default
+BLOCK = 128  # queries and keys of a block of the mask: flex_attention's default
 
 
 def unsupported(r: Request) -> str | None:
@@ -31,17 +31,19 @@ def unsupported(r: Request) -> str | None:
         return "float64"
     if min(r.q.shape[-1], r.v.shape[-1]) < 16 or max(r.q.shape[-1], r.v.shape[-1]) > 256:
         return f"heads of width {r.q.shape[-1]} and {r.v.shape[-1]} (it needs 16 to 256)"
-    # Fewer queries than a block take flex_attention's decoding kernel, which groups few heads.
+    # With fewer queries than a block, flex_attention runs its decoding kernel, which only supports
+    # small groups of heads.
     if min(r.q.shape[1], r.k.shape[1]) < BLOCK:
         return f"fewer than {BLOCK} queries or keys"
     return None
 
 
 def attention_flex(r: Request) -> AttentionOutput:
-    """Compute attention with one fused kernel, forward and backward, lse and its gradient too."""
+    """Compute attention and its lse with one fused kernel, which has a backward for both."""
     inputs = [x.transpose(1, 2) for x in (r.q, r.k, r.v)]
     options: dict[str, Any] = {}
-    # Where shapes are symbols, their comparison is no bool that flex_attention would take.
+    # An if, and not enable_gqa=(...): with symbolic shapes the comparison is a symbol, which
+    # flex_attention does not accept as a bool.
     if r.q.shape[2] != r.k.shape[2]:
         options["enable_gqa"] = True
     if r.return_lse and _AUX_REQUEST is None:
@@ -69,7 +71,7 @@ def attention_flex(r: Request) -> AttentionOutput:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Compile once for all callers; only compiled is flex_attention a kernel of its own."""
+    """Compile flex_attention once for all callers; uncompiled it does not run as a fused kernel."""
     return torch.compile(flex_attention)
 
 
@@ -81,10 +83,11 @@ def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
 
 
 def _block_mask(r: Request, cached: bool) -> BlockMask:
-    """Return the block mask of the request: made once where only shapes matter.
+    """Return the block mask of the request, from a cache if it depends on shapes only.
 
-    A graph that the caller compiles makes it once for all its layers: that takes a few operations
-    on (T/128)^2 numbers, and tensors from a cache would have to be guarded.
+    In a graph that the caller compiles the cache is not used, because torch would have to guard its
+    tensors. There the mask is computed once for all layers, by a few operations on (T/128)^2
+    numbers.
     """
     where = (r.q.shape[1], r.k.shape[1], r.q.device, r.causal, r.window_size)
     if r.cu_seqlens is None and cached:
@@ -96,7 +99,7 @@ def _block_mask(r: Request, cached: bool) -> BlockMask:
 def _cached_block_mask(
     T: int, S: int, device: torch.device, causal: bool, window_size: int | None
 ) -> BlockMask:
-    # A tensor made in inference mode could not serve a training step later.
+    # A tensor made in inference mode could not be used in a training step later.
     with torch.inference_mode(False):
         return make_block_mask(T, S, device, causal, window_size, None)
 
@@ -109,7 +112,7 @@ def make_block_mask(
     window_size: int | None,
     cu_seqlens: Tensor | None,
 ) -> BlockMask:
-    """Return the block mask of T queries and S keys; arguments as of `attention`."""
+    """Return the block mask of T queries and S keys; arguments as in `attention`."""
     tokens = torch.arange(T, device=device)
     ids = None if cu_seqlens is None else owners(cu_seqlens, T)
     first, last = seen_interval(tokens, S, causal, window_size, cu_seqlens, ids)
@@ -128,7 +131,7 @@ def make_block_mask(
 def _mask_mod(
     causal: bool, window_size: int | None, ids: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask inside a block; plain arithmetic on indices unless sequences are packed."""
+    """Return the mask inside a block; it reads a tensor only if sequences are packed."""
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         visible = j >= 0
@@ -143,16 +146,17 @@ def _mask_mod(
     return mask_mod
 
 
-# An op of its own, so that inductor does not see this index arithmetic (2.13 fails to simplify it);
-# equal calls in one graph, those of all layers with one window, are still computed once.
+# A registered op, so that inductor does not see this index arithmetic, which torch 2.13 fails to
+# simplify. Equal calls in one graph (all layers with the same window) are still computed once.
 @torch.library.custom_op("mezzo::interval_blocks", mutates_args=())
 def interval_blocks(
     first: Tensor, last: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the blocks of an interval mask: those that no query sees are skipped.
+    """Find the blocks of an interval mask that are seen in part, and those that are seen fully.
 
-    Those that each of their queries sees whole are told apart, for they need no mask. As `first`
-    and `last` never decrease, the blocks of a row are intervals too.
+    A block is seen fully if all its queries see all its keys; it needs no mask. Blocks that no
+    query sees are left out. As `first` and `last` never decrease, both kinds of blocks are
+    intervals in each row of blocks.
 
     Args:
         first: (T,) int64, first key that each query sees, never decreasing.
@@ -160,17 +164,17 @@ def interval_blocks(
         num_keys: S.
 
     Returns:
-        What BlockMask.from_kv_blocks takes, int32: number (1, 1, rows) and indices
-        (1, 1, rows, columns) of the blocks that are seen in part, then of those seen whole.
+        The int32 arguments of BlockMask.from_kv_blocks: the number (1, 1, rows) and the indices
+        (1, 1, rows, columns) of the blocks seen in part, then of the blocks seen fully.
     """
     T, device = first.shape[0], first.device
     top = torch.arange(0, T, BLOCK, device=device)
     bottom = (top + BLOCK - 1).clamp(max=T - 1)
     columns = _num_blocks(num_keys)
-    # Blocks touched by a query of the row of blocks: from `lo` up to before `hi`.
+    # In each row of blocks, its queries see keys of the blocks from `lo` to before `hi`.
     lo = first[top] // BLOCK
     hi = torch.maximum(last[bottom] // BLOCK + 1, lo)
-    # Blocks that are seen whole; never a short last one, whose missing keys must be masked.
+    # Blocks that are seen fully. A short last block never is: its missing keys must be masked.
     full_lo = ((first[bottom] + BLOCK - 1) // BLOCK).clamp(lo, hi)
     full_hi = torch.minimum((last[top] + 1) // BLOCK, hi)
     full_hi = torch.maximum(full_hi, full_lo)
@@ -179,7 +183,7 @@ def interval_blocks(
     partial = torch.where(place < before, lo[:, None] + place, full_hi[:, None] + place - before)
 
     def ordered(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        # Indices past the count are ignored, but they must be indices.
+        # Indices after the first `count` are ignored, but they must be valid.
         index = index.clamp(max=columns - 1)
         return count.to(torch.int32)[None, None], index.to(torch.int32)[None, None]
 
@@ -200,10 +204,11 @@ def _fake_interval_blocks(
     return counts, indices, torch.empty_like(counts), torch.empty_like(indices)
 
 
-# An op for the same reason: score_mods may not read what the graph computes pointwise.
+# A registered op too, because a score_mod cannot read a tensor that inductor computes pointwise in
+# the same graph.
 @torch.library.custom_op("mezzo::captured", mutates_args=())
 def captured(slopes: Tensor) -> Tensor:
-    """Return a copy of what a score_mod reads."""
+    """Return a copy of the slopes, for a score_mod to read."""
     return slopes.clone()
 
 
@@ -212,7 +217,7 @@ def _fake_captured(slopes: Tensor) -> Tensor:
     return torch.empty_like(slopes)
 
 
-# And an op for masks, which may not read it either.
+# And a registered op for mask_mods, which have the same restriction.
 @torch.library.custom_op("mezzo::sequence_owners", mutates_args=())
 def owners(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return `sequence_ids`, (T,) int64."""

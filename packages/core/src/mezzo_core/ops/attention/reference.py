@@ -13,7 +13,7 @@ from mezzo_core.ops.attention.request import (
 
 
 def attention_reference(r: Request) -> AttentionOutput:
-    """Compute softmax attention as it is written, with the scores in memory.
+    """Compute softmax attention directly from its definition, with all scores in memory.
 
     For query head h, which reads key and value head h // (HQ/H), and the keys s visible to t:
 
@@ -22,8 +22,9 @@ def attention_reference(r: Request) -> AttentionOutput:
         out[t]     = sum_s exp(score[t,s] - lse[t]) v[s]
 
     Matrix products run in the dtype of the inputs, the softmax in float32 (float64 for float64).
-    A query that sees no key gets out 0 and lse -inf. One that sees a value with a NaN or an
-    infinity gets NaN; the others do not, although such values are multiplied with their zeros.
+    A query that sees no key gets out 0 and lse -inf. A query that sees a value with a NaN or an
+    infinity gets NaN. Other queries do not, although the product of such a value with their weight
+    0 would be NaN.
     """
     B, T, HQ, _ = r.q.shape
     H = r.k.shape[2]
@@ -44,14 +45,14 @@ def attention_reference(r: Request) -> AttentionOutput:
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and probabilities over the keys; 0 where no score is finite."""
+    """Return log-sum-exp and probabilities over the keys; a row without keys gets zeros."""
     if scores.shape[-1] == 0:
         return scores.new_full(scores.shape[:-1], float("-inf")), scores
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == float("-inf"), 0.0)
     exponentials = (scores - top).exp()
     total = exponentials.sum(-1, keepdim=True)
-    # The log of 1 in an empty row, replaced at once, keeps NaN out of its gradient.
+    # In an empty row take the log of 1, which is then replaced: log 0 would have a NaN gradient.
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (total.log() + top).masked_fill(empty, float("-inf"))

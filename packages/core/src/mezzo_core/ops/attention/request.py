@@ -1,4 +1,4 @@
-"""What every backend is asked and answers, and what the features of a request mean."""
+"""The arguments and results that all backends share, and the meaning of a request's features."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class AttentionOutput(NamedTuple):
     Attributes:
         out: (B, T, HQ, V) in the dtype of q.
         lse: (B, T, HQ) natural log of the sum of exponentials of the scores, float32 (float64 for
-            float64 inputs), or None if it was not asked for.
+            float64 inputs), or None without `return_lse`.
     """
 
     out: Tensor
@@ -83,16 +83,16 @@ def seen_interval(
     cu_seqlens: Tensor | None,
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key that each query sees where no positions are given.
+    """Return the first and the last key that each query sees, for a request without positions.
 
-    Both are (T,) int64 and never decrease; a query sees none where first > last.
+    Both are (T,) int64 and never decrease. A query with first > last sees no key.
 
     Args:
         tokens: 0..T-1, the queries.
         num_keys: S.
-        causal: as of `attention`.
-        window_size: as of `attention`.
-        cu_seqlens: as of `attention`.
+        causal: as in `attention`.
+        window_size: as in `attention`.
+        cu_seqlens: as in `attention`.
         ids: (T,), the packed sequence of each token, given with `cu_seqlens`.
     """
     first, last = torch.zeros_like(tokens), torch.full_like(tokens, num_keys - 1)
@@ -108,15 +108,16 @@ def seen_interval(
 
 
 def lost_tokens(*tensors: Tensor) -> Tensor | None:
-    """Return (B, S), which tokens of (B, S, H, D) tensors hold a NaN or an infinity.
+    """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold a NaN or an infinity.
 
-    What a query does not see weighs 0, and 0 * NaN is NaN: backends put zeros in the place of such
-    tokens, and NaN into the results of the queries that see them. Eager calls on a CPU look first,
-    and get None where there are none; elsewhere that would be a wait, or break a graph.
+    A token that a query does not see has weight 0, but 0 * NaN is NaN. So backends replace such
+    tokens by zeros, and write NaN into the results of the queries that see them. Eager calls on a
+    CPU first look whether there is any such token, and return None if not. In other cases looking
+    would wait for the GPU or break a compiled graph.
     """
     can_look = not torch.compiler.is_compiling() and not in_transform()
     if can_look and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors):
-        # A sum is finite only if all its terms are, and reads memory once.
+        # A finite sum shows that all its terms are finite, and reads the memory only once.
         sums = [x.detach().sum(dtype=accumulation_dtype(x.dtype)) for x in tensors]
         if all(total.isfinite() for total in sums):
             return None
@@ -125,7 +126,7 @@ def lost_tokens(*tensors: Tensor) -> Tensor | None:
 
 
 def in_transform() -> bool:
-    """Tell whether a transform of torch.func (grad, vmap) runs, which may look at no value."""
+    """Tell whether a transform of torch.func (grad, vmap) is active: values cannot be read then."""
     return torch._C._are_functorch_transforms_active()
 
 

@@ -19,7 +19,8 @@ from mezzo_core.ops.attention.request import (
 def unsupported(r: Request) -> str | None:
     """Say why this backend cannot do the request, or None if it can."""
     if r.return_lse:
-        # torch's operators that return an lse do not propagate its gradient: merges would be wrong.
+        # torch's operators that return an lse have no gradient for it, so merging results by their
+        # lse would give wrong gradients.
         return "return_lse=True (its gradient would be lost)"
     if r.slopes is not None and r.q.dtype in (torch.float16, torch.bfloat16):
         return f"alibi_slopes in {r.q.dtype} (a mask of that dtype rounds the bias)"
@@ -29,9 +30,9 @@ def unsupported(r: Request) -> str | None:
 def attention_sdpa(r: Request) -> AttentionOutput:
     """Compute attention with `scaled_dot_product_attention`; masks are (T, S) tensors.
 
-    Causal attention without other features needs no mask and takes the fastest kernel that torch
-    has for the device; grouped heads are read in place. On a CPU a NaN or an infinity in a key or
-    value reaches the queries that see it and no other; on a GPU the kernels are taken as they are.
+    Plain causal attention needs no mask, and runs the fastest kernel that torch has for the device.
+    Keys and values of grouped heads are not copied. On a CPU a NaN or an infinity in a key or value
+    only affects the queries that see it; on a GPU this depends on torch's kernel.
     """
     lost = lost_tokens(r.k, r.v) if r.q.device.type == "cpu" else None
     if lost is None:
@@ -48,7 +49,8 @@ def attention_sdpa(r: Request) -> AttentionOutput:
 def _attend(r: Request) -> AttentionOutput:
     q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
     if is_plain(r):
-        # Where shapes are symbols, their comparison is no bool that the kernel would take.
+        # An if, and not enable_gqa=(...): with symbolic shapes the comparison is a symbol, which
+        # the operator does not accept as a bool.
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
         return AttentionOutput(out.transpose(1, 2), None)
@@ -56,16 +58,18 @@ def _attend(r: Request) -> AttentionOutput:
 
 
 def _masked(r: Request) -> torch.Tensor:
-    """Attend under a mask; query heads of a group are laid out as more queries of one head.
+    """Attend under a mask.
 
-    The masked kernels of torch do not group heads: this way keys and values are still not copied.
+    torch's masked kernels do not support grouped heads. So the query heads of a group are laid out
+    as more queries of one head, and keys and values need not be copied.
     """
     B, T, HQ, _ = r.q.shape
     H, G = r.k.shape[2], HQ // r.k.shape[2]
     visible = visible_keys(r)
     empty = None
     if has_empty_rows(r):
-        # What the kernels return for a row without keys differs: let it see all, then clear it.
+        # The kernels differ in their results for a query without keys. So let it see all keys, and
+        # set its result to 0 afterwards.
         empty = ~visible.any(-1)
         visible = visible | empty[..., None]
     if r.slopes is None:

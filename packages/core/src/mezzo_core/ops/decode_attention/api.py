@@ -1,4 +1,4 @@
-"""The public ops `append_token_` and `decode_attention`: arguments checked, form chosen."""
+"""The public ops `append_token_` and `decode_attention`: argument checks and dispatch."""
 
 from typing import Any
 
@@ -25,22 +25,23 @@ def append_token_(
     rope_base: float | None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B HQ D"]:
-    """Put the next token of each row into its cache, in place, and return its queries.
+    """Put the next token of each row into the cache, in place, and return its rotated queries.
 
-    What comes out, with the cache, is what `decode_attention` takes. `reference.py` is the
-    definition. There is no backward. Nothing waits for the GPU and launches depend on shapes alone,
-    so that a CUDA graph can hold the call while the rows grow; the first call, which makes a table,
-    must come before the capture.
+    The returned queries and the cache are arguments for `decode_attention`. `reference.py` is the
+    definition. There is no backward. The call never waits for the GPU, and its launches depend on
+    shapes only, so a captured CUDA graph stays valid while the rows grow. The first call makes a
+    table, and must come before the capture.
 
     Args:
-        q: the new token's queries, not rotated; of any strides, as are `k` and `v`.
+        q: the new token's queries, not rotated. q, k and v may have any strides.
         k: its keys, not rotated.
         v: its values.
-        k_cache: overwritten: a row of n tokens gets the new key in slot n % S.
-        v_cache: overwritten likewise.
-        lengths: n, the tokens of each row before this one, int32 or int64; one is added.
-        rope_base: RoPE turns q and k to place n (`mezzo_core.positions.rope_angles`); None leaves
-            them as they are.
+        k_cache: overwritten: in a row of n tokens, the new key goes to slot n % S.
+        v_cache: overwritten likewise by the new value.
+        lengths: n, the number of tokens of each row before this one, int32 or int64; one is added
+            in place.
+        rope_base: base of RoPE, which rotates q and k to position n
+            (`mezzo_core.positions.rope_angles`); None for no rotation.
         impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
             32 to 256).
 
@@ -49,8 +50,8 @@ def append_token_(
 
     Raises:
         TypeError: if a dtype is not as above.
-        ValueError: if shapes or devices disagree, there is no slot, D is odd or `rope_base` not
-            positive, gradients are asked for, or `impl` cannot do the request.
+        ValueError: if shapes or devices disagree, there is no slot, D is odd, `rope_base` is not
+            positive, an input requires gradients, or `impl` cannot do the request.
     """
     _check_append(q, k, v, k_cache, v_cache, lengths)
     if rope_base is not None:
@@ -77,24 +78,24 @@ def decode_attention(
     """Attend from the newest token of each row to the tokens in its cache, itself included.
 
     Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. There is no
-    backward. Nothing waits for the GPU and launches depend on shapes alone, so that a CUDA graph
-    can hold the call while the rows grow.
+    backward. The call never waits for the GPU, and its launches depend on shapes only, so a
+    captured CUDA graph stays valid while the rows grow.
 
     Args:
         q: the newest token's queries.
-        k: keys; a row of n tokens keeps token p in slot p % S. What other slots hold is not read.
-        v: values, laid out as `k`.
-        lengths: n, the tokens of each row, int32 or int64; 0 is legal and gives 0. It may exceed S:
-            then the cache is a ring, and holds the last S tokens.
+        k: keys; in a row of n tokens, token p is in slot p % S. Other slots are not used.
+        v: values, in the same slots as the keys.
+        lengths: n, the number of tokens of each row, int32 or int64. A row with n = 0 gets output
+            0. With n > S the cache is a ring that holds the last S tokens.
         alibi_slopes: slope of each query head (`mezzo_core.positions.alibi_slopes`).
-        scale: of the products; D^-0.5 when None.
+        scale: factor of the products q·k; None for D^-0.5.
         impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
             32 to 256).
 
     Raises:
         TypeError: if a dtype is not as above.
-        ValueError: if shapes or devices disagree, gradients are asked for, or `impl` cannot do the
-            request.
+        ValueError: if shapes or devices disagree, an input requires gradients, or `impl` cannot do
+            the request.
     """
     _check_dtypes(q, k, v, lengths, alibi_slopes)
     if scale is not None:

@@ -9,11 +9,11 @@ from mezzo_core.positions import apply_rope, rope_angles
 def decode_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, slopes: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend from the last token of each row to those in its cache of S slots.
+    """Attend from the newest token of each row to the tokens in its cache of S slots.
 
-    A row of n tokens keeps token p in slot p % S, so its newest token's distance to the one in slot
-    s is (n - 1 - s) mod S, and the slots from n on hold nothing yet. For query head h, which reads
-    key and value head h // (HQ/H):
+    In a row of n tokens, token p is in slot p % S. So the token in slot s is (n - 1 - s) mod S
+    positions before the newest one, and slots from n on are still empty. For query head h, which
+    reads key and value head h // (HQ/H):
 
         score[s] = scale q·k[s] - slope ((n - 1 - s) mod S)          s < min(n, S)
         out      = sum_s softmax(score)[s] v[s]
@@ -32,7 +32,7 @@ def decode_attention_fwd(
     if slopes is not None:
         distance = (lengths[:, None] - 1 - slots) % S
         scores = scores - slopes[:, None] * distance[:, None]
-    # An empty slot may hold anything: neither its score nor its value may get through.
+    # The content of an empty slot is arbitrary, maybe NaN: mask both its score and its value.
     scores = scores.masked_fill(empty[:, None], float("-inf"))
     v = v.masked_fill(empty[:, :, None, None], 0.0)
     weights = scores.softmax(-1).masked_fill(empty[:, None], 0.0)
@@ -51,8 +51,9 @@ def append_token_(
 ) -> Tensor:
     """Put the next token of each row into its cache of S slots, and return its queries.
 
-    In a row of n tokens the new one is at place n. RoPE turns q and k to that place, in float32
-    (float64 for float64), then k and v go to slot n % S, rounded to the cache's dtype as q is.
+    In a row of n tokens the new token has position n. RoPE rotates q and k to that position, in
+    float32 (float64 for float64). Then all three are rounded to the cache's dtype, and k and v are
+    written to slot n % S.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if rope_base is not None:

@@ -1,11 +1,11 @@
-"""Attention while decoding, on a GPU: each key and value is read once, and nothing else counts.
+"""Attention while decoding, on a GPU. Reading the keys and values, each once, takes most time.
 
-A program owns one key and value head of one row, with all the queries that read it, and walks over
-its share of the row's slots. Where rows and heads are too few to keep the GPU busy, each row's
-tokens are split among several programs, evenly by its real length; a second kernel then combines
-their parts. How many there are follows from shapes alone, so a CUDA graph stays right as rows grow.
+A program handles one key and value head of one row, for all queries that read it, and loops over
+its share of the row's slots. If rows and heads are too few to keep the GPU busy, each row's tokens
+are split evenly among several programs, and a second kernel combines their partial results. The
+number of programs depends on shapes only, so a CUDA graph stays valid while the rows grow.
 
-Before that, one launch puts the new tokens into the cache.
+`append_token_` puts the new tokens into the cache before, in one launch.
 """
 
 from functools import cache
@@ -31,7 +31,7 @@ def decode_attention_fwd_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Attend from G queries to one share of a row's slots; the softmax and `lse` are to base 2."""
+    """Attend from G queries to one share of a row's slots; softmax and `lse` use base 2."""
     pid = tl.program_id(0).to(tl.int64)
     i_split, i_h, i_b = pid % NUM_SPLITS, pid // NUM_SPLITS % H, pid // NUM_SPLITS // H
     o_g, o_d, o_s = tl.arange(0, BG), tl.arange(0, D), tl.arange(0, BS)
@@ -62,7 +62,7 @@ def decode_attention_fwd_kernel(
             distance += tl.where(distance < 0, S, 0)
             b_scores -= b_slopes * distance[None, :].to(tl.float32)
         b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
-        # Every tile holds a token, so the new maximum is finite.
+        # Every tile has at least one token, so the new maximum is finite.
         b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
         b_scores = tl.exp2(b_scores - b_new[:, None])
         b_decay = tl.exp2(b_top - b_new)
@@ -87,7 +87,7 @@ def decode_attention_fwd_kernel(
 def decode_attention_fwd_kernel_combine(
     parts, lse, out, NUM_SPLITS: tl.constexpr, BN: tl.constexpr, D: tl.constexpr
 ):
-    """Combine the parts of one query head by their log-sum-exp (to base 2)."""
+    """Combine the partial results of one query head by their log-sum-exp (base 2)."""
     i_q = tl.program_id(0).to(tl.int64)
     o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
     m_n = o_n < NUM_SPLITS
@@ -135,7 +135,7 @@ def decode_attention_fwd(
 
 
 def num_splits(num_heads: int, num_slots: int, tile: int) -> int:
-    """Return how many programs share a row's head: a power of two, none with less than a tile."""
+    """Return how many programs share a head of a row: a power of two, each with a tile or more."""
     wanted = min(max(PROGRAMS // num_heads, 1), triton.cdiv(num_slots, tile), MAX_SPLITS)
     return 1 << (wanted.bit_length() - 1)
 
@@ -172,7 +172,7 @@ def append_token_kernel(
     """Append one row's token, all of its heads: no other program reads the row's length."""
     i_b = tl.program_id(0).to(tl.int64)
     p_n = lengths + i_b * stride_n
-    # Everything is loaded first, so that the loads wait together.
+    # All loads come first, so that they are in flight together.
     n = tl.load(p_n).to(tl.int64)
     b_q, b_q2 = _load_halves(q + i_b * stride_qb, stride_qh, stride_qd, HQ, BQ, D)
     b_k, b_k2 = _load_halves(k + i_b * stride_kb, stride_kh, stride_kd, H, BH, D)
@@ -188,7 +188,7 @@ def append_token_kernel(
     _store_halves(out + i_b * HQ * D, D, 1, b_q, b_q2, HQ, BQ, D)
     _store_halves(p_k, stride_kch, stride_kcd, b_k, b_k2, H, BH, D)
     _store_halves(p_v, stride_vch, stride_vcd, b_v, b_v2, H, BH, D)
-    tl.debug_barrier()  # all threads have read the length before one overwrites it
+    tl.debug_barrier()  # all threads must read the length before one overwrites it
     tl.store(p_n, (n + 1).to(lengths.dtype.element_ty))
 
 
@@ -220,5 +220,5 @@ def append_token_(
 
 @cache
 def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
-    """Return a table that is made once, and never freed: graphs that were captured read it."""
+    """Return RoPE's frequencies, a table that is cached for ever: captured graphs read it."""
     return rope_frequencies(dim, base, device=device)

@@ -1,4 +1,4 @@
-"""The public op `decode_linear`: arguments checked, form chosen."""
+"""The public op `decode_linear`: argument checks and dispatch."""
 
 import torch
 from jaxtyping import Float
@@ -21,17 +21,17 @@ def decode_linear(
     norm_eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Float[Tensor, "*rows N"]:
-    """Return norm(x) Wᵀ + bias, by a kernel for one row; more rows are the library's.
+    """Return norm(x) Wᵀ + bias, with a kernel for a single row; more rows use torch's product.
 
-    `reference.py` is the definition. The kernel sums in float32. It has no backward and launches by
-    shapes alone, so that a CUDA graph can hold the call.
+    `reference.py` is the definition. The kernel sums in float32. It has no backward, and its launch
+    depends on shapes only, so it can be captured in a CUDA graph.
 
     Args:
-        x: rows at any distance from each other; rounded to the dtype of `weight`, after the norm if
-            there is one (there the kernel keeps all digits).
-        weight: W, as `nn.Linear` has it.
+        x: rows with any strides. They are rounded to the dtype of `weight`: without a norm x
+            itself, with a norm its result, which the kernel however keeps in float32.
+        weight: W, as in `nn.Linear`.
         bias: in the dtype of `weight`.
-        norm_weight: of the RMS norm, which is computed in float32; None: no norm.
+        norm_weight: weight of the RMS norm, which is computed in float32; None for no norm.
         norm_eps: added to the mean of the squares.
         impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; one row; K up to
             16,384; each row of W contiguous; no gradients, no autocast). The reference is
@@ -41,7 +41,7 @@ def decode_linear(
         y in the dtype of `weight`, or of autocast.
 
     Raises:
-        TypeError: if a tensor is not floating-point, or `bias` has not the dtype of `weight`.
+        TypeError: if a tensor is not floating-point, or `bias` has another dtype than `weight`.
         ValueError: if shapes or devices disagree, `norm_eps` is negative or not finite, or `impl`
             cannot do the request.
     """
@@ -58,7 +58,7 @@ def decode_linear(
 def _unsupported(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None
 ) -> str | None:
-    """Tell what the kernel cannot do, or None."""
+    """Say why the kernel cannot do the request, or None if it can."""
     K = weight.shape[1]
     tensors = [part for part in (x, weight, bias, norm_weight) if part is not None]
     for part in tensors:

@@ -11,7 +11,7 @@ def decode_linear_fwd(
 ) -> Tensor:
     """Return y (..., N) = norm(x) Wᵀ + bias of x (..., K) and W (N, K).
 
-        norm(x) = x / sqrt(mean(x²) + eps) * norm_weight          x itself without a norm_weight
+        norm(x) = x / sqrt(mean(x²) + eps) * norm_weight          (without norm_weight: x)
 
     The norm runs in float32 (float64 for float64), and its result is rounded to the dtype of W.
     """

@@ -1,9 +1,8 @@
-"""A linear layer on one row, on a GPU: reading the weights is nearly all of the work.
+"""A linear layer on one row, on a GPU. Nearly all of its time is spent reading the weights.
 
-A program multiplies x by one or a few rows of W, with all of K in one tile. Programs are small and
-many: that keeps more loads on their way than long ones do. The norm of x is computed again by each
-program, beside the products and not before them: x is small and in the L2 cache, and one more
-launch would take longer.
+A program multiplies x by one or a few rows of W, with all of K in one tile. Many small programs
+keep more loads in flight than a few long ones. Each program computes the norm of x again, while it
+multiplies: x is small and in the L2 cache, so this is faster than another launch.
 """
 
 import torch
@@ -12,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS_WITH_NORM = 4
-"""Rows of W of a program that also computes the norm, whose x and weights it must read."""
+"""Rows of W per program with a norm. The program must then also read x and the norm's weight, and
+more rows share that cost."""
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo_core.papers import Published
-from mezzo_core.papers.cells import Layout, Result
+from mezzo_core.papers.cells import Result, SpeedTable
 from mezzo_core.papers.figures import draw_lengths
 
 Lines = dict[str, list[tuple[float, float]]]
@@ -13,7 +13,7 @@ Lines = dict[str, list[tuple[float, float]]]
 def draw(result: Result, published: Published) -> Path:
     """Draw a result's lines over the length, beside the paper's own, into a file beside it."""
     path = result.path.with_suffix(".png")
-    layout = result.layout
+    layout = result.table
     device = result.to_json()["gpu"] or "this CPU"
     groups = layout.groups if len(layout.groups) > 1 else ("",)
     panels = {}
@@ -30,8 +30,8 @@ def draw(result: Result, published: Published) -> Path:
 def _lines(result: Result, group: str) -> Lines:
     """Return each model's (length, mean) where it was measured."""
     lines: Lines = {}
-    for model in result.layout.models:
-        for column in result.layout.columns:
+    for model in result.table.models:
+        for column in result.table.columns:
             cell = result.cells.get((group, model, column))
             if cell is not None and not isinstance(cell["values"], str):
                 mean = sum(cell["values"]) / len(cell["values"])
@@ -39,7 +39,7 @@ def _lines(result: Result, group: str) -> Lines:
     return lines
 
 
-def _printed_lines(layout: Layout, group: str, published: Published) -> Lines:
+def _printed_lines(layout: SpeedTable, group: str, published: Published) -> Lines:
     """Return the paper's lines: a table's rows, or Figure 5's from Tables 1 and 11."""
     lines: Lines = {}
     if layout.name == "fig5":

@@ -1,6 +1,6 @@
 """What each result file of the speed tables holds, and which tables and claims it speaks to."""
 
-from mezzo_core.papers.cells import Layout
+from mezzo_core.papers.cells import SpeedTable
 
 from mezzo_rat.recipes import PAPER_NAMES
 from mezzo_rat.reproduction.gpu.scale import MODELS, SpeedScale, paper_layers
@@ -46,7 +46,7 @@ def ids_of(table: str) -> set[str]:
     return {id for name in names for id in IDS[name]}
 
 
-def layouts(scale: SpeedScale) -> dict[str, Layout]:
+def layouts(scale: SpeedScale) -> dict[str, SpeedTable]:
     """Return what each result file holds at a scale, by its name."""
     return {layout.name: layout for layout in (*_layers(scale), *_generation(scale))}
 
@@ -56,7 +56,7 @@ def contexts(scale: SpeedScale) -> dict[str, int]:
     return dict(zip(VIEWS, (min(scale.contexts), max(scale.contexts)), strict=True))
 
 
-def _layers(scale: SpeedScale) -> list[Layout]:
+def _layers(scale: SpeedScale) -> list[SpeedTable]:
     shared = f"C = {scale.d_model}, D = {scale.head_dim}; medians of {scale.passes} passes"
     batch = (
         f"{scale.tokens:,} tokens a batch, bf16 autocast over a float32 residual stream, "
@@ -69,7 +69,7 @@ def _layers(scale: SpeedScale) -> list[Layout]:
         f"batch, bf16, in a CUDA graph, {shared}",
     }
     return [
-        Layout(
+        SpeedTable(
             name=name,
             ids=IDS[name],
             columns=tuple(map(str, scale.positions if name == "table8" else scale.lengths)),
@@ -84,7 +84,7 @@ def _layers(scale: SpeedScale) -> list[Layout]:
     ]
 
 
-def _generation(scale: SpeedScale) -> list[Layout]:
+def _generation(scale: SpeedScale) -> list[SpeedTable]:
     setting = (
         f"{scale.new_tokens} new tokens after a prompt of T - {scale.new_tokens}, random weights "
         f"of the recipes {', '.join(sorted(set(scale.contexts.values())))}, bf16, the largest "
@@ -94,7 +94,7 @@ def _generation(scale: SpeedScale) -> list[Layout]:
     )
     lengths = {"fig5": "", **{name: f"; T = {T}" for name, T in contexts(scale).items()}}
     return [
-        Layout(
+        SpeedTable(
             name=name,
             ids=IDS[name],
             columns=tuple(f"T={T}" for T in scale.contexts) if not words else ("Throughput",),

@@ -58,5 +58,5 @@ def measure_tables(
             places[context].append((results[view], "Throughput"))
         measure_throughput(scale, selection, places, say)
     for result in results.values():
-        if result.cells and result.layout.name not in VIEWS:
+        if result.cells and result.table.name not in VIEWS:
             draw(result, published)

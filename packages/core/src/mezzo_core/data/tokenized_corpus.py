@@ -26,53 +26,54 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.libraries import first_line, import_library
 
-# Part of the cache key: raise it when the same text would be packed differently.
+# Part of the cache key: raise it when the same text would give other tokens or files.
 _FORMAT = 1
 # Text is tokenized in batches of about this many characters, or this many pieces.
 _BATCH_CHARACTERS = 1 << 21
 _BATCH_PIECES = 4096
-# The marker holds the checksums of the two others, and is written last.
+# The marker file holds the checksums of the other two and is written last. Its name, and that of
+# the folder ("packed-..."), stay as they are: users have such folders on their disks.
 _TOKENS, _DOCUMENTS, _MARKER = "tokens.npy", "documents.npy", "packed.json"
-# Tokens are checked so many at a time.
+# The checksum of stored tokens is computed over this many tokens at a time.
 _CHECKED_TOKENS = 1 << 23
 
 logger = logging.getLogger(__name__)
 
 
 class Checksums(NamedTuple):
-    """CRC-32 of the values, in hexadecimal: the same in memory and on disk."""
+    """CRC-32 of the values in hexadecimal, equal for a corpus in memory and on disk."""
 
     tokens: str
     documents: str
 
 
 @dataclass(frozen=True)
-class PackedCorpus:
-    """Tokens of a corpus; document i is tokens[ends[i - 1] : ends[i]], its end token the last."""
+class TokenizedCorpus:
+    """Tokens of a corpus: document i is tokens[ends[i - 1] : ends[i]], with its end token."""
 
     tokens: NDArray[Any]  # (num_tokens,) uint16 or uint32
     ends: NDArray[np.int64]  # (num_documents,), increasing
-    num_bytes: NDArray[np.int64]  # (num_documents,), of the text in UTF-8
+    num_bytes: NDArray[np.int64]  # (num_documents,), length of the text in UTF-8
     checksums: Checksums
 
 
-def pack_corpus(
+def tokenize_corpus(
     corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path | None, *, check: bool = True
-) -> PackedCorpus:
+) -> TokenizedCorpus:
     """Tokenize a corpus, or find it in the cache.
 
-    Documents without text are left out. With `cache_dir`, the result is in a folder named by a
-    hash of the corpus's and the tokenizer's identity. It is written beside its place and moved
-    there when complete, so that a process killed half-way leaves nothing that would be read; a
-    second process waits for the first, and uses what that one wrote. What is damaged there is
-    removed and packed anew, with a warning in the log.
+    Documents without text are left out. With `cache_dir`, the tokens are stored in a folder named
+    by a hash of the corpus's and the tokenizer's identity. That folder is written under another
+    name and renamed when it is complete, so a killed process leaves no half-written tokens to be
+    read. A second process waits for the first and uses its tokens. A damaged folder is removed and
+    written again, with a warning in the log.
 
     Args:
-        corpus: what to read.
+        corpus: the text.
         tokenizer: makes the tokens.
-        cache_dir: where to keep them; None keeps them in memory.
-        check: compare all tokens of the cache with their checksum, about a second a gigabyte.
-            False is for a process after another one that has just done so.
+        cache_dir: folder for the tokens; None keeps them in memory.
+        check: compare all stored tokens with their checksum, which takes about a second a gigabyte.
+            Pass False if another process has just checked them.
 
     Raises:
         UserError: if there is no text, or the cache cannot be written.
@@ -80,8 +81,8 @@ def pack_corpus(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     if cache_dir is None:
         parts: list[NDArray[Any]] = []
-        documents, checksums = _pack(corpus, tokenizer, dtype, parts.append)
-        return PackedCorpus(np.concatenate(parts), documents[0], documents[1], checksums)
+        documents, checksums = _tokenize(corpus, tokenizer, dtype, parts.append)
+        return TokenizedCorpus(np.concatenate(parts), documents[0], documents[1], checksums)
     key = f"{_FORMAT}\0{corpus.identity}\0{tokenizer.identity}"
     folder = cache_dir / f"packed-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:24]}"
     lock = folder.with_suffix(".lock")
@@ -90,25 +91,25 @@ def pack_corpus(
         cache_dir.mkdir(parents=True, exist_ok=True)
         for path in (cache_dir, lock):
             if path.is_symlink():
-                raise UserError(f"cannot keep packed tokens in {cache_dir}: {path} is a link")
+                raise UserError(f"cannot keep tokens in {cache_dir}: {path} is a link")
         with filelock.FileLock(lock):
             if os.path.lexists(folder):
                 try:
                     return _load(folder, tokenizer, dtype, check)
                 except ValueError as error:
-                    logger.warning("%s is damaged (%s): packing the corpus anew", folder, error)
+                    logger.warning("%s is damaged (%s): tokenizing the corpus again", folder, error)
                     _remove(folder)
             _write(corpus, tokenizer, dtype, folder)
             return _load(folder, tokenizer, dtype, check=False)
     except OSError as error:
-        raise UserError(f"cannot keep packed tokens in {cache_dir}: {error}") from error
+        raise UserError(f"cannot keep tokens in {cache_dir}: {error}") from error
 
 
-def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool) -> PackedCorpus:
+def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool) -> TokenizedCorpus:
     """Open what `_write` wrote.
 
     Raises:
-        ValueError: if it is damaged; the message says what.
+        ValueError: if the folder is damaged; the message says how.
     """
     for name in (_TOKENS, _DOCUMENTS, _MARKER):
         if not (folder / name).is_file():
@@ -129,14 +130,14 @@ def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool)
     )
     if marker != found._asdict():
         raise ValueError("its checksums differ")
-    return PackedCorpus(tokens, ends, num_bytes, found)
+    return TokenizedCorpus(tokens, ends, num_bytes, found)
 
 
 def _map(path: Path) -> NDArray[Any]:
-    """Map a .npy file into memory: never a pickle, nor more than the file holds.
+    """Map a .npy file into memory. A pickled array or a file that is too short is refused.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the file is not a .npy array.
     """
     try:
         return np.lib.format.open_memmap(path, mode="r")
@@ -161,7 +162,7 @@ def _hexadecimal(checksum: int) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a packed corpus; of a link, the link alone."""
+    """Remove a tokenized corpus; a link is removed without what it points to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -169,17 +170,18 @@ def _remove(path: Path) -> None:
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: Path) -> None:
-    # Named by the host: where a lock does not reach other machines, each writes its own. Nobody
-    # can guess the rest of the name: a link that waits there cannot lead the tokens elsewhere.
+    # The host is part of the name: on a file system whose locks do not reach other machines, each
+    # machine then writes its own folder. The rest of the name is random, so that nobody can place
+    # a link there beforehand and redirect the tokens.
     prefix = f"{folder.name}.{socket.gethostname()}"
     for left in folder.parent.glob(f"{glob.escape(prefix)}.*.partial"):
-        shutil.rmtree(left, ignore_errors=True)  # a killed process's
+        shutil.rmtree(left, ignore_errors=True)  # left by a killed process
     partial = folder.with_name(f"{prefix}.{secrets.token_hex(8)}.partial")
     partial.mkdir()
     try:
         with (partial / _TOKENS).open("xb") as file:
             _write_header(file, dtype, (0,))
-            documents, checksums = _pack(
+            documents, checksums = _tokenize(
                 corpus, tokenizer, dtype, lambda part: file.write(part.data)
             )
             file.seek(0)
@@ -202,9 +204,10 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: P
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Write a .npy header; numpy leaves room in it, so that it is as long for any length.
+    """Write a .npy header, whose size does not depend on the array's length.
 
-    What follows goes through the file, not through numpy: numpy does not say that a disk is full.
+    So the header can be written first with length 0, and replaced at the end. The values are
+    written through the file and not by numpy, which does not report a full disk.
     """
     np.lib.format.write_array_header_1_0(
         file,
@@ -217,18 +220,18 @@ def _to_disk(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _pack(
+def _tokenize(
     corpus: Corpus,
     tokenizer: Tokenizer,
     dtype: np.dtype[Any],
     write: Callable[[NDArray[Any]], Any],
 ) -> tuple[NDArray[np.int64], Checksums]:
-    """Write all tokens; return (2, num_documents), where each ends and its bytes of text."""
+    """Write all tokens; return (2, num_documents), each document's end and its bytes of text."""
     ends: list[int] = []
     sizes: list[int] = []
     end_token = np.array([tokenizer.eos_token], dtype)
     checksum = 0
-    total = length = size = 0  # of everything; of the current document
+    total = length = size = 0  # tokens so far; tokens and bytes of the current document
     for batch in _batches(corpus.read()):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):

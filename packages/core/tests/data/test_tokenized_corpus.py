@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mezzo_core.data import packing
+from mezzo_core.data import tokenized_corpus
 from mezzo_core.data.corpora import Corpus, Piece
-from mezzo_core.data.packing import pack_corpus
+from mezzo_core.data.tokenized_corpus import tokenize_corpus
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 
@@ -43,32 +43,32 @@ class WideTokenizer(ByteTokenizer):
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WideTokenizer()])
 @pytest.mark.parametrize("cached", [False, True])
 def test_each_document_is_followed_by_the_end_token(tmp_path, tokenizer, cached):
-    packed = pack_corpus(corpus_of(TEXTS), tokenizer, tmp_path if cached else None)
+    tokenized = tokenize_corpus(corpus_of(TEXTS), tokenizer, tmp_path if cached else None)
     expected = [[*tokenizer.encode(text), 256] for text in TEXTS if text]
-    assert packed.tokens.tolist() == list(itertools.chain(*expected))
-    assert packed.ends.tolist() == np.cumsum([len(part) for part in expected]).tolist()
-    assert packed.num_bytes.tolist() == [len(text.encode()) for text in TEXTS if text]
-    assert packed.tokens.dtype == (np.uint16 if tokenizer.vocab_size == 257 else np.uint32)
-    assert isinstance(packed.tokens, np.memmap) == cached
+    assert tokenized.tokens.tolist() == list(itertools.chain(*expected))
+    assert tokenized.ends.tolist() == np.cumsum([len(part) for part in expected]).tolist()
+    assert tokenized.num_bytes.tolist() == [len(text.encode()) for text in TEXTS if text]
+    assert tokenized.tokens.dtype == (np.uint16 if tokenizer.vocab_size == 257 else np.uint32)
+    assert isinstance(tokenized.tokens, np.memmap) == cached
 
 
 def test_pieces_are_one_document(monkeypatch):
-    monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 4)
+    monkeypatch.setattr(tokenized_corpus, "_BATCH_CHARACTERS", 4)
     pieces = [Piece("abc", False), Piece("defg", False), Piece("", True), Piece("h", True)]
-    packed = pack_corpus(Corpus("", "", lambda: iter(pieces)), ByteTokenizer(), None)
-    assert packed.tokens.tolist() == [*b"abcdefg", 256, *b"h", 256]
-    assert packed.num_bytes.tolist() == [7, 1]
+    tokenized = tokenize_corpus(Corpus("", "", lambda: iter(pieces)), ByteTokenizer(), None)
+    assert tokenized.tokens.tolist() == [*b"abcdefg", 256, *b"h", 256]
+    assert tokenized.num_bytes.tolist() == [7, 1]
 
 
 def test_the_cache_is_read_and_not_made_again(tmp_path):
-    first = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
-    again = pack_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
+    first = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    again = tokenize_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
     assert np.array_equal(first.tokens, again.tokens)
     assert np.array_equal(first.ends, again.ends)
     with pytest.raises(AssertionError, match="read again"):
-        pack_corpus(replace(corpus_of(TEXTS, "two"), read=fail), ByteTokenizer(), tmp_path)
+        tokenize_corpus(replace(corpus_of(TEXTS, "two"), read=fail), ByteTokenizer(), tmp_path)
     with pytest.raises(AssertionError, match="read again"):
-        pack_corpus(replace(corpus_of(TEXTS), read=fail), WideTokenizer(), tmp_path)
+        tokenize_corpus(replace(corpus_of(TEXTS), read=fail), WideTokenizer(), tmp_path)
 
 
 def test_an_error_half_way_leaves_nothing(tmp_path):
@@ -77,32 +77,33 @@ def test_an_error_half_way_leaves_nothing(tmp_path):
         raise UserError("broken line")
 
     with pytest.raises(UserError, match="broken line"):
-        pack_corpus(Corpus("", "one", read), ByteTokenizer(), tmp_path)
+        tokenize_corpus(Corpus("", "one", read), ByteTokenizer(), tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert len(pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).ends) == 3
+    assert len(tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).ends) == 3
 
 
 def test_a_killed_writer_leaves_nothing_that_is_read(tmp_path):
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from mezzo_core.data import packing\n"
+        "from mezzo_core.data import tokenized_corpus\n"
         "from mezzo_core.data.corpora import Corpus, Piece\n"
         "from mezzo_core.data.tokenizers import ByteTokenizer\n"
-        "packing._BATCH_PIECES = 1\n"
+        "tokenized_corpus._BATCH_PIECES = 1\n"
         "def read():\n"
         "    yield Piece('half of it', True)\n"
         "    yield Piece('more', True)\n"
         "    print('half', flush=True)\n"
         "    time.sleep(60)\n"
-        f"packing.pack_corpus(Corpus('', 'one', read), ByteTokenizer(), Path({str(tmp_path)!r}))\n"
+        "corpus = Corpus('', 'one', read)\n"
+        f"tokenized_corpus.tokenize_corpus(corpus, ByteTokenizer(), Path({str(tmp_path)!r}))\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"half\n"
         assert [path for path in tmp_path.iterdir() if path.suffix == ".partial"]
         os.kill(process.pid, signal.SIGKILL)
-    packed = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
-    assert len(packed.ends) == 3
+    tokenized = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    assert len(tokenized.ends) == 3
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".partial"]
 
 
@@ -118,7 +119,7 @@ def test_of_two_at_once_one_reads_and_both_have_it(tmp_path):
 
     def work():
         found.append(
-            pack_corpus(Corpus("", "one", read), ByteTokenizer(), tmp_path).tokens.tolist()
+            tokenize_corpus(Corpus("", "one", read), ByteTokenizer(), tmp_path).tokens.tolist()
         )
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -133,10 +134,10 @@ def test_of_two_at_once_one_reads_and_both_have_it(tmp_path):
 def test_no_text_and_no_room_are_said(tmp_path):
     for cache_dir in (None, tmp_path):
         with pytest.raises(UserError, match="no text in a test"):
-            pack_corpus(corpus_of(["", ""]), ByteTokenizer(), cache_dir)
+            tokenize_corpus(corpus_of(["", ""]), ByteTokenizer(), cache_dir)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot keep packed tokens in"):
-        pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path / "file")
+    with pytest.raises(UserError, match="cannot keep tokens in"):
+        tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path / "file")
 
 
 def cached_folder(cache_dir):
@@ -200,34 +201,34 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_cache_is_packed_anew_and_said(tmp_path, caplog, damage):
-    first = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+def test_a_damaged_cache_is_tokenized_again_and_said(tmp_path, caplog, damage):
+    first = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     expected = first.tokens.tolist(), first.ends.tolist(), first.num_bytes.tolist()
     DAMAGES[damage](cached_folder(tmp_path))
     with caplog.at_level(logging.WARNING):
-        again = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+        again = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     assert (again.tokens.tolist(), again.ends.tolist(), again.num_bytes.tolist()) == expected
     assert again.checksums == first.checksums
     (line,) = [record.getMessage() for record in caplog.records]
     assert "is damaged" in line
     assert "\n" not in line
-    pack_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
+    tokenize_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
 
 
 def test_a_flipped_bit_anywhere_in_a_cache_is_repaired_or_without_effect(tmp_path):
-    first = pack_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
+    first = tokenize_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
     expected = first.tokens.tolist(), first.ends.tolist(), first.num_bytes.tolist()
     for name in ("tokens.npy", "documents.npy", "packed.json"):
         size = (cached_folder(tmp_path) / name).stat().st_size
         for place in {*range(0, size, 4), *range(size - 8, size)}:
             flip(cached_folder(tmp_path) / name, place)
-            again = pack_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
+            again = tokenize_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
             found = again.tokens.tolist(), again.ends.tolist(), again.num_bytes.tolist()
             assert (found, again.checksums) == (expected, first.checksums)
 
 
 def test_tokens_beyond_the_vocabulary_are_not_taken_from_a_cache(tmp_path):
-    pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     folder = cached_folder(tmp_path)
     tokens = np.load(folder / "tokens.npy")
     tokens[0] = 300
@@ -235,7 +236,7 @@ def test_tokens_beyond_the_vocabulary_are_not_taken_from_a_cache(tmp_path):
     marker = json.loads((folder / "packed.json").read_text())
     marker["tokens"] = f"{zlib.crc32(tokens.data):08x}"  # a consistent forgery
     (folder / "packed.json").write_text(json.dumps(marker))
-    assert pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens.max() == 256
+    assert tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens.max() == 256
 
 
 def test_a_damaged_cache_whose_corpus_is_gone_is_one_line(tmp_path):
@@ -243,19 +244,21 @@ def test_a_damaged_cache_whose_corpus_is_gone_is_one_line(tmp_path):
         raise UserError("cannot read a.txt")
         yield
 
-    pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     flip(cached_folder(tmp_path) / "tokens.npy", -3)
     with pytest.raises(UserError, match=r"cannot read a\.txt"):
-        pack_corpus(replace(corpus_of(TEXTS), read=gone), ByteTokenizer(), tmp_path)
+        tokenize_corpus(replace(corpus_of(TEXTS), read=gone), ByteTokenizer(), tmp_path)
 
 
 def test_checksums_are_the_same_in_memory_on_disk_and_without_checking(tmp_path):
-    memory = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), None)
-    written = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
-    found = pack_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path, check=False)
+    memory = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), None)
+    written = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    found = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path, check=False)
     assert memory.checksums == written.checksums == found.checksums
     for texts in (["firsu", *TEXTS[1:]], TEXTS[1:], ["", "firstzweites: ü", TEXTS[3]]):
-        assert pack_corpus(corpus_of(texts), ByteTokenizer(), None).checksums != memory.checksums
+        assert (
+            tokenize_corpus(corpus_of(texts), ByteTokenizer(), None).checksums != memory.checksums
+        )
 
 
 @pytest.mark.parametrize("kind", ["folder", "lock", "cache", "partial"])
@@ -263,7 +266,7 @@ def test_a_planted_link_leads_nothing_elsewhere(tmp_path, kind):
     cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").write_text("mine")
-    pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache)
+    tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), cache)
     folder = cached_folder(cache)
     planted = {
         "folder": folder,
@@ -278,9 +281,9 @@ def test_a_planted_link_leads_nothing_elsewhere(tmp_path, kind):
     planted.symlink_to(elsewhere / "mine" if kind == "lock" else elsewhere)
     if kind in ("lock", "cache"):
         with pytest.raises(UserError, match="is a link"):
-            pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache)
+            tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), cache)
     else:
-        assert len(pack_corpus(corpus_of(TEXTS), ByteTokenizer(), cache).ends) == 3
+        assert len(tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), cache).ends) == 3
     assert [path.name for path in elsewhere.iterdir()] == ["mine"]
     assert (elsewhere / "mine").read_text() == "mine"
 
@@ -290,14 +293,14 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
         "import resource, signal\n"
         "from pathlib import Path\n"
         "from mezzo_core.data.corpora import Corpus, Piece\n"
-        "from mezzo_core.data.packing import pack_corpus\n"
+        "from mezzo_core.data.tokenized_corpus import tokenize_corpus\n"
         "from mezzo_core.data.tokenizers import ByteTokenizer\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "corpus = Corpus('', 'one', lambda: iter([Piece('x' * 200_000, True)]))\n"
-        f"pack_corpus(corpus, ByteTokenizer(), Path({str(tmp_path)!r}))\n"
+        f"tokenize_corpus(corpus, ByteTokenizer(), Path({str(tmp_path)!r}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "UserError: cannot keep packed tokens in" in done.stderr
+    assert "UserError: cannot keep tokens in" in done.stderr
     assert done.stderr.rstrip().endswith("File too large")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -1,23 +1,23 @@
-"""Text that is packed once and read at any place: the step number tells the batch."""
+"""Text that is tokenized once, before training: any step's batch can then be read directly."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.data.batches import Batch, TextData, Windows, check_batch_size
-from mezzo_core.data.packing import PackedCorpus
+from mezzo_core.data.tokenized_corpus import TokenizedCorpus
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 
-# The seed's independent uses; a third number is the epoch.
+# The run's seed serves two independent draws, told apart by these numbers.
 _SPLIT, _ORDER = 0, 1
 
 
-class PackedText(TextData):
-    """Windows of a packed corpus, each once an epoch, in an order drawn anew every epoch."""
+class TokenizedText(TextData):
+    """Windows of a tokenized corpus: each is read once an epoch, in a new random order."""
 
     def __init__(
         self,
-        packed: PackedCorpus,
+        tokenized: TokenizedCorpus,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
@@ -28,28 +28,29 @@ class PackedText(TextData):
         """Split the corpus.
 
         Args:
-            packed: the tokens.
-            tokenizer: what made them.
+            tokenized: the corpus's tokens.
+            tokenizer: the tokenizer that made them.
             seq_len: T.
-            validation_fraction: of the tokens, held out for validation.
-            seed: of the split and of the order.
-            mask_documents: whether documents are told apart.
+            validation_fraction: share of the tokens held out for validation.
+            seed: seed of the split and of the order.
+            mask_documents: whether documents are kept from attending to each other.
 
         Raises:
             UserError: if the training part has no window of T + 1 tokens.
         """
         self.tokenizer, self.seq_len = tokenizer, seq_len
-        self.fingerprint = f"packed {' '.join(packed.checksums)} {tokenizer.identity}"
-        train, held_out = split_documents(packed.ends, validation_fraction, seed)
+        # "packed" stays: runs on disk have it in their corpus.json.
+        self.fingerprint = f"packed {' '.join(tokenized.checksums)} {tokenizer.identity}"
+        train, held_out = split_documents(tokenized.ends, validation_fraction, seed)
         self._train, self._validation = (
             Windows(
-                packed.tokens,
+                tokenized.tokens,
                 ranges,
                 seq_len=seq_len,
                 pad=tokenizer.eos_token,
                 mask_documents=mask_documents,
             )
-            for ranges in (train, after_end_token(held_out, packed.ends))
+            for ranges in (train, after_end_token(held_out, tokenized.ends))
         )
         if self._train.num_complete == 0:
             raise UserError(
@@ -57,7 +58,7 @@ class PackedText(TextData):
                 f"{seq_len + 1}: give more text or a shorter seq_len"
             )
         self.num_train_tokens = self._train.num_tokens
-        self.num_validation_bytes = _bytes_of(packed, held_out)
+        self.num_validation_bytes = _bytes_of(tokenized, held_out)
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
 
@@ -89,17 +90,18 @@ def split_documents(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw whole documents for validation, until the fraction of the tokens is reached.
 
-    Documents are taken in an order drawn from the seed, passing over one that would take the part
-    beyond `fraction`; if none fits, the shortest is taken. Both parts keep the corpus's order. A
-    single document is split by position: its last tokens are for validation.
+    Documents are considered in an order drawn from the seed. A document that would take the
+    validation part beyond `fraction` is skipped; if every document is skipped, the shortest one is
+    taken. Both parts keep the corpus's order. A single document is split by position: its last
+    tokens are for validation.
 
     Args:
         ends: (num_documents,), where each document ends.
-        fraction: between 0 and 1, of the tokens.
-        seed: of the draw.
+        fraction: validation share of the tokens, between 0 and 1.
+        seed: seed of the draw.
 
     Returns:
-        Two arrays of ranges (n, 2): for training and for validation; each has one at least.
+        Two arrays (n, 2) of token ranges, for training and for validation, neither empty.
     """
     begins = np.concatenate([[0], ends[:-1]])
     ranges = np.stack([begins, ends], axis=1)
@@ -120,12 +122,12 @@ def split_documents(
 
 
 def after_end_token(ranges: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Put one end token before the ranges, so that their first token can be predicted too."""
+    """Put an end token before the ranges, so that their first token also becomes a target."""
     return np.concatenate([[[ends[0] - 1, ends[0]]], ranges])
 
 
-def _bytes_of(packed: PackedCorpus, held_out: NDArray[np.int64]) -> int:
-    if len(packed.ends) == 1:
-        share = (held_out[0, 1] - held_out[0, 0]) / packed.ends[0]
-        return round(float(packed.num_bytes[0] * share))
-    return int(packed.num_bytes[np.searchsorted(packed.ends, held_out[:, 1])].sum())
+def _bytes_of(tokenized: TokenizedCorpus, held_out: NDArray[np.int64]) -> int:
+    if len(tokenized.ends) == 1:
+        share = (held_out[0, 1] - held_out[0, 0]) / tokenized.ends[0]
+        return round(float(tokenized.num_bytes[0] * share))
+    return int(tokenized.num_bytes[np.searchsorted(tokenized.ends, held_out[:, 1])].sum())
