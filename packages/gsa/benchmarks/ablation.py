@@ -32,7 +32,7 @@ from mezzo_core.papers import compare_order, load_published
 from mezzo_core.papers.runs import read_runs, write_result
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import train
-from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Setting, tiny, train_config
+from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
 from rich.console import Console
 
 TABLE = load_published(Path(mezzo_gsa.__file__).parent / "published.toml").table("gsa.table2")
@@ -49,7 +49,7 @@ NAMES = {**ABLATION, "gsa_spread": SPREAD, "attention": PAPER_NAMES["attention"]
 """The recipes' names of the rows and the paper's, and two rows that it does not have."""
 PAPER_GROUPS = {row.model: row.group for row in TABLE.rows}
 GROUPS = {**PAPER_GROUPS, SPREAD: "ours", PAPER_NAMES["attention"]: "attention"}
-SMALL = Setting(
+SMALL = Hyperparameters(
     vocab_size=50_257,
     d_model=384,
     num_layers=8,
@@ -119,16 +119,16 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfig:
     """Return the run of one row, on the given text."""
-    setting = TOY if arguments.dry_run else SMALL
+    hyperparameters = TOY if arguments.dry_run else SMALL
     data = DataConfig(source=arguments.data, tokenizer=arguments.tokenizer)
-    setting = replace(setting, data=data, steps=arguments.steps)
-    config = train_config(f"ablation_{name}", setting, name)
+    hyperparameters = replace(hyperparameters, data=data, steps=arguments.steps)
+    config = train_config(f"ablation_{name}", hyperparameters, name)
     # So few tokens cannot train a matrix of their own for the head.
     return replace(config, seed=seed, model=replace(config.model, tie_embeddings=True))
 
 
 def measure(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train once; return what the run showed. The text is packed once, in a folder for all."""
+    """Train once; return what the run showed. The text is tokenized once, in a folder for all."""
     torch.compiler.reset()
     gc.collect()
     cuda = device.type == "cuda"

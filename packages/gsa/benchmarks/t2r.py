@@ -74,7 +74,7 @@ class Bench:
 
     @property
     def work(self) -> Path:
-        """The folder in which every run trains in turn, so that the text is packed once."""
+        """The folder in which every run trains in turn, so that the text is tokenized once."""
         return self.arguments.runs / "work"
 
     def start(self, name: str) -> Path:

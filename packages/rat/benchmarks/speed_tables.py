@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mezzo_core.errors import UserError
 from mezzo_rat.reproduce import read_published
-from mezzo_rat.reproduction.gpu.scale import DRY, FULL, NAMES, TABLES, Selection
+from mezzo_rat.reproduction.gpu.shapes import DRY, FULL, NAMES, TABLES, Selection
 from mezzo_rat.reproduction.gpu.tables import measure_tables
 from rich.console import Console
 

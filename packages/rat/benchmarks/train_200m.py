@@ -28,7 +28,7 @@ from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers.runs import read_runs, write_result
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
-from mezzo_rat.recipes import PAPER_NAMES, Setting, paper_200m, train_config
+from mezzo_rat.recipes import PAPER_NAMES, Hyperparameters, paper_200m, train_config
 from rich.console import Console
 
 MODELS = ("rnn", "rat_l64", "rat_l16", "attention")
@@ -110,8 +110,8 @@ def configure(name: str, arguments: argparse.Namespace) -> TrainConfig:
     return train_config(f"200m_{name}", short, name)
 
 
-def toy(paper: Setting) -> Setting:
-    """Return a setting of the same form that a CPU trains in seconds."""
+def toy(paper: Hyperparameters) -> Hyperparameters:
+    """Return hyperparameters of the same form that a CPU trains in seconds."""
     return replace(
         paper,
         vocab_size=257,
@@ -129,7 +129,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train once; return what the run showed.
 
-    The folder is every model's in turn, so that the text is packed once.
+    All models train in the same folder in turn, so that the text is tokenized once.
     """
     # Each model is compiled from nothing, and what an earlier one leaves is no memory of this one.
     torch.compiler.reset()

@@ -68,7 +68,7 @@ def main() -> None:
             content = {
                 "id": CLAIMS,
                 "same_setting": False,
-                "setting": setting(config, arguments),
+                "setting": setting_words(config, arguments),
                 "columns": ["Val. PPL"],
                 "unit": "perplexity",
                 "better": "lower",
@@ -80,11 +80,11 @@ def main() -> None:
 
 
 def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the run of one architecture in this experiment's setting, on the given data."""
+    """Return the run of one architecture of this experiment, on the given data."""
     data = DataConfig(source=str(arguments.data), tokenizer=str(arguments.tokenizer))
     cuda = torch.cuda.is_available()
-    setting = replace(EXPERIMENTS[arguments.experiment], data=data, compile=cuda)
-    config = train_config(f"{arguments.experiment}_{name}", setting, name)
+    hyperparameters = replace(EXPERIMENTS[arguments.experiment], data=data, compile=cuda)
+    config = train_config(f"{arguments.experiment}_{name}", hyperparameters, name)
     return replace(config, seed=seed)
 
 
@@ -113,7 +113,7 @@ def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tu
     return row, run
 
 
-def setting(config: TrainConfig, arguments: argparse.Namespace) -> str:
+def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
     """Say in words what all runs share."""
     tokens = config.steps * config.batch_size * config.seq_len
     return (

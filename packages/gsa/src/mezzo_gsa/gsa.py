@@ -141,9 +141,7 @@ class GSA(AbstractMixer):
         config, out_proj = self.config, self.out_proj
         weight = None if self.norm is None else self.norm.weight
         # For one row the projection's kernel does the norm too, which saves a launch.
-        norm_later = (
-            weight is not None and is_plain(out_proj) and takes_decode_linear(out_proj, x)
-        )
+        norm_later = weight is not None and is_plain(out_proj) and takes_decode_linear(out_proj, x)
         y = step_gsa_projected_(
             self.in_proj(x).squeeze(1),
             state,

@@ -1,9 +1,9 @@
 """Every training run of the paper, and a tiny one, as functions that return a `TrainConfig`.
 
-A recipe's name is `<setting>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. A variant of one
+A recipe's name is `<size>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. A variant of one
 is `dataclasses.replace(RECIPES[name](), ...)`.
 
-| Setting | Model                          | Trains on                           | T    |
+| Size    | Model                          | Trains on                           | T    |
 |---------|--------------------------------|-------------------------------------|------|
 | tiny    | C 128, 4 layers, 2 heads, 1.1M | embedded novels, bytes              | 512  |
 | 340m    | C 1024, 24 layers, 4 heads     | 10B tokens of SlimPajama (Table 2)  | 2048 |
@@ -37,7 +37,7 @@ from mezzo_gsa.retnet import RetNetConfig
 
 
 @dataclass(frozen=True)
-class Setting:
+class Hyperparameters:
     """What the architectures of one comparison share.
 
     Attributes:
@@ -86,7 +86,7 @@ class Setting:
 
 
 # One tuple of mixers, repeated through the depth.
-ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
+ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),
     "gsa_m128": lambda s: (s.gsa(128),),
@@ -126,13 +126,13 @@ ABLATION = {
 """What the rows of Table 2 call the architectures."""
 
 
-def tiny() -> Setting:
+def tiny() -> Hyperparameters:
     """About a million weights: trains in minutes on a laptop, with no network.
 
     The warm-up takes a fifth of the few steps. With 16 slots the gate has 0.25 C² weights, twice
     the paper's share.
     """
-    return Setting(
+    return Hyperparameters(
         vocab_size=257,
         d_model=128,
         num_layers=4,
@@ -151,10 +151,10 @@ def tiny() -> Setting:
 
 def paper(
     *, d_model: int, num_layers: int, num_heads: int, tokens: float, batch_tokens: int
-) -> Setting:
-    """One of the paper's settings; the warm-up takes 1B tokens in each."""
+) -> Hyperparameters:
+    """Return one of the paper's sizes; the warm-up takes 1B tokens at each."""
     seq_len = 2048
-    return Setting(
+    return Hyperparameters(
         vocab_size=32_000,
         d_model=d_model,
         num_layers=num_layers,
@@ -183,7 +183,7 @@ def paper(
 _EVERY = tuple(ARCHITECTURES)
 _TINY = tuple(name for name in _EVERY if name not in ("gsa_m32", "gsa_m128"))
 _MAIN = (*PAPER_NAMES, "gsa_m32", "gsa_m128", "gsa_attention")
-SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
+SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
     "tiny": (tiny, _TINY),
     "340m": (
         partial(paper, d_model=1024, num_layers=24, num_heads=4, tokens=1e10, batch_tokens=2**19),
@@ -198,11 +198,11 @@ SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
         _MAIN,
     ),
 }
-"""Each setting with the architectures that are trained in it."""
+"""Each size with the architectures that are trained at it."""
 
 
-def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in a setting, which may be a changed copy of one above."""
+def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
+    """Return the run of one architecture with these hyperparameters."""
     mixers = ARCHITECTURES[architecture](s)
     return TrainConfig(
         name=name,
@@ -236,16 +236,16 @@ def mlp(d_model: int, architecture: str) -> MLPConfig:
     return MLPConfig("swiglu", hidden=256 * -(-4 * d_model // (3 * 256)))
 
 
-def recipe(setting: str, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in one setting; any pair of the two tables will do."""
-    make, _ = SETTINGS[setting]
-    return train_config(f"{setting}_{architecture}", make(), architecture)
+def recipe(size: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture at one size; any pair of the two tables works."""
+    make, _ = SIZES[size]
+    return train_config(f"{size}_{architecture}", make(), architecture)
 
 
 RECIPES: Recipes = {
     **{
-        f"{setting}_{architecture}": partial(recipe, setting, architecture)
-        for setting, (_, architectures) in SETTINGS.items()
+        f"{size}_{architecture}": partial(recipe, size, architecture)
+        for size, (_, architectures) in SIZES.items()
         for architecture in architectures
     },
     **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},

@@ -57,13 +57,13 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
     """Do what `reproduce` does, all but writing the report."""
     published = read_published()
     wanted = known_ids(published, CHECKS, only)
-    sizes = known_scale(_SCALES, scale)
+    chosen = known_scale(_SCALES, scale)
     experiments = load_experiments(results_folder())
     folder = prepare_folder(out, "gsa")
     figures = folder / "figures"
-    with threads(sizes.threads), progress(Console(stderr=True)) as watch:
+    with threads(chosen.threads), progress(Console(stderr=True)) as watch:
         models = {name: recipe() for name, recipe in MODELS.items()}
-        trainings = Trainings(models, sizes.budget, folder / "runs", Once(watch))
+        trainings = Trainings(models, chosen.budget, folder / "runs", Once(watch))
         findings = find_all(published, trainings, wanted, experiments)
         watch("figures", 1, 1)
         layers = {name: RECIPES[f"1p3b_{a}"]().model.mixers[0] for a, name in PAPER_NAMES.items()}
@@ -73,7 +73,7 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
             published=published,
             findings=findings,
             figures=[*training_figures(trainings, figures), costs],
-            samples=sample_text(trainings, "GSA", sizes.sample_tokens),
+            samples=sample_text(trainings, "GSA", chosen.sample_tokens),
             bench=load_bench(results_folder()),
             settings=(trainings.setting, CHOICE) if trainings.done else (),
         )

@@ -1,9 +1,9 @@
 """Every training run of the paper, and smaller ones, as functions that return a `TrainConfig`.
 
-A recipe's name is `<setting>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. A variant of
+A recipe's name is `<size>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. A variant of
 one is `dataclasses.replace(RECIPES[name](), ...)`.
 
-| Setting         | Model                    | Trains on                  | T         |
+| Size            | Model                    | Trains on                  | T         |
 |-----------------|--------------------------|----------------------------|-----------|
 | tiny            | C 128, 4 layers, 0.9M    | embedded novels, bytes     | 512       |
 | small           | C 384, 12 layers, 41M    | WikiText-103, GPT-2 tokens | 1024      |
@@ -12,8 +12,8 @@ one is `dataclasses.replace(RECIPES[name](), ...)`.
 | 1p3b, 1p3b_16k  | C 2048, 24 layers, 1.28B | FineWeb-Edu, LLaMA-2 tokens| 4K, 16K   |
 
 The last two rows are the paper's (appendix A.2, tables 9 and 11).
-Sliding windows have 1024 tokens in the paper's settings. In the three others the window keeps the
-paper's ratio at 4K instead, T / 4: a window of 1024 would be full attention there.
+Sliding windows have 1024 tokens at the paper's sizes. At the three others the window is T / 4, the
+paper's ratio at 4K: a window of 1024 would be full attention there.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from mezzo_rat.reversed import RATReversedConfig
 
 
 @dataclass(frozen=True)
-class Setting:
+class Hyperparameters:
     """What the architectures of one comparison share."""
 
     vocab_size: int
@@ -77,7 +77,7 @@ class Setting:
 
 
 SHORT_RUN = 0.2
-"""Warm-up, as a part of all steps, of the settings that are not the paper's.
+"""Warm-up, as a part of all steps, at the sizes that are not the paper's.
 
 Runs of a few hundred steps need more than the paper's 5 to 10 %: attention above all overshoots
 there, and would compare badly for no fault of its own.
@@ -85,7 +85,7 @@ there, and would compare badly for no fault of its own.
 
 # One tuple of mixers, repeated through the depth: two of them alternate (section 3.1). Ablations of
 # Fig. 4a: with G = 2 groups, gates of rank D pay for full queries and keys exactly (2 D C = G D C).
-ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
+ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "rnn": lambda s: (LinearRNNConfig(span=s.seq_len),),
     "rat_l16": lambda s: (s.rat(16),),
     "rat_l64": lambda s: (s.rat(64),),
@@ -115,9 +115,9 @@ PAPER_NAMES = {
 SIX = tuple(PAPER_NAMES)
 
 
-def tiny() -> Setting:
+def tiny() -> Hyperparameters:
     """About a million weights: trains in minutes on a laptop, with no network."""
-    return Setting(
+    return Hyperparameters(
         vocab_size=257,
         d_model=128,
         num_layers=4,
@@ -131,9 +131,9 @@ def tiny() -> Setting:
     )
 
 
-def small() -> Setting:
+def small() -> Hyperparameters:
     """21M weights in the blocks and 19M in the embedding: for one GPU."""
-    return Setting(
+    return Hyperparameters(
         vocab_size=50_257,
         d_model=384,
         num_layers=12,
@@ -153,15 +153,15 @@ def small() -> Setting:
     )
 
 
-def mid() -> Setting:
+def mid() -> Hyperparameters:
     """59M weights in the blocks and 32M in the embedding: for one GPU."""
     return replace(small(), d_model=640, optim=OptimConfig(lr=1e-3, warmup_fraction=SHORT_RUN))
 
 
-def paper_200m(seq_len: int) -> Setting:
+def paper_200m(seq_len: int) -> Hyperparameters:
     """The 200M models (appendix A.2): 15B tokens of PG19, 1M a step, three context lengths."""
     tokens = 2**20
-    return Setting(
+    return Hyperparameters(
         vocab_size=50_257,
         d_model=1024,
         num_layers=12,
@@ -180,13 +180,13 @@ def paper_200m(seq_len: int) -> Setting:
     )
 
 
-def paper_1p3b(seq_len: int, rope_base: float) -> Setting:
+def paper_1p3b(seq_len: int, rope_base: float) -> Hyperparameters:
     """The 1.3B models (appendix A.2): 100B tokens of FineWeb-Edu, 2M a step.
 
     AdamW's betas, which the text leaves open, are those of the released code.
     """
     tokens = 2**21
-    return Setting(
+    return Hyperparameters(
         vocab_size=32_000,
         d_model=2048,
         num_layers=24,
@@ -215,7 +215,7 @@ _200M = (
     *("rat_l64_full_qk", "rat_l64_token_rope"),
     *("reversed_c16", "reversed_c64", "reversed_c128"),
 )
-SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
+SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
     "tiny": (tiny, SIX),
     "small": (small, SIX),
     "mid": (mid, SIX),
@@ -228,11 +228,11 @@ SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
     ),
     "1p3b_16k": (partial(paper_1p3b, 16_384, 500_000.0), SIX),
 }
-"""Each setting with the architectures that are trained in it."""
+"""Each size with the architectures that are trained at it."""
 
 
-def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in a setting, which may be a changed copy of one above."""
+def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
+    """Return the run of one architecture with these hyperparameters."""
     mixers = ARCHITECTURES[architecture](s)
     return TrainConfig(
         name=name,
@@ -254,15 +254,15 @@ def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
     )
 
 
-def recipe(setting: str, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in one setting; any pair of the two tables will do."""
-    make, _ = SETTINGS[setting]
-    return train_config(f"{setting}_{architecture}", make(), architecture)
+def recipe(size: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture at one size; any pair of the two tables works."""
+    make, _ = SIZES[size]
+    return train_config(f"{size}_{architecture}", make(), architecture)
 
 
 RECIPES: Recipes = {
-    f"{setting}_{architecture}": partial(recipe, setting, architecture)
-    for setting, (_, architectures) in SETTINGS.items()
+    f"{size}_{architecture}": partial(recipe, size, architecture)
+    for size, (_, architectures) in SIZES.items()
     for architecture in architectures
 }
 """All recipes by name."""

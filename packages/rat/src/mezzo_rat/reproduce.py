@@ -27,8 +27,8 @@ from rich.console import Console
 from mezzo_rat.reproduction import scale as scales
 from mezzo_rat.reproduction.evidence import Evidence
 from mezzo_rat.reproduction.figures import draw_figures, write_sample
-from mezzo_rat.reproduction.gpu.layouts import ids_of
-from mezzo_rat.reproduction.gpu.scale import TABLES, Selection, SpeedScale
+from mezzo_rat.reproduction.gpu.result_files import ids_of
+from mezzo_rat.reproduction.gpu.shapes import TABLES, Selection, SpeedShapes
 from mezzo_rat.reproduction.gpu.tables import measure_tables
 from mezzo_rat.reproduction.limits import CHECKS
 from mezzo_rat.reproduction.tables import find_all
@@ -70,17 +70,17 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
     """Do what `reproduce` does, all but writing the report."""
     published = read_published()
     wanted = known_ids(published, CHECKS, only)
-    sizes = known_scale(scales.SCALES, scale)
-    if sizes.speed is not None:
-        sizes.speed.check_device()
+    chosen = known_scale(scales.SCALES, scale)
+    if chosen.speed is not None:
+        chosen.speed.check_device()
     experiments = load_experiments(results_folder())
     folder = prepare_folder(out, "rat")
     shutil.rmtree(folder / "speed", ignore_errors=True)
     console = Console(stderr=True)
-    if sizes.speed is not None:
-        experiments += measure_speed(sizes.speed, published, wanted, folder, console)
-    with threads(sizes.threads), progress(console) as watch:
-        evidence = Evidence(sizes, folder, watch)
+    if chosen.speed is not None:
+        experiments += measure_speed(chosen.speed, published, wanted, folder, console)
+    with threads(chosen.threads), progress(console) as watch:
+        evidence = Evidence(chosen, folder, watch)
         findings = find_all(published, evidence, wanted, experiments)
         watch("figures", 1, 1)
         return PaperReport(
@@ -95,7 +95,7 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
 
 
 def measure_speed(
-    speed: SpeedScale,
+    speed: SpeedShapes,
     published: Published,
     wanted: list[str] | None,
     folder: Path,

@@ -10,10 +10,10 @@ from mezzo_core.bench import append
 from mezzo_core.errors import UserError, nearest
 from rich.console import Console
 
+from mezzo_gsa.bench.benchmark import CPU, GPU, QUICK, Benchmark
 from mezzo_gsa.bench.layers import decode_rows, layer_rows
 from mezzo_gsa.bench.models import model_rows
 from mezzo_gsa.bench.ops import attention_rows, gla_rows, gsa_rows
-from mezzo_gsa.bench.setting import CPU, GPU, QUICK, Setting
 
 MAKERS = {
     "op": gsa_rows,
@@ -53,11 +53,11 @@ def bench(
         if part not in PARTS:
             raise UserError(f"no part is named {part!r}{nearest(part, PARTS)}")
     say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
-    scale = QUICK if quick else GPU if device.type == "cuda" else CPU
-    setting = Setting(scale, device, say, with_fla="fla" in parts)
+    shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
+    benchmark = Benchmark(shapes, device, say, with_fla="fla" in parts)
     rows = []
     for part in filter(parts.__contains__, MAKERS):
-        for row in MAKERS[part](setting):
+        for row in MAKERS[part](benchmark):
             written = row.to_json(device)
             written["commit"] = commit or written["commit"]
             rows.append(written)

@@ -60,7 +60,7 @@ _OURS_OF_A_LAYER = {
 
 
 def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Read a Llama or Mistral checkpoint in the layout of the Hugging Face hub.
+    """Read a Llama or Mistral checkpoint in the format of the Hugging Face hub.
 
     Args:
         folder: config.json and model.safetensors, or several files of weights beside
@@ -91,7 +91,7 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
 
 
 def is_llama(folder: str | Path) -> bool:
-    """Tell whether a folder holds a model in the hub's layout, of whatever architecture."""
+    """Tell whether a folder holds a model in the hub's format, of any architecture."""
     path = Path(folder) / CONFIG
     return path.is_file() and "model_type" in read_json(path)
 

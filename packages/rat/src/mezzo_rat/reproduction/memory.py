@@ -3,7 +3,7 @@
 import torch
 from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status, Table
 
-from mezzo_rat.reproduction.gpu.scale import paper_layers
+from mezzo_rat.reproduction.gpu.shapes import paper_layers
 
 C, HEAD_DIM = 2048, 128
 GPU_BYTES = 120e9

@@ -6,7 +6,7 @@ from mezzo_core.reproduction import training
 from mezzo_core.reproduction.training import Budget
 
 from mezzo_rat.recipes import PAPER_NAMES
-from mezzo_rat.reproduction.gpu.scale import FULL, SpeedScale
+from mezzo_rat.reproduction.gpu.shapes import FULL, SpeedShapes
 
 RECIPES_OF_MODELS = {model: f"tiny_{name}" for name, model in PAPER_NAMES.items()}
 
@@ -40,7 +40,7 @@ class Scale:
     new_tokens: int
     sample_tokens: int
     threads: int | None
-    speed: SpeedScale | None = None
+    speed: SpeedShapes | None = None
 
 
 CPU = Scale(

@@ -10,7 +10,7 @@ from mezzo_core.reproduction.orders import speaking_to, with_experiment
 
 from mezzo_rat.reproduction import flops, limits, memory, perplexity, setup, speed
 from mezzo_rat.reproduction.evidence import Evidence
-from mezzo_rat.reproduction.gpu.layouts import IDS
+from mezzo_rat.reproduction.gpu.result_files import IDS
 from mezzo_rat.reproduction.reasons import NOT_ATTEMPTED
 
 TABLES: Mapping[str, Callable[[Evidence, Table], Finding]] = {

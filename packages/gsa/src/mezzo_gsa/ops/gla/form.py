@@ -1,7 +1,8 @@
 """What a layer does around gated linear attention, between its projections.
 
-A custom op takes only tensors and plain numbers and strings. So an op takes the fields of a form as
-its last arguments, `op(*tensors, *form.fields())`, and makes the form again, `LayerForm(*fields)`.
+A custom op takes only tensors, numbers and strings. So the fields of a form are an op's last
+arguments, `op(*tensors, *form.as_arguments())`. Inside, the op makes the form again with
+`LayerForm(*arguments)`.
 """
 
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ class LayerForm:
         if not 0 <= self.lower_bound < 1:
             raise ValueError(f"lower_bound must be in [0, 1), got {self.lower_bound}")
 
-    def fields(self) -> tuple[Any, ...]:
-        """Return the fields in the order of `LAYER_FORM`."""
+    def as_arguments(self) -> tuple[Any, ...]:
+        """Return the fields in the order of `LAYER_FORM_SCHEMA`."""
         return (
             self.scale,
             self.feature_map,
@@ -59,7 +60,7 @@ class LayerForm:
         )
 
 
-LAYER_FORM = (
+LAYER_FORM_SCHEMA = (
     "float scale, str? feature_map, float? damping, float lower_bound, float? rope_base, "
     "float norm_eps"
 )

@@ -113,7 +113,7 @@ def step_gla_layer_(
     check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
         tensors = (q, k, v, gates, state, norm_weight, z, places)
-        return gla_step_layer_(*tensors, *form.fields())
+        return gla_step_layer_(*tensors, *form.as_arguments())
     g = gates.to(state.dtype) if form.damping is None else log_gate(gates, form.damping)
     left, g = bounded_gate(g, form.lower_bound)
     q, k = _featured(q, places, form), left if k is None else _featured(k, places, form)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo_gsa.ops.gla.form import LAYER_FORM, LayerForm
+from mezzo_gsa.ops.gla.form import LAYER_FORM_SCHEMA, LayerForm
 
 
 @torch.library.custom_op("mezzo_gsa::gla_step_", mutates_args=("state",))
@@ -50,6 +50,6 @@ gla_step_layer_ = torch.library.custom_op(
     _step_layer,
     mutates_args=("state",),
     schema="(Tensor q, Tensor? k, Tensor v, Tensor gates, Tensor(a!) state, Tensor norm_weight, "
-    f"Tensor? z, Tensor? places, {LAYER_FORM}) -> Tensor",
+    f"Tensor? z, Tensor? places, {LAYER_FORM_SCHEMA}) -> Tensor",
 )
 gla_step_layer_.register_fake(_step_layer_fake)

@@ -1,7 +1,7 @@
 """What the registered ops of gated slot attention compute.
 
-A custom op takes only tensors and plain numbers and strings. So an op takes the fields of a form as
-its last arguments, `op(*tensors, *form)`, and makes the form again, `Form(*arguments)`.
+A custom op takes only tensors, numbers and strings. So the fields of a form are an op's last
+arguments, `op(*tensors, *form)`. Inside, the op makes the form again with `Form(*arguments)`.
 """
 
 from typing import Literal, NamedTuple
@@ -27,7 +27,7 @@ class Form(NamedTuple):
     keep: Keep
 
 
-FORM = "float scale, str between, float? damping, bool swish, str keep"
+FORM_SCHEMA = "float scale, str between, float? damping, bool swish, str keep"
 """The fields of `Form`, as a schema names them."""
 
 
@@ -44,7 +44,7 @@ class StepForm(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
-STEP_FORM = (
+STEP_FORM_SCHEMA = (
     "float scale, str between, float? damping, bool swish, float norm_eps, ScalarType? out_dtype"
 )
 """The fields of `StepForm`, as a schema names them."""

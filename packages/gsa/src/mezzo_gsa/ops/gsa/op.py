@@ -12,8 +12,8 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import place_chunks
-from mezzo_gsa.ops.gsa.form import FORM, Form
-from mezzo_gsa.ops.gsa.projection import PROJECTION, Parts, Projection
+from mezzo_gsa.ops.gsa.form import FORM_SCHEMA, Form
+from mezzo_gsa.ops.gsa.projection import PROJECTION_SCHEMA, Parts, Projection
 from mezzo_gsa.ops.gsa.request import NUM_SAVED, Inputs, Memory, Request, Saved, make_request
 from mezzo_gsa.ops.gsa.tiling import chunk_length, gate_tiles
 
@@ -28,7 +28,7 @@ def tensors(count: int) -> str:
 
 
 RESULTS = tensors(3 + NUM_SAVED)
-"""Results of a forward: out, the last K~ and V~, and what `Saved.pack` returns."""
+"""Results of a forward: out, the last K~ and V~, and what `Saved.as_tensors` returns."""
 
 
 def _gsa(
@@ -49,7 +49,7 @@ def _gsa(
     with torch.cuda.device_of(q):
         request = make_request(Parts(q, k, v, g), s, k0, v0, cu_seqlens, Form(*form))
         results = forward.run_forward(request)
-    return results.out, results.k_last, results.v_last, *results.saved.pack(q)
+    return results.out, results.k_last, results.v_last, *results.saved.as_tensors(q)
 
 
 def _gsa_fake(
@@ -64,7 +64,7 @@ def _gsa_fake(
     *form: Any,
 ) -> tuple[Tensor, ...]:
     *results, saved = _fake_forward(Parts(q, k, v, g), k0, cu_seqlens, Form(*form))
-    return *results, *saved.pack(q)
+    return *results, *saved.as_tensors(q)
 
 
 def _gsa_bwd(
@@ -92,7 +92,7 @@ def _gsa_bwd(
         request = make_request(parts, s, k0, v0, cu_seqlens, Form(*form))
         upstream = backward.Upstream(do, dk_last, dv_last)
         dk0, dv0 = backward.run_backward(
-            request, Saved.unpack(saved), upstream, Inputs(dq, dk, dv, dg, ds)
+            request, Saved.from_tensors(saved), upstream, Inputs(dq, dk, dv, dg, ds)
         )
     return dq, dk, dv, dg, g.new_empty(0) if ds is None else ds, dk0, dv0
 
@@ -117,14 +117,17 @@ def _gsa_bwd_fake(
 
 
 gsa = torch.library.custom_op(
-    "mezzo_gsa::gsa", _gsa, mutates_args=(), schema=f"({INPUTS}, {FIRST}, {FORM}) -> {RESULTS}"
+    "mezzo_gsa::gsa",
+    _gsa,
+    mutates_args=(),
+    schema=f"({INPUTS}, {FIRST}, {FORM_SCHEMA}) -> {RESULTS}",
 )
 gsa.register_fake(_gsa_fake)
 gsa_bwd = torch.library.custom_op(
     "mezzo_gsa::gsa_bwd",
     _gsa_bwd,
     mutates_args=(),
-    schema=f"({UPSTREAM}, {INPUTS}, {FIRST}, Tensor[] saved, {FORM}) -> {tensors(7)}",
+    schema=f"({UPSTREAM}, {INPUTS}, {FIRST}, Tensor[] saved, {FORM_SCHEMA}) -> {tensors(7)}",
 )
 gsa_bwd.register_fake(_gsa_bwd_fake)
 
@@ -174,7 +177,7 @@ def _projected(
     saved = results.saved
     if form.swish and form.keep == "states":
         saved = saved._replace(swished=y)
-    return results.out, results.k_last, results.v_last, *saved.pack(x)
+    return results.out, results.k_last, results.v_last, *saved.as_tensors(x)
 
 
 def _projected_fake(
@@ -191,7 +194,7 @@ def _projected_fake(
     *results, saved = _fake_forward(parts, k0, cu_seqlens, form)
     if form.swish and form.keep == "states":
         saved = saved._replace(swished=x.new_empty(x.shape))
-    return *results, *saved.pack(x)
+    return *results, *saved.as_tensors(x)
 
 
 def _projected_bwd(
@@ -213,7 +216,7 @@ def _projected_bwd(
 
     x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     projection = Projection(num_heads, num_kv_heads, num_slots)
-    form, kept = Form(*form_fields), Saved.unpack(saved)
+    form, kept = Form(*form_fields), Saved.from_tensors(saved)
     with torch.cuda.device_of(x):
         y = x if kept.swished is None else kept.swished
         if form.swish and kept.swished is None:
@@ -262,14 +265,15 @@ gsa_projected = torch.library.custom_op(
     "mezzo_gsa::gsa_projected",
     _projected,
     mutates_args=(),
-    schema=f"(Tensor x, {FIRST}, {PROJECTION}, {FORM}) -> {RESULTS}",
+    schema=f"(Tensor x, {FIRST}, {PROJECTION_SCHEMA}, {FORM_SCHEMA}) -> {RESULTS}",
 )
 gsa_projected.register_fake(_projected_fake)
 gsa_projected_bwd = torch.library.custom_op(
     "mezzo_gsa::gsa_projected_bwd",
     _projected_bwd,
     mutates_args=(),
-    schema=f"({UPSTREAM}, Tensor x, {FIRST}, Tensor[] saved, {PROJECTION}, {FORM}) -> {tensors(3)}",
+    schema=f"({UPSTREAM}, Tensor x, {FIRST}, Tensor[] saved, {PROJECTION_SCHEMA}, {FORM_SCHEMA}) "
+    f"-> {tensors(3)}",
 )
 gsa_projected_bwd.register_fake(_projected_bwd_fake)
 

@@ -32,7 +32,7 @@ class Projection(NamedTuple):
         return Parts(q, k, v, g.unflatten(2, (-1, M)))
 
 
-PROJECTION = "int num_heads, int num_kv_heads, int num_slots"
+PROJECTION_SCHEMA = "int num_heads, int num_kv_heads, int num_slots"
 """The fields of `Projection`, as a schema names them."""
 
 

@@ -88,7 +88,7 @@ class Saved(NamedTuple):
     """(B, T, W): a projection behind its swish."""
     memory: Memory | None = None
 
-    def pack(self, like: Tensor) -> tuple[Tensor, ...]:
+    def as_tensors(self, like: Tensor) -> tuple[Tensor, ...]:
         """Return all as tensors, the results of an op: what is None becomes an empty tensor."""
         memory = (None,) * len(Memory._fields) if self.memory is None else self.memory
         tensors = (self.logits, self.weights, self.swished, *memory)
@@ -96,12 +96,12 @@ class Saved(NamedTuple):
         return tuple([like.new_empty(0) if x is None else x for x in tensors])
 
     @classmethod
-    def unpack(cls, tensors: list[Tensor]) -> "Saved":
-        """Return what `pack` was called on."""
+    def from_tensors(cls, tensors: list[Tensor]) -> "Saved":
+        """Return what `as_tensors` was called on."""
         parts: list[Any] = [x if x.numel() else None for x in tensors]
         logits, weights, swished, running, *rest = parts
         return cls(logits, weights, swished, None if running is None else Memory(running, *rest))
 
 
 NUM_SAVED = len(Saved._fields) - 1 + len(Memory._fields)
-"""How many tensors `Saved.pack` returns."""
+"""How many tensors `Saved.as_tensors` returns."""

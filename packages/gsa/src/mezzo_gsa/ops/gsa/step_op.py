@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo_gsa.ops.gsa.form import STEP_FORM, StepForm
+from mezzo_gsa.ops.gsa.form import STEP_FORM_SCHEMA, StepForm
 from mezzo_gsa.ops.gsa.projection import split_step
 from mezzo_gsa.ops.gsa.state import GSAState
 
@@ -81,6 +81,6 @@ gsa_step_projected_ = torch.library.custom_op(
     _step_projected,
     mutates_args=("slots_k", "slots_v"),
     schema="(Tensor x, Tensor? gate_logits, Tensor? norm_weight, "
-    f"{SLOTS}, int num_heads, {STEP_FORM}) -> Tensor",
+    f"{SLOTS}, int num_heads, {STEP_FORM_SCHEMA}) -> Tensor",
 )
 gsa_step_projected_.register_fake(_step_projected_fake)

@@ -202,7 +202,9 @@ def step_rat_attention_(
     request = Request(parts, gate_bias, form, state, None, None)
     if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
-        return registered.rat_attention_step_(zvgqk.contiguous(), bias, *state, *form.pack())
+        return registered.rat_attention_step_(
+            zvgqk.contiguous(), bias, *state, *form.as_arguments()
+        )
     y, after = recurrent_rat_attention(
         parts.q, parts.k, parts.v, parts.g, chunk_size=chunk_size, gate_bias=gate_bias, z=parts.z,
         rope=rope, rope_base=rope_base, scale=scale, initial_state=state,
@@ -249,7 +251,7 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     bias = None if r.gate_bias is None else r.gate_bias.contiguous()
     if zvgqk.stride(-1) != 1:
         zvgqk = zvgqk.contiguous()
-    form = r.form.pack()
+    form = r.form.as_arguments()
     if r.initial_state is None:
         y, *_ = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *form)
         return RATAttentionOutput(y, None)

@@ -11,11 +11,11 @@ FORM_SCHEMA = (
     "SymInt num_heads, SymInt num_groups, bool has_z, SymInt chunk_size, "
     "str rope, float rope_base, float scale"
 )
-"""A packed form, as the schema of a registered op names it."""
+"""The plain arguments of a form, as the schema of a registered op declares them."""
 
 
 class Form(NamedTuple):
-    """What to compute. Registered ops take it packed: as plain numbers and strings."""
+    """What to compute. Registered ops take it as plain numbers and strings (`as_arguments`)."""
 
     num_heads: int
     """H."""
@@ -30,7 +30,7 @@ class Form(NamedTuple):
     scale: float
     """Of the logits."""
 
-    def pack(self) -> tuple[Any, ...]:
+    def as_arguments(self) -> tuple[Any, ...]:
         """Return what FORM_SCHEMA names; a schema has no optional literals, so None is "none"."""
         return (
             self.num_heads,
@@ -43,9 +43,9 @@ class Form(NamedTuple):
         )
 
     @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> "Form":
-        """Return the form that was packed."""
-        num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale = packed
+    def from_arguments(cls, arguments: Sequence[Any]) -> "Form":
+        """Return the form that `as_arguments` described."""
+        num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale = arguments
         rope = None if rope == "none" else rope
         return cls(num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale)
 

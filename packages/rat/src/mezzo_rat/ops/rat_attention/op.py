@@ -1,6 +1,6 @@
 """The registered ops: RAT attention by Triton kernels, on a projection that holds z, v, g, q, k.
 
-Each takes tensors, and after them a packed `Form`.
+Each takes tensors first, and then a `Form` as plain arguments.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def rat_attention(
     """Return y, lse, k_ends and v_ends, as `Saved` describes them."""
     from mezzo_rat.ops.rat_attention.triton.forward import attend_ends, scan_chunks
 
-    plan = _plan(x, Form.unpack(form), cu_seqlens)
+    plan = _plan(x, Form.from_arguments(form), cu_seqlens)
     scanned = scan_chunks(x, gate_bias, plan)
     y, lse = attend_ends(x, scanned, plan)
     return y, lse, scanned.k_ends, scanned.v_ends
@@ -55,7 +55,7 @@ def rat_attention(
 def _(
     x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    asked = Form.unpack(form)
+    asked = Form.from_arguments(form)
     (B, T, W), H, L = x.shape, asked.num_heads, asked.chunk_size
     D = asked.head_dim(W)
     N = (T + L - 1) // L if cu_seqlens is None else T // L + cu_seqlens.shape[0] - 1
@@ -85,7 +85,7 @@ def rat_attention_bwd(
     from mezzo_rat.ops.rat_attention.triton.backward import attend_bwd
 
     saved = Saved(x, gate_bias, cu_seqlens, y, lse, k_ends, v_ends)
-    dx, dbias = attend_bwd(dy, saved, _plan(x, Form.unpack(form), cu_seqlens))
+    dx, dbias = attend_bwd(dy, saved, _plan(x, Form.from_arguments(form), cu_seqlens))
     return dx, lse.new_empty(0) if dbias is None else dbias
 
 
@@ -146,7 +146,7 @@ def rat_attention_continued(
     from mezzo_rat.ops.rat_attention.triton.forward import attend_ends, scan_chunks
 
     num_slots = k_ends.shape[1]
-    plan = continued_plan(x, Form.unpack(form), num_slots, lengths, added)
+    plan = continued_plan(x, Form.from_arguments(form), num_slots, lengths, added)
     scanned = scan_chunks(x, gate_bias, plan, k, v)
     # Chunks that got no token go to a slot of their own at the end, which is then cut off.
     L = plan.form.chunk_size
@@ -200,7 +200,7 @@ def rat_attention_step_(
     """Decode one token of every row into the state; return y (B, 1, H, D). Not differentiable."""
     from mezzo_rat.ops.rat_attention.triton.step import step
 
-    return step(x, gate_bias, RATState(k, v, k_ends, v_ends, lengths), Form.unpack(form))
+    return step(x, gate_bias, RATState(k, v, k_ends, v_ends, lengths), Form.from_arguments(form))
 
 
 @rat_attention_step_.register_fake

@@ -13,7 +13,7 @@ from mezzo_core.papers.cells import Result, Say, Timed, add_cell
 
 from mezzo_rat.recipes import PAPER_NAMES, recipe
 from mezzo_rat.reproduction.gpu.decode import fill, rewind, tensors
-from mezzo_rat.reproduction.gpu.scale import MODELS, Selection, SpeedScale
+from mezzo_rat.reproduction.gpu.shapes import MODELS, Selection, SpeedShapes
 
 BATCH_STEP = 8
 """Batches are multiples of this, and so of any power of two below that prefills together."""
@@ -22,12 +22,15 @@ MARGIN = 0.88
 
 
 def measure_throughput(
-    scale: SpeedScale, selection: Selection, results: dict[int, list[tuple[Result, str]]], say: Say
+    shapes: SpeedShapes,
+    selection: Selection,
+    results: dict[int, list[tuple[Result, str]]],
+    say: Say,
 ) -> None:
     """Measure every model at every context.
 
     Args:
-        scale: the sizes.
+        shapes: the sizes.
         selection: which contexts and models.
         results: for each context, the results that its cell belongs to, each with the column; the
             first one tells what was measured before.
@@ -37,13 +40,13 @@ def measure_throughput(
         UserError: if a layer is wrong; its model was not timed then.
     """
     checked: set[MixerConfig] = set()
-    for context in filter(selection.length, scale.contexts):
+    for context in filter(selection.length, shapes.contexts):
         for architecture in MODELS:
             model = PAPER_NAMES[architecture]
             (first, column), *views = results[context]
             if not selection.model(model) or first.has(("", model, column)):
                 continue
-            work = partial(_measure, scale, architecture, context, checked)
+            work = partial(_measure, shapes, architecture, context, checked)
             add_cell(first, ("", model, column), work, say)
             for view, name in views:
                 cell = first.cells["", model, column]
@@ -54,21 +57,21 @@ def measure_throughput(
 
 
 def _measure(
-    scale: SpeedScale, architecture: str, context: int, checked: set[MixerConfig]
+    shapes: SpeedShapes, architecture: str, context: int, checked: set[MixerConfig]
 ) -> Timed:
-    config = recipe(scale.contexts[context], architecture).model
+    config = recipe(shapes.contexts[context], architecture).model
     for mixer in set(config.mixers) - checked:
-        with torch.device(scale.device):
+        with torch.device(shapes.device):
             layer = Layer(mixer.build(config.d_model), config.d_model)
         check_layer(layer)
         checked.add(mixer)
     torch.manual_seed(0)
-    with torch.device(scale.device):
+    with torch.device(shapes.device):
         model = config.build().bfloat16().eval()
-    batch = largest_batch(model, context, scale)
+    batch = largest_batch(model, context, shapes)
     while True:
         try:
-            return time_generation(model, batch, context, scale)
+            return time_generation(model, batch, context, shapes)
         except torch.OutOfMemoryError:
             if batch == BATCH_STEP:
                 raise
@@ -76,14 +79,14 @@ def _measure(
         batch = max(BATCH_STEP, batch * 7 // 8 // BATCH_STEP * BATCH_STEP)
 
 
-def largest_batch(model: LM, context: int, scale: SpeedScale) -> int:
+def largest_batch(model: LM, context: int, shapes: SpeedShapes) -> int:
     """Return the most sequences whose states fit, by the models' own count of bytes."""
-    fits = int(MARGIN * scale.free_memory() / model.state_bytes(context))
-    return max(BATCH_STEP, min(fits, scale.max_batch) // BATCH_STEP * BATCH_STEP)
+    fits = int(MARGIN * shapes.free_memory() / model.state_bytes(context))
+    return max(BATCH_STEP, min(fits, shapes.max_batch) // BATCH_STEP * BATCH_STEP)
 
 
 @torch.no_grad()
-def time_generation(model: LM, batch: int, context: int, scale: SpeedScale) -> Timed:
+def time_generation(model: LM, batch: int, context: int, shapes: SpeedShapes) -> Timed:
     """Return tokens a second, a value a pass: the new tokens over the time of their steps.
 
     The prompts' time stands beside them, and in `with_prompt`. The paper leaves it out without
@@ -94,16 +97,16 @@ def time_generation(model: LM, batch: int, context: int, scale: SpeedScale) -> T
     every such group of rows. Greedy steps are timed at the first, the middle and the last
     position: the time of a step grows evenly with the position.
     """
-    device = torch.device(scale.device)
-    prompt = context - scale.new_tokens
-    rows = min(BATCH_STEP, 2 ** max(0, (scale.prefill_tokens // prompt).bit_length() - 1))
+    device = torch.device(shapes.device)
+    prompt = context - shapes.new_tokens
+    rows = min(BATCH_STEP, 2 ** max(0, (shapes.prefill_tokens // prompt).bit_length() - 1))
     state = model.reserve(model.init_state(batch), context)
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     prompts = torch.randint(model.vocab_size, (rows, prompt), device=device)
 
     def prefill() -> None:
         output = model(prompts, model.init_state(rows), last_only=True)
-        join(model.reserve(output.state, scale.new_tokens), state)
+        join(model.reserve(output.state, shapes.new_tokens), state)
 
     def step() -> None:
         tokens.copy_(model.step(tokens, state).argmax(-1))
@@ -111,15 +114,15 @@ def time_generation(model: LM, batch: int, context: int, scale: SpeedScale) -> T
     replay = captured(step, device)
     fill(state, prompt)
     values, details = [], {}
-    for _ in range(scale.passes):
+    for _ in range(shapes.passes):
         prefill_ms = measure(prefill, device, seconds=0.0, warmup=1, least=2).ms * batch / rows
         decode_ms = []
-        for position in (prompt, prompt + scale.new_tokens // 2, context - 1):
+        for position in (prompt, prompt + shapes.new_tokens // 2, context - 1):
             back = partial(rewind, state, position)
             decode_ms.append(
-                measure(replay, device, seconds=scale.seconds, warmup=1, before=back).ms
+                measure(replay, device, seconds=shapes.seconds, warmup=1, before=back).ms
             )
-        new, steps_ms = batch * scale.new_tokens, scale.new_tokens * fmean(decode_ms)
+        new, steps_ms = batch * shapes.new_tokens, shapes.new_tokens * fmean(decode_ms)
         values.append(new / steps_ms * 1e3)
         details = {
             "B": batch,

@@ -3,7 +3,7 @@
 from mezzo_core.papers.cells import Layout
 
 from mezzo_rat.recipes import PAPER_NAMES
-from mezzo_rat.reproduction.gpu.scale import MODELS, SpeedScale, paper_layers
+from mezzo_rat.reproduction.gpu.shapes import MODELS, SpeedShapes, paper_layers
 
 IDS = {
     "table6": (
@@ -46,20 +46,20 @@ def ids_of(table: str) -> set[str]:
     return {id for name in names for id in IDS[name]}
 
 
-def layouts(scale: SpeedScale) -> dict[str, Layout]:
-    """Return what each result file holds at a scale, by its name."""
-    return {layout.name: layout for layout in (*_layers(scale), *_generation(scale))}
+def result_files(shapes: SpeedShapes) -> dict[str, Layout]:
+    """Return what each result file holds at a shapes, by its name."""
+    return {layout.name: layout for layout in (*_layers(shapes), *_generation(shapes))}
 
 
-def contexts(scale: SpeedScale) -> dict[str, int]:
+def contexts(shapes: SpeedShapes) -> dict[str, int]:
     """Return T of each of VIEWS."""
-    return dict(zip(VIEWS, (min(scale.contexts), max(scale.contexts)), strict=True))
+    return dict(zip(VIEWS, (min(shapes.contexts), max(shapes.contexts)), strict=True))
 
 
-def _layers(scale: SpeedScale) -> list[Layout]:
-    shared = f"C = {scale.d_model}, D = {scale.head_dim}; medians of {scale.passes} passes"
+def _layers(shapes: SpeedShapes) -> list[Layout]:
+    shared = f"C = {shapes.d_model}, D = {shapes.head_dim}; medians of {shapes.passes} passes"
     batch = (
-        f"{scale.tokens:,} tokens a batch, bf16 autocast over a float32 residual stream, "
+        f"{shapes.tokens:,} tokens a batch, bf16 autocast over a float32 residual stream, "
         f"torch.compile, {shared}"
     )
     settings = {
@@ -72,41 +72,41 @@ def _layers(scale: SpeedScale) -> list[Layout]:
         Layout(
             name=name,
             ids=IDS[name],
-            columns=tuple(map(str, scale.positions if name == "table8" else scale.lengths)),
-            models=tuple(paper_layers(scale.head_dim)),
+            columns=tuple(map(str, shapes.positions if name == "table8" else shapes.lengths)),
+            models=tuple(paper_layers(shapes.head_dim)),
             ratios=(("Attention", "RAT(L=16)"),),
             unit="ms",
             better="lower",
-            setting=setting + _rehearsed(scale),
-            groups=tuple(f"B={B}" for B in scale.batches) if name == "table8" else ("",),
+            setting=setting + _rehearsed(shapes),
+            groups=tuple(f"B={B}" for B in shapes.batches) if name == "table8" else ("",),
         )
         for name, setting in settings.items()
     ]
 
 
-def _generation(scale: SpeedScale) -> list[Layout]:
+def _generation(shapes: SpeedShapes) -> list[Layout]:
     setting = (
-        f"{scale.new_tokens} new tokens after a prompt of T - {scale.new_tokens}, random weights "
-        f"of the recipes {', '.join(sorted(set(scale.contexts.values())))}, bf16, the largest "
-        f"batch whose state fits (at most {scale.max_batch}); greedy steps in a CUDA graph, timed "
+        f"{shapes.new_tokens} new tokens after a prompt of T - {shapes.new_tokens}, random weights "
+        f"of the recipes {', '.join(sorted(set(shapes.contexts.values())))}, bf16, the largest "
+        f"batch whose state fits (at most {shapes.max_batch}); greedy steps in a CUDA graph, timed "
         "at the first, middle and last position; the prompts' time is left out, as it must be in "
-        f"the paper's numbers, and is beside ours in the cells; {scale.passes} passes"
+        f"the paper's numbers, and is beside ours in the cells; {shapes.passes} passes"
     )
-    lengths = {"fig5": "", **{name: f"; T = {T}" for name, T in contexts(scale).items()}}
+    lengths = {"fig5": "", **{name: f"; T = {T}" for name, T in contexts(shapes).items()}}
     return [
         Layout(
             name=name,
             ids=IDS[name],
-            columns=tuple(f"T={T}" for T in scale.contexts) if not words else ("Throughput",),
+            columns=tuple(f"T={T}" for T in shapes.contexts) if not words else ("Throughput",),
             models=tuple(PAPER_NAMES[model] for model in MODELS),
             ratios=tuple((model, "Attention") for model in ("RAT(L=16)", "RAT(L=16)-SWA")),
             unit="tokens a second",
             better="higher",
-            setting=setting + words + _rehearsed(scale),
+            setting=setting + words + _rehearsed(shapes),
         )
         for name, words in lengths.items()
     ]
 
 
-def _rehearsed(scale: SpeedScale) -> str:
-    return "; a rehearsal, eager on a CPU" if scale.device == "cpu" else ""
+def _rehearsed(shapes: SpeedShapes) -> str:
+    return "; a rehearsal, eager on a CPU" if shapes.device == "cpu" else ""

@@ -11,7 +11,7 @@ from mezzo_gsa.bench import fla
 
 
 @dataclass(frozen=True)
-class Scale:
+class Shapes:
     """The shapes of one benchmark.
 
     Attributes:
@@ -40,20 +40,20 @@ class Scale:
         return self.num_heads * self.head_dim
 
 
-QUICK = Scale(((2, 128), (1, 256)), 2, 16, 16, (8, 4), (1, 64), 16, 0.05)
-CPU = Scale(((4, 512), (1, 2048)), 4, 64, 64, (32, 16), (1, 512), 64, 0.5)
-GPU = Scale(((8, 2048), (1, 16_384), (4, 16_384)), 4, 512, 128, (64, 32, 128), (1, 512), 2048, 0.3)
+QUICK = Shapes(((2, 128), (1, 256)), 2, 16, 16, (8, 4), (1, 64), 16, 0.05)
+CPU = Shapes(((4, 512), (1, 2048)), 4, 64, 64, (32, 16), (1, 512), 64, 0.5)
+GPU = Shapes(((8, 2048), (1, 16_384), (4, 16_384)), 4, 512, 128, (64, 32, 128), (1, 512), 2048, 0.3)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A scale on a machine; `say` is called with a line about what is left out.
+class Benchmark:
+    """Shapes on a machine; `say` is called with a line about each thing that is left out.
 
     fla is measured only where `with_fla` is set, which is not its installation: it tunes its
     kernels for minutes.
     """
 
-    scale: Scale
+    shapes: Shapes
     device: torch.device
     say: Callable[[str], None] = lambda line: None
     with_fla: bool = False
@@ -99,7 +99,7 @@ class Contender:
     phases: Sequence[str] = ("forward", "train")
 
 
-def timed(setting: Setting, contender: Contender) -> Iterator[Row]:
+def timed(benchmark: Benchmark, contender: Contender) -> Iterator[Row]:
     """Time a contender; what does not fit the GPU is said and left out."""
     leaves = {
         name: x if x.requires_grad else x.detach().requires_grad_()
@@ -119,8 +119,8 @@ def timed(setting: Setting, contender: Contender) -> Iterator[Row]:
     for phase in contender.phases:
         name = f"{contender.name} {phase}"
         try:
-            timing = measure(works[phase], setting.device, seconds=setting.scale.seconds)
+            timing = measure(works[phase], benchmark.device, seconds=benchmark.shapes.seconds)
         except torch.OutOfMemoryError:
-            setting.say(f"{name} ({contender.impl}) at {contender.shape}: out of memory")
+            benchmark.say(f"{name} ({contender.impl}) at {contender.shape}: out of memory")
             continue
         yield Row(name, contender.impl, contender.shape, timing)

@@ -28,7 +28,7 @@ def paper_layers(head_dim: int) -> dict[str, MixerConfig]:
 
 
 @dataclass(frozen=True)
-class SpeedScale:
+class SpeedShapes:
     """The sizes of all speed tables.
 
     Attributes:
@@ -38,7 +38,7 @@ class SpeedScale:
         lengths: T of Tables 6 and 7; shorter than the paper's too, where attention may win.
         positions: of the token that Table 8 generates.
         batches: B of Table 8.
-        contexts: T of Figure 5, and the setting whose recipes give the models. The shortest is
+        contexts: T of Figure 5, and the size whose recipes give the models. The shortest is
             Table 1's, the longest Table 11's.
         new_tokens: of each sequence in Figure 5, after a prompt of T - new_tokens.
         prefill_tokens: about how many a prefill takes at once; more only cost memory.
@@ -78,7 +78,7 @@ class SpeedScale:
         return free - total // 50
 
 
-FULL = SpeedScale(
+FULL = SpeedShapes(
     device="cuda",
     d_model=2048,
     head_dim=128,
@@ -93,7 +93,7 @@ FULL = SpeedScale(
     passes=3,
     seconds=0.05,
 )
-DRY = SpeedScale(
+DRY = SpeedShapes(
     device="cpu",
     d_model=32,
     head_dim=8,
@@ -130,9 +130,9 @@ class Selection:
     lengths: tuple[int, ...] = ()
     models: tuple[str, ...] = ()
 
-    def check(self, scale: SpeedScale) -> None:
+    def check(self, shapes: SpeedShapes) -> None:
         """Raise a UserError that names what the tables do not have."""
-        lengths = {*scale.lengths, *scale.positions, *scale.contexts}
+        lengths = {*shapes.lengths, *shapes.positions, *shapes.contexts}
         for name in self.only:
             if name not in TABLES:
                 raise UserError(f"no speed table is named {name!r}{nearest(name, TABLES)}")
