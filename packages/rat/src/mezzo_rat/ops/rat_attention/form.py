@@ -1,4 +1,4 @@
-"""What a RAT attention computes, apart from its tensors."""
+"""The options of a RAT attention: all that says what to compute, besides the tensors."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -28,10 +28,10 @@ class Form(NamedTuple):
     rope: Literal["chunk", "token"] | None
     rope_base: float
     scale: float
-    """Of the logits."""
+    """Multiplies the logits."""
 
     def as_arguments(self) -> tuple[Any, ...]:
-        """Return what FORM_SCHEMA names; a schema has no optional literals, so None is "none"."""
+        """Return the values that FORM_SCHEMA declares; `rope=None` becomes the string "none"."""
         return (
             self.num_heads,
             self.num_groups,
@@ -50,7 +50,7 @@ class Form(NamedTuple):
         return cls(num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale)
 
     def head_dim(self, width: int) -> int:
-        """Return D of a projection that is `width` channels wide."""
+        """Return D for a projection of `width` channels."""
         return width // ((2 + self.has_z) * self.num_heads + 2 * self.num_groups)
 
     def rotate(self, x: Tensor, chunk: Tensor, position: Tensor) -> Tensor:
