@@ -6,7 +6,7 @@
         --out packages/rat/results/nvidia-h200
 
 Writes train_six_NAME.json (an experiment, see mezzo_core.papers.results, with every loss curve) and
-train_six_NAME.png after each run; rows of other models or seeds that are already there stay.
+train_six_NAME.png after each run. Earlier rows of other models or seeds stay in the file.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfi
 
 
 def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tuple[dict, dict]:
-    """Train once; return the row of the result and what else the run showed."""
+    """Train once; return the row of the result, and further results of the run."""
     model = PAPER_NAMES[name]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -114,7 +114,7 @@ def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tu
 
 
 def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """Say in words what all runs share."""
+    """Return a description of the conditions that all runs share."""
     tokens = config.steps * config.batch_size * config.seq_len
     return (
         f"C {config.model.d_model}, {len(config.model.mixers)} layers, T {config.seq_len}, "

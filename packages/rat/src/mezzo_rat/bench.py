@@ -1,7 +1,7 @@
 """Speed and memory of one layer and of whole models: RAT beside attention and the linear RNN.
 
-A layer is what the paper times: x + mixer(norm(x)), projections included. Each RAT layer is first
-checked against its recurrent definition; a layer that fails is not timed.
+A layer is x + mixer(norm(x)) with all projections, as the paper times it. Each layer is first
+checked against its step-by-step form. A layer that fails is not timed.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def mixers(head_dim: int) -> dict[str, MixerConfig]:
 
 
 def row_name(config: MixerConfig, device: torch.device) -> tuple[str, str]:
-    """Return what a row calls this layer, and the implementation that `impl="auto"` takes."""
+    """Return the layer's name in a row, and the implementation that `impl="auto"` chooses."""
     if isinstance(config, AttentionConfig):
         return "attention layer", "sdpa"
     name = "linear_rnn layer" if isinstance(config, LinearRNNConfig) else "rat layer"
@@ -80,7 +80,7 @@ def layer_rows(shapes: Shapes, device: torch.device) -> Iterator[Row]:
         with device:
             layer = Layer(config.build(shapes.d_model), shapes.d_model)
         check_against_steps(layer)
-        # A fresh compiler each time: past its limit of recompilations it runs layers eagerly.
+        # Reset the compiler: past its limit of recompilations it would run layers eagerly.
         torch.compiler.reset()
         run = torch.compile(layer, dynamic=False) if device.type == "cuda" else layer
         for seq_len in shapes.seq_lens:

@@ -1,7 +1,7 @@
 """Every training run of the paper, and smaller ones, as functions that return a `TrainConfig`.
 
-A recipe's name is `<size>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. A variant of
-one is `dataclasses.replace(RECIPES[name](), ...)`.
+A recipe's name is `<size>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. To make a variant
+of a recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 
 | Size            | Model                    | Trains on                  | T         |
 |-----------------|--------------------------|----------------------------|-----------|
@@ -34,7 +34,7 @@ from mezzo_rat.reversed import RATReversedConfig
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the architectures of one comparison share."""
+    """The hyperparameters that all architectures of one comparison share."""
 
     vocab_size: int
     d_model: int
@@ -54,7 +54,7 @@ class Hyperparameters:
     compile: bool = False
 
     def attention(self, *, window: bool = False, rope: bool = True) -> AttentionConfig:
-        """Return softmax attention over everything or over a window, with RoPE by token or none."""
+        """Return softmax attention, full or over a window, with RoPE by token or without."""
         return AttentionConfig(
             head_dim=self.head_dim,
             window_size=self.window_size if window else None,
@@ -66,7 +66,7 @@ class Hyperparameters:
         return RATConfig(chunk_size, head_dim=self.head_dim, rope_base=self.rope_base)
 
     def reversed(self, num_chunks: int) -> RATReversedConfig:
-        """Return RAT-Reversed with this many chunks, which Table 9 calls C."""
+        """Return RAT-Reversed with this number of chunks, which Table 9 calls C."""
         return RATReversedConfig(
             chunk_size=self.seq_len // num_chunks,
             head_dim=self.head_dim,
@@ -77,14 +77,15 @@ class Hyperparameters:
 
 
 SHORT_RUN = 0.2
-"""Warm-up, as a part of all steps, at the sizes that are not the paper's.
+"""Warm-up as a fraction of all steps, at the sizes that are not the paper's.
 
-Runs of a few hundred steps need more than the paper's 5 to 10 %: attention above all overshoots
-there, and would compare badly for no fault of its own.
+Runs of a few hundred steps need more than the paper's 5 to 10 %. With less, attention overshoots
+most of all, and the comparison would be unfair to it.
 """
 
-# One tuple of mixers, repeated through the depth: two of them alternate (section 3.1). Ablations of
-# Fig. 4a: with G = 2 groups, gates of rank D pay for full queries and keys exactly (2 D C = G D C).
+# Each architecture is a tuple of mixers that repeats through the depth, so two mixers alternate
+# (section 3.1). In the ablation of Fig. 4a, full queries and keys need more weights, and gates of
+# rank D save as many: with G = 2 groups both are equal (2 D C = G D C).
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "rnn": lambda s: (LinearRNNConfig(span=s.seq_len),),
     "rat_l16": lambda s: (s.rat(16),),
@@ -111,12 +112,12 @@ PAPER_NAMES = {
     "attention_swa": "Attention-SWA",
     "rat_swa": "RAT(L=16)-SWA",
 }
-"""The architectures of the main comparison, and what the paper's tables call them."""
+"""The architectures of the main comparison, with their names in the paper's tables."""
 SIX = tuple(PAPER_NAMES)
 
 
 def tiny() -> Hyperparameters:
-    """About a million weights: trains in minutes on a laptop, with no network."""
+    """About a million weights: trains in minutes on a laptop and needs no network."""
     return Hyperparameters(
         vocab_size=257,
         d_model=128,
@@ -159,7 +160,7 @@ def mid() -> Hyperparameters:
 
 
 def paper_200m(seq_len: int) -> Hyperparameters:
-    """The 200M models (appendix A.2): 15B tokens of PG19, 1M a step, three context lengths."""
+    """The 200M models (appendix A.2): 15B tokens of PG19, 1M a step; the paper has three T."""
     tokens = 2**20
     return Hyperparameters(
         vocab_size=50_257,
@@ -183,7 +184,7 @@ def paper_200m(seq_len: int) -> Hyperparameters:
 def paper_1p3b(seq_len: int, rope_base: float) -> Hyperparameters:
     """The 1.3B models (appendix A.2): 100B tokens of FineWeb-Edu, 2M a step.
 
-    AdamW's betas, which the text leaves open, are those of the released code.
+    The text does not give AdamW's betas; these are those of the released code.
     """
     tokens = 2**21
     return Hyperparameters(

@@ -1,4 +1,4 @@
-"""Table 8: one decode step of one layer at a position, as a CUDA graph runs it."""
+"""Table 8: one decoding step of one layer at a position, in a CUDA graph."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,14 +14,14 @@ from mezzo_rat.reproduction.gpu.layers import build_layer
 from mezzo_rat.reproduction.gpu.shapes import Selection, SpeedShapes, paper_layers
 
 ROOM = 8
-"""Tokens beyond the position; the steps before a capture are at the start of the state."""
+"""Slots beyond the position. (The steps before a capture run at the start of the state.)"""
 
 
 def measure_decoding(shapes: SpeedShapes, selection: Selection, result: Result, say: Say) -> None:
     """Measure every layer at every batch and position, and add each cell to the result.
 
     Raises:
-        UserError: if a layer is wrong; nothing of it was timed then.
+        UserError: if a layer computes wrong results; it is not timed.
     """
     for model, config in paper_layers(shapes.head_dim).items():
         cells = [
@@ -44,8 +44,8 @@ def measure_decoding(shapes: SpeedShapes, selection: Selection, result: Result, 
 def time_step(layer: Layer, batch: int, position: int, shapes: SpeedShapes) -> Timed:
     """Time x + mixer.step(norm(x)) for a batch whose rows have all seen `position` tokens.
 
-    The state is filled with random numbers: what it holds does not change the time, and the
-    prefill of a batch that fills the GPU would not fit beside it.
+    The state is filled with random numbers, as its values do not change the time. A prefill would
+    not fit: the state of a large batch fills the GPU.
     """
     state_bytes = batch * layer.mixer.state_bytes(position + ROOM)
     details: dict[str, Any] = {"state_gb": round(state_bytes / 1e9, 3)}
@@ -73,7 +73,7 @@ def fill(state: Any, position: int) -> None:
 
 
 def rewind(state: Any, position: int) -> None:
-    """Set the lengths of a state, which are all the integers that it holds."""
+    """Set the lengths of a state, which are its only integer tensors."""
     for field in tensors(state):
         if not field.is_floating_point():
             field.fill_(position)

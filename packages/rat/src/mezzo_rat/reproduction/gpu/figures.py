@@ -11,7 +11,7 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 def draw(result: Result, published: Published) -> Path:
-    """Draw a result's lines over the length, beside the paper's own, into a file beside it."""
+    """Draw a result's lines over the length next to the paper's; save them next to its file."""
     path = result.path.with_suffix(".png")
     layout = result.layout
     device = result.to_json()["gpu"] or "this CPU"
@@ -28,7 +28,7 @@ def draw(result: Result, published: Published) -> Path:
 
 
 def _lines(result: Result, group: str) -> Lines:
-    """Return each model's (length, mean) where it was measured."""
+    """Return (length, mean) for each measured cell of each model."""
     lines: Lines = {}
     for model in result.layout.models:
         for column in result.layout.columns:
@@ -40,7 +40,7 @@ def _lines(result: Result, group: str) -> Lines:
 
 
 def _printed_lines(layout: Layout, group: str, published: Published) -> Lines:
-    """Return the paper's lines: a table's rows, or Figure 5's from Tables 1 and 11."""
+    """Return the paper's lines: a table's rows, or for Figure 5 points of Tables 1 and 11."""
     lines: Lines = {}
     if layout.name == "fig5":
         places: Sequence[tuple[str, str, float]] = (

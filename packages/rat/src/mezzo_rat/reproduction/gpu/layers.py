@@ -1,4 +1,4 @@
-"""Tables 6 and 7: training and prefilling one layer, a fixed number of tokens a batch."""
+"""Tables 6 and 7: training and prefill of one layer, with a fixed number of tokens a batch."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor
 from mezzo_rat.reproduction.gpu.shapes import Selection, SpeedShapes, paper_layers
 
 RECOMPILATIONS = 64
-"""More than the lengths of a run: past torch's own limit (8) a whole graph raises an error."""
+"""More than the lengths of a run: past torch's own limit (8), `fullgraph=True` raises an error."""
 
 
 def measure_layers(
@@ -30,7 +30,7 @@ def measure_layers(
         say: see Say.
 
     Raises:
-        UserError: if a layer is wrong; nothing of it was timed then.
+        UserError: if a layer computes wrong results; it is not timed.
     """
     for model, config in paper_layers(shapes.head_dim).items():
         cells = [
@@ -51,17 +51,18 @@ def measure_layers(
 
 
 def build_layer(config: MixerConfig, shapes: SpeedShapes) -> Layer:
-    """Build a layer (norm, mixer, residual) on the shapes's device, the same at each call."""
+    """Build a layer (norm, mixer, residual) on the device, with the same weights at each call."""
     torch.manual_seed(0)
     with torch.device(shapes.device):
         return Layer(config.build(shapes.d_model), shapes.d_model)
 
 
 def compiled(layer: Layer, config: MixerConfig) -> Callable[[Tensor], Tensor]:
-    """Compile a layer on a GPU, in one graph: torch raises an error rather than run it eagerly.
+    """Compile a layer on a GPU in one graph: torch raises an error instead of running it eagerly.
 
-    Shapes are symbolic, so that few lengths compile: our ops' kernels do not depend on it. Which
-    attention torch picks does, so attention is compiled for each length.
+    Shapes are symbolic, so that not every length compiles anew; the kernels of our ops are the same
+    for all lengths. torch's choice of an attention kernel depends on the length, so attention is
+    compiled for each length.
     """
     if not next(layer.parameters()).is_cuda:
         return layer
@@ -74,10 +75,10 @@ def compiled(layer: Layer, config: MixerConfig) -> Callable[[Tensor], Tensor]:
 def time_layer(
     layer: Layer, run: Callable[[Tensor], Tensor], phase: str, num_tokens: int, shapes: SpeedShapes
 ) -> Timed:
-    """Time a layer under bf16 autocast on a float32 residual stream, as models train.
+    """Time a layer under bf16 autocast on a float32 residual stream, as in the training of models.
 
-    "train" is a forward and the gradients of the input and of every weight, written anew at each
-    call; "prefill" a forward without gradients.
+    "train" is a forward and the gradients of the input and of every weight, in new tensors at each
+    call. "prefill" is a forward without gradients.
     """
     device = torch.device(shapes.device)
     batch = max(1, shapes.tokens // num_tokens)

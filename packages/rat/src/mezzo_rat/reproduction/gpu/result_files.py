@@ -1,4 +1,4 @@
-"""What each result file of the speed tables holds, and which tables and claims it speaks to."""
+"""The contents of each result file of the speed tables, and the claims that it answers."""
 
 from mezzo_core.papers.cells import Layout
 
@@ -35,24 +35,24 @@ IDS = {
     "table1": ("rat.table1", "rat.claim.headline_throughput"),
     "table11": ("rat.table11",),
 }
-"""The tables and claims that each result file speaks to."""
+"""The tables and claims that each result file answers."""
 VIEWS = ("table1", "table11")
-"""Columns of tables that Figure 5 measures: its shortest context and its longest."""
+"""Result files that repeat cells of Figure 5: those of its shortest and its longest context."""
 
 
 def ids_of(table: str) -> set[str]:
-    """Return what measuring a table answers, the views of it included."""
+    """Return the tables and claims that measuring a table answers, its views included."""
     names = (table, *VIEWS) if table == "fig5" else (table,)
     return {id for name in names for id in IDS[name]}
 
 
 def result_files(shapes: SpeedShapes) -> dict[str, Layout]:
-    """Return what each result file holds at a shapes, by its name."""
+    """Return a description of each result file at these shapes, by its name."""
     return {layout.name: layout for layout in (*_layers(shapes), *_generation(shapes))}
 
 
 def contexts(shapes: SpeedShapes) -> dict[str, int]:
-    """Return T of each of VIEWS."""
+    """Return the context T of each of VIEWS."""
     return dict(zip(VIEWS, (min(shapes.contexts), max(shapes.contexts)), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The speed tables of the paper, measured one after another into result files and figures."""
+"""Measurement of the paper's speed tables, one after another, into result files and figures."""
 
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,22 @@ def measure_tables(
     say: Say,
     commit: str | None = None,
 ) -> None:
-    """Measure what is selected.
+    """Measure the selected part of the speed tables.
 
-    Cells that were measured at the same commit are not measured again; those of other commits stay
-    until they are.
+    A cell that was measured at this commit is not measured again. A cell of another commit stays
+    until it is measured again.
 
     Args:
         shapes: the sizes.
         folder: where the result files and their figures go.
         published: the paper's numbers, drawn beside ours.
         selection: which tables, lengths and models.
-        say: called with a line a cell.
-        commit: of the code that is measured, where no checkout tells it.
+        say: called with a line for each cell.
+        commit: of the code that is measured; None: the checkout's.
 
     Raises:
-        UserError: if the shapes's device is missing, the selection names what is not there, files
-            in `folder` are of another machine or cannot be written, or a layer is wrong.
+        UserError: if the device is missing, the selection names something unknown, files in
+            `folder` are of another machine or cannot be written, or a layer computes wrong results.
     """
     device = shapes.check_device()
     selection.check(shapes)

@@ -16,9 +16,9 @@ from mezzo_rat.reproduction.gpu.decode import fill, rewind, tensors
 from mezzo_rat.reproduction.gpu.shapes import MODELS, Selection, SpeedShapes
 
 BATCH_STEP = 8
-"""Batches are multiples of this, and so of any power of two below that prefills together."""
+"""Batches are multiples of this. A prefill takes 1, 2, 4 or 8 rows, which divide them."""
 MARGIN = 0.88
-"""Of the memory that is free beside the weights: the rest is for activations and a prefill."""
+"""Share of the memory that states may take; the rest is for activations and a prefill."""
 
 
 def measure_throughput(
@@ -32,12 +32,12 @@ def measure_throughput(
     Args:
         shapes: the sizes.
         selection: which contexts and models.
-        results: for each context, the results that its cell belongs to, each with the column; the
-            first one tells what was measured before.
-        say: called with a line about what was just measured.
+        results: for each context, the results that have a cell of it, each with the column. The
+            first result tells which cells were measured before.
+        say: called with a line about each cell.
 
     Raises:
-        UserError: if a layer is wrong; its model was not timed then.
+        UserError: if a layer computes wrong results; its model is not timed.
     """
     checked: set[MixerConfig] = set()
     for context in filter(selection.length, shapes.contexts):
@@ -75,27 +75,28 @@ def _measure(
         except torch.OutOfMemoryError:
             if batch == BATCH_STEP:
                 raise
-        # Outside the handler, whose exception still holds the tensors that did not fit.
+        # Not in the except block, where the exception would keep the failed run's tensors alive.
         batch = max(BATCH_STEP, batch * 7 // 8 // BATCH_STEP * BATCH_STEP)
 
 
 def largest_batch(model: LM, context: int, shapes: SpeedShapes) -> int:
-    """Return the most sequences whose states fit, by the models' own count of bytes."""
+    """Return the largest batch whose state fits, by the model's `state_bytes`."""
     fits = int(MARGIN * shapes.free_memory() / model.state_bytes(context))
     return max(BATCH_STEP, min(fits, shapes.max_batch) // BATCH_STEP * BATCH_STEP)
 
 
 @torch.no_grad()
 def time_generation(model: LM, batch: int, context: int, shapes: SpeedShapes) -> Timed:
-    """Return tokens a second, a value a pass: the new tokens over the time of their steps.
+    """Return tokens a second for each pass: the new tokens over the time of their steps.
 
-    The prompts' time stands beside them, and in `with_prompt`. The paper leaves it out without
-    saying so: the RNN's 130,000 tokens a second after prompts of 15,360 would take 2 million
-    prompt tokens a second, five times what an H100's peak allows a model of 1.3B weights.
+    The time of the prompts is in the details, and `with_prompt` includes it. The paper must have
+    left it out without saying so: otherwise the RNN's 130,000 tokens a second after prompts of
+    15,360 would mean 2 million prompt tokens a second. That is five times what an H100's peak
+    allows a model of 1.3B weights.
 
-    A prefill of a few rows, its state put in its place among all rows', is timed and counted for
-    every such group of rows. Greedy steps are timed at the first, the middle and the last
-    position: the time of a step grows evenly with the position.
+    The prefill is timed for a few rows, together with copying their state into that of all rows,
+    and is multiplied by the number of such groups. Greedy steps are timed at the first, the middle
+    and the last position, as the time of a step grows linearly with the position.
     """
     device = torch.device(shapes.device)
     prompt = context - shapes.new_tokens
@@ -134,6 +135,6 @@ def time_generation(model: LM, batch: int, context: int, shapes: SpeedShapes) ->
 
 
 def join(rows: Any, state: Any) -> None:
-    """Put the state of a few rows in the place of the first rows of all."""
+    """Copy the state of a few rows into the first rows of the whole batch's state."""
     for few, field in zip(tensors(rows), tensors(state), strict=True):
         field[: len(few)].copy_(few)
