@@ -1,6 +1,6 @@
-"""Decoding steps of gated slot attention by kernels, as ops that PyTorch knows.
+"""The registered decoding steps of gated slot attention, computed by kernels.
 
-They overwrite the memories that they are given, and have no gradients.
+They overwrite the given memories and have no gradients.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _step(
     scale: float,
     between: Any,
 ) -> Tensor:
-    """Take one token by kernels; return out (B, HQ, V)."""
+    """Process one token by kernels; return out (B, HQ, V)."""
     from mezzo_gsa.ops.gsa.triton import step
 
     state = GSAState(slots_k, slots_v)
@@ -56,7 +56,7 @@ def _step_projected(
     num_heads: int,
     *form: Any,
 ) -> Tensor:
-    """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
+    """Process one token by kernels; return the input of the output projection, (B, C)."""
     from mezzo_gsa.ops.gsa.triton import step
 
     state = GSAState(slots_k, slots_v)
