@@ -7,7 +7,7 @@
 Writes speed_training.json (tokens a second on batches of 16,384 tokens), speed_memory.json (the
 peak of the same steps), speed_slots.json (footnote 7) and speed_generation.json (latency after a
 prompt of 2,048 tokens), each an experiment (see mezzo_core.papers.results), after every cell; and
-speed_fig4.png at the end. Run again, it measures what is not there at this commit yet.
+speed_fig4.png at the end. A second run measures only the cells that this commit does not have yet.
 """
 
 import argparse
@@ -51,16 +51,16 @@ ARCHITECTURES = {
 """The recipe of each model."""
 TRAINED = ("Xfmr++", "RetNet", "GLA", "GSA", "GSA w/o recomp.", FLA)
 SLOTS = {"32 slots": "32 slots", "GSA": "64 slots", "128 slots": "128 slots"}
-"""What footnote 7 calls them."""
+"""The names of the models in footnote 7."""
 GENERATING = ("Xfmr++", "RetNet", "GLA", "GSA")
 PARTS = ("training", "slots", "generation")
 Places = list[tuple[Result, Key]]
-"""The cells, each of its result, that one timing fills."""
+"""The cells that one timing fills, each with its result file."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes of one run.
+    """The shapes of one run.
 
     Attributes:
         device: "cuda", or "cpu" for a rehearsal.
@@ -97,7 +97,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, say: Say) -> None:
-    """Measure, model by model."""
+    """Measure one model after another."""
     shapes = DRY if arguments.dry_run else FULL
     _check(arguments, shapes)
     origin = environment(torch.device(shapes.device))
@@ -140,7 +140,7 @@ def training_places(
 
 
 def result_files(shapes: Shapes, compiles: bool) -> dict[str, Layout]:
-    """Return what each result file holds, by its name."""
+    """Return a description of each result file, by its name."""
     how = "the blocks compiled" if compiles else "nothing compiled"
     rehearsal = "; a rehearsal on a CPU" if shapes.device == "cpu" else ""
     step = (
@@ -179,7 +179,7 @@ def result_files(shapes: Shapes, compiles: bool) -> dict[str, Layout]:
 
 
 def model_config(name: str, shapes: Shapes) -> LMConfig:
-    """Return the recipe's model; states are kept, and not computed again, where the name says."""
+    """Return the recipe's model; "GSA w/o recomp." keeps its states for the backward."""
     config = recipe(shapes.size, ARCHITECTURES[name]).model
     if name != "GSA w/o recomp.":
         return config
@@ -188,7 +188,7 @@ def model_config(name: str, shapes: Shapes) -> LMConfig:
 
 
 def check_once(config: LMConfig, shapes: Shapes, checked: set[Any]) -> None:
-    """Compare each kind of layer with float32 on the CPU: no speed for a wrong one."""
+    """Compare each new kind of layer with float32 on the CPU, so that no wrong layer is timed."""
     for mixer in set(config.mixers) - checked:
         torch.manual_seed(0)
         with torch.device(shapes.device):
@@ -198,7 +198,7 @@ def check_once(config: LMConfig, shapes: Shapes, checked: set[Any]) -> None:
 
 
 def build(name: str, config: LMConfig, device: torch.device) -> LM:
-    """Build a model where nothing of an earlier one and of its compiled code is left."""
+    """Build a model after freeing an earlier one and its compiled code."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -261,7 +261,7 @@ def time_steps(step: Callable[[], None], shapes: Shapes) -> Timed:
 
 
 def copy_cells(places: Places) -> None:
-    """Put the first place's cell into the others: the same steps speak to two claims."""
+    """Copy the first cell to the others: the same steps answer two claims."""
     first, key = places[0]
     cell = first.cells[key]
     details = {k: cell[k] for k in ("step_ms", "peak_gb") if k in cell}
@@ -271,7 +271,7 @@ def copy_cells(places: Places) -> None:
 
 
 def measure_generation(name: str, shapes: Shapes, result: Result, say: Say) -> None:
-    """Time a prompt and what follows it; all counts of new tokens come from the same passes."""
+    """Time a prompt and the tokens generated after it; all counts come from the same passes."""
     keys = {N: ("", name, str(N)) for N in shapes.new_tokens}
     if all(result.has(key) for key in keys.values()):
         return

@@ -1,7 +1,7 @@
 """Every training run of the paper, and a tiny one, as functions that return a `TrainConfig`.
 
-A recipe's name is `<size>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. A variant of one
-is `dataclasses.replace(RECIPES[name](), ...)`.
+A recipe's name is `<size>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. To make a variant
+of a recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 
 | Size    | Model                          | Trains on                           | T    |
 |---------|--------------------------------|-------------------------------------|------|
@@ -10,9 +10,9 @@ is `dataclasses.replace(RECIPES[name](), ...)`.
 | 1p3b    | C 2048, 24 layers, 4 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
 | 2p7b    | C 2560, 32 layers, 5 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
 
-Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). It does not
-state T, the tokens of a batch and the shape of the 340M model: these are what its authors' GLA
-models of these sizes use. AdamW's betas, the clipping and eps are our defaults.
+Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). The paper
+does not give T, the tokens of a batch and the shape of the 340M model: these are those of its
+authors' GLA models of the same sizes. AdamW's betas, the clipping and eps are our defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,12 +38,12 @@ from mezzo_gsa.retnet import RetNetConfig
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the architectures of one comparison share.
+    """The hyperparameters that all architectures of one comparison share.
 
     Attributes:
         vocab_size, d_model, num_layers: of the model.
         num_heads, num_slots: of GSA and ABC.
-        key_width: K of a head in GLA and RetNet, whose heads follow from it (appendix C.1).
+        key_width: K of a head in GLA and RetNet; it gives their number of heads (appendix C.1).
         hgrn2_width: of a head in HGRN2.
         attention_width: of a head in softmax attention.
         seq_len, batch_size, steps, micro_batch_size: of the training.
@@ -85,7 +85,7 @@ class Hyperparameters:
         )
 
 
-# One tuple of mixers, repeated through the depth.
+# Each architecture is a tuple of mixers that repeats through the depth.
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),
@@ -111,7 +111,7 @@ PAPER_NAMES = {
     "hgrn2": "HGRN2",
     "gsa": "GSA",
 }
-"""What Tables 1 and 3b call the architectures."""
+"""The names of the architectures in Tables 1 and 3b."""
 ABLATION = {
     "gsa": "GSA w/ 64 slots",
     "abc": "w/o decay (i.e., ABC)",
@@ -123,11 +123,11 @@ ABLATION = {
     "gsa_m32": "w/ 32 slots",
     "gsa_m128": "w/ 128 slots",
 }
-"""What the rows of Table 2 call the architectures."""
+"""The names of the architectures in the rows of Table 2."""
 
 
 def tiny() -> Hyperparameters:
-    """About a million weights: trains in minutes on a laptop, with no network.
+    """About a million weights: trains in minutes on a laptop and needs no network.
 
     The warm-up takes a fifth of the few steps. With 16 slots the gate has 0.25 C² weights, twice
     the paper's share.

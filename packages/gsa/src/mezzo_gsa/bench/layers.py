@@ -1,4 +1,4 @@
-"""One layer, that is a mixer with its projections: training, prefill, and the step of a decoder."""
+"""Benchmarks of one layer, a mixer with its projections: training, prefill and decoding step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +18,7 @@ from mezzo_gsa.gsa import GSAConfig
 
 Run = Callable[[Tensor], Tensor]
 ROOM = 8
-"""Tokens beyond the position: those of the steps before a capture."""
+"""Tokens reserved beyond the position, for the steps before a capture."""
 
 
 def layers(shapes: Shapes) -> dict[str, MixerConfig]:
@@ -31,7 +31,7 @@ def layers(shapes: Shapes) -> dict[str, MixerConfig]:
 
 
 def layer_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time each layer with weights in the benchmark's dtype; then fla's, which runs eagerly."""
+    """Time each layer, with weights in the benchmark's dtype; then fla's layers, eagerly."""
     for name, config in layers(benchmark.shapes).items():
         mixer = build(config, benchmark)
         for impl, run in forms(config, mixer, benchmark).items():
@@ -43,7 +43,7 @@ def layer_rows(benchmark: Benchmark) -> Iterator[Row]:
 
 
 def decode_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time one token of one sequence through each layer, as a CUDA graph runs it."""
+    """Time a decoding step of one sequence through each layer, in a CUDA graph."""
     for name, config in layers(benchmark.shapes).items():
         mixer = build(config, benchmark)
         prompt, x = _prompt_and_token(benchmark)
@@ -71,10 +71,10 @@ def _fla_decode_rows(benchmark: Benchmark, name: str, layer: nn.Module) -> Itera
 
 
 def build(config: MixerConfig, benchmark: Benchmark) -> AbstractMixer:
-    """Build a mixer, check that it computes what float32 on the CPU does, and return it.
+    """Build a mixer and check its results against float32 on the CPU.
 
     Raises:
-        UserError: if it does not.
+        UserError: if the results are wrong.
     """
     torch.manual_seed(0)
     with benchmark.device:
@@ -84,11 +84,11 @@ def build(config: MixerConfig, benchmark: Benchmark) -> AbstractMixer:
 
 
 def forms(config: MixerConfig, mixer: AbstractMixer, benchmark: Benchmark) -> Mapping[str, Run]:
-    """Return how a layer is run: compiled and as it is; on a CPU only as it is."""
+    """Return the ways to run a layer: compiled and eager; on a CPU only eager."""
     impl = "sdpa" if isinstance(config, AttentionConfig) else benchmark.impl
     if benchmark.device.type != "cuda":
         return {impl: partial(_mix, mixer)}
-    # A fresh compiler each time: past its limit of recompilations it runs layers eagerly.
+    # Reset the compiler: past its limit of recompilations it would run layers eagerly.
     torch.compiler.reset()
     compiled = torch.compile(mixer, dynamic=False)
     return {impl: partial(_mix, compiled), f"{impl}, eager": partial(_mix, mixer)}
@@ -130,7 +130,7 @@ def _mix(mixer: Callable[[Tensor], tuple[Tensor, Any]], x: Tensor) -> Tensor:
 
 
 def _rewind(state: Any, position: int) -> None:
-    """Set the lengths of a state, which are all the integers that it holds."""
+    """Set the lengths of a state, which are its only integer tensors."""
     for field in state:
         if not field.is_floating_point():
             field.fill_(position)

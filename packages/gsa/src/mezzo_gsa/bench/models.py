@@ -1,6 +1,6 @@
-"""Whole models: a training step (forward, backward) of the tiny recipes.
+"""Benchmarks of whole models: a training step (forward, backward) of the tiny recipes.
 
-The paper's models, of 1.3B weights, are in `benchmarks/model_speed.py`.
+The paper's models of 1.3B weights are measured by `benchmarks/model_speed.py`.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The ops: chunk_gsa, chunk_gla and softmax attention over the same tokens.
+"""Benchmarks of ops: chunk_gsa, chunk_gla and softmax attention over the same tokens.
 
-An op is compared with its definition before it is timed, and at every shape that is timed with its
-chunked form in float32 (the definition would take minutes there).
+Before an op is timed, it is compared with its definition. At every shape that is timed, it is also
+compared with its chunked form in float32, because the definition would take minutes there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +25,15 @@ from mezzo_gsa.ops import chunk_gla, chunk_gsa, recurrent_gla, recurrent_gsa
 
 Op = Callable[..., Tensor]
 CHECKED_TOKENS = 200
-"""T of the comparison with the definition: whole chunks and a part of one."""
+"""T of the comparison with the definition: whole chunks and a part of a chunk."""
 STEEP = 2.0
-"""Taken off a log gate: a memory keeps at most exp(-2) a token."""
+"""Subtracted from a log gate, so that a slot keeps at most exp(-2) of its memory at a token."""
 FLA_RTOL = 2e-2
-"""Enough to tell whether fla computes the same thing."""
+"""A tolerance that tells whether fla computes the same function."""
 
 
 def gsa_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time chunk_gsa, then its forms in plain PyTorch at a small shape."""
+    """Time chunk_gsa, then its forms in eager PyTorch at a small shape."""
     shapes = benchmark.shapes
     chunked = _gsa(partial(chunk_gsa, impl="reference"), benchmark)
     ours, definition = _gsa(chunk_gsa, benchmark), _gsa(recurrent_gsa, benchmark)
@@ -64,7 +64,7 @@ def gsa_rows(benchmark: Benchmark) -> Iterator[Row]:
 
 
 def _steep_rows(benchmark: Benchmark, ours: Op, chunked: Op) -> Iterator[Row]:
-    """Time chunk_gsa where one slot of each head forgets nearly all from token to token."""
+    """Time chunk_gsa with gates by which one slot of each head forgets nearly all at each token."""
     (B, T), M = benchmark.shapes.batches[0], benchmark.shapes.slots[0]
     inputs, shape = gsa_inputs(benchmark, B, T, M), _gsa_shape(benchmark, B, T, M)
     inputs["g"][..., 0] -= STEEP
@@ -105,7 +105,7 @@ def gla_rows(benchmark: Benchmark) -> Iterator[Row]:
 
 
 def attention_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time causal softmax attention of as many channels, by each of torch's kernels."""
+    """Time causal softmax attention with the same number of channels, by each torch kernel."""
     D = benchmark.shapes.attention_dim
     num_heads = benchmark.shapes.d_model // D
     for B, T in benchmark.shapes.batches:
@@ -117,7 +117,7 @@ def attention_rows(benchmark: Benchmark) -> Iterator[Row]:
 
 
 def sdpa_backends(device: torch.device) -> dict[str, SDPBackend]:
-    """Return torch's kernels for softmax attention on a device, by what a row calls them."""
+    """Return torch's kernels for softmax attention on a device, by their names in rows."""
     if device.type != "cuda":
         return {"sdpa": SDPBackend.FLASH_ATTENTION}
     return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -127,7 +127,7 @@ def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) ->
     """Compare an op's output and gradients with its definition's in a higher precision.
 
     Raises:
-        UserError: if one is wrong, naming which.
+        UserError: if the output or a gradient is wrong; the message names it.
     """
     with torch.no_grad():
         dout = torch.randn_like(op(**inputs))
@@ -144,7 +144,7 @@ def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) ->
 
 
 def _peer_rows(benchmark: Benchmark, contender: Contender, exact: Tensor) -> Iterator[Row]:
-    """Time another library's op, unless it fails or computes something else."""
+    """Time another library's op, unless it fails or its results differ."""
     with fla.excused(f"{contender.name} at {contender.shape}", benchmark.say):
         with torch.no_grad():
             out = contender.run(**contender.inputs)
@@ -154,7 +154,7 @@ def _peer_rows(benchmark: Benchmark, contender: Contender, exact: Tensor) -> Ite
 
 
 def gsa_inputs(benchmark: Benchmark, B: int, T: int, M: int) -> dict[str, Tensor]:
-    """Return q, k, v (B, T, H, K), normal, and g (B, T, H, M) as the layer makes it."""
+    """Return random q, k, v (B, T, H, K), and g (B, T, H, M) like the layer's."""
     H, K = benchmark.shapes.num_heads, benchmark.shapes.head_dim
     inputs = {name: benchmark.normal(B, T, H, K) for name in "qkv"}
     logits = torch.randn(B, T, H, M, device=benchmark.device)
@@ -162,7 +162,7 @@ def gsa_inputs(benchmark: Benchmark, B: int, T: int, M: int) -> dict[str, Tensor
 
 
 def gla_inputs(benchmark: Benchmark, B: int, T: int) -> dict[str, Tensor]:
-    """Return q, k (B, T, H, K), v (B, T, H, 2 K) and g (B, T, H, K) as the layer makes it."""
+    """Return random q, k (B, T, H, K) and v (B, T, H, 2 K), and g (B, T, H, K) like the layer's."""
     H, V = benchmark.shapes.num_heads, benchmark.shapes.head_dim
     widths = {"q": V // 2, "k": V // 2, "v": V}
     inputs = {name: benchmark.normal(B, T, H, D) for name, D in widths.items()}
@@ -190,6 +190,6 @@ def _attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _upcast(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return float32 for bf16 inputs, float64 for float32's."""
+    """Convert bf16 inputs to float32, and float32 inputs to float64."""
     higher = torch.float64 if inputs["q"].dtype == torch.float32 else torch.float32
     return {name: x.to(higher) for name, x in inputs.items()}

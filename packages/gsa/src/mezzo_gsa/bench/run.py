@@ -1,4 +1,4 @@
-"""The benchmark, whole: which parts, on which machine, printed and kept row by row."""
+"""The whole benchmark: runs its parts, and prints and writes each row."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ MAKERS = {
     "model": model_rows,
 }
 PARTS = (*MAKERS, "fla")
-"""What can be measured; "fla" adds its rows to those of the other parts."""
+"""The parts of the benchmark; "fla" adds rows of fla to the other parts."""
 
 
 def bench(
@@ -41,10 +41,10 @@ def bench(
 
     Args:
         device: where to measure.
-        quick: tiny shapes, for seconds.
+        quick: use tiny shapes, which take seconds.
         out: a .jsonl file; None writes nothing.
         parts: of PARTS.
-        commit: of the code, where no checkout tells it.
+        commit: of the code; None: the checkout's.
 
     Raises:
         UserError: if a part is unknown, or an op or a layer is wrong.
@@ -68,7 +68,7 @@ def bench(
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Say a row in a line."""
+    """Return a row as a line of text."""
     shape = " ".join(f"{letter}{size}" for letter, size in row["shape"].items())
     peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.2f} GB"
     return (

@@ -12,7 +12,7 @@ from mezzo_gsa.recipes import PAPER_NAMES, RECIPES
 
 SIZES = ("1p3b", "2p7b")
 TOKENS = {"tokens": 0.01, "warm-up tokens": 0.01}
-"""Counts of tokens are printed rounded; the recipes take powers of two near them."""
+"""The paper prints rounded counts of tokens; the recipes use powers of two near them."""
 
 
 def state_size(claim: Claim) -> Finding:
@@ -80,7 +80,7 @@ def state_details(claim: Claim) -> Finding:
 
 
 def setup_lm(claim: Claim) -> Finding:
-    """Compare the 1.3B and 2.7B recipes; what they are called is less than all their weights."""
+    """Compare the 1.3B and 2.7B recipes; their names count fewer weights than they have."""
     small, large = (RECIPES[f"{size}_gsa"]() for size in SIZES)
     tokens = small.steps * small.batch_size * small.seq_len
     ours = {
@@ -114,7 +114,7 @@ def setup_t2r(claim: Claim) -> Finding:
 
 
 def _state_numbers(config: TrainConfig) -> float:
-    """Return the floating-point numbers of a model's state, in L d; counters are left out."""
+    """Return how many floating-point numbers a model's state has, in units of L d."""
     with torch.device("meta"):
         states = config.model.build().init_state(1)
     numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())
