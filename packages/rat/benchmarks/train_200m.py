@@ -171,7 +171,7 @@ def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[flo
     """Return the tokens a second after the warm-up, and the seconds until the first step ended.
 
     The loop reads a GPU's clock only every few steps. So the time of the first step (compiling,
-    first allocations) is that of the first WARMUP steps, minus WARMUP - 1 steps at the steady speed.
+    first allocations) is that of the first WARMUP steps minus WARMUP - 1 steps at steady speed.
 
     Args:
         speeds: tokens a second of each step, more than WARMUP.
