@@ -5,11 +5,11 @@
     python packages/gsa/benchmarks/ablation.py --data ... --out DIR --rows gsa abc --seeds 0 1
     python packages/gsa/benchmarks/ablation.py --dry-run --out DIR        # toy size, on a CPU
 
-The paper trains 340M weights on 10B tokens; this takes 34M weights and 26M tokens. The two rows
-that the table lacks are attention, and GSA whose slots start with memories of 2 to 2048 tokens
-(`GSAConfig.gate_spans`), as those with constant gates do. Writes
-ablation.json (an experiment, see mezzo_core.papers.results, with every loss curve) and ablation.png
-after each run; rows of other models or seeds that are already there stay.
+The paper trains 340M weights on 10B tokens; these are 34M weights and 26M tokens. The two further
+rows are attention, and GSA whose slots start with memories of 2 to 2048 tokens
+(`GSAConfig.gate_spans`), as constant gates always do. Writes ablation.json (an experiment, see
+mezzo_core.papers.results, with every loss curve) and ablation.png after each run. Earlier rows of
+other models or seeds stay in the file.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from mezzo_core.papers import compare_order, load_published
 from mezzo_core.papers.runs import read_runs, write_result
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import train
-from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Setting, tiny, train_config
+from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
 from rich.console import Console
 
 TABLE = load_published(Path(mezzo_gsa.__file__).parent / "published.toml").table("gsa.table2")
@@ -43,13 +43,13 @@ CLAIMS = [
     "gsa.claim.ablation_slots",
 ]
 REFERENCE = "reference"
-"""The group of the row that all others differ from."""
+"""The group of the first row, of which all others are variants."""
 SPREAD = "GSA, slots started apart"
 NAMES = {**ABLATION, "gsa_spread": SPREAD, "attention": PAPER_NAMES["attention"]}
-"""The recipes' names of the rows and the paper's, and two rows that it does not have."""
+"""The paper's name for each row, by the recipe's; two rows are not in the paper."""
 PAPER_GROUPS = {row.model: row.group for row in TABLE.rows}
 GROUPS = {**PAPER_GROUPS, SPREAD: "ours", PAPER_NAMES["attention"]: "attention"}
-SMALL = Setting(
+SMALL = Hyperparameters(
     vocab_size=50_257,
     d_model=384,
     num_layers=8,
@@ -63,7 +63,7 @@ SMALL = Setting(
     micro_batch_size=32,
     steps=400,
     data=DataConfig(),
-    # A fifth of so few steps warms up: attention above all overshoots with less.
+    # A fifth of these few steps is warm-up. With less, attention overshoots most of all.
     optim=OptimConfig(lr=1.5e-3, min_lr=1.5e-4, warmup_fraction=0.2, weight_decay=0.01),
     eval_every=10**9,
     checkpoint_every=10**9,
@@ -119,16 +119,16 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfig:
     """Return the run of one row, on the given text."""
-    setting = TOY if arguments.dry_run else SMALL
+    hyperparameters = TOY if arguments.dry_run else SMALL
     data = DataConfig(source=arguments.data, tokenizer=arguments.tokenizer)
-    setting = replace(setting, data=data, steps=arguments.steps)
-    config = train_config(f"ablation_{name}", setting, name)
-    # So few tokens cannot train a matrix of their own for the head.
+    hyperparameters = replace(hyperparameters, data=data, steps=arguments.steps)
+    config = train_config(f"ablation_{name}", hyperparameters, name)
+    # The head is tied to the embedding: so few tokens cannot train another matrix.
     return replace(config, seed=seed, model=replace(config.model, tie_embeddings=True))
 
 
 def measure(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train once; return what the run showed. The text is packed once, in a folder for all."""
+    """Train once; return the run's results. All runs share the folder of the tokenized text."""
     torch.compiler.reset()
     gc.collect()
     cuda = device.type == "cuda"
@@ -150,7 +150,7 @@ def measure(config: TrainConfig, folder: Path, device: torch.device) -> dict[str
 
 
 def summary(run: Mapping[str, Any]) -> str:
-    """Say in a line what a run showed."""
+    """Return a run's results in one line."""
     memory = "" if run["peak_gb"] is None else f", {run['peak_gb']} GB"
     return (
         f"{run['model']}, seed {run['seed']}: validation perplexity {run['perplexity']}, "
@@ -159,7 +159,7 @@ def summary(run: Mapping[str, Any]) -> str:
 
 
 def orders(runs: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
-    """Compare the table's order in each of its groups with ours, over the seeds that all have."""
+    """Compare the order in each group of the table with ours, over the seeds of all its rows."""
     printed = TABLE.column(TABLE.columns[0], REFERENCE)
     lines = []
     for group in dict.fromkeys(PAPER_GROUPS.values()):
@@ -180,7 +180,7 @@ def orders(runs: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
 
 
 def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """Say in words what all runs share."""
+    """Return a description of the conditions that all runs share."""
     tokens = config.steps * config.batch_size * config.seq_len
     precision = "a rehearsal at toy size, fp32" if arguments.dry_run else "bf16 autocast"
     return (

@@ -7,7 +7,7 @@
 Writes speed_training.json (tokens a second on batches of 16,384 tokens), speed_memory.json (the
 peak of the same steps), speed_slots.json (footnote 7) and speed_generation.json (latency after a
 prompt of 2,048 tokens), each an experiment (see mezzo_core.papers.results), after every cell; and
-speed_fig4.png at the end. Run again, it measures what is not there at this commit yet.
+speed_fig4.png at the end. A second run measures only the cells that this commit does not have yet.
 """
 
 import argparse
@@ -51,20 +51,20 @@ ARCHITECTURES = {
 """The recipe of each model."""
 TRAINED = ("Xfmr++", "RetNet", "GLA", "GSA", "GSA w/o recomp.", FLA)
 SLOTS = {"32 slots": "32 slots", "GSA": "64 slots", "128 slots": "128 slots"}
-"""What footnote 7 calls them."""
+"""The names of the models in footnote 7."""
 GENERATING = ("Xfmr++", "RetNet", "GLA", "GSA")
 PARTS = ("training", "slots", "generation")
 Places = list[tuple[Result, Key]]
-"""The cells, each of its result, that one timing fills."""
+"""The cells that one timing fills, each with its result file."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The sizes of one run.
+class Shapes:
+    """The shapes of one run.
 
     Attributes:
         device: "cuda", or "cpu" for a rehearsal.
-        setting: whose recipes give the models.
+        size: of the models, as the recipes' names begin.
         tokens: of a batch.
         lengths: T; the first is footnote 7's.
         prompt: tokens before the first new one.
@@ -73,7 +73,7 @@ class Scale:
     """
 
     device: str
-    setting: str
+    size: str
     tokens: int
     lengths: tuple[int, ...]
     prompt: int
@@ -81,8 +81,8 @@ class Scale:
     passes: int
 
 
-FULL = Scale("cuda", "1p3b", 16_384, (2048, 4096, 8192, 16_384), 2048, (512, 1024, 2048), 3)
-DRY = Scale("cpu", "tiny", 128, (32, 64), 16, (4, 8), 2)
+FULL = Shapes("cuda", "1p3b", 16_384, (2048, 4096, 8192, 16_384), 2048, (512, 1024, 2048), 3)
+DRY = Shapes("cpu", "tiny", 128, (32, 64), 16, (4, 8), 2)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -97,64 +97,64 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, say: Say) -> None:
-    """Measure, model by model."""
-    scale = DRY if arguments.dry_run else FULL
-    _check(arguments, scale)
-    origin = environment(torch.device(scale.device))
+    """Measure one model after another."""
+    shapes = DRY if arguments.dry_run else FULL
+    _check(arguments, shapes)
+    origin = environment(torch.device(shapes.device))
     origin["commit"] = arguments.commit or origin["commit"]
-    compiles = scale.device == "cuda" and not arguments.no_compile
+    compiles = shapes.device == "cuda" and not arguments.no_compile
     results = {
-        name: Result(layout, arguments.out, origin)
-        for name, layout in layouts(scale, compiles).items()
+        name: Result(table, arguments.out, origin)
+        for name, table in result_files(shapes, compiles).items()
     }
     checked: set[Any] = set()
     for name in arguments.models:
         cells = {
             T: places
-            for T in scale.lengths
+            for T in shapes.lengths
             if (not arguments.lengths or T in arguments.lengths)
-            and (places := training_places(name, T, scale, arguments.only, results))
+            and (places := training_places(name, T, shapes, arguments.only, results))
         }
         if any(not result.has(key) for (result, key), *_ in cells.values()):
-            config = model_config(name, scale)
-            check_once(config, scale, checked)
-            measure_training(name, config, scale, cells, results["memory"], compiles, say)
+            config = model_config(name, shapes)
+            check_once(config, shapes, checked)
+            measure_training(name, config, shapes, cells, results["memory"], compiles, say)
         for places in cells.values():
             copy_cells(places)
         if "generation" in arguments.only and name in GENERATING:
-            check_once(model_config(name, scale), scale, checked)
-            measure_generation(name, scale, results["generation"], say)
+            check_once(model_config(name, shapes), shapes, checked)
+            measure_generation(name, shapes, results["generation"], say)
     draw(results, arguments.out / "speed_fig4.png")
 
 
 def training_places(
-    name: str, T: int, scale: Scale, only: Sequence[str], results: Mapping[str, Result]
+    name: str, T: int, shapes: Shapes, only: Sequence[str], results: Mapping[str, Result]
 ) -> Places:
     """Return the cells that training a model on sequences of T tokens fills."""
     places: Places = []
     if "training" in only and name in TRAINED:
         places.append((results["training"], ("", name, str(T))))
-    if "slots" in only and name in SLOTS and scale.lengths[0] == T:
+    if "slots" in only and name in SLOTS and shapes.lengths[0] == T:
         places.append((results["slots"], ("", SLOTS[name], str(T))))
     return places
 
 
-def layouts(scale: Scale, compiles: bool) -> dict[str, SpeedTable]:
-    """Return what each result file holds, by its name."""
+def result_files(shapes: Shapes, compiles: bool) -> dict[str, SpeedTable]:
+    """Return a description of each result file, by its name."""
     how = "the blocks compiled" if compiles else "nothing compiled"
-    rehearsal = "; a rehearsal on a CPU" if scale.device == "cpu" else ""
+    rehearsal = "; a rehearsal on a CPU" if shapes.device == "cpu" else ""
     step = (
-        f"whole training steps (forward, backward, fused AdamW) of the {scale.setting} recipes' "
-        f"models on {scale.tokens:,} tokens, sequences of T, bf16 autocast over float32 weights, "
+        f"whole training steps (forward, backward, fused AdamW) of the {shapes.size} recipes' "
+        f"models on {shapes.tokens:,} tokens, sequences of T, bf16 autocast over float32 weights, "
         f"{how}, random tokens"
     )
     decode = (
-        f"one sequence, a prompt of {scale.prompt:,} tokens and then N new ones, greedy, bf16 "
+        f"one sequence, a prompt of {shapes.prompt:,} tokens and then N new ones, greedy, bf16 "
         "weights; prompt and capture of the CUDA graph included"
     )
-    suffix = "" if compiles or scale.device == "cpu" else "_eager"
-    lengths, first = tuple(map(str, scale.lengths)), (str(scale.lengths[0]),)
-    marks = tuple(map(str, scale.new_tokens))
+    suffix = "" if compiles or shapes.device == "cpu" else "_eager"
+    lengths, first = tuple(map(str, shapes.lengths)), (str(shapes.lengths[0]),)
+    marks = tuple(map(str, shapes.new_tokens))
     claims = ("gsa.claim.train_throughput", "gsa.claim.recompute")
     speed = ("thousand tokens/s", "higher")
     rows: dict[str, tuple[Any, ...]] = {
@@ -172,33 +172,33 @@ def layouts(scale: Scale, compiles: bool) -> dict[str, SpeedTable]:
             ratios=(),
             unit=unit,
             better=better,
-            setting=f"{words}; {scale.passes} passes{rehearsal}",
+            setting=f"{words}; {shapes.passes} passes{rehearsal}",
         )
         for name, (ids, columns, models, unit, better, words) in rows.items()
     }
 
 
-def model_config(name: str, scale: Scale) -> LMConfig:
-    """Return the recipe's model; states are kept, and not computed again, where the name says."""
-    config = recipe(scale.setting, ARCHITECTURES[name]).model
+def model_config(name: str, shapes: Shapes) -> LMConfig:
+    """Return the recipe's model; "GSA w/o recomp." keeps its states for the backward."""
+    config = recipe(shapes.size, ARCHITECTURES[name]).model
     if name != "GSA w/o recomp.":
         return config
     kept = (replace(m, keep_states=True) if isinstance(m, GSAConfig) else m for m in config.mixers)
     return replace(config, mixers=tuple(kept))
 
 
-def check_once(config: LMConfig, scale: Scale, checked: set[Any]) -> None:
-    """Compare each kind of layer with float32 on the CPU: no speed for a wrong one."""
+def check_once(config: LMConfig, shapes: Shapes, checked: set[Any]) -> None:
+    """Compare each new kind of layer with float32 on the CPU, so that no wrong layer is timed."""
     for mixer in set(config.mixers) - checked:
         torch.manual_seed(0)
-        with torch.device(scale.device):
+        with torch.device(shapes.device):
             layer = Layer(mixer.build(config.d_model), config.d_model)
         check_layer(layer)
         checked.add(mixer)
 
 
 def build(name: str, config: LMConfig, device: torch.device) -> LM:
-    """Build a model where nothing of an earlier one and of its compiled code is left."""
+    """Build a model after freeing an earlier one and its compiled code."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -216,14 +216,14 @@ def build(name: str, config: LMConfig, device: torch.device) -> LM:
 def measure_training(
     name: str,
     config: LMConfig,
-    scale: Scale,
+    shapes: Shapes,
     cells: Mapping[int, Places],
     memory: Result,
     compiles: bool,
     say: Say,
 ) -> None:
     """Time steps on sequences of each T whose cell is not there at this commit."""
-    device = torch.device(scale.device)
+    device = torch.device(shapes.device)
     model = build(name, config, device)
     optimizer = build_optimizer(model, OptimConfig())
     if compiles:
@@ -240,28 +240,28 @@ def measure_training(
     for T, ((result, key), *_) in cells.items():
         if result.has(key):
             continue
-        tokens = torch.randint(model.vocab_size, (scale.tokens // T, T + 1), device=device)
-        add_cell(result, key, partial(time_steps, partial(step, tokens), scale), say)
+        tokens = torch.randint(model.vocab_size, (shapes.tokens // T, T + 1), device=device)
+        add_cell(result, key, partial(time_steps, partial(step, tokens), shapes), say)
         cell = result.cells[key]
         if "peak_gb" in cell and name in TRAINED:
             memory.add(key, [cell["peak_gb"] * 1e9 / 2**30])
 
 
-def time_steps(step: Callable[[], None], scale: Scale) -> Timed:
+def time_steps(step: Callable[[], None], shapes: Shapes) -> Timed:
     """Return thousands of tokens a second, a value a pass."""
     timings = [
-        measure(step, torch.device(scale.device), seconds=0.0, warmup=2 * (i == 0), least=2)
-        for i in range(scale.passes)
+        measure(step, torch.device(shapes.device), seconds=0.0, warmup=2 * (i == 0), least=2)
+        for i in range(shapes.passes)
     ]
     details = {
         "step_ms": statistics.fmean(timing.ms for timing in timings),
         "peak_gb": timings[-1].peak_gb,
     }
-    return [scale.tokens / timing.ms for timing in timings], details
+    return [shapes.tokens / timing.ms for timing in timings], details
 
 
 def copy_cells(places: Places) -> None:
-    """Put the first place's cell into the others: the same steps speak to two claims."""
+    """Copy the first cell to the others: the same steps answer two claims."""
     first, key = places[0]
     cell = first.cells[key]
     details = {k: cell[k] for k in ("step_ms", "peak_gb") if k in cell}
@@ -270,16 +270,16 @@ def copy_cells(places: Places) -> None:
             result.add(place, cell["values"], **details)
 
 
-def measure_generation(name: str, scale: Scale, result: Result, say: Say) -> None:
-    """Time a prompt and what follows it; all counts of new tokens come from the same passes."""
-    keys = {N: ("", name, str(N)) for N in scale.new_tokens}
+def measure_generation(name: str, shapes: Shapes, result: Result, say: Say) -> None:
+    """Time a prompt and the tokens generated after it; all counts come from the same passes."""
+    keys = {N: ("", name, str(N)) for N in shapes.new_tokens}
     if all(result.has(key) for key in keys.values()):
         return
-    model = build(name, model_config(name, scale), torch.device(scale.device)).bfloat16().eval()
-    generate(model, scale, (2, 4))  # compiles kernels, loads libraries
-    passes = [generate(model, scale, scale.new_tokens) for _ in range(scale.passes)]
+    model = build(name, model_config(name, shapes), torch.device(shapes.device)).bfloat16().eval()
+    generate(model, shapes, (2, 4))  # compiles kernels, loads libraries
+    passes = [generate(model, shapes, shapes.new_tokens) for _ in range(shapes.passes)]
     prompt_ms = 1e3 * statistics.fmean(seconds[0] for seconds in passes)
-    state_mb = model.state_bytes(scale.prompt + max(scale.new_tokens)) / 1e6
+    state_mb = model.state_bytes(shapes.prompt + max(shapes.new_tokens)) / 1e6
     details = {"prompt_ms": prompt_ms, "state_mb": state_mb}
     for N, key in keys.items():
         values = [seconds[N] for seconds in passes]
@@ -288,11 +288,11 @@ def measure_generation(name: str, scale: Scale, result: Result, say: Say) -> Non
 
 
 @torch.inference_mode()
-def generate(model: LM, scale: Scale, marks: Sequence[int]) -> dict[int, float]:
+def generate(model: LM, shapes: Shapes, marks: Sequence[int]) -> dict[int, float]:
     """Return the seconds from the prompt's start to its end (0), and to each count of tokens."""
-    device = torch.device(scale.device)
+    device = torch.device(shapes.device)
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    prompt = torch.randint(model.vocab_size, (1, scale.prompt), device=device)
+    prompt = torch.randint(model.vocab_size, (1, shapes.prompt), device=device)
     wait()
     start = time.perf_counter()
     logits, state = model(prompt, model.init_state(1), last_only=True)
@@ -314,17 +314,17 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
     figure = Figure(figsize=(13, 4.0), layout="constrained")
     names = {"training": "T", "memory": "T", "generation": "new tokens"}
     for axes, (name, xlabel) in zip(figure.subplots(1, 3), names.items(), strict=True):
-        layout = results[name].table
-        for model in layout.models:
+        table = results[name].table
+        for model in table.models:
             points = []
-            for column in layout.columns:
+            for column in table.columns:
                 values = results[name].cells.get(("", model, column), {}).get("values", "-")
                 if not isinstance(values, str):
                     points.append((int(column), statistics.fmean(values)))
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=model)
         axes.set_xscale("log", base=2)
-        axes.set(xlabel=xlabel, ylabel=layout.unit)
+        axes.set(xlabel=xlabel, ylabel=table.unit)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         if axes.lines:
@@ -332,8 +332,8 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _check(arguments: argparse.Namespace, scale: Scale) -> None:
-    for option, known in (("only", PARTS), ("models", ARCHITECTURES), ("lengths", scale.lengths)):
+def _check(arguments: argparse.Namespace, shapes: Shapes) -> None:
+    for option, known in (("only", PARTS), ("models", ARCHITECTURES), ("lengths", shapes.lengths)):
         for value in getattr(arguments, option):
             if value not in known:
                 raise UserError(
@@ -341,7 +341,7 @@ def _check(arguments: argparse.Namespace, scale: Scale) -> None:
                 )
     if FLA in arguments.models and not fla.is_installed():
         raise UserError(f"--models {FLA!r} needs flash-linear-attention, which is not installed")
-    if scale.device == "cuda" and not torch.cuda.is_available():
+    if shapes.device == "cuda" and not torch.cuda.is_available():
         raise UserError("the 1.3B models need a CUDA GPU: --dry-run rehearses on a CPU")
 
 

@@ -1,11 +1,12 @@
-"""Run `mezzo-gsa bench` part by part, and say which commit was measured.
+"""Run parts of `mezzo-gsa bench`, and write the commit that was measured.
 
     python packages/gsa/benchmarks/ops_and_layers.py --out DIR/bench.jsonl --commit 0123abc
     python packages/gsa/benchmarks/ops_and_layers.py --only op layer
     python packages/gsa/benchmarks/ops_and_layers.py --smoke               # seconds, on a CPU
 
-Rows are appended: remove the file first to measure all of it anew. fla (flash-linear-attention) is
-measured beside ours where it is installed, unless --only leaves it out: it tunes for minutes.
+Rows are appended, so remove the file first to measure everything again. fla
+(flash-linear-attention) is also measured if it is installed, unless --only leaves it out. It tunes
+its kernels for minutes.
 """
 
 import argparse

@@ -4,12 +4,12 @@
         --out packages/gsa/results/nvidia-h200
     python packages/gsa/benchmarks/t2r.py --smoke --out DIR        # toy sizes, on a CPU
 
-The Transformer is a small Mistral: grouped keys, RoPE, SwiGLU. All of its weights train on, on the
-same tokens for every target; GSA also trains from nothing with the tokens of the fine-tuning, at
-the Transformer's own learning rate. Writes t2r.json (an experiment, see mezzo_core.papers.results,
-with each run's losses; the first point of a fine-tuning is the model as it was converted) and
-t2r.png after each run. Rows of other seeds stay, if all else was the same. The committed run has
---pretrain-steps 700 --tune-steps 150.
+The Transformer is a small Mistral: grouped keys, RoPE, SwiGLU. The fine-tuning trains all weights,
+on the same tokens for every target. GSA is also trained from nothing, with the tokens of the
+fine-tuning and the learning rate of the Transformer. Writes t2r.json (an experiment, see
+mezzo_core.papers.results, with each run's losses; the first point of a fine-tuning is the converted
+model) and t2r.png after each run. Rows of other seeds stay if all other options are the same. The
+committed run has --pretrain-steps 700 --tune-steps 150.
 """
 
 import argparse
@@ -66,7 +66,7 @@ POINTS = 10
 
 @dataclass(frozen=True)
 class Bench:
-    """Where one seed's runs are, and what they share."""
+    """The folders of one seed's runs, and the options that the runs share."""
 
     arguments: argparse.Namespace
     seed: int
@@ -74,7 +74,7 @@ class Bench:
 
     @property
     def work(self) -> Path:
-        """The folder in which every run trains in turn, so that the text is packed once."""
+        """The folder in which all runs train in turn, so that the text is tokenized once."""
         return self.arguments.runs / "work"
 
     def start(self, name: str) -> Path:
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def plan(bench: Bench) -> dict[str, Any]:
-    """Return what is run for a seed, by model, in order; each gives what it showed."""
+    """Return the runs of a seed in order, by model, as functions that return their results."""
     a = bench.arguments
     model = TOY if a.smoke else MODEL
 
@@ -157,8 +157,8 @@ def plan(bench: Bench) -> dict[str, Any]:
 
 
 def measured(bench: Bench, config: TrainConfig) -> dict[str, Any]:
-    """Evaluate where a run starts, train, and return what it showed."""
-    # Each model is compiled from nothing, and what an earlier one leaves is no memory of this one.
+    """Evaluate the initial model of a run, train it, and return the results."""
+    # Each model is compiled anew, and memory that an earlier one left does not count for this one.
     torch.compiler.reset()
     gc.collect()
     cuda = bench.device.type == "cuda"
@@ -186,7 +186,7 @@ def measured(bench: Bench, config: TrainConfig) -> dict[str, Any]:
 
 
 def validation_loss(bench: Bench, config: TrainConfig) -> float:
-    """Return the loss of a run's start on the text that its evaluations read."""
+    """Return the loss of a run's initial model on the text of its evaluations."""
     model, _, _ = load_model(config.init_from, device=bench.device)
     data = config.data.build(config.seq_len, bench.work / "packed")
     batches = islice(data.validation_batches(config.batch_size), config.eval_batches)
@@ -194,7 +194,7 @@ def validation_loss(bench: Bench, config: TrainConfig) -> float:
 
 
 def setting_words(a: argparse.Namespace) -> str:
-    """Say in words what all runs share."""
+    """Return a description of the conditions that all runs share."""
     model, per_step = (TOY if a.smoke else MODEL), a.batch_size * a.seq_len
     mixer = model.mixers[0]
     how = "a rehearsal at toy size, fp32" if a.smoke else "bf16 autocast"
@@ -229,7 +229,7 @@ def write(
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Plot the validation loss along each fine-tuning of the first seed, and where it came from."""
+    """Plot the validation loss of each fine-tuning of the first seed, and the Transformer's."""
     first = {run["model"]: run for run in runs if run["seed"] == runs[0]["seed"]}
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -246,7 +246,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def summary(run: Mapping[str, Any]) -> str:
-    """Say in a line what a run showed."""
+    """Return a run's results in one line."""
     step, loss = run["val"][0]
     start = f", validation loss {loss} as converted" if step == 0 else ""
     return (

@@ -10,15 +10,15 @@ import torch
 from mezzo_core.errors import UserError
 from mezzo_core.papers import load_bench
 from mezzo_gsa import bench
-from mezzo_gsa.bench import fla, layers, models, ops, run, setting
+from mezzo_gsa.bench import benchmark, fla, layers, models, ops, run
 from mezzo_gsa.gsa import GSA
 from mezzo_gsa.ops.gla import chunk_gla
 from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.recipes import recipe
 
 CPU = torch.device("cpu")
-TINY = setting.Scale(((2, 24), (1, 48)), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
-HERE = setting.Setting(TINY, CPU)
+TINY = benchmark.Shapes(((2, 24), (1, 48)), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
+HERE = benchmark.Benchmark(TINY, CPU)
 
 
 def test_ops_are_timed_at_every_shape_and_number_of_slots():
@@ -96,11 +96,11 @@ def test_training_computes_the_gradient_of_every_input_and_a_forward_none():
 
     needed = []
     inputs = {"x": torch.randn(3), "w": torch.nn.Parameter(torch.randn(3))}
-    contender = setting.Contender("an op", "ours", {}, lambda x, w: Watched.apply(x, w), inputs)
-    (row,) = setting.timed(HERE, replace(contender, phases=("forward",)))
+    contender = benchmark.Contender("an op", "ours", {}, lambda x, w: Watched.apply(x, w), inputs)
+    (row,) = benchmark.timed(HERE, replace(contender, phases=("forward",)))
     assert row.name == "an op forward"
     assert not needed
-    assert [row.name for row in setting.timed(HERE, contender)][1] == "an op train"
+    assert [row.name for row in benchmark.timed(HERE, contender)][1] == "an op train"
     assert set(needed) == {(True, True)}
 
 
@@ -111,8 +111,8 @@ def test_what_does_not_fit_is_said_and_the_rest_is_timed():
         return 2 * x
 
     said = []
-    contender = setting.Contender("an op", "ours", {"B": 1}, run, {"x": torch.randn(3)})
-    rows = list(setting.timed(replace(HERE, say=said.append), contender))
+    contender = benchmark.Contender("an op", "ours", {"B": 1}, run, {"x": torch.randn(3)})
+    rows = list(benchmark.timed(replace(HERE, say=said.append), contender))
     assert [row.name for row in rows] == ["an op forward"]
     assert said == ["an op train (ours) at {'B': 1}: out of memory"]
 
@@ -124,7 +124,7 @@ def test_another_librarys_op_is_timed_only_if_it_computes_the_same():
     said, x = [], torch.randn(3)
     here = replace(HERE, say=said.append)
     for op, expected in ((lambda x: 2 * x, 2), (lambda x: 3 * x, 0), (broken, 0)):
-        contender = setting.Contender("gsa op", "fla", {}, op, {"x": x})
+        contender = benchmark.Contender("gsa op", "fla", {}, op, {"x": x})
         assert len(list(ops._peer_rows(here, contender, 2 * x))) == expected
     assert len(said) == 2
     assert "AssertionError" in said[0]
@@ -171,7 +171,7 @@ def stand_in(monkeypatch):
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(setting.Setting, "has_fla", True)
+    monkeypatch.setattr(benchmark.Benchmark, "has_fla", True)
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -78,7 +78,7 @@ def test_the_same_steps_speak_of_64_slots(speeds):
 
 def test_the_slots_order_reads_the_claims_own_names(speeds):
     claim = PUBLISHED.claim("gsa.claim.slot_throughput")
-    assert set(speed.layouts(speed.FULL, True)["slots"].models) == set(claim.ordering)
+    assert set(speed.result_files(speed.FULL, True)["slots"].models) == set(claim.ordering)
 
 
 def test_latency_grows_with_the_new_tokens(speeds):

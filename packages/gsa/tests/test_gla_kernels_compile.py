@@ -39,7 +39,7 @@ def gla_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
     weight = torch.zeros(V, dtype=dtype)
     form = LayerForm(0.1, feature_map, damping=16.0)
     inputs = step_inputs(B, H, H, K, V, dtype, K)
-    gla_step_layer_(*inputs, weight, z, None, *form.fields())
+    gla_step_layer_(*inputs, weight, z, None, *form.as_arguments())
 
 
 def hgrn2_layer(B, H, D, dtype, *, bound=0.0):
@@ -47,7 +47,7 @@ def hgrn2_layer(B, H, D, dtype, *, bound=0.0):
     q, _, v, logits, state = step_inputs(B, H, H, D, D, dtype, D)
     weight = torch.zeros(H * D, dtype=dtype)
     form = LayerForm(1.0, "swish", damping=1.0, lower_bound=bound)
-    gla_step_layer_(q, None, v, logits, state, weight, None, None, *form.fields())
+    gla_step_layer_(q, None, v, logits, state, weight, None, None, *form.as_arguments())
 
 
 def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
@@ -56,7 +56,7 @@ def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
     places, weight = torch.zeros(B, dtype=torch.int64), torch.zeros(V, dtype=dtype)
     z = torch.zeros(B, H * V, dtype=dtype) if gated else None
     form = LayerForm(0.1, feature_map, rope_base=10_000.0)
-    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, *form.fields())
+    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, *form.as_arguments())
 
 
 def step_inputs(B, HQ, H, K, V, dtype, KG):

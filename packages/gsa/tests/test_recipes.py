@@ -10,7 +10,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig
 from mezzo_core.train.recipes import find_recipe
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SETTINGS
+from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SIZES
 
 
 @cache
@@ -108,13 +108,13 @@ def test_upper_layers_of_hgrn2_remember_longer():
     assert bounds == sorted(set(bounds))
 
 
-@pytest.mark.parametrize("architecture", SETTINGS["tiny"][1])
+@pytest.mark.parametrize("architecture", SIZES["tiny"][1])
 def test_tiny_models_have_about_a_million_weights(architecture):
     assert 0.9e6 < on_meta(f"tiny_{architecture}").num_parameters() < 1.3e6
 
 
 def test_every_architecture_is_trained_somewhere():
-    assert {name for _, names in SETTINGS.values() for name in names} == set(ARCHITECTURES)
+    assert {name for _, names in SIZES.values() for name in names} == set(ARCHITECTURES)
 
 
 def test_a_misspelt_recipe_is_answered_with_the_nearest_names():

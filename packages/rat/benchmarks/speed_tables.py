@@ -5,8 +5,8 @@
     python packages/rat/benchmarks/speed_tables.py --out DIR --dry-run      # toy sizes, on a CPU
 
 Writes speed_NAME.json (an experiment, see mezzo_core.papers.results) after each cell and
-speed_NAME.png at the end. Run again, it measures what is not there at this commit yet. `mezzo-rat
-reproduce --scale gpu` does the same and compares the outcome with the paper.
+speed_NAME.png at the end. A second run measures only the cells that this commit does not have yet.
+`mezzo-rat reproduce --scale gpu` does the same and compares the results with the paper.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mezzo_core.errors import UserError
 from mezzo_rat.reproduce import read_published
-from mezzo_rat.reproduction.gpu.scale import DRY, FULL, NAMES, TABLES, Selection
+from mezzo_rat.reproduction.gpu.shapes import DRY, FULL, NAMES, TABLES, Selection
 from mezzo_rat.reproduction.gpu.tables import measure_tables
 from rich.console import Console
 

@@ -4,10 +4,10 @@
         --out packages/rat/results/nvidia-h200
     python packages/rat/benchmarks/train_200m.py --dry-run --out DIR      # toy sizes, on a CPU
 
-Width, depth, T and optimizer are the recipes'; a step has 131,072 tokens instead of 1,048,576,
-which are 8 times as many micro-batches of the same work. Writes train_200m.json (an experiment, see
-mezzo_core.papers.results, with each step's loss and speed) and train_200m.png after each model;
-what was measured of other models stays.
+Width, depth, T and optimizer are the recipes'. A step has 131,072 tokens instead of 1,048,576, that
+is an eighth of the micro-batches. Writes train_200m.json (an experiment, see
+mezzo_core.papers.results, with each step's loss and speed) and train_200m.png after each model.
+Results of other models stay.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers.runs import read_runs, write_result
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
-from mezzo_rat.recipes import PAPER_NAMES, Setting, paper_200m, train_config
+from mezzo_rat.recipes import PAPER_NAMES, Hyperparameters, paper_200m, train_config
 from rich.console import Console
 
 MODELS = ("rnn", "rat_l64", "rat_l16", "attention")
 RECIPE = paper_200m(8192)
 WARMUP = 10
-"""Steps left out of the speed: on a GPU, those of the training loop's first reading."""
+"""Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
 PEAK_FLOPS = {"NVIDIA H200": 989e12}
 """Dense bf16 FLOP/s in the GPU's data sheet."""
 CLAIM = "rat.claim.train_time_200m"
@@ -45,7 +45,7 @@ COLUMNS = {
     "Train. loss": "train_loss",
     "Val. PPL": "val_perplexity",
 }
-"""What a README shows, beside weights, tokens/s and memory, and its key in a run."""
+"""Columns that a README shows beside weights, tokens/s and memory, with their keys in a run."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def configure(name: str, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the recipe 200m_NAME with what a short run changes, or its likeness at toy size."""
+    """Return the recipe 200m_NAME with the changes for a short run; a dry run has toy size."""
     paper = toy(RECIPE) if arguments.dry_run else RECIPE
     source, tokenizer = arguments.data, arguments.tokenizer
     data = replace(
@@ -110,8 +110,8 @@ def configure(name: str, arguments: argparse.Namespace) -> TrainConfig:
     return train_config(f"200m_{name}", short, name)
 
 
-def toy(paper: Setting) -> Setting:
-    """Return a setting of the same form that a CPU trains in seconds."""
+def toy(paper: Hyperparameters) -> Hyperparameters:
+    """Return hyperparameters of the same form that a CPU trains in seconds."""
     return replace(
         paper,
         vocab_size=257,
@@ -127,11 +127,11 @@ def toy(paper: Setting) -> Setting:
 def measure(
     config: TrainConfig, folder: Path, device: torch.device, peak_flops: float | None
 ) -> dict[str, Any]:
-    """Train once; return what the run showed.
+    """Train once; return the run's results.
 
-    The folder is every model's in turn, so that the text is packed once.
+    All models train in the same folder in turn, so that the text is tokenized once.
     """
-    # Each model is compiled from nothing, and what an earlier one leaves is no memory of this one.
+    # Each model is compiled anew, and memory that an earlier one left does not count for this one.
     torch.compiler.reset()
     gc.collect()
     cuda = device.type == "cuda"
@@ -168,10 +168,10 @@ def measure(
 
 
 def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[float, float]:
-    """Return the tokens a second once a run is warm, and the seconds to its first step's end.
+    """Return the tokens a second after the warm-up, and the seconds until the first step ended.
 
-    The loop reads a GPU's clock every few steps. So the first step's time is that of the first
-    WARMUP steps less all but one of them at the steady speed: compiling, tuning, first allocations.
+    The loop reads a GPU's clock only every few steps. So the time of the first step (compiling,
+    first allocations) is that of the first WARMUP steps minus WARMUP - 1 steps at steady speed.
 
     Args:
         speeds: tokens a second of each step, more than WARMUP.
@@ -183,7 +183,7 @@ def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[flo
 
 
 def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """Say in words what all runs share."""
+    """Return a description of the conditions that all runs share."""
     per_step = config.batch_size * config.seq_len
     precision = "a rehearsal at toy size, fp32" if arguments.dry_run else "bf16 autocast"
     return (
@@ -238,7 +238,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def summary(run: Mapping[str, Any]) -> str:
-    """Say in a line what a run showed."""
+    """Return a run's results in one line."""
     share = "" if run["percent_of_peak"] is None else f", {run['percent_of_peak']} % of peak"
     memory = "" if run["peak_gb"] is None else f", {run['peak_gb']} GB"
     return (

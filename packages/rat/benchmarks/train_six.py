@@ -6,7 +6,7 @@
         --out packages/rat/results/nvidia-h200
 
 Writes train_six_NAME.json (an experiment, see mezzo_core.papers.results, with every loss curve) and
-train_six_NAME.png after each run; rows of other models or seeds that are already there stay.
+train_six_NAME.png after each run. Earlier rows of other models or seeds stay in the file.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
             content = {
                 "id": CLAIMS,
                 "same_setting": False,
-                "setting": setting(config, arguments),
+                "setting": setting_words(config, arguments),
                 "columns": ["Val. PPL"],
                 "unit": "perplexity",
                 "better": "lower",
@@ -80,16 +80,16 @@ def main() -> None:
 
 
 def configure(name: str, seed: int, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the run of one architecture in this experiment's setting, on the given data."""
+    """Return the run of one architecture of this experiment, on the given data."""
     data = DataConfig(source=str(arguments.data), tokenizer=str(arguments.tokenizer))
     cuda = torch.cuda.is_available()
-    setting = replace(EXPERIMENTS[arguments.experiment], data=data, compile=cuda)
-    config = train_config(f"{arguments.experiment}_{name}", setting, name)
+    hyperparameters = replace(EXPERIMENTS[arguments.experiment], data=data, compile=cuda)
+    config = train_config(f"{arguments.experiment}_{name}", hyperparameters, name)
     return replace(config, seed=seed)
 
 
 def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tuple[dict, dict]:
-    """Train once; return the row of the result and what else the run showed."""
+    """Train once; return the row of the result, and further results of the run."""
     model = PAPER_NAMES[name]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -113,8 +113,8 @@ def measure(name: str, config: TrainConfig, arguments: argparse.Namespace) -> tu
     return row, run
 
 
-def setting(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """Say in words what all runs share."""
+def setting_words(config: TrainConfig, arguments: argparse.Namespace) -> str:
+    """Return a description of the conditions that all runs share."""
     tokens = config.steps * config.batch_size * config.seq_len
     return (
         f"C {config.model.d_model}, {len(config.model.mixers)} layers, T {config.seq_len}, "

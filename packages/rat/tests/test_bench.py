@@ -12,7 +12,7 @@ from mezzo_core.papers import load_bench
 from mezzo_rat import RATConfig, bench
 
 CPU = torch.device("cpu")
-TINY = bench.Scale(tokens=64, seq_lens=(32, 64), d_model=16, head_dim=8, seconds=0.0)
+TINY = bench.Shapes(tokens=64, seq_lens=(32, 64), d_model=16, head_dim=8, seconds=0.0)
 
 
 def test_layer_rows_cover_every_layer_length_and_phase():

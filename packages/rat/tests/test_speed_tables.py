@@ -22,8 +22,8 @@ from mezzo_rat.reproduce import read_published, reproduce
 from mezzo_rat.reproduction import scale as scales
 from mezzo_rat.reproduction import speed
 from mezzo_rat.reproduction.gpu import decode, layers, throughput
-from mezzo_rat.reproduction.gpu.layouts import layouts
-from mezzo_rat.reproduction.gpu.scale import DRY, FULL, Selection, paper_layers
+from mezzo_rat.reproduction.gpu.result_files import result_files
+from mezzo_rat.reproduction.gpu.shapes import DRY, FULL, Selection, paper_layers
 from mezzo_rat.reproduction.gpu.tables import measure_tables
 
 ROOT = Path(__file__).parents[3]
@@ -52,9 +52,9 @@ def rehearsal(tmp_path_factory):
 def test_a_rehearsal_writes_experiments_that_a_report_reads(rehearsal):
     experiments = {each.source: each for each in load_experiments(rehearsal.parent)}
     assert set(experiments) == {f"speed_{name}.json" for name in NAMES}
-    for name, layout in layouts(DRY).items():
+    for name, table in result_files(DRY).items():
         experiment = experiments[f"speed_{name}.json"]
-        assert experiment.ids == layout.ids
+        assert experiment.ids == table.ids
         assert not experiment.same_setting
         assert experiment.measurement.commit == "c1"
         for row in experiment.measurement.rows:
@@ -112,8 +112,8 @@ def test_a_second_run_measures_nothing_and_another_commit_only_what_it_is_asked(
 
 
 def test_without_a_commit_nothing_counts_as_measured(tmp_path):
-    layout = layouts(DRY)["table6"]
-    result = Result(layout, tmp_path, {**ORIGIN, "commit": None})
+    table = result_files(DRY)["table6"]
+    result = Result(table, tmp_path, {**ORIGIN, "commit": None})
     result.add(("", "RNN", "64"), [1.0, 2.0, 3.0])
     assert not result.has(("", "RNN", "64"))
 
@@ -136,13 +136,13 @@ def test_a_run_that_is_killed_keeps_what_it_measured(tmp_path):
 
 
 def test_results_of_another_machine_are_not_mixed_in(tmp_path):
-    layout = layouts(DRY)["table6"]
-    Result(layout, tmp_path, ORIGIN).add(("", "RNN", "64"), [1.0])
+    table = result_files(DRY)["table6"]
+    Result(table, tmp_path, ORIGIN).add(("", "RNN", "64"), [1.0])
     with pytest.raises(UserError, match="measured on a CPU, this is NVIDIA H200"):
-        Result(layout, tmp_path, {**ORIGIN, "gpu": "NVIDIA H200"})
+        Result(table, tmp_path, {**ORIGIN, "gpu": "NVIDIA H200"})
     (tmp_path / "speed_table6.json").write_text("{}")
     with pytest.raises(UserError, match="no result of a speed table"):
-        Result(layout, tmp_path, ORIGIN)
+        Result(table, tmp_path, ORIGIN)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_cell_that_runs_out_of_memory_is_kept_as_such(tmp_path):
     def work():
         raise torch.OutOfMemoryError
 
-    result = Result(layouts(DRY)["table6"], tmp_path, ORIGIN)
+    result = Result(result_files(DRY)["table6"], tmp_path, ORIGIN)
     add_cell(result, ("", "Attention", "64"), work, lambda line: None)
     assert content(tmp_path, "table6")["cells"][0]["values"] == "OOM"
 

@@ -19,33 +19,33 @@ from mezzo_gsa.ops.gates import gated_norm, skip_padding
 NORM_EPS = 1e-5
 
 MIN_LOG_GATE = -30.0
-"""Stands for the log of zero at a sequence's first token: exp(-30) is nothing beside one."""
+"""Replaces log(0) at a sequence's first token: exp(-30) is negligible beside one."""
 
 
 @dataclass(frozen=True)
 class ABCConfig:
-    """ABC, "w/o decay" in the paper's Table 2, in one of the two readings that it leaves open."""
+    """ABC, "w/o decay" in the paper's Table 2, in one of two readings of its description."""
 
     num_heads: int = 4
     num_slots: int = 64
     """M, the slots of a head's memory."""
     reading: Literal["text", "code"] = "text"
-    """"text", equations 3 and 4: slots add up what is written, with strengths that shrink as the
-    sequence grows. "code", the authors' program: slots average what is written, so that older
-    tokens fade as newer ones come."""
+    """"text" follows equations 3 and 4: slots sum what is written, with strengths that shrink as
+    the sequence grows. "code" follows the authors' program: slots average what is written, so
+    older tokens fade."""
 
     def build(self, d_model: int) -> "ABC":
         """Build the mixer.
 
         Raises:
-            TypeError: if a field is of another kind.
+            TypeError: if a field has a wrong type.
             ValueError: if the heads do not divide, a size is not positive, or `reading` is unknown.
         """
         return ABC(self, d_model)
 
 
 class ABCState(NamedTuple):
-    """What decoding carries; float32, or float64 for float64 weights."""
+    """The decoding state, in float32, or in float64 for float64 weights."""
 
     k: Tensor
     """(B, H, M, D) slots of keys."""
@@ -61,9 +61,9 @@ class ABC(AbstractMixer):
         text:  K~[t] = K~[t-1] + φ[t] ⊗ k[t],                φ[t] = exp(l[t] - z[t])
         code:  K~[t] = α[t] K~[t-1] + (1 - α[t]) ⊗ k[t],     α[t] = exp(z[t-1] - z[t])
 
-    V~ and o as in GSA. The paper calls ABC its model without decay and says no more; all else is
-    therefore GSA's: swish on q, k and v, RMSNorm and swish after, one projection (`in_proj`, rows
-    of Wq, Wk, Wv and Wφ in this order, by head), no bias.
+    V~ and o are as in GSA. The paper only says that ABC is its model without decay, so everything
+    else is as in GSA: swish on q, k and v, swish and RMSNorm on the output, one projection
+    (`in_proj` with the rows of Wq, Wk, Wv and Wφ in this order, by head), no bias.
     """  # noqa: D415
 
     state_type = ABCState
@@ -131,15 +131,15 @@ class ABC(AbstractMixer):
         """Return g and s of the op, (B, T, H, M) or None."""
         if self.config.reading == "text":
             return None, torch.exp(logits - z)
-        # exp(z[t-1] - z[t]) = sigmoid(z[t-1] - l[t]). The difference of two sums that are nearly
-        # equal would lose what a late token writes.
+        # exp(z[t-1] - z[t]) = sigmoid(z[t-1] - l[t]). z[t-1] - z[t] itself is a difference of
+        # nearly equal sums, which would lose the contribution of a late token.
         return F.logsigmoid(before - logits).clamp(min=MIN_LOG_GATE), None
 
     def _output(self, out: Tensor) -> Tensor:
         return self.out_proj(gated_norm(out.flatten(2), self.norm.weight, NORM_EPS))
 
     def init_state(self, batch: int) -> ABCState:
-        """Return the state before the first token: empty memories, and a sum of nothing."""
+        """Return the state before the first token: empty memories and empty sums."""
         weight = self.out_proj.weight
         dtype = accumulation_dtype(weight.dtype)
         shape = (batch, self.config.num_heads, self.config.num_slots)
@@ -154,8 +154,8 @@ class ABC(AbstractMixer):
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections, the update of the state, 4 M C to read it.
 
-        A number of state is h + s x ("text") or α h + s x ("code"). Activations, the running sum,
-        softmax and norm are not counted.
+        Each number of the state is updated by h + s x ("text") or α h + s x ("code"). Activations,
+        the running sum, softmax and norm are not counted.
         """
         MC = self.config.num_slots * self.d_model
         weights = self.in_proj.weight.numel() + self.out_proj.weight.numel()
@@ -171,7 +171,7 @@ def running_lse(
     Args:
         logits: (B, T, ...).
         z0: (B, ...), z before the first token; None: -inf, an empty sum.
-        cu_seqlens: (S + 1,) borders of packed sequences; the sum begins anew at each, from -inf.
+        cu_seqlens: (S + 1,) borders of packed sequences; at each the sum starts again from -inf.
     """
     if cu_seqlens is not None:
         return _packed_lse(logits, cu_seqlens)
@@ -181,10 +181,11 @@ def running_lse(
 
 
 def _packed_lse(logits: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up within sequences only: after the step of width d each z holds its last 2d tokens.
+    """Do what `running_lse` does for packed sequences, by doubling.
 
-    Differences of one sum over the whole row would cancel, and a loop over the sequences would
-    wait for the GPU to know their borders.
+    After the step of width d, each z is the sum over the last 2d tokens of its sequence. Taking
+    differences of one sum over the whole row would lose digits, and a loop over the sequences would
+    have to wait for the GPU to read their borders.
     """
     T = logits.shape[1]
     place = sequence_positions(T, cu_seqlens).to(logits.device)

@@ -25,12 +25,12 @@ from mezzo_gsa.ops.gates import log_gate, skip_padding
 class GLAConfig:
     """Gated linear attention (arXiv:2312.06635); the defaults are the paper's baseline.
 
-    T2R's form is `expand_k=1.0, feature_map="relu", output_gate=False`.
+    T2R uses `expand_k=1.0, feature_map="relu", output_gate=False`.
     """
 
     num_heads: int = 4
     num_kv_heads: int | None = None
-    """Heads of keys, values and gates; as many as query heads when None."""
+    """Heads of keys, values and gates; None: as many as query heads."""
     expand_k: float = 0.5
     """Width of all queries, in units of d_model."""
     expand_v: float = 1.0
@@ -38,34 +38,35 @@ class GLAConfig:
     gate_rank: int = 16
     """Rank of the forget gate's projection."""
     damping: float = 16.0
-    """Divides the forget gate's log: larger remembers longer."""
+    """Divides the log of the forget gate; with larger values memories are longer."""
     feature_map: FeatureMap | None = None
-    """What queries and keys go through."""
+    """Applied to queries and keys."""
     output_gate: bool = True
-    """Multiply the normalized output by a swish gate; without, it is normalized alone."""
+    """Whether the normalized output is multiplied by a swish gate."""
     norm_eps: float = 1e-5
 
     def build(self, d_model: int) -> "GLA":
         """Build the mixer.
 
         Raises:
-            TypeError: if a field is of another kind.
+            TypeError: if a field has a wrong type.
             ValueError: if the widths do not divide, or a number is not positive.
         """
         return GLA(self, d_model)
 
 
 class GLAState(NamedTuple):
-    """What decoding carries."""
+    """The decoding state."""
 
     h: Tensor
     """(B, H, K, V) float32: the memory of each key-value head."""
 
 
 class GLA(AbstractMixer):
-    """q, k, v = x Wq, x Wk, x Wv;  g = logsigmoid(x W1 W2 + b) / damping.
+    """The GLA mixer: y = (RMSNorm(GLA(q, k, v, g)) ⊙ swish(x Wz)) Wo.
 
-    y = (RMSNorm(GLA(q, k, v, g)) ⊙ swish(x Wz)) Wo, the norm over each head, scale K^-1/2.
+    q, k, v = x Wq, x Wk, x Wv, and g = logsigmoid(x W1 W2 + b) / damping. The scale is K^-1/2, and
+    the norm is over each head.
     """
 
     state_type = GLAState
@@ -157,10 +158,10 @@ class GLA(AbstractMixer):
         return H * K * V * accumulation_dtype(self.o_proj.weight.dtype).itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token, as the recurrence takes them.
+        """Return the forward FLOPs a token of the recurrent form.
 
-        Two a weight; 3 K V a key-value head to decay and write its state; 2 K V a query head to
-        read it; the output gate's products. Norms, activations and biases are not counted.
+        Two for each weight; 3 K V a key-value head to decay and write its state; 2 K V a query head
+        to read it; the products of the output gate. Norms, activations and biases are not counted.
         """
         HQ, H, K, V = self.heads
         weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)

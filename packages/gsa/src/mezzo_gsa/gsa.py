@@ -18,11 +18,11 @@ from mezzo_gsa.ops import Between, GSAState, chunk_gsa, chunk_gsa_projected, ste
 from mezzo_gsa.ops.gates import gated_norm, log_gate, skip_padding
 
 SPANS = (2.0, 2048.0)
-"""The shortest and the longest memory, in tokens, that constant gates start with by default, and
-all gates where a recipe says `gsa_spread`."""
+"""The shortest and the longest initial memory, in tokens: the default of constant gates, and that
+of all gates in the recipes `gsa_spread`."""
 
 MAX_DAMPING = 1e30
-"""The logits with which slots start spread are about as large, and must be finite."""
+"""The initial logits for `gate_spans` are about as large as the damping, and must be finite."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,35 @@ class GSAConfig:
 
     num_heads: int = 4
     num_kv_heads: int | None = None
-    """Heads of keys, values and gates, each shared by num_heads / num_kv_heads query heads in a
-    row; None: as many as queries."""
+    """Heads of keys, values and gates. Groups of num_heads / num_kv_heads neighbouring query heads
+    share one. None: as many as query heads."""
     num_slots: int = 64
     """M, the slots of a head's memory."""
     damping: float = 8.0
     """Forget gates are sigmoid(logits)^(1 / damping), so that they start near one."""
     gate: Literal["token", "constant"] = "token"
-    """Forget gates that look at the token, or the ablation with data-independent decay: a constant
-    for each head and slot, which is learned."""
+    """Forget gates that depend on the token, or the ablation with data-independent decay: a learned
+    constant for each head and slot."""
     gate_spans: tuple[float, float] | None = None
-    """The shortest and the longest memory, in tokens, that the slots of a head start with, others
-    in geometric steps between; `in_proj` has a bias for it. None: as in the paper, no bias, and all
-    slots start with a memory of 12 tokens (with damping 8); constant gates take (2, 2048)."""
+    """The shortest and the longest memory, in tokens, with which the slots of a head start; the
+    others are between them in geometric steps. `in_proj` then has a bias. None: as in the paper,
+    there is no bias, and all slots start with a memory of 12 tokens (with damping 8); but constant
+    gates start with (2, 2048)."""
     between: Between = "softmax"
-    """What turns K~ q into the slots' weights; all but softmax are the paper's ablation."""
+    """The function from K~ q to the slots' weights; all but softmax are the paper's ablation."""
     feature_map: Literal["swish", "none"] = "swish"
-    """What q, k and v go through."""
+    """Applied to q, k and v."""
     output_norm: bool = True
     """RMSNorm after the output's swish."""
     norm_eps: float = 1e-5
     keep_states: bool = False
-    """Keep the memories at the chunks' borders for the backward: faster, for more memory."""
+    """Save the memories at the chunks' borders for the backward: faster, but needs more memory."""
 
     def build(self, d_model: int) -> "GSA":
         """Build the mixer.
 
         Raises:
-            TypeError: if a field is of another kind.
+            TypeError: if a field has a wrong type.
             ValueError: if heads do not divide, a size is not positive, or a choice is unknown.
         """
         return GSA(self, d_model)
@@ -67,13 +68,14 @@ class GSAConfig:
 class GSA(AbstractMixer):
     """The GSA mixer: y = RMSNorm(swish(o)) Wo, o from swish(x Wq), swish(x Wk), swish(x Wv), x Wα.
 
-    The rows of `in_proj.weight`, with D = C / num_heads and H heads of keys and values: C rows of
-    Wq, H·D of Wk, H·D of Wv, and with gates by token H·M of Wα. Each is ordered by head, then by
-    channel or slot. `out_proj` is Wo, and `norm` weighs all C channels. Nothing has a bias, but
-    `in_proj` where `gate_spans` are given.
+    The rows of `in_proj.weight`, with D = C / num_heads and H heads of keys and values, are C rows
+    of Wq, H·D of Wk, H·D of Wv and, if gates depend on the token, H·M of Wα. Each is ordered by
+    head, then by channel or slot. `out_proj` is Wo, and `norm` has a weight for each of the C
+    channels. Only `in_proj` can have a bias, with `gate_spans`.
 
-    Constant gates have no Wα but `gate_logits` (H·M), which start spread in any case: slots that
-    start alike would stay alike for good, since nothing else tells them apart.
+    Constant gates have `gate_logits` (H·M) instead of Wα. These always start with different
+    memories: slots of a head that start equal would stay equal, since nothing else distinguishes
+    them.
     """
 
     state_type = GSAState
@@ -91,7 +93,7 @@ class GSA(AbstractMixer):
         self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
         bias = by_token and config.gate_spans is not None
         self.in_proj = Linear(d_model, sum(self.widths), bias=bias)
-        # One dimension: weight decay would pull a constant gate to a half to the power 1/τ.
+        # One-dimensional, so without weight decay, which would pull constant gates to 0.5^(1/τ).
         self.gate_logits = None if by_token else nn.Parameter(torch.empty(H * M))
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps) if config.output_norm else None
         self.out_proj = Linear(d_model, d_model, bias=False)
@@ -140,7 +142,8 @@ class GSA(AbstractMixer):
         self.check_step(x, state)
         config, out_proj = self.config, self.out_proj
         weight = None if self.norm is None else self.norm.weight
-        # For one row the projection's kernel does the norm too, which saves a launch.
+        # If the output projection takes `decode_linear`, its kernel also computes the norm, which
+        # saves a launch.
         norm_later = weight is not None and is_plain(out_proj) and takes_decode_linear(out_proj, x)
         y = step_gsa_projected_(
             self.in_proj(x).squeeze(1),
@@ -161,7 +164,7 @@ class GSA(AbstractMixer):
         )
 
     def _form(self) -> dict[str, Any]:
-        """Return what the op must know of a projection to read it as it is."""
+        """Return the arguments by which the op reads the projection."""
         return {
             "num_heads": self.config.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -183,7 +186,7 @@ class GSA(AbstractMixer):
         return q, k, v, g.unflatten(-1, (self.num_kv_heads, -1))
 
     def _normed(self, out: Tensor) -> Tensor:
-        """Return what Wo multiplies, (B, T, C), from the heads' outputs (B, T, HQ, D)."""
+        """Return the input of Wo, (B, T, C), from the heads' outputs (B, T, HQ, D)."""
         weight = None if self.norm is None else self.norm.weight
         return gated_norm(out.flatten(2), weight, self.config.norm_eps)
 
@@ -201,10 +204,10 @@ class GSA(AbstractMixer):
         return values * accumulation_dtype(self.out_proj.weight.dtype).itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token: projections, 3 a number of state, 4 M C to read it.
+        """Return the forward FLOPs a token: projections, 3 for each number of the state, 4 M C.
 
-        A number of state is α h + s x; queries read K~ and V~ with 2 M C each. Activations, gates,
-        softmax and norm are not counted, nor what the form by chunks computes besides.
+        Each number of the state is updated by α h + s x. Queries read K~ and V~ with 2 M C each.
+        Activations, gates, softmax, norm and the extra work of the form by chunks are not counted.
         """
         M, C = self.config.num_slots, self.d_model
         weights = self.in_proj.weight.numel() + self.out_proj.weight.numel()
@@ -215,8 +218,8 @@ def head_width(d_model: int, num_heads: int) -> int:
     """Return D = C / num_heads.
 
     Raises:
-        TypeError: if `d_model` is no int.
-        ValueError: if that is no whole number.
+        TypeError: if `d_model` is not an int.
+        ValueError: if D is not a whole number.
     """
     check_size("build", "d_model", d_model)
     if d_model % num_heads:

@@ -1,4 +1,4 @@
-"""How a mixer of the family cuts its channels into heads."""
+"""The heads of the mixers of the family, and their feature maps."""
 
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -26,11 +26,11 @@ def plan_heads(
     expand_k: float,
     expand_v: float,
 ) -> Heads:
-    """Return the heads of a mixer whose queries are C expand_k wide, and its output C expand_v.
+    """Return the heads of a mixer whose queries have C expand_k and outputs C expand_v channels.
 
     Raises:
-        TypeError: if a number is none; messages name the `config` that has it.
-        ValueError: if a number is not positive or does not divide what it should.
+        TypeError: if a number has a wrong type; the message names the `config` that has it.
+        ValueError: if a number is not positive, or heads or channels do not divide.
     """
     H = num_heads if num_kv_heads is None else num_kv_heads
     for name, size in (("num_heads", num_heads), ("num_kv_heads", H), ("d_model", d_model)):
@@ -63,5 +63,5 @@ def check_feature_map(config: str, feature_map: str | None) -> None:
 
 
 def apply_feature_map(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
-    """Return what stands for queries or keys in a linear attention."""
+    """Apply the feature map of a linear attention to queries or keys."""
     return x if feature_map is None else F.relu(x)

@@ -1,4 +1,4 @@
-"""HGRN2, the mixer: gated linear attention whose keys are what the forget gates leave."""
+"""HGRN2, the mixer: gated linear attention whose keys are one minus the forget gates."""
 
 from dataclasses import dataclass
 
@@ -21,14 +21,14 @@ class HGRN2Config:
     head_dim: int = 128
     """Width of a head's keys and values."""
     lower_bound: float = 0.0
-    """The smallest forget gate; `lower_bounds` gives the layers' of a model."""
+    """The smallest forget gate; `lower_bounds` gives those of a model's layers."""
     norm_eps: float = 1e-5
 
     def build(self, d_model: int) -> "HGRN2":
         """Build the mixer.
 
         Raises:
-            TypeError: if a field is of another kind.
+            TypeError: if a field has a wrong type.
             ValueError: if `head_dim` does not divide `d_model`, the bound is not in [0, 1), or
                 `norm_eps` is not positive.
         """
@@ -38,9 +38,9 @@ class HGRN2Config:
 def lower_bounds(num_layers: int) -> list[float]:
     """Return the lower bounds of the forget gates of a model's layers, the first at 0.
 
-    HGRN2 learns them, as sums over the layers below of a softmax over all layers, so that upper
-    layers remember longer. A mixer has no weights in common with others: these are the numbers from
-    which that learning starts (all logits equal), and here they stay.
+    HGRN2 learns the bounds: that of a layer is the sum, over the layers below, of a softmax over
+    all layers. So upper layers remember longer. Here mixers share no weights, so the bounds are
+    constants: the values with which that learning starts (all logits equal).
 
     Raises:
         ValueError: if there is no layer.
@@ -50,9 +50,10 @@ def lower_bounds(num_layers: int) -> list[float]:
 
 
 class HGRN2(AbstractMixer):
-    """α = β + (1 - β) sigmoid(x Wg) with the lower bound β;  q = swish(x Wq), v = x Wv.
+    """The HGRN2 mixer: y = RMSNorm(concat_h S[t]ᵀ q) Wo, with the norm over all C channels.
 
-    S[t] = Diag(α) S[t-1] + (1 - α) ⊗ v;  y = RMSNorm(concat_h S[t]ᵀ q) Wo, over all C channels.
+    S[t] = Diag(α) S[t-1] + (1 - α) ⊗ v, q = swish(x Wq), v = x Wv, and with the lower bound β
+    α = β + (1 - β) sigmoid(x Wg).
     """
 
     state_type = GLAState
@@ -105,7 +106,7 @@ class HGRN2(AbstractMixer):
         return self.o_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
 
     def _gate(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return 1 - α and log α in float32, both with all their digits."""
+        """Return 1 - α and log α in float32, both to full precision."""
         return bounded_gate(log_gate(logits, 1.0), self.config.lower_bound)
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:
@@ -130,5 +131,5 @@ class HGRN2(AbstractMixer):
         return self.d_model * self.config.head_dim * itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token: projections 2·4C², the state's 5 C D."""
+        """Return the forward FLOPs a token: projections 2·4C², update and reading of S 5 C D."""
         return 8 * self.d_model**2 + 5 * self.d_model * self.config.head_dim

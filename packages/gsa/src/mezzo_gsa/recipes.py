@@ -1,18 +1,18 @@
 """Every training run of the paper, and a tiny one, as functions that return a `TrainConfig`.
 
-A recipe's name is `<setting>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. A variant of one
-is `dataclasses.replace(RECIPES[name](), ...)`.
+A recipe's name is `<size>_<architecture>`: `tiny_gsa`, `340m_gsa_between_relu`. To make a variant
+of a recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 
-| Setting | Model                          | Trains on                           | T    |
+| Size    | Model                          | Trains on                           | T    |
 |---------|--------------------------------|-------------------------------------|------|
 | tiny    | C 128, 4 layers, 2 heads, 1.1M | embedded novels, bytes              | 512  |
 | 340m    | C 1024, 24 layers, 4 heads     | 10B tokens of SlimPajama (Table 2)  | 2048 |
 | 1p3b    | C 2048, 24 layers, 4 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
 | 2p7b    | C 2560, 32 layers, 5 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
 
-Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). It does not
-state T, the tokens of a batch and the shape of the 340M model: these are what its authors' GLA
-models of these sizes use. AdamW's betas, the clipping and eps are our defaults.
+Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). The paper
+does not give T, the tokens of a batch and the shape of the 340M model: these are those of its
+authors' GLA models of the same sizes. AdamW's betas, the clipping and eps are our defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,13 +37,13 @@ from mezzo_gsa.retnet import RetNetConfig
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What the architectures of one comparison share.
+class Hyperparameters:
+    """The hyperparameters that all architectures of one comparison share.
 
     Attributes:
         vocab_size, d_model, num_layers: of the model.
         num_heads, num_slots: of GSA and ABC.
-        key_width: K of a head in GLA and RetNet, whose heads follow from it (appendix C.1).
+        key_width: K of a head in GLA and RetNet; it gives their number of heads (appendix C.1).
         hgrn2_width: of a head in HGRN2.
         attention_width: of a head in softmax attention.
         seq_len, batch_size, steps, micro_batch_size: of the training.
@@ -85,8 +85,8 @@ class Setting:
         )
 
 
-# One tuple of mixers, repeated through the depth.
-ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
+# Each architecture is a tuple of mixers that repeats through the depth.
+ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),
     "gsa_m128": lambda s: (s.gsa(128),),
@@ -111,7 +111,7 @@ PAPER_NAMES = {
     "hgrn2": "HGRN2",
     "gsa": "GSA",
 }
-"""What Tables 1 and 3b call the architectures."""
+"""The names of the architectures in Tables 1 and 3b."""
 ABLATION = {
     "gsa": "GSA w/ 64 slots",
     "abc": "w/o decay (i.e., ABC)",
@@ -123,16 +123,16 @@ ABLATION = {
     "gsa_m32": "w/ 32 slots",
     "gsa_m128": "w/ 128 slots",
 }
-"""What the rows of Table 2 call the architectures."""
+"""The names of the architectures in the rows of Table 2."""
 
 
-def tiny() -> Setting:
-    """About a million weights: trains in minutes on a laptop, with no network.
+def tiny() -> Hyperparameters:
+    """About a million weights: trains in minutes on a laptop and needs no network.
 
     The warm-up takes a fifth of the few steps. With 16 slots the gate has 0.25 C² weights, twice
     the paper's share.
     """
-    return Setting(
+    return Hyperparameters(
         vocab_size=257,
         d_model=128,
         num_layers=4,
@@ -151,10 +151,10 @@ def tiny() -> Setting:
 
 def paper(
     *, d_model: int, num_layers: int, num_heads: int, tokens: float, batch_tokens: int
-) -> Setting:
-    """One of the paper's settings; the warm-up takes 1B tokens in each."""
+) -> Hyperparameters:
+    """Return one of the paper's sizes; the warm-up takes 1B tokens at each."""
     seq_len = 2048
-    return Setting(
+    return Hyperparameters(
         vocab_size=32_000,
         d_model=d_model,
         num_layers=num_layers,
@@ -183,7 +183,7 @@ def paper(
 _EVERY = tuple(ARCHITECTURES)
 _TINY = tuple(name for name in _EVERY if name not in ("gsa_m32", "gsa_m128"))
 _MAIN = (*PAPER_NAMES, "gsa_m32", "gsa_m128", "gsa_attention")
-SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
+SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
     "tiny": (tiny, _TINY),
     "340m": (
         partial(paper, d_model=1024, num_layers=24, num_heads=4, tokens=1e10, batch_tokens=2**19),
@@ -198,11 +198,11 @@ SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
         _MAIN,
     ),
 }
-"""Each setting with the architectures that are trained in it."""
+"""Each size with the architectures that are trained at it."""
 
 
-def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in a setting, which may be a changed copy of one above."""
+def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
+    """Return the run of one architecture with these hyperparameters."""
     mixers = ARCHITECTURES[architecture](s)
     return TrainConfig(
         name=name,
@@ -236,16 +236,16 @@ def mlp(d_model: int, architecture: str) -> MLPConfig:
     return MLPConfig("swiglu", hidden=256 * -(-4 * d_model // (3 * 256)))
 
 
-def recipe(setting: str, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in one setting; any pair of the two tables will do."""
-    make, _ = SETTINGS[setting]
-    return train_config(f"{setting}_{architecture}", make(), architecture)
+def recipe(size: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture at one size; any pair of the two tables works."""
+    make, _ = SIZES[size]
+    return train_config(f"{size}_{architecture}", make(), architecture)
 
 
 RECIPES: Recipes = {
     **{
-        f"{setting}_{architecture}": partial(recipe, setting, architecture)
-        for setting, (_, architectures) in SETTINGS.items()
+        f"{size}_{architecture}": partial(recipe, size, architecture)
+        for size, (_, architectures) in SIZES.items()
         for architecture in architectures
     },
     **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},

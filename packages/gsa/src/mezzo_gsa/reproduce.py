@@ -32,19 +32,19 @@ CHOICE = (
     "2,048 tokens, gates that look at the token with about twelve and all alike, which over so few "
     "steps outweighs what they see. So few tokens say little about larger models."
 )
-"""How the tiny trainings' budget was spent, for the report."""
+"""How the hyperparameters of the tiny trainings were chosen; the report prints this."""
 
 
 def reproduce(only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
     """Rerun tables, claims and checks, and write report.md, .html and .json into `out`.
 
-    The tiny models stay in `out/gsa/runs`, for `mezzo-gsa generate`. What an earlier reproduction
-    left in `out` is replaced.
+    The tiny models stay in `out/gsa/runs`, where `mezzo-gsa generate` can use them. Results of an
+    earlier reproduction in `out` are replaced.
 
     Args:
         only: ids of tables, claims or checks; None or empty means all.
         scale: one of SCALES.
-        out: the report's folder, made if needed.
+        out: the report's folder; it is made if needed.
 
     Raises:
         UserError: if an id or the scale is unknown, or `out` cannot be written.
@@ -54,16 +54,16 @@ def reproduce(only: Sequence[str] | None, scale: str, out: Path) -> list[Finding
 
 
 def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperReport:
-    """Do what `reproduce` does, all but writing the report."""
+    """Do what `reproduce` does, but return the report and do not write it."""
     published = read_published()
     wanted = known_ids(published, CHECKS, only)
-    sizes = known_scale(_SCALES, scale)
+    chosen = known_scale(_SCALES, scale)
     experiments = load_experiments(results_folder())
     folder = prepare_folder(out, "gsa")
     figures = folder / "figures"
-    with threads(sizes.threads), progress(Console(stderr=True)) as watch:
+    with threads(chosen.threads), progress(Console(stderr=True)) as watch:
         models = {name: recipe() for name, recipe in MODELS.items()}
-        trainings = Trainings(models, sizes.budget, folder / "runs", Once(watch))
+        trainings = Trainings(models, chosen.budget, folder / "runs", Once(watch))
         findings = find_all(published, trainings, wanted, experiments)
         watch("figures", 1, 1)
         layers = {name: RECIPES[f"1p3b_{a}"]().model.mixers[0] for a, name in PAPER_NAMES.items()}
@@ -73,7 +73,7 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
             published=published,
             findings=findings,
             figures=[*training_figures(trainings, figures), costs],
-            samples=sample_text(trainings, "GSA", sizes.sample_tokens),
+            samples=sample_text(trainings, "GSA", chosen.sample_tokens),
             bench=load_bench(results_folder()),
             settings=(trainings.setting, CHOICE) if trainings.done else (),
         )
@@ -85,5 +85,5 @@ def read_published() -> Published:
 
 
 def results_folder() -> Path:
-    """Return where a checkout keeps results measured on GPUs; a wheel has no such folder."""
+    """Return the folder of committed results in a checkout; a wheel has no such folder."""
     return Path(__file__).parents[2] / "results"

@@ -1,4 +1,4 @@
-"""RetNet's retention, the mixer: linear attention with a fixed decay a head, and rotary places."""
+"""RetNet's retention, the mixer: linear attention with RoPE and a fixed decay for each head."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -28,20 +28,20 @@ from mezzo_gsa.ops.gates import skip_padding
 class RetNetConfig:
     """Multi-scale retention (arXiv:2307.08621); the defaults are the paper's baseline.
 
-    T2R's form is `expand_v=1.0, feature_map="relu", output_gate=False`.
+    T2R uses `expand_v=1.0, feature_map="relu", output_gate=False`.
     """
 
     num_heads: int = 4
     num_kv_heads: int | None = None
-    """Heads of keys and values, shared by groups of query heads; None: one for each."""
+    """Heads of keys and values, shared by groups of query heads; None: as many as query heads."""
     expand_k: float = 1.0
     """Width of all queries, in units of d_model."""
     expand_v: float = 2.0
     """Width of all heads' outputs, in units of d_model."""
     feature_map: FeatureMap | None = None
-    """What queries and keys go through, before they are rotated."""
+    """Applied to queries and keys, before RoPE."""
     output_gate: bool = True
-    """Multiply the normalized output by a swish gate; without, it is normalized alone."""
+    """Whether the normalized output is multiplied by a swish gate."""
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 
@@ -49,7 +49,7 @@ class RetNetConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a field is of another kind.
+            TypeError: if a field has a wrong type.
             ValueError: if the widths do not divide, a head's keys have an odd width, or a number
                 is not positive.
         """
@@ -57,18 +57,19 @@ class RetNetConfig:
 
 
 class RetNetState(NamedTuple):
-    """What decoding carries."""
+    """The decoding state."""
 
     h: Tensor
-    """(B, HQ, K, V) float32: a memory for each query head, as each has its own decay."""
+    """(B, HQ, K, V) float32: a memory for each query head, because each has its own decay."""
     lengths: Tensor
     """(B,) int64: the tokens that each row has seen."""
 
 
 class RetNet(AbstractMixer):
-    """Head h, from 0 on, decays by γ = 1 - 2^(-5-h) a token; queries and keys are rotated.
+    """The RetNet mixer: y = (RMSNorm(retention) ⊙ swish(x Wz)) Wo.
 
-    y = (RMSNorm(retention) ⊙ swish(x Wz)) Wo, the norm over each head, scale K^-1/2.
+    Head h = 0, 1, ... decays by γ = 1 - 2^(-5-h) at each token. Queries and keys have RoPE, the
+    scale is K^-1/2, and the norm is over each head.
     """
 
     state_type = RetNetState
@@ -182,10 +183,10 @@ class RetNet(AbstractMixer):
         return HQ * K * V * itemsize + 8
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token, as the recurrence takes them.
+        """Return the forward FLOPs a token of the recurrent form.
 
-        Two a weight; 5 K V a head to decay, write and read its state; the output gate's products.
-        Rotation, norms and activations are not counted.
+        Two for each weight; 5 K V a head to decay, write and read its state; the products of the
+        output gate. RoPE, norms and activations are not counted.
         """
         HQ, _, K, V = self.heads
         weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
@@ -194,11 +195,11 @@ class RetNet(AbstractMixer):
 
 
 def log_decay(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return log γ of each head, (HQ,); γ itself would lose its digits."""
+    """Return log γ of each head, (HQ,), computed without γ, which would lose digits near one."""
     heads = torch.arange(num_heads, device=device, dtype=dtype)
     return torch.log1p(-torch.exp2(-5 - heads))
 
 
-# For steps: made once, and never freed, as graphs that were captured read it. Not for training,
-# which could not save what was made in inference mode.
+# For decoding steps: made once and never freed, as captured graphs go on reading it. Not for
+# training: a table made in inference mode could not be saved for a backward.
 _decay_table = cache(log_decay)

@@ -202,7 +202,7 @@ def test_registered_ops_are_sound():
     for name in ("gla", "hgrn2", "retnet"):
         x = draw_layer(name, sizes, torch.float32)
         tensors = [x[n] for n in ("q", "k", "v", "gates", "state", "norm_weight", "z", "places")]
-        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *x["form"].fields()))
+        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *x["form"].as_arguments()))
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "retnet"])

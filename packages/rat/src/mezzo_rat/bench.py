@@ -1,7 +1,7 @@
 """Speed and memory of one layer and of whole models: RAT beside attention and the linear RNN.
 
-A layer is what the paper times: x + mixer(norm(x)), projections included. Each RAT layer is first
-checked against its recurrent definition; a layer that fails is not timed.
+A layer is x + mixer(norm(x)) with all projections, as the paper times it. Each layer is first
+checked against its step-by-step form. A layer that fails is not timed.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from mezzo_rat.recipes import RECIPES
 
 
 @dataclass(frozen=True)
-class Scale:
+class Shapes:
     """The shapes of one benchmark: tokens a batch, sequence lengths, widths."""
 
     tokens: int
@@ -35,9 +35,9 @@ class Scale:
     seconds: float
 
 
-QUICK = Scale(2048, (512, 2048), 64, 32, 0.2)
-CPU = Scale(4096, (512, 1024, 2048, 4096), 128, 32, 1.0)
-GPU = Scale(262_144, (4096, 16_384, 65_536), 2048, 128, 0.5)
+QUICK = Shapes(2048, (512, 2048), 64, 32, 0.2)
+CPU = Shapes(4096, (512, 1024, 2048, 4096), 128, 32, 1.0)
+GPU = Shapes(262_144, (4096, 16_384, 65_536), 2048, 128, 0.5)
 
 
 def mixers(head_dim: int) -> dict[str, MixerConfig]:
@@ -51,7 +51,7 @@ def mixers(head_dim: int) -> dict[str, MixerConfig]:
 
 
 def row_name(config: MixerConfig, device: torch.device) -> tuple[str, str]:
-    """Return what a row calls this layer, and the implementation that `impl="auto"` takes."""
+    """Return the layer's name in a row, and the implementation that `impl="auto"` chooses."""
     if isinstance(config, AttentionConfig):
         return "attention layer", "sdpa"
     name = "linear_rnn layer" if isinstance(config, LinearRNNConfig) else "rat layer"
@@ -60,10 +60,10 @@ def row_name(config: MixerConfig, device: torch.device) -> tuple[str, str]:
 
 def bench(device: torch.device, quick: bool = False, out: Path | None = None) -> list[dict]:
     """Measure layers and tiny models on `device`, print a table, append rows to `out`."""
-    scale = QUICK if quick else GPU if device.type == "cuda" else CPU
+    shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
     console = Console()
     rows = []
-    for row in [*layer_rows(scale, device), *model_rows(device, quick)]:
+    for row in [*layer_rows(shapes, device), *model_rows(device, quick)]:
         rows.append(row.to_json(device))
         if out is not None:
             append(out, rows[-1:])
@@ -71,23 +71,23 @@ def bench(device: torch.device, quick: bool = False, out: Path | None = None) ->
     return rows
 
 
-def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
+def layer_rows(shapes: Shapes, device: torch.device) -> Iterator[Row]:
     """Time forward and forward+backward of each layer at each sequence length."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for config in mixers(scale.head_dim).values():
+    for config in mixers(shapes.head_dim).values():
         name, impl = row_name(config, device)
         torch.manual_seed(0)
         with device:
-            layer = Layer(config.build(scale.d_model), scale.d_model)
+            layer = Layer(config.build(shapes.d_model), shapes.d_model)
         check_against_steps(layer)
-        # A fresh compiler each time: past its limit of recompilations it runs layers eagerly.
+        # Reset the compiler: past its limit of recompilations it would run layers eagerly.
         torch.compiler.reset()
         run = torch.compile(layer, dynamic=False) if device.type == "cuda" else layer
-        for seq_len in scale.seq_lens:
-            batch = scale.tokens // seq_len
-            x = torch.randn(batch, seq_len, scale.d_model, device=device, requires_grad=True)
+        for seq_len in shapes.seq_lens:
+            batch = shapes.tokens // seq_len
+            x = torch.randn(batch, seq_len, shapes.d_model, device=device, requires_grad=True)
             inputs, dout = (x, *layer.parameters()), torch.ones_like(x)
-            shape = {"B": batch, "T": seq_len, "C": scale.d_model, "D": scale.head_dim}
+            shape = {"B": batch, "T": seq_len, "C": shapes.d_model, "D": shapes.head_dim}
             if isinstance(config, RATConfig):
                 shape["L"] = config.chunk_size
 
@@ -104,7 +104,7 @@ def layer_rows(scale: Scale, device: torch.device) -> Iterator[Row]:
 
             for phase, fn in (("forward", prefill), ("train", train)):
                 try:
-                    timing = measure(fn, device, seconds=scale.seconds)
+                    timing = measure(fn, device, seconds=shapes.seconds)
                 except torch.OutOfMemoryError:
                     Console().print(f"{name} {phase} at {shape}: out of memory")
                     continue

@@ -1,4 +1,4 @@
-"""How the forget gates of this package start: remembering over spans up to the one given."""
+"""The initial bias of the forget gates: they start with memories of different lengths."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,9 @@ from torch import Tensor
 def init_gate_bias(bias: Tensor, span: int) -> None:
     """Fill the bias of forget-gate logits with log u, u ~ Uniform(1, span - 1).
 
-    A gate of sigmoid(log u) = u / (u + 1) forgets a share 1 / (u + 1) a token: it remembers about
-    u + 1 tokens, at most the span. With a span of 1 there is nothing to remember: the bias is 0.
+    A gate of sigmoid(log u) = u / (u + 1) forgets a share of 1 / (u + 1) at each token. So it
+    remembers about u + 1 tokens, at most the span. With a span of 1 there is nothing to remember,
+    and the bias is 0.
     """
     if span <= 1:
         bias.zero_()

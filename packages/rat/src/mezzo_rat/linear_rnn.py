@@ -20,20 +20,20 @@ class LinearRNNConfig:
     """Gated linear RNN."""
 
     span: int = 4096
-    """The training context T, over which the memories start out spread."""
+    """The training context T. The gates start with memories of up to this many tokens."""
 
     def build(self, d_model: int) -> "LinearRNN":
         """Build the mixer.
 
         Raises:
-            TypeError: if `span` is no int.
+            TypeError: if `span` is not an int.
             ValueError: if it is not positive.
         """
         return LinearRNN(self, d_model)
 
 
 class LinearRNNState(NamedTuple):
-    """What decoding carries."""
+    """The decoding state."""
 
     h: Tensor
     """(B, C) float32: v~ of the last token."""

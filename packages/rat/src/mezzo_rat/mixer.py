@@ -27,16 +27,19 @@ class RATConfig:
     """RAT: a gated linear RNN inside chunks, softmax attention over the chunks' ends.
 
     The defaults are the paper's model. Its ablation (figure 4a) is `num_groups=None` with a
-    `gate_rank`: full queries and keys, paid for with low-rank gates.
+    `gate_rank`: full queries and keys, with low-rank gates to keep the number of weights.
     """
 
     chunk_size: int = 16
-    """L: 1 makes the mixer attention, T or more makes it a linear RNN."""
+    """L. With 1 the mixer is attention, with T or more a linear RNN."""
     head_dim: int = 64
     num_groups: int | None = 2
-    """Queries and keys, shared by the heads h with the same h % num_groups; None: one a head."""
+    """G: heads with the same h % G share queries and keys. None: each head has its own."""
     gate_rank: int | None = None
-    """Rank of the two gates' projections; None: full. Equal budgets: num_groups * head_dim / 2."""
+    """Rank of the two gates' projections; None: full rank.
+
+    A rank of num_groups * head_dim / 2 makes the ablation as large as the paper's model.
+    """
     rope: Literal["chunk", "token"] | None = "chunk"
     """Rotate by chunk index, by token position, or not at all (NoPE)."""
     rope_base: float = 10_000.0
@@ -45,9 +48,9 @@ class RATConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a size or a number is of another kind.
-            ValueError: if the widths do not divide, a size is not positive, or a value is none of
-                those above; both name the field.
+            TypeError: if a size is not an int, or a number not a number; it names the field.
+            ValueError: if the widths do not divide, a size is not positive, or an option is
+                unknown; it names the field.
         """
         return RAT(self, d_model)
 
@@ -55,8 +58,8 @@ class RATConfig:
 class RAT(AbstractMixer):
     """The RAT mixer.
 
-    `in_proj` yields z, v, g of C and q, k of G·D channels each; with a `gate_rank` r, z and g are
-    r wide there and `z_proj`, `g_proj` widen them. No projection has a bias.
+    `in_proj` gives z, v, g of C channels each and q, k of G·D channels each. With a `gate_rank` r
+    its z and g have r channels, and `z_proj` and `g_proj` map them to C. No projection has a bias.
     """
 
     state_type = RATState
@@ -123,7 +126,7 @@ class RAT(AbstractMixer):
     def reserve(self, state: RATState, num_tokens: int) -> RATState:
         """Return the state with slots for `num_tokens` more tokens, in buffers of its own."""
         grown = reserve(state, num_tokens, self.config.chunk_size)
-        # What grew is new already; a copy of that would need twice its memory.
+        # Tensors that grew are new buffers already; copying them would need twice their memory.
         return RATState(
             *(
                 new.clone(memory_format=torch.contiguous_format) if new is old else new
@@ -140,7 +143,7 @@ class RAT(AbstractMixer):
         return torch.cat([self.z_proj(z), v, self.g_proj(g), qk], dim=-1)
 
     def _form(self) -> dict[str, Any]:
-        """Return what the op takes besides tensors of the call."""
+        """Return the arguments of the op that are the same in every call."""
         return {
             "num_heads": self.num_heads,
             "num_groups": self.num_groups,
@@ -180,7 +183,7 @@ class RAT(AbstractMixer):
 
 
 def mean_logits(num_tokens: int, chunk_size: int) -> float:
-    """Return the mean over the tokens of a sequence of how many logits a query has.
+    """Return how many logits a query has, averaged over the tokens of a sequence.
 
     Token t sees the ends of the t // L earlier chunks and itself: t // L + 1 logits. For T = N L
     that is (N + 1) / 2 on average, the paper's O(C D) FLOPs with C = N chunks (section 2.4).

@@ -1,4 +1,4 @@
-"""Padding on the right of a row: tokens that must reach nothing real, whatever they hold."""
+"""Padding on the right of a row, whose values must not influence real tokens."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,8 @@ from torch import Tensor
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Return x (B, T, ...) with zeros after the `lengths` (B,) real tokens of each row.
 
-    Replaced, not multiplied: NaN in the padding would reach gradients even where no output sees it.
+    The padding is replaced and not multiplied by zero: a NaN in it would reach the gradients even
+    though no output depends on it.
     """
     if lengths is None:
         return x

@@ -1,9 +1,9 @@
 """Every training run of the paper, and smaller ones, as functions that return a `TrainConfig`.
 
-A recipe's name is `<setting>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. A variant of
-one is `dataclasses.replace(RECIPES[name](), ...)`.
+A recipe's name is `<size>_<architecture>`: `tiny_rat_l16`, `1p3b_attention_swa`. To make a variant
+of a recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 
-| Setting         | Model                    | Trains on                  | T         |
+| Size            | Model                    | Trains on                  | T         |
 |-----------------|--------------------------|----------------------------|-----------|
 | tiny            | C 128, 4 layers, 0.9M    | embedded novels, bytes     | 512       |
 | small           | C 384, 12 layers, 41M    | WikiText-103, GPT-2 tokens | 1024      |
@@ -12,8 +12,8 @@ one is `dataclasses.replace(RECIPES[name](), ...)`.
 | 1p3b, 1p3b_16k  | C 2048, 24 layers, 1.28B | FineWeb-Edu, LLaMA-2 tokens| 4K, 16K   |
 
 The last two rows are the paper's (appendix A.2, tables 9 and 11).
-Sliding windows have 1024 tokens in the paper's settings. In the three others the window keeps the
-paper's ratio at 4K instead, T / 4: a window of 1024 would be full attention there.
+Sliding windows have 1024 tokens at the paper's sizes. At the three others the window is T / 4, the
+paper's ratio at 4K: a window of 1024 would be full attention there.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ from mezzo_rat.reversed import RATReversedConfig
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What the architectures of one comparison share."""
+class Hyperparameters:
+    """The hyperparameters that all architectures of one comparison share."""
 
     vocab_size: int
     d_model: int
@@ -54,7 +54,7 @@ class Setting:
     compile: bool = False
 
     def attention(self, *, window: bool = False, rope: bool = True) -> AttentionConfig:
-        """Return softmax attention over everything or over a window, with RoPE by token or none."""
+        """Return softmax attention, full or over a window, with RoPE by token or without."""
         return AttentionConfig(
             head_dim=self.head_dim,
             window_size=self.window_size if window else None,
@@ -66,7 +66,7 @@ class Setting:
         return RATConfig(chunk_size, head_dim=self.head_dim, rope_base=self.rope_base)
 
     def reversed(self, num_chunks: int) -> RATReversedConfig:
-        """Return RAT-Reversed with this many chunks, which Table 9 calls C."""
+        """Return RAT-Reversed with this number of chunks, which Table 9 calls C."""
         return RATReversedConfig(
             chunk_size=self.seq_len // num_chunks,
             head_dim=self.head_dim,
@@ -77,15 +77,16 @@ class Setting:
 
 
 SHORT_RUN = 0.2
-"""Warm-up, as a part of all steps, of the settings that are not the paper's.
+"""Warm-up as a fraction of all steps, at the sizes that are not the paper's.
 
-Runs of a few hundred steps need more than the paper's 5 to 10 %: attention above all overshoots
-there, and would compare badly for no fault of its own.
+Runs of a few hundred steps need more than the paper's 5 to 10 %. With less, attention overshoots
+most of all, and the comparison would be unfair to it.
 """
 
-# One tuple of mixers, repeated through the depth: two of them alternate (section 3.1). Ablations of
-# Fig. 4a: with G = 2 groups, gates of rank D pay for full queries and keys exactly (2 D C = G D C).
-ARCHITECTURES: Mapping[str, Callable[[Setting], tuple[MixerConfig, ...]]] = {
+# Each architecture is a tuple of mixers that repeats through the depth, so two mixers alternate
+# (section 3.1). In the ablation of Fig. 4a, full queries and keys need more weights, and gates of
+# rank D save as many: with G = 2 groups both are equal (2 D C = G D C).
+ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "rnn": lambda s: (LinearRNNConfig(span=s.seq_len),),
     "rat_l16": lambda s: (s.rat(16),),
     "rat_l64": lambda s: (s.rat(64),),
@@ -111,13 +112,13 @@ PAPER_NAMES = {
     "attention_swa": "Attention-SWA",
     "rat_swa": "RAT(L=16)-SWA",
 }
-"""The architectures of the main comparison, and what the paper's tables call them."""
+"""The architectures of the main comparison, with their names in the paper's tables."""
 SIX = tuple(PAPER_NAMES)
 
 
-def tiny() -> Setting:
-    """About a million weights: trains in minutes on a laptop, with no network."""
-    return Setting(
+def tiny() -> Hyperparameters:
+    """About a million weights: trains in minutes on a laptop and needs no network."""
+    return Hyperparameters(
         vocab_size=257,
         d_model=128,
         num_layers=4,
@@ -131,9 +132,9 @@ def tiny() -> Setting:
     )
 
 
-def small() -> Setting:
+def small() -> Hyperparameters:
     """21M weights in the blocks and 19M in the embedding: for one GPU."""
-    return Setting(
+    return Hyperparameters(
         vocab_size=50_257,
         d_model=384,
         num_layers=12,
@@ -153,15 +154,15 @@ def small() -> Setting:
     )
 
 
-def mid() -> Setting:
+def mid() -> Hyperparameters:
     """59M weights in the blocks and 32M in the embedding: for one GPU."""
     return replace(small(), d_model=640, optim=OptimConfig(lr=1e-3, warmup_fraction=SHORT_RUN))
 
 
-def paper_200m(seq_len: int) -> Setting:
-    """The 200M models (appendix A.2): 15B tokens of PG19, 1M a step, three context lengths."""
+def paper_200m(seq_len: int) -> Hyperparameters:
+    """The 200M models (appendix A.2): 15B tokens of PG19, 1M a step; the paper has three T."""
     tokens = 2**20
-    return Setting(
+    return Hyperparameters(
         vocab_size=50_257,
         d_model=1024,
         num_layers=12,
@@ -180,13 +181,13 @@ def paper_200m(seq_len: int) -> Setting:
     )
 
 
-def paper_1p3b(seq_len: int, rope_base: float) -> Setting:
+def paper_1p3b(seq_len: int, rope_base: float) -> Hyperparameters:
     """The 1.3B models (appendix A.2): 100B tokens of FineWeb-Edu, 2M a step.
 
-    AdamW's betas, which the text leaves open, are those of the released code.
+    The text does not give AdamW's betas; these are those of the released code.
     """
     tokens = 2**21
-    return Setting(
+    return Hyperparameters(
         vocab_size=32_000,
         d_model=2048,
         num_layers=24,
@@ -215,7 +216,7 @@ _200M = (
     *("rat_l64_full_qk", "rat_l64_token_rope"),
     *("reversed_c16", "reversed_c64", "reversed_c128"),
 )
-SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
+SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
     "tiny": (tiny, SIX),
     "small": (small, SIX),
     "mid": (mid, SIX),
@@ -228,11 +229,11 @@ SETTINGS: Mapping[str, tuple[Callable[[], Setting], tuple[str, ...]]] = {
     ),
     "1p3b_16k": (partial(paper_1p3b, 16_384, 500_000.0), SIX),
 }
-"""Each setting with the architectures that are trained in it."""
+"""Each size with the architectures that are trained at it."""
 
 
-def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in a setting, which may be a changed copy of one above."""
+def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
+    """Return the run of one architecture with these hyperparameters."""
     mixers = ARCHITECTURES[architecture](s)
     return TrainConfig(
         name=name,
@@ -254,15 +255,15 @@ def train_config(name: str, s: Setting, architecture: str) -> TrainConfig:
     )
 
 
-def recipe(setting: str, architecture: str) -> TrainConfig:
-    """Return the run of one architecture in one setting; any pair of the two tables will do."""
-    make, _ = SETTINGS[setting]
-    return train_config(f"{setting}_{architecture}", make(), architecture)
+def recipe(size: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture at one size; any pair of the two tables works."""
+    make, _ = SIZES[size]
+    return train_config(f"{size}_{architecture}", make(), architecture)
 
 
 RECIPES: Recipes = {
-    f"{setting}_{architecture}": partial(recipe, setting, architecture)
-    for setting, (_, architectures) in SETTINGS.items()
+    f"{size}_{architecture}": partial(recipe, size, architecture)
+    for size, (_, architectures) in SIZES.items()
     for architecture in architectures
 }
 """All recipes by name."""

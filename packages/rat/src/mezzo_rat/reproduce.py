@@ -27,8 +27,8 @@ from rich.console import Console
 from mezzo_rat.reproduction import scale as scales
 from mezzo_rat.reproduction.evidence import Evidence
 from mezzo_rat.reproduction.figures import draw_figures, write_sample
-from mezzo_rat.reproduction.gpu.layouts import ids_of
-from mezzo_rat.reproduction.gpu.scale import TABLES, Selection, SpeedScale
+from mezzo_rat.reproduction.gpu.result_files import ids_of
+from mezzo_rat.reproduction.gpu.shapes import TABLES, Selection, SpeedShapes
 from mezzo_rat.reproduction.gpu.tables import measure_tables
 from mezzo_rat.reproduction.limits import CHECKS
 from mezzo_rat.reproduction.tables import find_all
@@ -44,19 +44,19 @@ CHOICE = (
     "twentieth of the steps, attention overshot and came out last of the four. So few tokens say "
     "little about larger models."
 )
-"""How the tiny trainings' budget was spent, for the report."""
+"""How the hyperparameters of the tiny trainings were chosen; the report prints this."""
 
 
 def reproduce(only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
     """Rerun tables, claims and checks, and write report.md, .html and .json into `out`.
 
-    The tiny models stay in `out/rat/runs`, for `mezzo-rat generate`. What an earlier reproduction
-    left in `out` is replaced.
+    The tiny models stay in `out/rat/runs`, where `mezzo-rat generate` can use them. Results of an
+    earlier reproduction in `out` are replaced.
 
     Args:
         only: ids of tables, claims or checks; None or empty means all.
         scale: one of SCALES.
-        out: the report's folder, made if needed.
+        out: the report's folder; it is made if needed.
 
     Raises:
         UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs a
@@ -67,20 +67,20 @@ def reproduce(only: Sequence[str] | None, scale: str, out: Path) -> list[Finding
 
 
 def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperReport:
-    """Do what `reproduce` does, all but writing the report."""
+    """Do what `reproduce` does, but return the report and do not write it."""
     published = read_published()
     wanted = known_ids(published, CHECKS, only)
-    sizes = known_scale(scales.SCALES, scale)
-    if sizes.speed is not None:
-        sizes.speed.check_device()
+    chosen = known_scale(scales.SCALES, scale)
+    if chosen.speed is not None:
+        chosen.speed.check_device()
     experiments = load_experiments(results_folder())
     folder = prepare_folder(out, "rat")
     shutil.rmtree(folder / "speed", ignore_errors=True)
     console = Console(stderr=True)
-    if sizes.speed is not None:
-        experiments += measure_speed(sizes.speed, published, wanted, folder, console)
-    with threads(sizes.threads), progress(console) as watch:
-        evidence = Evidence(sizes, folder, watch)
+    if chosen.speed is not None:
+        experiments += measure_speed(chosen.speed, published, wanted, folder, console)
+    with threads(chosen.threads), progress(console) as watch:
+        evidence = Evidence(chosen, folder, watch)
         findings = find_all(published, evidence, wanted, experiments)
         watch("figures", 1, 1)
         return PaperReport(
@@ -95,7 +95,7 @@ def reproduce_paper(only: Sequence[str] | None, scale: str, out: Path) -> PaperR
 
 
 def measure_speed(
-    speed: SpeedScale,
+    speed: SpeedShapes,
     published: Published,
     wanted: list[str] | None,
     folder: Path,
@@ -132,5 +132,5 @@ def read_published() -> Published:
 
 
 def results_folder() -> Path:
-    """Return where a checkout keeps results measured on GPUs; a wheel has no such folder."""
+    """Return the folder of committed results in a checkout; a wheel has no such folder."""
     return Path(__file__).parents[2] / "results"

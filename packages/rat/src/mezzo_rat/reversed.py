@@ -1,13 +1,15 @@
 """RAT-Reversed (the paper's appendix C.1): attention inside chunks, a recurrence across them.
 
-The paper gives no equation. Ours is the reading that is causal, streams, and meets both limits:
-with token l of chunk n, queries and keys turned by RoPE, and e[n] the chunk's value at its end,
+The paper gives no equation. These are ours: they are causal, can be computed token by token, and
+have both limits. For token l of chunk n, with queries and keys rotated by RoPE, and with e[n] the
+value at the end of the chunk:
 
     a[n,l] = softmax(q[n,l]·k[n,0..l] / sqrt(D)) v[n,0..l]
     h[n,l] = f[n,l] e[n-1] + (1 - f[n,l]) a[n,l]              e[n] = h[n,L-1], e[-1] = 0
     y[n,l] = sigmoid(z[n,l]) h[n,l]
 
-L >= T is softmax attention (times 1 - f, as RAT at L = 1), L = 1 is the gated linear RNN.
+With L >= T this is softmax attention (times 1 - f, as RAT at L = 1). With L = 1 it is the gated
+linear RNN.
 """
 
 from dataclasses import dataclass
@@ -36,30 +38,30 @@ class RATReversedConfig:
     """Softmax attention inside chunks, a gated recurrence across them; q shared by all heads."""
 
     chunk_size: int = 128
-    """L: 1 makes the mixer a linear RNN, T or more makes it attention."""
+    """L. With 1 the mixer is a linear RNN, with T or more attention."""
     head_dim: int = 64
     gate_rank: int = 64
     """Rank of the output gate's projection."""
     rope_base: float = 10_000.0
     span: int = 64
-    """The number of chunks over which the recurrence's memories start out spread: T / L."""
+    """T / L in training. The gates start with memories of up to this many chunks."""
 
     def build(self, d_model: int) -> "RATReversed":
         """Build the mixer.
 
         Raises:
-            TypeError: if a size or `rope_base` is of another kind.
-            ValueError: if the widths do not divide, or a number is not positive and finite; both
-                name the field.
+            TypeError: if a size is not an int, or `rope_base` not a number; it names the field.
+            ValueError: if the widths do not divide, or a number is not positive and finite; it
+                names the field.
         """
         return RATReversed(self, d_model)
 
 
 class RATReversedState(NamedTuple):
-    """What decoding carries: the open chunk's keys and values, the value of the one before."""
+    """The decoding state: the open chunk's keys and values, and the end of the chunk before."""
 
     k: Tensor
-    """(B, L, H, D): keys after RoPE; a row that has seen n tokens owns the first n % L."""
+    """(B, L, H, D): keys after RoPE; a row that has seen n tokens uses the first n % L."""
     v: Tensor
     """(B, L, H, D): their values."""
     h: Tensor
@@ -69,7 +71,10 @@ class RATReversedState(NamedTuple):
 
 
 class RATReversed(AbstractMixer):
-    """The reversed mixer; `in_proj` yields v, g, k of C, the output gate's rank, and q of D."""
+    """The reversed mixer.
+
+    `in_proj` gives v, g, k of C channels each, the low-rank input of the output gate, and q of D.
+    """
 
     state_type = RATReversedState
 
@@ -125,7 +130,7 @@ class RATReversed(AbstractMixer):
         return self.out_proj((z.sigmoid() * h.flatten(2)).to(v.dtype)), state
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Apply RoPE by place in the chunk: inside a chunk that is RoPE by token."""
+        """Apply RoPE by place in the chunk. Inside a chunk this equals RoPE by token."""
         L = self.config.chunk_size
         place = torch.arange(x.shape[1], device=x.device)[None] % L
         base, dtype = self.config.rope_base, accumulation_dtype(x.dtype)
@@ -141,7 +146,7 @@ class RATReversed(AbstractMixer):
         initial: Tensor | None = None,
         borders: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mix whole chunks, (B, N L, ...), q not yet turned and k turned.
+        """Mix whole chunks, (B, N L, ...). RoPE was applied to k, and not yet to q.
 
         Args:
             q: (B, N L, 1, D) queries.
@@ -178,7 +183,7 @@ class RATReversed(AbstractMixer):
     def _packed(
         self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, write: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """Give every sequence chunks of its own, T // L + S of them whatever the lengths."""
+        """Mix packed sequences, each in chunks of its own: T // L + S chunks for any lengths."""
         T, L = v.shape[1], self.config.chunk_size
         chunks = packed_chunks(T, L, cu_seqlens)
         place = chunks.slot[0] * L + chunks.position[0] % L
@@ -190,7 +195,7 @@ class RATReversed(AbstractMixer):
             F.pad(y, (0, 0, 0, 0, 0, 1)).index_select(1, token) for y in (q, k, v, keep, write)
         )
         num_chunks = floor_divide(cu_seqlens.long().diff() + L - 1, L)
-        # The slots that no sequence needs are a sequence of their own, at the end.
+        # The chunks that no sequence needs form one more sequence at the end.
         borders = F.pad(F.pad(num_chunks.cumsum(0), (1, 0)), (0, 1), value=slots)
         h, _ = self._chunks(q, self._turned(k), v, keep, write, borders=borders)
         return h.index_select(1, place)
@@ -205,7 +210,7 @@ class RATReversed(AbstractMixer):
         state: RATReversedState,
         added: Tensor,
     ) -> tuple[Tensor, RATReversedState]:
-        """Put each row's tokens at their places of whole chunks, after those of the state."""
+        """Mix tokens that continue a state: put them in whole chunks, after the state's tokens."""
         T, L = v.shape[1], self.config.chunk_size
         N = (T + 2 * L - 2) // L
         offset = state.lengths % L
@@ -219,7 +224,7 @@ class RATReversed(AbstractMixer):
         h, ends = self._chunks(q, k, v, keep, write, initial=state.h)
         h = _rows(h, offset[:, None] + torch.arange(T, device=v.device))
         closed = floor_divide(offset + added, L)
-        # A row whose chunks are all closed owns no key of an open one: any chunk will do.
+        # A row without an open chunk uses no key of its new state, so any chunk can stand there.
         chunk = closed.clamp(max=N - 1)[:, None] * L + torch.arange(L, device=v.device)
         return h, RATReversedState(
             _rows(k, chunk),

@@ -1,4 +1,4 @@
-"""`python -m mezzo_rat.train RECIPE`: what `torchrun` starts on each process."""
+"""`python -m mezzo_rat.train RECIPE`: the program that `torchrun` starts in each process."""
 
 import sys
 

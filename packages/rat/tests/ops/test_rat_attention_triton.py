@@ -244,7 +244,7 @@ def test_registered_ops_are_sound():
     inputs = draw(1, 20, 2, 1, 32)
     x, bias = (v.requires_grad_() for v in inputs.values())
     ops = torch.ops.mezzo_rat
-    form = Form(2, 1, True, 8, "chunk", 1e4, 0.2).pack()
+    form = Form(2, 1, True, 8, "chunk", 1e4, 0.2).as_arguments()
     torch.library.opcheck(ops.rat_attention, (x, bias, None, *form))
     borders = torch.tensor([0, 7, 20], device=DEVICE)
     torch.library.opcheck(ops.rat_attention, (x, bias, borders, *form))

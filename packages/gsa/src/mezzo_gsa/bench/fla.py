@@ -1,6 +1,6 @@
 """fla (flash-linear-attention), the library of the paper's authors, where it is installed.
 
-Nothing of this package needs it: it is what the benchmarks measure beside our own.
+Only the benchmarks use it, to compare with our ops and layers.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ def is_installed() -> bool:
 
 
 def title(*words: str) -> str:
-    """Return what a row of fla's is called: its version, and what is said of the row."""
+    """Return the name of a row of fla: its version, and further words."""
     from fla import __version__  # type: ignore[import-not-found, unused-ignore]
 
     return ", ".join((f"fla {__version__}", *words))
@@ -30,7 +30,7 @@ def title(*words: str) -> str:
 
 @contextmanager
 def excused(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say that something of fla's fails, and go on: its faults are not ours to mend."""
+    """Report an error of fla as a line, and go on: it must not stop our benchmark."""
     try:
         yield
     except Exception as error:
@@ -38,9 +38,9 @@ def excused(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def gsa_ops(scale: float) -> dict[str, Callable[..., Tensor]]:
-    """Return fla's op, as it comes and with the states kept for the backward.
+    """Return fla's op, by default and with the states kept for the backward.
 
-    It takes the write strengths s = 1 - exp(g) as an argument: making them is not timed.
+    Its write strengths s = 1 - exp(g) are an argument, so computing them is not timed.
     """
     from fla.ops.gsa import chunk_gsa  # type: ignore[import-not-found, unused-ignore]
 
@@ -63,7 +63,7 @@ def layers(
     """Return fla's layers of the paper's models.
 
     Raises:
-        UserError: if what they need beside fla's ops is not installed.
+        UserError: if a library that fla's layers need is not installed.
     """
     try:
         from fla.layers import (  # type: ignore[import-not-found, unused-ignore]
@@ -86,7 +86,7 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def step(layer: nn.Module, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
-    """Return what decodes x (1, 1, C) after a prompt (1, T, C)."""
+    """Return a function that decodes x (1, 1, C) after a prompt (1, T, C)."""
     from fla.models.utils import Cache  # type: ignore[import-not-found, unused-ignore]
 
     cache = Cache()
@@ -95,7 +95,7 @@ def step(layer: nn.Module, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
 
 
 class FlaMixer(nn.Module):
-    """A layer of fla's in the place of a mixer, for training alone."""
+    """A layer of fla with the interface of a mixer, for training only."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class FlaMixer(nn.Module):
 
 
 def replace_mixers(model: LM, d_model: int, num_heads: int, num_slots: int) -> None:
-    """Put fla's layers into a GSA model."""
+    """Replace the mixers of a GSA model by fla's layers."""
     weight = model.embed.weight
     for block in [part for part in model.modules() if isinstance(part, Block)]:
         made = layers(d_model, num_heads, num_slots, weight.device, weight.dtype)

@@ -1,6 +1,6 @@
-"""Whole models: a training step (forward, backward) of the tiny recipes.
+"""Benchmarks of whole models: a training step (forward, backward) of the tiny recipes.
 
-The paper's models, of 1.3B weights, are in `benchmarks/model_speed.py`.
+The paper's models of 1.3B weights are measured by `benchmarks/model_speed.py`.
 """
 
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ from mezzo_core.bench import Row, measure
 from mezzo_core.nn.lm import LM
 from torch import Tensor
 
-from mezzo_gsa.bench.setting import Setting
+from mezzo_gsa.bench.benchmark import Benchmark
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
 
 
-def model_rows(setting: Setting) -> Iterator[Row]:
+def model_rows(benchmark: Benchmark) -> Iterator[Row]:
     """Time each architecture of the paper's tables at the tiny recipes' size, eagerly."""
     for architecture in PAPER_NAMES:
         config = recipe("tiny", architecture).model
         torch.manual_seed(0)
-        with setting.device:
+        with benchmark.device:
             model = config.build()
-        B, T = setting.scale.batches[0]
-        tokens = torch.randint(config.vocab_size, (B, T), device=setting.device)
+        B, T = benchmark.shapes.batches[0]
+        tokens = torch.randint(config.vocab_size, (B, T), device=benchmark.device)
         step = partial(_step, model, tokens)
         shape = {"B": B, "T": T, "C": config.d_model}
-        timing = measure(step, setting.device, seconds=setting.scale.seconds)
-        yield Row(f"tiny_{architecture} model train", setting.impl, shape, timing)
+        timing = measure(step, benchmark.device, seconds=benchmark.shapes.seconds)
+        yield Row(f"tiny_{architecture} model train", benchmark.impl, shape, timing)
 
 
 def _step(model: LM, tokens: Tensor) -> None:

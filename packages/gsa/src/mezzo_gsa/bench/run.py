@@ -1,4 +1,4 @@
-"""The benchmark, whole: which parts, on which machine, printed and kept row by row."""
+"""The whole benchmark: runs its parts, and prints and writes each row."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,10 +10,10 @@ from mezzo_core.bench import append
 from mezzo_core.errors import UserError, nearest
 from rich.console import Console
 
+from mezzo_gsa.bench.benchmark import CPU, GPU, QUICK, Benchmark
 from mezzo_gsa.bench.layers import decode_rows, layer_rows
 from mezzo_gsa.bench.models import model_rows
 from mezzo_gsa.bench.ops import attention_rows, gla_rows, gsa_rows
-from mezzo_gsa.bench.setting import CPU, GPU, QUICK, Setting
 
 MAKERS = {
     "op": gsa_rows,
@@ -24,7 +24,7 @@ MAKERS = {
     "model": model_rows,
 }
 PARTS = (*MAKERS, "fla")
-"""What can be measured; "fla" adds its rows to those of the other parts."""
+"""The parts of the benchmark; "fla" adds rows of fla to the other parts."""
 
 
 def bench(
@@ -41,10 +41,10 @@ def bench(
 
     Args:
         device: where to measure.
-        quick: tiny shapes, for seconds.
+        quick: use tiny shapes, which take seconds.
         out: a .jsonl file; None writes nothing.
         parts: of PARTS.
-        commit: of the code, where no checkout tells it.
+        commit: of the code; None: the checkout's.
 
     Raises:
         UserError: if a part is unknown, or an op or a layer is wrong.
@@ -53,11 +53,11 @@ def bench(
         if part not in PARTS:
             raise UserError(f"no part is named {part!r}{nearest(part, PARTS)}")
     say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
-    scale = QUICK if quick else GPU if device.type == "cuda" else CPU
-    setting = Setting(scale, device, say, with_fla="fla" in parts)
+    shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
+    benchmark = Benchmark(shapes, device, say, with_fla="fla" in parts)
     rows = []
     for part in filter(parts.__contains__, MAKERS):
-        for row in MAKERS[part](setting):
+        for row in MAKERS[part](benchmark):
             written = row.to_json(device)
             written["commit"] = commit or written["commit"]
             rows.append(written)
@@ -68,7 +68,7 @@ def bench(
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Say a row in a line."""
+    """Return a row as a line of text."""
     shape = " ".join(f"{letter}{size}" for letter, size in row["shape"].items())
     peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.2f} GB"
     return (

@@ -1,4 +1,4 @@
-"""`mezzo-gsa convert`: a Transformer on disk becomes the start of a run, `train --init-from`."""
+"""`mezzo-gsa convert`: makes a model from a Transformer on disk, for `train --init-from`."""
 
 from pathlib import Path
 from typing import Annotated

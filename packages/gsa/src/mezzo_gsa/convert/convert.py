@@ -1,23 +1,23 @@
-"""T2R: the weights of a Transformer made those of a GSA, GLA or RetNet model, to be fine-tuned.
+"""T2R: makes the weights of a GSA, GLA or RetNet model from a Transformer's, for fine-tuning.
 
-What is copied (the paper's section 4.2): embeddings, norms, MLPs, and of attention Wq, Wk, Wv and
-Wo, with its heads and their groups. What a target has besides is new: GSA's Wα, GLA's low-rank
-gate, the output norms. New matrices are drawn from N(0, init_std), 0.02 where nothing else is
-said, as all are when a model of the paper starts from nothing; norms start at one.
+As in the paper's section 4.2, these are copied: embeddings, norms, MLPs, and Wq, Wk, Wv, Wo of
+attention, with the heads and their groups. Other weights of a target are new: GSA's Wα, GLA's
+low-rank gate, the output norms. New matrices are drawn from N(0, init_std), as in the paper's
+models that start from nothing (0.02 by default). Norms start at one.
 
-What the text says of the targets, and what follows from it:
+The targets follow the paper's text:
 
-- GLA and RetNet take ReLU on queries and keys and have no output gate, as in SUPRA (a footnote:
-  scores of an identity map can be negative, which no Transformer has seen). Their output norm is
-  what SUPRA found to be critical. The keys keep the Transformer's width.
-- RetNet keeps the Transformer's rotation. GLA and GSA have none.
-- Of GSA it says that Wα is all that is added, and that its softmax is why it fits. So the layer is
-  that of section 3.3 unchanged: swish on q, k and v, softmax between the passes, swish and RMSNorm
-  on the output; no scale stands for softmax attention's D^-1/2.
+- GLA and RetNet apply ReLU to queries and keys and have no output gate, as in SUPRA. (A footnote
+  explains: scores without it can be negative, which the Transformer has never seen.) They have the
+  output norm that SUPRA found to be critical. The keys keep the Transformer's width.
+- RetNet keeps the Transformer's RoPE. GLA and GSA have none.
+- For GSA the text says that only Wα is added, and that it fits because of its softmax. So the layer
+  is that of section 3.3 unchanged: swish on q, k and v, softmax between the passes, swish and
+  RMSNorm on the output. It has no scale in place of softmax attention's D^-1/2.
 
-A Transformer looks far back from its first step on, but GSA's slots start with memories of 12
-tokens. `gsa_spread`, which the paper does not have, is GSA with a bias that starts them with 2 to
-2048.
+A Transformer can look far back from its first step, but GSA's slots start with memories of 12
+tokens. `gsa_spread`, which is not in the paper, is GSA with a bias by which they start with 2 to
+2048 tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ from mezzo_gsa.retnet import RetNetConfig
 
 Target = GSAConfig | GLAConfig | RetNetConfig
 MakeTarget = Callable[[AttentionConfig, int], Target]
-"""What an attention layer with so many query heads becomes."""
+"""A function from an attention layer and its number of query heads to the new layer."""
 
 
 def to_gsa(attention: AttentionConfig, num_heads: int) -> GSAConfig:
@@ -47,7 +47,7 @@ def to_gsa(attention: AttentionConfig, num_heads: int) -> GSAConfig:
 
 
 def to_gsa_spread(attention: AttentionConfig, num_heads: int) -> GSAConfig:
-    """Return GSA whose slots start with short and long memories, in place of an attention layer."""
+    """Return GSA with short and long initial memories in place of an attention layer."""
     return replace(to_gsa(attention, num_heads), gate_spans=SPANS)
 
 
@@ -82,20 +82,20 @@ TARGETS: Mapping[str, MakeTarget] = {
     "gla": to_gla,
     "retnet": to_retnet,
 }
-"""The paper's three and one more, by the name that commands take."""
+"""The paper's three targets and `gsa_spread`, by their names in commands."""
 ROTATED = frozenset({"retnet"})
-"""Those which keep the Transformer's rotation."""
+"""The targets that keep the Transformer's RoPE."""
 
 
 def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
-    """Return the model that a Transformer becomes.
+    """Return the configuration of the model that a Transformer is converted to.
 
     Args:
-        config: every mixer must be softmax attention; windows and ALiBi are left behind.
+        config: every mixer must be softmax attention; windows and ALiBi are dropped.
         make: one of `TARGETS`, or a function of yours.
 
     Raises:
-        UserError: if a mixer is of another kind, or cannot become this target.
+        UserError: if a mixer is not softmax attention, or cannot be converted to this target.
     """
     mixers = []
     for i, mixer in enumerate(config.mixers):
@@ -114,17 +114,17 @@ def convert(
 
     Args:
         config: the Transformer.
-        weights: its `state_dict`; what is only copied is shared with the result.
+        weights: its `state_dict`. The result shares the copied tensors with it.
         make: one of `TARGETS`, or a function of yours.
-        seed: of the weights that are new. torch's own generator is left as it was.
+        seed: of the new weights. torch's own generator is not changed.
 
     Returns:
         The new model's configuration and its `state_dict`, each layer's weights in the dtype that
         the Transformer's had.
 
     Raises:
-        UserError: as `convert_config`, or if the weights are not those of `config`, or the new
-            model cannot be built.
+        UserError: as `convert_config`; also if the weights do not fit `config`, or the new model
+            cannot be built.
     """
     new_config = convert_config(config, make)
     expected = build_on_meta(config, "the Transformer").state_dict()
@@ -133,7 +133,7 @@ def convert(
     mixers = {f"stack.blocks.{i}.mixer.": mixer for i, mixer in enumerate(new_config.mixers)}
     kept = {name: w for name, w in weights.items() if ".mixer." not in name}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed GPUs
         for prefix, mixer in mixers.items():
             old = {part: weights[f"{prefix}w{part}.weight"] for part in "qkvo"}
             for name, weight in _mixer_weights(mixer, new_config, old).items():
@@ -144,7 +144,7 @@ def convert(
 def _mixer_weights(
     mixer: MixerConfig, config: LMConfig, old: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a layer's `state_dict`: attention's four matrices where they belong, the rest new."""
+    """Return a layer's `state_dict`: attention's four matrices in their places, the rest new."""
     built = mixer.build(config.d_model)
     init_weights(built, config.init_std)
     weights = {name: weight.to(old["q"].dtype) for name, weight in built.state_dict().items()}

@@ -1,8 +1,8 @@
-"""Llama's and Mistral's checkpoints: a folder of safetensors, read into our LM with exact logits.
+"""Llama and Mistral checkpoints: reads a folder of safetensors into our LM, with equal logits.
 
-Their rotation pairs dimension i of a head with i + D/2, as `mezzo_core.positions` does, so queries'
-and keys' rows are copied in the order in which they are stored. A window of W keys counts the
-token itself in both.
+Their RoPE pairs dimension i of a head with i + D/2, as `mezzo_core.positions` does. So the rows of
+queries and keys are copied in the stored order. In both, a window of W keys includes the token
+itself.
 """
 
 import sys
@@ -25,12 +25,12 @@ CONFIG = "config.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What an architecture takes where config.json says nothing.
+# Defaults of an architecture for keys that config.json does not have.
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
-# What each of these must be, if it is there: our LM has nothing for another value.
+# The values that our LM supports for these keys, if they are there.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -38,7 +38,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
-# No model has more; their names are listed before any file is looked at.
+# No model has more layers. The names of all layers' weights are listed before any file is read, so
+# a damaged number must not make that list huge.
 _MOST_LAYERS = 10_000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OURS = {
@@ -60,22 +61,21 @@ _OURS_OF_A_LAYER = {
 
 
 def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Read a Llama or Mistral checkpoint in the layout of the Hugging Face hub.
+    """Read a Llama or Mistral checkpoint in the format of the Hugging Face hub.
 
     Args:
         folder: config.json and model.safetensors, or several files of weights beside
             model.safetensors.index.json. Nothing pickled is read.
-        has_rope: False leaves the rotation out, of whatever kind it is: for a model that is made
-            of these weights and rotates nothing.
+        has_rope: False ignores RoPE, of any kind, for a conversion to a model without RoPE.
 
     Returns:
-        The configuration of an LM of softmax attention, and its `state_dict` in the dtype that was
-        stored. A tied head is under its own name too.
+        The configuration of an LM of softmax attention, and its `state_dict` in the stored dtype. A
+        tied head also has an entry under its own name.
 
     Raises:
-        UserError: if a file is missing or damaged, the model is of another architecture or has
-            what our LM has not (scaled RoPE, biases, other activations, quantized weights), or the
-            weights are not those that config.json describes.
+        UserError: if a file is missing or damaged, the architecture is another one, the model has
+            features that our LM lacks (scaled RoPE, biases, other activations, quantized weights),
+            or the weights are not those that config.json describes.
     """
     folder = Path(folder)
     path = folder / CONFIG
@@ -91,7 +91,7 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
 
 
 def is_llama(folder: str | Path) -> bool:
-    """Tell whether a folder holds a model in the hub's layout, of whatever architecture."""
+    """Tell whether a folder holds a model in the hub's format, of any architecture."""
     path = Path(folder) / CONFIG
     return path.is_file() and "model_type" in read_json(path)
 
@@ -100,12 +100,12 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
     """Turn the hub's description of a Llama or Mistral model into ours.
 
     Args:
-        found: what is in its config.json.
-        path: where that is, for messages.
+        found: the contents of its config.json.
+        path: of config.json, for messages.
         has_rope: see `load_llama`.
 
     Raises:
-        UserError: if our LM cannot be this model; the message names the key and its value.
+        UserError: if our LM does not support this model; the message names the key and its value.
     """
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
@@ -129,7 +129,7 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
     mixer = AttentionConfig(
         head_dim=head_dim,
         num_kv_heads=_count_or_none(found, path, "num_key_value_heads") or heads,
-        # Llama's attention has no window, whatever its description says.
+        # Llama's attention has no window, even if its config.json has a value.
         window_size=_count_or_none(found, path, "sliding_window") if kind == "mistral" else None,
         rope_base=_rope_base(found, path) if has_rope else None,
     )
@@ -188,7 +188,7 @@ def _rope_base(found: Mapping[str, Any], path: Path) -> float:
 
 
 def _names(num_layers: int, tied: bool) -> dict[str, str]:
-    """Map the hub's name of every weight to ours; a tied head has none of its own."""
+    """Map the hub's name of every weight to ours, without the head if it is tied."""
     names = {
         f"{theirs}.weight": f"{ours}.weight"
         for theirs, ours in _OURS.items()
@@ -206,7 +206,7 @@ def _read_weights(
     """Yield every weight that `names` lists, by the hub's name, file by file."""
     files = _files(folder)
     missing = [name for name in names if name not in files]
-    # Old checkpoints store the rotation's frequencies, and a tied head may be stored twice.
+    # Old checkpoints also store RoPE's frequencies, and some store a tied head twice.
     known = {*names, "lm_head.weight"} if tied else set(names)
     unknown = [
         name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")
@@ -226,9 +226,9 @@ def _read_weights(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of weights; what goes wrong with it is one line."""
+    """Open a file of weights; errors become a UserError of one line."""
     library = import_library("safetensors", "train")
-    if not path.is_file():  # the library would wait for a pipe
+    if not path.is_file():  # on a pipe the library would wait forever
         raise UserError(f"{path} cannot be read: it is missing, or no file")
     try:
         with library.safe_open(path, framework="pt") as stored:

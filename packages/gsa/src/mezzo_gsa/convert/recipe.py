@@ -26,20 +26,19 @@ WARMUP_STEPS = 1000
 def t2r(
     target: str, transformer: LMConfig = MISTRAL_7B, *, num_tokens: int = 20_000_000_000
 ) -> TrainConfig:
-    """Return the fine-tuning of a converted Transformer: `replace(..., init_from=FOLDER)` it.
+    """Return the run that fine-tunes a converted Transformer; set its `init_from` to the model.
 
     The paper gives AdamW's highest rate 3e-5, 1K steps of warm-up, T 2K, 2M tokens a step and
-    20B or 100B tokens of SlimPajama. Left open, and taken from its training from nothing: a cosine
-    to a tenth of the rate, and decay 0.01.
+    20B or 100B tokens of SlimPajama. It does not give the schedule and the decay. These are taken
+    from its other trainings: a cosine to a tenth of the rate, and a weight decay of 0.01.
 
     Args:
         target: one of `TARGETS`.
-        transformer: what was converted; with `train --init-from` the folder's own model replaces
-            it.
-        num_tokens: of all steps, which have 2,097,152 each.
+        transformer: the model that was converted; `train --init-from` replaces it by the folder's.
+        num_tokens: of all steps; a step has 2,097,152.
 
     Raises:
-        UserError: if there is no such target, the tokens fill no step, or as `convert_config`.
+        UserError: as `convert_config`; also if there is no such target, or the tokens fill no step.
     """
     if target not in TARGETS:
         raise UserError(f"target must be of {', '.join(TARGETS)}{nearest(target, TARGETS)}")

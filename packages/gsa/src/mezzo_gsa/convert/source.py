@@ -1,4 +1,4 @@
-"""Where a Transformer comes from: a folder of the hub's kind, the hub itself, or a run of ours."""
+"""Sources of a Transformer: a folder in the hub's format, the hub, or a training run of ours."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +16,19 @@ from torch import Tensor
 from mezzo_gsa.convert.llama import is_llama, load_llama
 
 FILES = ("*.json", "*.safetensors", "tokenizer.model")
-"""What is fetched from the hub: nothing that is pickled."""
+"""The files that are downloaded from the hub; none of them is pickled."""
 SEQ_LEN = 2048
-"""T of the paper's fine-tuning, for models that say nothing of a length."""
+"""T of the paper's fine-tuning, for models that do not name a length."""
 
 
 class Transformer(NamedTuple):
-    """A Transformer, read."""
+    """A Transformer that was read."""
 
     folder: Path
     config: LMConfig
     weights: dict[str, Tensor]
     extra: dict[str, Any]
-    """What a command needs beside the model: tokenizer, data, seq_len."""
+    """Values that commands need besides the model: tokenizer, data, seq_len."""
 
 
 def read_transformer(
@@ -39,12 +39,11 @@ def read_transformer(
     Args:
         source: a folder with a Llama or Mistral checkpoint; "hub:NAME", which is downloaded; or a
             training run's folder, or its model/.
-        tokenizer: in place of the model's own; see `mezzo_core.data.load_tokenizer`.
+        tokenizer: replaces the model's own; see `mezzo_core.data.load_tokenizer`.
         has_rope: see `load_llama`.
 
     Raises:
-        UserError: if there is no such model, it cannot be read, nothing says its tokenizer, or that
-            cannot be read.
+        UserError: if the model or its tokenizer is not found or cannot be read.
     """
     folder = download(source) if source.startswith(HUB_PREFIX) else Path(source)
     if not is_llama(folder):
@@ -60,10 +59,10 @@ def read_transformer(
 
 
 def download(source: str) -> Path:
-    """Fetch "hub:NAME" with `huggingface_hub`, or find it among earlier downloads.
+    """Download "hub:NAME" with `huggingface_hub`, or find it among earlier downloads.
 
     Raises:
-        UserError: if it cannot be had, or the library is not installed.
+        UserError: if the download fails, or the library is not installed.
     """
     library = import_library("huggingface_hub", "hub")
     reach_hub(source)
@@ -77,7 +76,7 @@ def download(source: str) -> Path:
 
 def _tokenizer_of(folder: Path, source: str) -> str:
     if source.startswith(HUB_PREFIX):
-        return source  # the tokenizer is found again by name, wherever downloads are kept
+        return source  # by this name the tokenizer is found again in any download folder
     if (folder / "tokenizer.json").is_file():
         return str(folder)
     if (folder / "tokenizer.model").is_file():
@@ -86,9 +85,9 @@ def _tokenizer_of(folder: Path, source: str) -> str:
 
 
 def _described(tokenizer: str, vocab_size: int) -> dict[str, Any]:
-    """Name the tokenizer for whoever reads the new model, from wherever that is."""
+    """Return the entries that name the tokenizer, by a path that is valid in every folder."""
     if not tokenizer.startswith(HUB_PREFIX):
-        fitting_tokenizer(tokenizer, vocab_size)  # a bad one is found now, not in use
+        fitting_tokenizer(tokenizer, vocab_size)  # raises an error now rather than at first use
     if tokenizer != "byte" and not tokenizer.startswith(HUB_PREFIX):
         tokenizer = str(Path(tokenizer).expanduser().resolve())
     return {"tokenizer": tokenizer, "data": to_json(DataConfig(tokenizer=tokenizer))}

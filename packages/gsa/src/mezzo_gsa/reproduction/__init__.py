@@ -1,1 +1,1 @@
-"""Behind `mezzo-gsa reproduce`: exact checks, tiny trainings, and which result answers what."""
+"""`mezzo-gsa reproduce`: exact checks, tiny trainings, and the claims they answer."""

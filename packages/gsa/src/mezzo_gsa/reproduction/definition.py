@@ -1,6 +1,6 @@
-"""GSA's equations once more, written with loops: the report's own witness.
+"""GSA's equations written again with loops, to check the ops for the report.
 
-It shares no code with `mezzo_gsa.ops`, so that agreement means something.
+This shares no code with `mezzo_gsa.ops`, so a common mistake is unlikely.
 """
 
 import torch

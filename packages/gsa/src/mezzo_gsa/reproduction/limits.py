@@ -1,6 +1,6 @@
 """Checks of the method that need no training: the forms agree, and the limits of the gates.
 
-All are equalities in float64: what they compare can differ by rounding alone.
+Each compares numbers in float64 that can differ by rounding only.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ equality = partial(checks.equality, tolerance=1e-12)
 
 
 def definition() -> Finding:
-    """The op by chunks is the paper's recurrence."""
+    """The op by chunks equals the paper's recurrence."""
     q, k, v, g = _inputs()
     return equality(
         "gsa.check.definition",
@@ -33,7 +33,7 @@ def definition() -> Finding:
 
 
 def forms_agree() -> Finding:
-    """By chunks, token by token and in place; the output and the state after."""
+    """The forms by chunks, token by token and in place give the same outputs and final states."""
     q, k, v, g = _inputs()
     out, state = chunk_gsa(q, k, v, g)
     slow, after = recurrent_gsa(q, k, v, g)
@@ -48,7 +48,7 @@ def forms_agree() -> Finding:
 
 
 def second_pass_is_gla() -> Finding:
-    """Given the weights of the slots, what is left is gated linear attention (section 3.2)."""
+    """With the weights of the slots as queries, the second pass is gated linear attention."""
     q, k, v, g = _inputs()
     s = -torch.expm1(g)
     keys, memory = [], torch.zeros(1, H, M, D, dtype=torch.float64)
@@ -65,7 +65,7 @@ def second_pass_is_gla() -> Finding:
 
 
 def gates_at_one() -> Finding:
-    """Gates at 1 write nothing: every token reads the memory that was there."""
+    """Gates at 1 write nothing: every token reads the initial memory."""
     q, k, v, g = _inputs()
     memory = GSAState(*_normal((1, H, M, D), (1, H, M, D)))
     out, after = chunk_gsa(q, k, v, torch.zeros_like(g), initial_state=memory)
@@ -80,7 +80,7 @@ def gates_at_one() -> Finding:
 
 
 def gates_at_zero() -> Finding:
-    """Gates at 0 keep one token: every slot is the current one, and so is the output."""
+    """Gates at 0 keep only the current token: all slots hold it, and the output is its value."""
     q, k, v, g = _inputs()
     return equality(
         "gsa.check.gates_at_zero",
@@ -91,7 +91,7 @@ def gates_at_zero() -> Finding:
 
 
 def one_slot_a_token() -> Finding:
-    """Without decay and with a slot for each token, the last query sees softmax attention."""
+    """Without decay and with a slot for each token, the last output is softmax attention."""
     q, k, v, _ = _inputs()
     s = torch.eye(T, dtype=torch.float64)[None, :, None].expand(1, T, H, T)
     weights = torch.einsum("bhd,bshd->bhs", q[:, -1], k).softmax(-1)
@@ -104,7 +104,7 @@ def one_slot_a_token() -> Finding:
 
 
 def decode_equals_prefill() -> Finding:
-    """Logits step by step, and after an uneven prefill, are those of one full forward."""
+    """Logits step by step, after a prefill that ends inside a chunk, equal those of a forward."""
     hybrid = (GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16))
     model = LMConfig(vocab_size=64, d_model=64, mixers=hybrid)
     id = "gsa.check.decode_equals_prefill"
@@ -112,7 +112,7 @@ def decode_equals_prefill() -> Finding:
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, v (1, T, H, D) and g (1, T, H, M), with gates as the layer makes them."""
+    """Return q, k, v (1, T, H, D) and g (1, T, H, M), with gates like those of the layer."""
     q, k, v, logits = _normal(*((1, T, H, D),) * 3, (1, T, H, M))
     return q, k, v, F.logsigmoid(logits) / 8
 

@@ -1,4 +1,4 @@
-"""Why a table or claim is not attempted at the scale that one small machine carries."""
+"""Why a table or claim is not attempted on one small machine."""
 
 _MODELS = "needs the 1.3B and 2.7B models (recipes 1p3b_gsa, 2p7b_gsa, ...) trained on 100B tokens"
 _DOWNSTREAM = f"{_MODELS} and the downstream data sets"

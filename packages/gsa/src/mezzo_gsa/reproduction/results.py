@@ -1,4 +1,4 @@
-"""What results measured elsewhere say: orders of Table 2, and figures 3a and 4 in words."""
+"""Answers from committed results: orders of Table 2, and figures 3a and 4 in words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,13 +21,13 @@ ORDERINGS: Mapping[str, Sequence[str]] = {
     "gsa.claim.ablation_softmax": tuple(ABLATION[f"gsa{name}"] for name in _BETWEEN),
     "gsa.claim.ablation_slots": tuple(ABLATION[name] for name in _SLOTS),
 }
-"""The orders of claims whose prose calls the rows of Table 2 by other names, best first."""
+"""The orders, best first, of claims whose text uses other names for the rows of Table 2."""
 
 
 def with_results(
     finding: Finding, published: Published, experiments: Sequence[Experiment]
 ) -> Finding:
-    """Let results measured elsewhere and committed speak first; our own rows stay beside them."""
+    """Answer from committed results where there are any; this run's rows stay beside them."""
     orderings = {**ORDERINGS, "gsa.table2": whole_column(published)}
     for experiment in speaking_to(finding.id, experiments):
         if finding.id in WORDS:
@@ -41,7 +41,7 @@ def with_results(
 
 
 def ungrouped(experiment: Experiment) -> Experiment:
-    """Return an experiment of Table 2 without its groups: rows differ from the first one alone."""
+    """Return an experiment of Table 2 without its groups; each row is a variant of the first."""
     ours = experiment.measurement
     rows = tuple(replace(row, group="") for row in ours.rows)
     return replace(experiment, measurement=replace(ours, rows=rows))
@@ -61,7 +61,7 @@ def train_throughput(ours: Measurement) -> str | None:
 
 
 def recompute(ours: Measurement) -> str | None:
-    """State what keeping the states costs in memory, or gains in throughput."""
+    """State the cost in memory, or the gain in throughput, of keeping the states."""
     what = "memory" if ours.unit == "GiB" else "training throughput"
     found = ratios(ours, KEPT, GSA)
     said = f"{what} with the states kept over that with them computed again: {listed(found)}"
@@ -102,4 +102,4 @@ WORDS: Mapping[str, Words] = {
     "gsa.claim.recompute": recompute,
     "gsa.claim.inference": inference,
 }
-"""The claims without a printed number to compare with, and what a measurement says about each."""
+"""For each claim without a printed number, the function that words what a measurement says."""

@@ -1,4 +1,4 @@
-"""How much a reproduction runs, and the models that it trains."""
+"""The scales of a reproduction (`--scale`), and the models that it trains."""
 
 from dataclasses import dataclass, replace
 
@@ -14,17 +14,17 @@ MODELS = {
     ABC: RECIPES["tiny_abc"],
     PAPER_NAMES["attention"]: RECIPES["tiny_attention"],
 }
-"""What is trained, by the paper's names: what section 4.1.3 says of gates, and Transformer++."""
+"""The models that are trained, by the paper's names: those of section 4.1.3, and Transformer++."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The budget of one reproduction.
+    """How much one reproduction runs.
 
     Attributes:
         budget: of the tiny trainings.
         sample_tokens: length of the sample text.
-        threads: of this process; None leaves torch's choice.
+        threads: of this process; None keeps torch's choice.
     """
 
     budget: Budget

@@ -1,4 +1,4 @@
-"""Weights, states and settings: the paper's numbers against our recipes, which nothing trains."""
+"""Weights, states and hyperparameters: the paper's numbers against our recipes, untrained."""
 
 import torch
 from mezzo_core.nn.contract import AbstractMixer
@@ -10,9 +10,9 @@ from mezzo_gsa.convert.recipe import t2r
 from mezzo_gsa.gsa import GSA
 from mezzo_gsa.recipes import PAPER_NAMES, RECIPES
 
-SETTINGS = ("1p3b", "2p7b")
+SIZES = ("1p3b", "2p7b")
 TOKENS = {"tokens": 0.01, "warm-up tokens": 0.01}
-"""Counts of tokens are printed rounded; the recipes take powers of two near them."""
+"""The paper prints rounded counts of tokens; the recipes use powers of two near them."""
 
 
 def state_size(claim: Claim) -> Finding:
@@ -22,8 +22,8 @@ def state_size(claim: Claim) -> Finding:
     for architecture, name in PAPER_NAMES.items():
         if name not in printed:
             continue
-        counted = [_state_numbers(RECIPES[f"{s}_{architecture}"]()) for s in SETTINGS]
-        right &= counted == [printed[name]] * len(SETTINGS)
+        counted = [_state_numbers(RECIPES[f"{s}_{architecture}"]()) for s in SIZES]
+        right &= counted == [printed[name]] * len(SIZES)
         rows.append(ResultRow(name, ((printed[name], *counted),)))
     return Finding(
         claim.id,
@@ -34,7 +34,7 @@ def state_size(claim: Claim) -> Finding:
         + "; Mamba is not in this package",
         (
             Measurement(
-                ("printed", *SETTINGS),
+                ("printed", *SIZES),
                 tuple(rows),
                 "numbers in all layers' states over layers times model dimension, counted in their "
                 "tensors",
@@ -80,8 +80,8 @@ def state_details(claim: Claim) -> Finding:
 
 
 def setup_lm(claim: Claim) -> Finding:
-    """Compare the 1.3B and 2.7B recipes; what they are called is less than all their weights."""
-    small, large = (RECIPES[f"{setting}_gsa"]() for setting in SETTINGS)
+    """Compare the 1.3B and 2.7B recipes; their names count fewer weights than they have."""
+    small, large = (RECIPES[f"{size}_gsa"]() for size in SIZES)
     tokens = small.steps * small.batch_size * small.seq_len
     ours = {
         "small model parameters": _parameters(small),
@@ -114,7 +114,7 @@ def setup_t2r(claim: Claim) -> Finding:
 
 
 def _state_numbers(config: TrainConfig) -> float:
-    """Return the floating-point numbers of a model's state, in L d; counters are left out."""
+    """Return how many floating-point numbers a model's state has, in units of L d."""
     with torch.device("meta"):
         states = config.model.build().init_state(1)
     numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())

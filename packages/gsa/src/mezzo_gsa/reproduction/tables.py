@@ -1,4 +1,7 @@
-"""Which table and claim is answered by what; together with `reasons`, all of them, each once."""
+"""The function that answers each table and claim; `reasons` has those that are not attempted.
+
+Together they have every table and claim exactly once.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -15,7 +18,7 @@ from mezzo_gsa.reproduction.results import with_results
 from mezzo_gsa.reproduction.scale import ABC, CONSTANT
 
 GATES = ("GSA", CONSTANT, ABC)
-"""The order of section 4.1.3: gates that read the token, gates that do not, none."""
+"""The order of section 4.1.3: gates that depend on the token, constant gates, no gates."""
 EXACT: Mapping[str, Callable[[Claim], Finding]] = {
     "gsa.claim.state_size": sizes.state_size,
     "gsa.claim.state_details": sizes.state_details,
@@ -25,7 +28,7 @@ EXACT: Mapping[str, Callable[[Claim], Finding]] = {
     "gsa.setup.t2r": sizes.setup_t2r,
 }
 TRAINED = ("gsa.table2", "gsa.claim.ablation_gating")
-"""What the tiny trainings speak to."""
+"""The table and the claim that the tiny trainings answer."""
 
 
 def find_all(
@@ -34,7 +37,7 @@ def find_all(
     only: Collection[str] | None,
     experiments: Sequence[Experiment],
 ) -> list[Finding]:
-    """Return one finding a table, claim and check (of `only`), in the order of the paper."""
+    """Return a finding for each table, claim and check (of `only`), in the paper's order."""
 
     def answer(id: str) -> Finding:
         finding = guarded(id, partial(find, id, published, trainings))
@@ -44,7 +47,7 @@ def find_all(
 
 
 def find(id: str, published: Published, trainings: Trainings) -> Finding:
-    """Do what one table, claim or check takes."""
+    """Return the finding for one table, claim or check."""
     if id in limits.CHECKS:
         return limits.CHECKS[id]()
     if id in EXACT:
@@ -56,6 +59,6 @@ def find(id: str, published: Published, trainings: Trainings) -> Finding:
 
 
 def gating(printed: Claim | Table, trainings: Trainings) -> Finding:
-    """Compare the gating mechanisms; of Table 2 three rows of nine."""
+    """Compare the gating mechanisms, which are three of the nine rows of Table 2."""
     note = " (three of nine rows)" if isinstance(printed, Table) else ""
     return ordering_finding(printed, GATES, trainings.perplexity(GATES), "Val. PPL", note)

@@ -1,7 +1,7 @@
 """The ops of RAT: functions on tensors, without weights.
 
-`gated_scan` and `linear_scan` here are functions, although folders have the same names. The modules
-in these folders are imported by `from mezzo_rat.ops.gated_scan import api`.
+`gated_scan` and `linear_scan` are functions here, although there are folders of the same names. To
+import a module of such a folder, write `from mezzo_rat.ops.gated_scan import api`.
 """
 
 from mezzo_rat.ops.gated_scan import GatedScanOutput as GatedScanOutput

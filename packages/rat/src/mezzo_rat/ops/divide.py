@@ -1,4 +1,4 @@
-"""Division of positions by a length, in compiled programs too."""
+"""Division of positions by a length that torch.compile gets right."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from torch import Tensor
 def floor_divide(positions: Tensor, length: int) -> Tensor:
     """Return positions // length: the chunk of each position.
 
-    Use this wherever tensors of positions are divided on a path that torch.compile may see. On a
-    CPU its inductor (seen in torch 2.13 and 2.15) splits the loop of `arange(T) // length` into
-    T // length runs of `length`, and leaves the T % length last elements unwritten. An op of its
-    own is a division that the inductor does not see.
+    Use this wherever code that may be compiled divides tensors of positions. On a CPU, inductor
+    (seen in torch 2.13 and 2.15) splits the loop of `arange(T) // length` into T // length runs of
+    `length` elements, and does not write the last T % length elements. As a registered op, the
+    division is hidden from inductor.
 
     Args:
         positions: integers of any shape.
@@ -26,4 +26,4 @@ def _floor_divide(positions: Tensor, length: int) -> Tensor:
 
 @_floor_divide.register_fake
 def _(positions: Tensor, length: int) -> Tensor:
-    return positions // length  # of tensors without memory: shape and strides
+    return positions // length  # a fake tensor: only its shape and strides matter

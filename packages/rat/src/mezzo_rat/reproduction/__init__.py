@@ -1,1 +1,1 @@
-"""Behind `mezzo-rat reproduce`: exact checks, tiny trainings, timings, and what each answers."""
+"""`mezzo-rat reproduce`: exact checks, tiny trainings, timings, and the claims they answer."""

@@ -1,6 +1,6 @@
-"""RAT's equations once more, written with loops and complex numbers: the report's own witness.
+"""RAT's equations written again with loops and complex numbers, to check the ops for the report.
 
-It shares no code with `mezzo_rat.ops`, so that agreement means something.
+This shares no code with `mezzo_rat.ops`, so a common mistake is unlikely.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 def rat_by_definition(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, z: Tensor, *, chunk_size: int, rope_base: float
 ) -> Tensor:
-    """Compute equation 3 of the paper, token by token, RoPE by chunk index.
+    """Compute equation 3 of the paper token by token, with RoPE by chunk index.
 
     Args:
         q: (T, G, D) queries; head h reads group h % G.
@@ -50,6 +50,6 @@ def rat_by_definition(
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate (H, D), the halves read as real and imaginary parts, by (D/2) angles."""
+    """Rotate (H, D) by (D/2) angles; the halves of D are the real and the imaginary parts."""
     real, imaginary = x.chunk(2, dim=-1)
     return torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)

@@ -1,4 +1,4 @@
-"""What a reproduction measures, each part run once and only when a table or claim asks for it."""
+"""The measurements of a reproduction; each runs once, when a table or claim first needs it."""
 
 from pathlib import Path
 
@@ -31,5 +31,5 @@ class Evidence:
 
     @property
     def timed(self) -> bool:
-        """Whether the layers' timing was asked for and went well."""
+        """Whether the layers were timed, without an error."""
         return self._once.went_well("timing single layers")

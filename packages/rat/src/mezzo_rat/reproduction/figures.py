@@ -11,7 +11,7 @@ from mezzo_rat.reproduction.evidence import Evidence
 
 
 def draw_figures(evidence: Evidence, folder: Path) -> list[Figure]:
-    """Draw what the evidence at hand allows, into an existing folder."""
+    """Draw the figures for which this run has measurements, into an existing folder."""
     figures = [
         *training_figures(evidence.trainings, folder),
         layer_costs(

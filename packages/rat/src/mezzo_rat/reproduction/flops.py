@@ -1,4 +1,4 @@
-"""FLOPs: the paper's orders of growth, counted in what our layers really multiply."""
+"""FLOPs: the growth that the paper claims, checked by counting our layers' products."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,11 +25,12 @@ LAYERS: dict[str, MixerConfig] = {
 
 
 def flops_growth(claim: Claim) -> Finding:
-    """FLOPs a token: constant for the RNN, growing as T/L for RAT, as T for attention.
+    """Check FLOPs a token: constant for the RNN, growing as T/L for RAT, and as T for attention.
 
-    Growth is what one more token of context adds to the FLOPs of each token. It is counted by
-    torch's counter on a forward pass, where masked logits count in full, and computed from
-    `flops_per_token`, where they do not: twice apart, the same for RAT and attention.
+    Growth is the FLOPs that one more token of context adds to each token. It is counted in two
+    ways: by torch's counter on a forward pass, which counts masked logits in full, and from
+    `flops_per_token`, which leaves them out. The first is twice the second, for RAT as for
+    attention.
     """
     rows, counted_growth, formula_growth = [], {}, {}
     for name, config in LAYERS.items():
@@ -61,7 +62,8 @@ def flops_growth(claim: Claim) -> Finding:
 
 def count_flops(mixer: nn.Module, num_tokens: int) -> float:
     """Return the FLOPs a token of the matrix products of one forward pass."""
-    # torch's counter knows no formula for the fused attention of a CPU; the products it does.
+    # torch's counter has no formula for the fused attention of a CPU. SDPBackend.MATH uses plain
+    # matrix products, which it counts.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         mixer(torch.randn(1, num_tokens, C))
     return counter.get_total_flops() / num_tokens
@@ -80,7 +82,7 @@ def _grows_as_claimed(growths: dict[str, float]) -> bool:
 
 
 def reversed_chunks(claim: Claim) -> Finding:
-    """Find the chunk size at which the reversed design costs what RAT(L=64) costs."""
+    """Find the chunk size at which the reversed design has the FLOPs of RAT(L=64)."""
     width, head_dim = 1024, 64
     contexts = (8192, 16_384, 32_768)
     found = []
@@ -114,7 +116,7 @@ def _nearest_power(distance: Callable[[int], float], largest: int) -> int:
 
 
 def _attention_flops(config: MixerConfig, d_model: int, num_tokens: int) -> float:
-    """Return the FLOPs a token that come from context: beyond those of a single token."""
+    """Return the FLOPs a token that the context adds to those of a single token."""
     with torch.device("meta"):
         mixer = config.build(d_model)
     return mixer.flops_per_token(num_tokens) - mixer.flops_per_token(1)

@@ -1,6 +1,6 @@
 """Checks of the method that need no training: its limits, RoPE by chunk, decoding, its sizes.
 
-All are equalities in float64, or counts: what they compare can differ by rounding alone.
+Each compares counts, or numbers in float64 that can differ by rounding only.
 """
 
 import torch
@@ -21,7 +21,7 @@ T, H, G, D = 75, 4, 2, 8
 
 
 def limit_attention() -> Finding:
-    """L = 1 is softmax attention over (1 - g)-scaled keys and values, RoPE by token."""
+    """With L = 1 RAT is softmax attention with RoPE by token; keys and values are times 1 - f."""
     q, k, v, g, z = _inputs()
     write, heads = torch.sigmoid(-g), torch.arange(H) % G
     query, key = (_rope(x, torch.arange(T)) for x in (q[:, heads], write * k[:, heads]))
@@ -38,7 +38,7 @@ def limit_attention() -> Finding:
 
 
 def limit_rnn() -> Finding:
-    """L >= T is the gated linear RNN: queries and keys no longer matter."""
+    """With L >= T RAT is the gated linear RNN: queries and keys have no effect."""
     q, k, v, g, z = _inputs()
     keep, h, states = torch.sigmoid(g), torch.zeros_like(v[0]), []
     for t in range(T):
@@ -53,7 +53,7 @@ def limit_rnn() -> Finding:
 
 
 def rope_by_chunk() -> Finding:
-    """The op agrees with the paper's equations, RoPE turned by complex numbers at chunk n."""
+    """The op agrees with the paper's equations, where RoPE is a complex product by chunk."""
     q, k, v, g, z = _inputs()
     L = 16
     return equality(
@@ -65,7 +65,7 @@ def rope_by_chunk() -> Finding:
 
 
 def decode_equals_prefill() -> Finding:
-    """Logits step by step, and after an uneven prefill, are those of one full forward."""
+    """Logits step by step, after a prefill that ends inside a chunk, equal those of a forward."""
     hybrid = (RATConfig(chunk_size=16, head_dim=16), AttentionConfig(head_dim=16, window_size=24))
     model = LMConfig(vocab_size=64, d_model=64, mixers=hybrid)
     return checks.decode_equals_prefill(
@@ -74,7 +74,7 @@ def decode_equals_prefill() -> Finding:
 
 
 def parameter_budget() -> Finding:
-    """The paper matches the weights of the three layers; q and k of RAT are shared by heads."""
+    """The three layers have about as many weights, as in the paper: RAT's heads share q and k."""
     C, head_dim = 2048, 128
     budget = 4 * C * C
     expected: dict[str, tuple[MixerConfig, int]] = {
@@ -163,7 +163,7 @@ def _rat(q: Tensor, k: Tensor, v: Tensor, g: Tensor, z: Tensor, chunk_size: int)
 
 
 def _rope(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate (T, H, D) by token position, the halves read as real and imaginary parts."""
+    """Rotate (T, H, D) by token position; the halves of D are the real and imaginary parts."""
     frequencies = 10_000.0 ** (-torch.arange(D // 2, dtype=x.dtype) * 2 / D)
     angles = (positions[:, None] * frequencies)[:, None]
     real, imaginary = x.chunk(2, dim=-1)

@@ -1,9 +1,9 @@
-"""Where a layer's state no longer fits: the OOM cells of Table 8, from the bytes of our states."""
+"""The out-of-memory cells of Table 8, predicted from the bytes of our states."""
 
 import torch
 from mezzo_core.papers import Claim, Finding, Measurement, ResultRow, Status, Table
 
-from mezzo_rat.reproduction.gpu.scale import paper_layers
+from mezzo_rat.reproduction.gpu.shapes import paper_layers
 
 C, HEAD_DIM = 2048, 128
 GPU_BYTES = 120e9
@@ -13,8 +13,8 @@ LAYERS = paper_layers(HEAD_DIM)
 def out_of_memory(claim: Claim, table8: Table) -> Finding:
     """Compare each cell of Table 8 with whether the batch's state fits the paper's GPU.
 
-    Nothing runs out of memory here: the sizes come from `state_bytes`, which other checks hold
-    against real tensors.
+    Nothing is allocated: the sizes come from `state_bytes`, which other checks compare with real
+    tensors.
     """
     rows, agreed = [], 0
     for row in table8.rows:

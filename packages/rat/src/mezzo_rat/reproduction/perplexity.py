@@ -1,4 +1,4 @@
-"""Tables and claims about perplexity and loss, from the tiny trainings: always scaled down."""
+"""Tables and claims about perplexity and loss, from tiny trainings; always SCALED_DOWN."""
 
 from mezzo_core.papers import (
     Claim,
@@ -18,7 +18,7 @@ HYBRIDS = ("RAT(L=16)-SWA", "Attention-SWA")
 
 
 def table1(evidence: Evidence, table: Table) -> Finding:
-    """Perplexity and generation speed of the tiny models; downstream tasks are left out."""
+    """Compare the perplexity and speed of the tiny models; downstream tasks are left out."""
     perplexity, generation = evidence.trainings.perplexity(), evidence.generation
     details, verdicts = [], []
     for column, ours in (("Val. PPL", perplexity), ("Throughput", generation)):
@@ -38,7 +38,7 @@ def table1(evidence: Evidence, table: Table) -> Finding:
 
 
 def ppl_200m(evidence: Evidence, claim: Claim) -> Finding:
-    """Attention, then RAT with growing chunks, then the RNN."""
+    """Check the order: attention, then RAT with growing chunks, then the RNN."""
     note = " (without L = 256, half of the tiny context)"
     return ordering_finding(
         claim, claim.ordering, evidence.trainings.perplexity(BETWEEN), "Val. PPL", note
@@ -46,12 +46,12 @@ def ppl_200m(evidence: Evidence, claim: Claim) -> Finding:
 
 
 def ppl_between(evidence: Evidence, claim: Claim) -> Finding:
-    """RAT between attention and RNN, larger chunks worse."""
+    """Check that RAT is between attention and the RNN, and that larger chunks are worse."""
     return ordering_finding(claim, BETWEEN, evidence.trainings.perplexity(BETWEEN), "Val. PPL")
 
 
 def chunk16_matches(evidence: Evidence, claim: Claim) -> Finding:
-    """RAT(L=16) comes nearer to attention than RAT(L=64)."""
+    """Check that RAT(L=16) comes nearer to attention than RAT(L=64)."""
     measurement = evidence.trainings.perplexity(("Attention", "RAT(L=16)", "RAT(L=64)"))
     ours = measurement.samples("Val. PPL")
     gaps = {
@@ -70,7 +70,7 @@ def chunk16_matches(evidence: Evidence, claim: Claim) -> Finding:
 
 
 def fig6_rnn(evidence: Evidence, claim: Claim) -> Finding:
-    """The RNN's loss is steady with test length, and the highest at the training length."""
+    """Check that the RNN's loss is steady over test lengths, and the highest at the training's."""
     measurement = evidence.trainings.loss_by_length(("RNN", *HYBRIDS))
     trained, longest = _trained_and_longest(evidence)
     order = compare_order((HYBRIDS[0], "RNN"), measurement.samples(trained), "lower")
@@ -89,7 +89,7 @@ def fig6_rnn(evidence: Evidence, claim: Claim) -> Finding:
 
 
 def fig6_rope(evidence: Evidence, claim: Claim) -> Finding:
-    """With RoPE both hybrids lose beyond the training length, attention more than RAT."""
+    """Check that with RoPE both hybrids get worse at longer tests, attention more than RAT."""
     measurement = evidence.trainings.loss_by_length(HYBRIDS)
     trained, longest = _trained_and_longest(evidence)
     changes = _changes(measurement, trained, longest)
@@ -107,7 +107,7 @@ def fig6_rope(evidence: Evidence, claim: Claim) -> Finding:
 
 
 def _trained_and_longest(evidence: Evidence) -> tuple[str, str]:
-    """Return the columns of the training length, or of the nearest below it, and the longest."""
+    """Return two columns: the longest test length up to the training length, and the longest."""
     lengths = evidence.trainings.budget.test_lengths
     seen = [length for length in lengths if length <= evidence.trainings.runs[0].seq_len]
     return f"T={max(seen)}", f"T={max(lengths)}"

@@ -1,4 +1,4 @@
-"""Why a table or claim is not attempted at the scale that one small machine carries."""
+"""Why a table or claim is not attempted on one small machine."""
 
 _MODELS_1B = (
     "needs the 1.3B models trained on 100B tokens of FineWeb-Edu (2 to 3 days on 16 H100 each)"

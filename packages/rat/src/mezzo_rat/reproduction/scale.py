@@ -1,4 +1,4 @@
-"""How much a reproduction runs, and the six architectures that it compares."""
+"""The scales of a reproduction (`--scale`), and the six architectures that it compares."""
 
 from dataclasses import dataclass, replace
 
@@ -6,28 +6,28 @@ from mezzo_core.reproduction import training
 from mezzo_core.reproduction.training import Budget
 
 from mezzo_rat.recipes import PAPER_NAMES
-from mezzo_rat.reproduction.gpu.scale import FULL, SpeedScale
+from mezzo_rat.reproduction.gpu.shapes import FULL, SpeedShapes
 
 RECIPES_OF_MODELS = {model: f"tiny_{name}" for name, model in PAPER_NAMES.items()}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The budget of one reproduction.
+    """How much one reproduction runs.
 
     Attributes:
-        name: what `--scale` takes.
-        budget: of the tiny trainings; its test lengths go beyond the training's (Fig. 6).
+        name: the value of `--scale`.
+        budget: of the tiny trainings; some test lengths exceed the training length (Fig. 6).
         timed_lengths: T of the layers that are timed.
         timed_tokens, timed_width: tokens a batch and model width C of these layers.
         decode_batch: B of the timed decode steps.
         timed_seconds: for each timing.
         new_tokens: tokens generated in the throughput measurement, for each prompt.
         sample_tokens: length of the sample text.
-        threads: of this process; None leaves torch's choice. On a busy machine, threads that wait
-            for each other slow tiny work down.
-        speed: the sizes at which the tables of speed are measured; None times small layers and
-            models on the CPU instead.
+        threads: of this process; None keeps torch's choice. On a busy machine, threads that wait
+            for each other make tiny work slow.
+        speed: shapes at which the speed tables are measured. None: small layers and models are
+            timed on the CPU instead.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Scale:
     new_tokens: int
     sample_tokens: int
     threads: int | None
-    speed: SpeedScale | None = None
+    speed: SpeedShapes | None = None
 
 
 CPU = Scale(

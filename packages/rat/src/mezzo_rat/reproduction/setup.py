@@ -1,4 +1,4 @@
-"""The paper's configurations against our recipes, field by field."""
+"""Comparison of the paper's configurations with our recipes, field by field."""
 
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.papers import Claim, Finding
@@ -8,7 +8,7 @@ from mezzo_core.train.config import TrainConfig
 from mezzo_rat.mixer import RATConfig
 from mezzo_rat.recipes import RECIPES
 
-# Counts of tokens are printed rounded (15B, 2M); the recipes take powers of two near them.
+# The paper prints rounded counts of tokens (15B, 2M); the recipes use powers of two near them.
 ROUNDED = {"tokens": 0.01, "batch tokens": 0.05}
 
 

@@ -1,6 +1,6 @@
 """Tables and claims about speed, from layers and models timed on this machine or on a GPU.
 
-A speed belongs to the machine: on another one than the paper's it is always scaled down.
+Speeds depend on the machine, so on other hardware than the paper's their status is SCALED_DOWN.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ RAT, HYBRID, ATTENTION = "RAT(L=16)", "RAT(L=16)-SWA", "Attention"
 
 
 def layer_table(phase: str, group: str = "") -> Callable[[Evidence, Table], Finding]:
-    """Compare a table of layer times with ours at the lengths that both have."""
+    """Return a function that compares a table of layer times with ours at common lengths."""
 
     def compare(evidence: Evidence, table: Table) -> Finding:
         measurement = evidence.layers[phase]
@@ -69,7 +69,7 @@ def short_slower(evidence: Evidence, claim: Claim) -> Finding:
 
 
 def from_layers(phase: str) -> Callable[[Evidence, Claim], Finding]:
-    """Answer a claim about single layers from the small ones timed on this CPU."""
+    """Return a function that answers a claim about layers from small ones timed on this CPU."""
 
     def answer(evidence: Evidence, claim: Claim) -> Finding:
         measurement = evidence.layers[phase]
@@ -86,7 +86,7 @@ def from_generation(evidence: Evidence, claim: Claim) -> Finding:
 
 
 def with_result(finding: Finding, published: Published, experiment: Experiment) -> Finding:
-    """Let a committed result of speed answer; what the finding said before stays beside it."""
+    """Answer from a committed speed result; the finding's earlier answer stays beside it."""
     ours = experiment.measurement
     if finding.kind == "table":
         return with_words(finding, experiment, *table_words(published.table(finding.id), ours))
@@ -94,7 +94,7 @@ def with_result(finding: Finding, published: Published, experiment: Experiment) 
 
 
 def table_words(table: Table, ours: Measurement) -> tuple[str, tuple[str, ...]]:
-    """Say in how many columns the printed order of models holds, and name the pairs that do not."""
+    """Return in how many columns the printed order of models holds, and the pairs that differ."""
     verdicts: dict[Verdict, int] = {}
     details = []
     for group in groups(ours):
@@ -115,7 +115,7 @@ def table_words(table: Table, ours: Measurement) -> tuple[str, tuple[str, ...]]:
 def speedup(
     slow: str = ATTENTION, fast: str = RAT, *, longest: bool = False
 ) -> Callable[[Measurement], str]:
-    """State how many times as fast as one model another is, at each length or at the longest."""
+    """Return a function that states the speed of `fast` over that of `slow`, by length."""
 
     def say(ours: Measurement) -> str:
         found = ratios(ours, slow, fast)
@@ -127,7 +127,7 @@ def speedup(
 
 
 def throughput(*models: str) -> Words:
-    """State how many times as many tokens a second as attention some models generate."""
+    """Return a function that states the models' generation throughput over attention's."""
 
     def say(ours: Measurement) -> str:
         parts = (f"{model} {listed(ratios(ours, model, ATTENTION))}" for model in models)
@@ -145,7 +145,7 @@ def slower_where(ours: Measurement) -> str:
 
 
 def growth_from_32k(ours: Measurement) -> str:
-    """State by how much each layer slows down beyond 32K tokens, the total staying the same."""
+    """State by how much each layer slows down beyond 32K tokens, at the same tokens a batch."""
     columns = [column for column in ours.columns if int(column) >= 32_768]
     if len(columns) < 2:
         return "nothing was measured beyond 32K tokens"
@@ -185,4 +185,4 @@ WORDS: Mapping[str, Words] = {
     "rat.claim.throughput_hybrid": throughput(HYBRID),
     "rat.claim.16k_throughput": throughput(HYBRID),
 }
-"""The claims about speed, and what a measurement says about each."""
+"""For each claim about speed, the function that words what a measurement says about it."""

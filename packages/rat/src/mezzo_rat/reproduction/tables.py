@@ -1,4 +1,7 @@
-"""Which table and claim is answered by what; together with `reasons`, all of them, each once."""
+"""The function that answers each table and claim; `reasons` has those that are not attempted.
+
+Together they have every table and claim exactly once.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -10,7 +13,7 @@ from mezzo_core.reproduction.orders import speaking_to, with_experiment
 
 from mezzo_rat.reproduction import flops, limits, memory, perplexity, setup, speed
 from mezzo_rat.reproduction.evidence import Evidence
-from mezzo_rat.reproduction.gpu.layouts import IDS
+from mezzo_rat.reproduction.gpu.result_files import IDS
 from mezzo_rat.reproduction.reasons import NOT_ATTEMPTED
 
 TABLES: Mapping[str, Callable[[Evidence, Table], Finding]] = {
@@ -46,7 +49,7 @@ EXACT: Mapping[str, Callable[[Published], Finding]] = {
     "rat.setup.1p3b": lambda p: setup.setup_1p3b(p.claim("rat.setup.1p3b")),
 }
 SPEED_IDS = frozenset(id for ids in IDS.values() for id in ids)
-"""What the speed tables answer at the scale that measures them."""
+"""The tables and claims that the speed tables answer, at the scale that measures them."""
 ORDERINGS = {"rat.claim.ppl_between": perplexity.BETWEEN}
 
 
@@ -56,7 +59,7 @@ def find_all(
     only: Collection[str] | None,
     experiments: Sequence[Experiment],
 ) -> list[Finding]:
-    """Return one finding a table, claim and check (of `only`), in the order of the paper."""
+    """Return a finding for each table, claim and check (of `only`), in the paper's order."""
 
     def answer(id: str) -> Finding:
         finding = guarded(id, partial(find, id, published, evidence))
@@ -66,13 +69,13 @@ def find_all(
 
 
 def find(id: str, published: Published, evidence: Evidence) -> Finding:
-    """Do what one table, claim or check takes."""
+    """Return the finding for one table, claim or check."""
     if id in limits.CHECKS:
         return limits.CHECKS[id]()
     if id in EXACT:
         return EXACT[id](published)
     if evidence.scale.speed is not None and id in SPEED_IDS:
-        # The speed tables of this run answer, as experiments.
+        # This run measured the speed tables; `with_experiments` adds their answers.
         return Finding(id, kind_of(id), Status.NOT_ATTEMPTED, "this run measured nothing for it")
     if id in NOT_ATTEMPTED:
         return Finding(id, kind_of(id), Status.NOT_ATTEMPTED, NOT_ATTEMPTED[id])
@@ -84,7 +87,7 @@ def find(id: str, published: Published, evidence: Evidence) -> Finding:
 def with_experiments(
     finding: Finding, published: Published, experiments: Sequence[Experiment]
 ) -> Finding:
-    """Let results measured elsewhere and committed speak first; our own rows stay beside them."""
+    """Answer from committed results where there are any; this run's rows stay beside them."""
     for experiment in speaking_to(finding.id, experiments):
         if finding.id in speed.TABLES or finding.id in speed.WORDS:
             finding = speed.with_result(finding, published, experiment)

@@ -1,4 +1,4 @@
-"""Speeds on this machine: single layers as in Tables 6 to 8, generation of whole models as in 1."""
+"""Speeds on this machine: layers as in Tables 6 to 8, and generation of models as in Table 1."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def time_layers(scale: Scale) -> dict[str, Measurement]:
         check_against_steps(layers[name])
     works = {"train": _train, "prefill": _prefill, "decode": _decode}
     times: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    # Several passes over everything, so that the spread shows what else the machine was doing.
+    # Several passes over everything: their spread shows the noise of the machine.
     for _, phase, (name, layer) in product(range(REPEATS), PHASES, layers.items()):
         medians = (
             measure(works[phase](layer, T, scale), CPU, seconds=scale.timed_seconds, warmup=1).ms
@@ -79,14 +79,14 @@ def _decode(layer: Layer, num_tokens: int, scale: Scale) -> Callable[[], object]
     x = torch.randn(scale.decode_batch, 1, scale.timed_width)
 
     def step() -> torch.Tensor:
-        state.lengths.fill_(num_tokens)  # the same token over and over
+        state.lengths.fill_(num_tokens)  # every step decodes the same position
         return x + layer.mixer.step(layer.norm(x), state)
 
     return torch.no_grad()(step)
 
 
 def time_generation(scale: Scale) -> Measurement:
-    """Measure tokens a second that each tiny model generates, at the better of two batch sizes."""
+    """Measure the tokens a second that each tiny model generates; the better of two batches."""
     prompt_length = 0
     rows = []
     for model_name, recipe in RECIPES_OF_MODELS.items():

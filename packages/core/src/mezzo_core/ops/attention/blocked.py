@@ -61,7 +61,7 @@ _REQUEST_SCHEMA = (
     schema=f"({_REQUEST_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _attention(*request: Any) -> tuple[Tensor, Tensor]:
-    r = Request(*request, True)
+    r = Request._make((*request, True))
     out = r.q.new_zeros(*r.q.shape[:3], r.v.shape[3])
     lse = r.q.new_full(r.q.shape[:3], float("-inf"), dtype=accumulation_dtype(r.q.dtype))
     for queries, _, _, _, b_v, scores in _blocks(r):
@@ -94,7 +94,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _attention_bwd(
     dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, *request: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r = Request(*request, True)
+    r = Request._make((*request, True))
     H = r.k.shape[2]
     dq = r.q.new_zeros(r.q.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (r.k, r.v))

@@ -1,1 +1,1 @@
-"""Rows cut into chunks, and the states at the borders of chunks: for eager PyTorch and kernels."""
+"""Chunks of rows, and the states at the borders of chunks, for eager PyTorch and for kernels."""

@@ -1,8 +1,9 @@
-"""Where the chunks of a call lie, and the segments of chunks that run side by side in time.
+"""The positions of a call's chunks, and segments of chunks that are computed in parallel.
 
-A chunk never crosses sequences. SEGMENT chunks make a segment: states run along it from zero, then
-a short pass runs along the segments, and whoever reads a state adds what flowed in from before its
-segment. Segments do not depend on the batch, so neither do the results.
+A chunk never crosses the border of a sequence. SEGMENT chunks make a segment. First, states are
+computed along each segment, starting from zero. Then a short pass runs along the segments of a
+sequence. A kernel that reads a state adds what came from before its segment. Segments do not depend
+on the batch, so the results do not depend on it either.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 SEGMENT = 16
-"""Chunks that one program runs through."""
+"""Chunks of a segment, which one program goes through."""
 
 
 class Chunks(NamedTuple):
@@ -20,17 +21,17 @@ class Chunks(NamedTuple):
     length: int
     """L, tokens of a chunk; the last chunk of a sequence may have fewer."""
     per_row: int
-    """Chunks of a row; if sequences are packed in it, room for those of all."""
+    """Chunks of a row; with packed sequences, the most chunks that they can have together."""
     num_rows: int
     num_sequences: int
     segments_per_row: int
-    """Segments of a row; if sequences are packed in it, room for those of all."""
+    """Segments of a row; with packed sequences, the most segments that they can have together."""
     chunk_table: Tensor | None
-    """Packed sequences have one: (N, 3) int32, each chunk's first token, length and segment."""
+    """Packed only: (N, 3) int32, the first token, the length and the segment of each chunk."""
     segment_table: Tensor | None
-    """Packed sequences have one: (NS, 2) int32, each segment's first chunk and number of chunks."""
+    """Packed only: (NS, 2) int32, the first chunk and the number of chunks of each segment."""
     sequence_table: Tensor | None
-    """Packed sequences have one: (S, 2) int32, each one's first segment and number of segments."""
+    """Packed only: (S, 2) int32, the first segment and the number of segments of each sequence."""
 
     @property
     def num_chunks(self) -> int:
@@ -49,9 +50,9 @@ class Chunks(NamedTuple):
 
 
 def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chunks:
-    """Place the chunks of B rows of T tokens, or of the sequences packed in one row.
+    """Compute the positions of the chunks of B rows of T tokens, or of packed sequences.
 
-    It never waits for a GPU.
+    This never waits for a GPU.
     """
     if cu_seqlens is None:
         N = -(-T // length)
@@ -68,7 +69,7 @@ def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chun
     row = torch.searchsorted(last_chunks, chunk, right=True).clamp(max=S - 1)
     in_row = chunk - (last_chunks - num_chunks)[row]
     first = borders[row] + in_row * length
-    # Chunks past the last one hold no tokens, wherever they lie.
+    # Chunks after the last one have no tokens, so their position does not matter.
     tokens = (borders[row + 1] - first).clamp(0, length)
     of_segment = (last_segments - num_segments)[row] + in_row // SEGMENT
     chunks = torch.stack([first.clamp(max=T), tokens, of_segment.clamp(max=NS - 1)], 1)

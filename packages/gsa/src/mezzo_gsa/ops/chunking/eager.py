@@ -1,6 +1,6 @@
-"""Rows cut into chunks of L tokens in eager PyTorch, packed ones too, and states along them.
+"""Chunks of L tokens in eager PyTorch, of plain rows or packed sequences, and states along them.
 
-No shape depends on the lengths of packed sequences, so torch.compile traces all of it.
+No shape depends on the lengths of packed sequences, so torch.compile can trace everything.
 """
 
 from typing import NamedTuple
@@ -12,22 +12,22 @@ from torch import Tensor
 
 
 class PackedChunks(NamedTuple):
-    """The N chunks of S packed sequences, each of which begins a new chunk."""
+    """The N chunks of S packed sequences; each sequence begins a new chunk."""
 
     slot: Tensor
-    """(T,): where each token lies among the N L slots; the other slots hold zeros."""
+    """(T,): the place of each token among the N L places of all chunks; other places are zero."""
     owner: Tensor
-    """(N,): the sequence of each chunk; chunks that none needs come last."""
+    """(N,): the sequence of each chunk; chunks that no sequence needs come last."""
     opens: Tensor
     """(N,) bool: whether the chunk is the first of its sequence."""
     stop: Tensor
-    """(S,): one past the last chunk of each sequence; 0 if it has no chunk before it or itself."""
+    """(S,): the number of chunks up to the end of each sequence."""
     empty: Tensor
     """(S,) bool: whether the sequence has no token."""
 
 
 def place_packed(num_tokens: int, length: int, cu_seqlens: Tensor) -> PackedChunks:
-    """Place T // L + S chunks, enough for any lengths of the packed sequences."""
+    """Compute the positions of T // L + S chunks, enough for any lengths of packed sequences."""
     borders = cu_seqlens.long()
     sequence = sequence_ids(num_tokens, borders)
     stop = ((borders.diff() + length - 1) // length).cumsum(0)
@@ -55,7 +55,7 @@ def cut(x: Tensor, length: int, packed: PackedChunks | None) -> Tensor:
 
 
 def join(chunks: Tensor, num_tokens: int, packed: PackedChunks | None) -> Tensor:
-    """Put chunks (B, N, H, L, D) together again, (B, T, H, D)."""
+    """Undo `cut`: return (B, T, H, D) from chunks (B, N, H, L, D)."""
     x = chunks.transpose(2, 3).flatten(1, 2)
     return x[:, :num_tokens] if packed is None else x[:, packed.slot]
 
@@ -66,9 +66,9 @@ def carry(
     """Return the state before each chunk, (B, N, H, K, V), and after each sequence.
 
     Args:
-        initial_state: (B, H, K, V), or S in place of B when packed.
-        decays: (B, N, H, K, 1), what is left of a state after each chunk.
-        ends: (B, N, H, K, V), what each chunk adds.
+        initial_state: (B, H, K, V), or (S, H, K, V) when packed.
+        decays: (B, N, H, K, 1), the share of a state that is left after each chunk.
+        ends: (B, N, H, K, V), what each chunk adds to the state.
         packed: the chunks of packed sequences; None: rows are not packed.
     """
     state, starts, stops = initial_state[: ends.shape[0]], [], []

@@ -1,13 +1,14 @@
-"""What the tokens of a chunk read of each other, in eager PyTorch: matrix products for any gates.
+"""Matrix products between the tokens of a chunk, in eager PyTorch, that are exact for any gates.
 
-What token i wrote has decayed by exp(g[i+1] + ... + g[t]) when token t reads it. A matrix product
-needs this as a factor of t times a factor of i, and the usual pair, exp(G[t]) and exp(-G[i]) with
-G the running sum, overflows. So halve the chunk, and its halves, down to single tokens: a pair
-i < t is parted at exactly one level, where i is in the left and t in the right half of one node.
-There the decay is that from i to the end of the left half, times that from there to t: two sums of
-log gates inside their own halves, never positive, and no difference of large sums is ever taken.
+When token t reads what token i wrote, it has decayed by exp(g[i+1] + ... + g[t]). A matrix product
+needs this as a factor of t times a factor of i. The usual factors, exp(G[t]) and exp(-G[i]) with
+the running sum G, overflow. So the chunk is halved, and its halves again, down to single tokens. A
+pair i < t is split at exactly one level: there i is in the left and t in the right half of a node.
+The decay is then that from i to the end of the left half, times that from there to t. Both are sums
+of log gates inside a half, which are never positive, and no difference of large sums is needed.
 
-Nothing is masked: no product takes a pair i > t. So what is no number reaches nothing before it.
+No product contains a pair i > t, so nothing has to be masked, and a NaN never reaches earlier
+tokens.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def right_halves(x: Tensor, width: int) -> Tensor:
 
 
 def at_right(x: Tensor, width: int) -> Tensor:
-    """Put right halves back in their places, (..., L, D), with zeros in the left ones."""
+    """Put right halves back in their places, (..., L, D), with zeros in the left halves."""
     return F.pad(x, (0, 0, width, 0)).flatten(-3, -2)
 
 

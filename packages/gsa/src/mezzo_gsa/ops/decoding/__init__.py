@@ -1,1 +1,1 @@
-"""What the decoding steps of several ops share: checks of states, and parts of kernels."""
+"""Parts that the decoding steps of several ops share: checks of states, functions for kernels."""

@@ -1,4 +1,4 @@
-"""What the ops of the family ask of states, and of decoding in place."""
+"""Checks of states, and of decoding in place, for all ops of the family."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def check_state(op: str, name: str, state: Any, shape: tuple[int, ...], x: Tenso
 
 
 def check_memory(op: str, name: str, memory: Any, shape: tuple[int, ...], x: Tensor) -> None:
-    """Check a tensor of a state that is overwritten; it has the precision of sums, too."""
+    """Check a tensor of a state that is overwritten; its dtype must be that of accumulation."""
     check_state(op, name, memory, shape, x)
     dtype = accumulation_dtype(x.dtype)
     if memory.dtype != dtype:

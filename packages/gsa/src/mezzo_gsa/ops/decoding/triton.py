@@ -1,4 +1,4 @@
-"""What kernels of decoding steps share: the width of tiles, how inputs are read, the last norm."""
+"""Parts that kernels of decoding steps share: tile widths, loading of inputs, the last norm."""
 
 import torch
 import triton
@@ -13,12 +13,12 @@ PROGRAMS, NARROW, WIDE = 256, 16, 64
 
 @triton.jit
 def load_mapped(x, o, m, MAP: tl.constexpr):
-    """Return numbers in float32, through a feature map: "swish", "relu" or None."""
+    """Load numbers in float32 and apply a feature map: "swish", "relu" or None."""
     b_x = tl.load(x + o, mask=m, other=0.0).to(tl.float32)
     if MAP == "swish":
         b_x = swish(b_x)
     elif MAP == "relu":
-        b_x = tl.where(b_x < 0, 0.0, b_x)  # a maximum would hide what is not a number
+        b_x = tl.where(b_x < 0, 0.0, b_x)  # a maximum would replace NaN
     return b_x
 
 
@@ -43,7 +43,7 @@ def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: floa
 
     Args:
         x: (B, C) float32, contiguous.
-        weight: (D,); each D of the C channels have a norm of their own.
+        weight: (D,); each group of D channels is normalized on its own.
         z: (B, C), or None: no gate.
         y: (B, C), contiguous.
         eps: of the norm.
@@ -59,14 +59,14 @@ def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: floa
 
 
 def rows(x: Tensor | None) -> Tensor | None:
-    """Return x (B, H, D) with rows that are contiguous, at any distance from each other."""
+    """Return x (B, H, D), copied unless each row is contiguous; rows may have any distance."""
     if x is None or (x.stride(2) == 1 and x.stride(1) == x.shape[2]):
         return x
     return x.contiguous()
 
 
 def tile(num_heads: int, width: int) -> int:
-    """Return how many channels a program takes: fewer where heads and rows are few."""
+    """Return how many channels a program processes: fewer if there are few heads and rows."""
     size = WIDE
     while size > NARROW and num_heads * triton.cdiv(width, size) < PROGRAMS:
         size //= 2

@@ -1,1 +1,1 @@
-"""Loops of eager PyTorch, and what is around them: compiled graphs and autocast."""
+"""Loops of eager PyTorch: as ops of compiled graphs, and without autocast."""

@@ -1,4 +1,4 @@
-"""Products of memories keep their dtype, whatever autocast says around them."""
+"""Products of states keep their dtype, also under autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,7 +6,7 @@ import torch
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which products keep their dtype; the meta device knows no autocast."""
+    """Return a context without autocast; the meta device has no autocast to switch off."""
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,8 +1,8 @@
 """Loops of eager PyTorch as one op of a compiled graph.
 
-torch.compile would unroll a loop over tokens or chunks, and compile for minutes what runs in
-milliseconds. So it sees one op. Outside torch.compile the loops stay eager code, which autograd
-follows as it is.
+torch.compile would unroll a loop over tokens or chunks, and spend minutes to compile code that runs
+in milliseconds. So a compiled graph has the loop as one op. Outside torch.compile the loop is plain
+eager code, which autograd differentiates.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from torch import Tensor
 from mezzo_gsa.ops.eager.autocast import without_autocast
 
 EagerForm = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
-"""Takes [q, k, v, ...] of at least one token, the states before the first, the borders of packed
-sequences, what multiplies q, and what stands between two passes. Returns out (B, T, HQ, V) and the
-last states."""
+"""Its arguments: [q, k, v, ...] of at least one token, the states before the first token, the
+borders of packed sequences, the scale of q, and the function between two passes ("none" for GLA).
+Its results: out (B, T, HQ, V) and the last states."""
 
 ARGUMENTS = "Tensor[] inputs, Tensor[] states, Tensor? cu_seqlens, float scale, str between"
 
 
 def eager_op(name: str, form: EagerForm) -> EagerForm:
-    """Return `form` without autocast, with borders checked; one op where torch.compile traces.
+    """Return `form` without autocast and with a check of the borders; one op in compiled graphs.
 
-    The op's backward runs the form once more, and goes back through that.
+    The op's backward runs the form again, and differentiates that run by autograd.
     """
     run = partial(_run, name, form)
 
@@ -79,9 +79,9 @@ def _run(
 ) -> list[Tensor]:
     if cu_seqlens is not None:
         check_borders(name, cu_seqlens, inputs[0].shape[1])
-    if not inputs[0].shape[1]:  # gradients exist, and are empty
+    if not inputs[0].shape[1]:  # no tokens: the empty output still depends on all inputs
         return [_outputs(inputs).zero_() + sum(x.sum() for x in inputs), *states]
-    # Autocast would take the products of float32 states in 16 bits.
+    # Autocast would compute the products of float32 states in 16 bits.
     with without_autocast(inputs[0].device):
         return form(inputs, states, cu_seqlens, scale, between)
 
@@ -93,7 +93,7 @@ def _gradients(
     states: list[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    # An op runs below autograd; this one needs it.
+    # The body of an op runs without autograd, which is needed here.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (*inputs, *states)]
@@ -119,16 +119,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     parts, states, cu_seqlens, *ctx.form = inputs
     ctx.num_inputs = len(parts)
     ctx.save_for_backward(*parts, *states, cu_seqlens)
-    # Often only `out` has a gradient. One that is missing stays None, and costs no zeros.
+    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
+    # is made for it.
     ctx.set_materialize_grads(False)
 
 
 def _outputs(inputs: list[Tensor]) -> Tensor:
-    """Return room for out (B, T, HQ, V)."""
+    """Return an empty tensor for out (B, T, HQ, V)."""
     q, v = inputs[0], inputs[2]
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Return a copy: results of an op are no arguments, and have the strides of the fakes."""
+    """Return a contiguous copy: results must not alias arguments, and must match the fakes."""
     return x.clone(memory_format=torch.contiguous_format)

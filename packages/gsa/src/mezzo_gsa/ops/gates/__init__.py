@@ -1,4 +1,4 @@
-"""Gates, norms and padding: what layers do to each number around a recurrence."""
+"""Gates, norms and padding: the elementwise operations before and after a recurrence."""
 
 from mezzo_gsa.ops.gates.elementwise import bounded_gate as bounded_gate
 from mezzo_gsa.ops.gates.elementwise import gated_norm as gated_norm

@@ -1,4 +1,4 @@
-"""What a layer does to its gates before the recurrence, and to its outputs after it."""
+"""Elementwise operations of a layer: gates before the recurrence, the norm after it."""
 
 import math
 
@@ -19,8 +19,8 @@ def gated_norm(
     """Return RMSNorm(swish(o)) over the last dimension, equation 9.
 
     Args:
-        o: (..., C) all heads' outputs side by side.
-        weight: (C,) of the norm; None: swish alone.
+        o: (..., C) outputs of all heads side by side.
+        weight: (C,) of the norm; None: swish without the norm.
         eps: of the norm.
         dtype: of the result; None: that of o.
     """
@@ -31,7 +31,7 @@ def gated_norm(
 
 
 def bounded_gate(g: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Return 1 - α and log α of α = β + (1 - β) exp(g), both with all their digits.
+    """Return 1 - α and log α of α = β + (1 - β) exp(g), both to full precision.
 
     Args:
         g: log gates, at most 0, float32 or float64.

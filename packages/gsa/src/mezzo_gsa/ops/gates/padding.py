@@ -1,18 +1,18 @@
-"""Padding on the right of a row: tokens that must leave a memory alone, whatever they hold."""
+"""Padding on the right of a row: its tokens must not change the state, whatever their values."""
 
 import torch
 from torch import Tensor
 
 
 def skip_padding(lengths: Tensor | None, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Return parts of tokens with zeros where a row's real tokens have ended.
+    """Return tensors with zeros in the padding, after the real tokens of each row.
 
-    Keys, values and strengths of zero write nothing, and log gates of zero forget nothing. Numbers
-    are replaced, not multiplied: padding may hold NaN.
+    Keys, values and strengths of zero write nothing, and log gates of zero forget nothing. The
+    numbers are replaced and not multiplied, because padding may hold NaN.
 
     Args:
         lengths: (B,) int64, how many tokens of each row are real; None: all.
-        parts: (B, T, H, ·) each.
+        parts: tensors of (B, T, H, ·).
     """
     if lengths is None:
         return parts

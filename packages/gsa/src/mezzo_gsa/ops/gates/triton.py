@@ -1,4 +1,4 @@
-"""What kernels do to single numbers: activations, gates, and what gates leave."""
+"""Elementwise functions for kernels: activations, gates and write strengths."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """Return e^x, x float32, in fewer instructions than tl.exp, which takes care of denormals."""
+    """Return e^x of a float32 x, with fewer instructions than tl.exp, which handles denormals."""
     return tl.exp2(1.4426950408889634 * x)
 
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + exp(-x)), x float32.
+    """Return 1 / (1 + exp(-x)) of a float32 x.
 
     The square of a reciprocal root takes fewer instructions than a division.
     """
@@ -31,7 +31,8 @@ def swish(x):
 def log_sigmoid(b_x):
     """Return min(x, 0) - log(1 + e), e = exp(-|x|), in float32.
 
-    log(1 + e) is 2 atanh(e / (2 + e)), by its series: a logarithm near one loses digits.
+    log(1 + e) is computed as 2 atanh(e / (2 + e)), by a series: the logarithm of a number near one
+    would lose digits.
     """
     b_e = exp(-tl.abs(b_x))
     b_w = b_e / (2.0 + b_e)  # at most 1/3
@@ -49,6 +50,6 @@ def log_sigmoid(b_x):
 
 @triton.jit
 def write_strength(b_g):
-    """Return 1 - exp(g) without losing digits where g is near 0: its series there."""
+    """Return 1 - exp(g). Near g = 0 a series is used, because the difference loses digits there."""
     b_series = -b_g * (1 + b_g * (0.5 + b_g * (1 / 6 + b_g * (1 / 24 + b_g / 120))))
     return tl.where(b_g > -0.1, b_series, 1.0 - exp(b_g))

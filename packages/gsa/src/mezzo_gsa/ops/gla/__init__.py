@@ -1,4 +1,4 @@
-"""Gated linear attention: a matrix-valued memory that decays by key channel, or by head."""
+"""Gated linear attention: a matrix as state, with a decay for each key channel or each head."""
 
 from mezzo_gsa.ops.gla.api import GLAOutput as GLAOutput
 from mezzo_gsa.ops.gla.api import chunk_gla as chunk_gla

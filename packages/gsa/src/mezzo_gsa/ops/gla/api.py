@@ -1,4 +1,4 @@
-"""The public ops of gated linear attention: arguments checked, who computes."""
+"""The public ops of gated linear attention: they check arguments and choose an implementation."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,13 +34,13 @@ def recurrent_gla(
     initial_state: Float[Tensor, "S H K V"] | None = None,
     cu_seqlens: Int[Tensor, "borders"] | None = None,
 ) -> GLAOutput:
-    """Compute gated linear attention token by token: the definition (GSA paper, section 2.3).
+    """Compute gated linear attention token by token, as it is defined (GSA paper, section 2.3).
 
     For each head, with S (K, V) and α = exp(g):
 
         S[t] = Diag(α[t]) S[t-1] + k[t] ⊗ v[t]        o[t] = scale S[t]ᵀ q[t]
 
-    Arguments, results and errors are those of `chunk_gla`, which is the form to train with.
+    Arguments, results and errors are those of `chunk_gla`. Use `chunk_gla` for training.
     """
     g, state = _prepare("recurrent_gla", q, k, v, g, scale, initial_state, cu_seqlens)
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
@@ -61,32 +61,32 @@ def chunk_gla(
     """Compute gated linear attention by chunks, for training and prefill.
 
     It equals `recurrent_gla` for any gates, -inf included. Differentiable in q, k, v, g and the
-    initial state, through both results; not twice by the kernels.
+    initial state, through both results; the kernels have no double backward.
 
-    NaN and infinities reach no earlier token, no other row and no other packed sequence; on a GPU
-    they may reach earlier tokens of their own chunk.
+    NaN and infinities at a token change no earlier token, no other row and no other packed
+    sequence; but on a GPU they may change earlier tokens of the same chunk.
 
     Args:
-        q: (B, T, HQ, K) queries; query head h reads head h // (HQ // H).
+        q: (B, T, HQ, K) queries; query head h uses head h // (HQ // H).
         k: (B, T, H, K) keys.
         v: (B, T, H, V) values.
-        g: (B, T, H, K), the log of each key channel's forget gate, or (B, T, H, 1), of each
-            head's; at most 0, float32 (other dtypes are converted). A token with g = 0 and k = 0
-            leaves the state as it is.
+        g: (B, T, H, K), the log of the forget gate of each key channel, or (B, T, H, 1), that of
+            each head; at most 0, float32 (other dtypes are converted). A token with g = 0 and
+            k = 0 leaves the state as it is.
         scale: multiplies q; any finite number.
-        initial_state: S before the first token, (B, H, K, V), or (S, H, K, V) when packed; None:
+        initial_state: S before the first token, (B, H, K, V), or (S, H, K, V) when packed. None:
             zeros.
-        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
-            at 0, ends at T, never decreases. Its values are checked on the CPU only.
-        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, K up to
-            512 and V up to 1024.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1). They
+            start at 0, end at T and never decrease. Their values are checked on the CPU only.
+        impl: "auto", "reference" or "triton". Triton supports float32, bfloat16 and float16, K up
+            to 512 and V up to 1024.
 
     Returns:
-        out (B, T, HQ, V) in the dtype of q, and the state after each sequence's last token, float32
-        (float64 for float64): its initial state if it has none.
+        out: (B, T, HQ, V) in the dtype of q. final_state: the state after each sequence's last
+        token, float32 (float64 for float64); a sequence without tokens keeps its initial state.
 
     Raises:
-        TypeError: if an argument is of another kind, or a tensor's dtype not one of those above.
+        TypeError: if an argument or a tensor's dtype is not of the kinds above.
         ValueError: if a shape, a device, `scale`, `cu_seqlens` or `impl` is not as above.
     """
     g, state = _prepare("chunk_gla", q, k, v, g, scale, initial_state, cu_seqlens)
@@ -123,12 +123,12 @@ def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
 
 
 def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the state of those who were given none."""
+    """Return the initial state of a call that has none."""
     return g.new_zeros(_state_shape(k, v, cu_seqlens))
 
 
 def _eager(name: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> EagerForm:
-    """Return a form in plain PyTorch, with the arguments that `eager_op` takes, as such an op."""
+    """Register a form in eager PyTorch by `eager_op`, and adapt its arguments to it."""
 
     def run(
         inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str

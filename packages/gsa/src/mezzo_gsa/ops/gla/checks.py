@@ -1,11 +1,11 @@
-"""What the ops of gated linear attention accept, and what their kernels do."""
+"""Checks of the arguments of gated linear attention, and the limits of its kernels."""
 
 import torch
 from mezzo_core.ops.checks import check_floating, check_number
 from torch import Tensor
 
 MAX_K, MAX_V = 512, 1024
-"""The widest heads that the kernels are made for."""
+"""The widest heads that the kernels support."""
 
 
 def check_inputs(
@@ -21,8 +21,8 @@ def check_inputs(
 ) -> None:
     """Raise a ValueError or TypeError that names the argument which does not fit the others.
 
-    `sizes` are those of q, for messages: one letter for each of its axes, the first of which all
-    share; `gates` is the name of g.
+    `sizes` names the axes of q in messages; all tensors share the first ones. `gates` is the name
+    of g in messages.
     """
     named = (("q", q), ("k", k), ("v", v), (gates, g))
     for name, x in named:
@@ -54,11 +54,11 @@ def check_inputs(
 
 
 def _listed(axes: list[int]) -> str:
-    return ", ".join(map(str, axes))  # in messages only: torch.compile knows no str() of a size
+    return ", ".join(map(str, axes))  # for messages only: torch.compile cannot trace str(size)
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:
-    """Say why the kernels cannot take this call, or return None if they can."""
+    """Return why the kernels do not support this call, or None if they do."""
     K, V = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{q.dtype}; supported: float32, bfloat16, float16"

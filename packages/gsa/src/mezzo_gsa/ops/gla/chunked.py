@@ -1,4 +1,4 @@
-"""Gated linear attention by chunks, in eager PyTorch; see `chunking.halves` for what chunks do."""
+"""Gated linear attention by chunks, in eager PyTorch; `chunking.halves` explains the method."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from mezzo_gsa.ops.chunking.halves import (
 )
 
 CHUNK = 64
-"""Tokens of a chunk, a power of two; shorter inputs take shorter chunks."""
+"""Tokens of a chunk, a power of two; shorter inputs have shorter chunks."""
 
 
 def chunk_gla_reference(
@@ -51,7 +51,7 @@ def read_chunks(
         k: (B, N, H, 1, L, K).
         v: (B, N, H, 1, L, V).
         g: (B, N, H, 1, L, K or 1), at least float32.
-        initial_state: (B, H, K, V), or S in place of B when packed.
+        initial_state: (B, H, K, V), or (S, H, K, V) when packed.
         packed: the chunks of packed sequences; None: rows are not packed.
 
     Returns:

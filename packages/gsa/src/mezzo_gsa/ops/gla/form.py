@@ -1,7 +1,8 @@
-"""What a layer does around gated linear attention, between its projections.
+"""The options of a layer of gated linear attention: its operations between its projections.
 
-A custom op takes only tensors and plain numbers and strings. So an op takes the fields of a form as
-its last arguments, `op(*tensors, *form.fields())`, and makes the form again, `LayerForm(*fields)`.
+A custom op takes only tensors, numbers and strings. So the fields of a form are an op's last
+arguments, `op(*tensors, *form.as_arguments())`. Inside, the op makes the form again with
+`LayerForm(*arguments)`.
 """
 
 from dataclasses import dataclass
@@ -14,23 +15,23 @@ StepMap = Literal["relu", "swish"]
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The forms of GLA, HGRN2 and RetNet, as `step_gla_layer_` takes them.
+    """The options of a GLA, HGRN2 or RetNet layer, for `step_gla_layer_`.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if a field that must be a number is not one.
         ValueError: if a field is out of range; the message names it.
     """
 
     scale: float = 1.0
     """Multiplies the queries."""
     feature_map: StepMap | None = None
-    """What queries and keys go through."""
+    """Applied to queries and keys."""
     damping: float | None = None
-    """τ of the gates exp(g) = sigmoid(logits)^(1 / τ); None: g is given and no logits."""
+    """τ of the gates exp(g) = sigmoid(logits)^(1 / τ). None: the gates are given as g."""
     lower_bound: float = 0.0
     """β of the forget gates β + (1 - β) exp(g)."""
     rope_base: float | None = None
-    """Queries and keys are turned to their token's place (`mezzo_core.positions`); None: no."""
+    """Base of RoPE, which rotates queries and keys (`mezzo_core.positions`); None: no RoPE."""
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -47,8 +48,8 @@ class LayerForm:
         if not 0 <= self.lower_bound < 1:
             raise ValueError(f"lower_bound must be in [0, 1), got {self.lower_bound}")
 
-    def fields(self) -> tuple[Any, ...]:
-        """Return the fields in the order of `LAYER_FORM`."""
+    def as_arguments(self) -> tuple[Any, ...]:
+        """Return the fields as plain arguments, in the order of `LAYER_FORM_SCHEMA`."""
         return (
             self.scale,
             self.feature_map,
@@ -59,8 +60,8 @@ class LayerForm:
         )
 
 
-LAYER_FORM = (
+LAYER_FORM_SCHEMA = (
     "float scale, str? feature_map, float? damping, float lower_bound, float? rope_base, "
     "float norm_eps"
 )
-"""The fields of `LayerForm`, as a schema names them."""
+"""The fields of `LayerForm`, as the schema of a registered op declares them."""

@@ -1,4 +1,4 @@
-"""Gated linear attention's kernels as ops that PyTorch knows: schemas, fakes, gradients."""
+"""The registered ops of gated linear attention's kernels: schemas, fakes and gradients."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def gla_bwd(
     (B, T, HQ, _), H = q.shape, k.shape[2]
     chunks = _place(q, cu_seqlens)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # A gradient for each query head, in float32 where those of a group will be summed.
+    # Each query head has its own gradients, in float32 if those of a group have to be summed.
     dtype = torch.float32 if HQ > H else q.dtype
     dk, dv = (torch.empty((B, T, HQ, y.shape[3]), dtype=dtype, device=q.device) for y in (k, v))
     columns = g.shape[3] if g.shape[3] > 1 else launches.key_tiles(k)
@@ -99,7 +99,8 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
-    # Often only `out` has a gradient. One that is missing stays None, and costs no zeros.
+    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
+    # is made for it.
     ctx.set_materialize_grads(False)
 
 
@@ -117,7 +118,7 @@ differentiable_gla = register_gradient(gla, _backward, _save)
 def _place(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
     from mezzo_gsa.ops.gla.triton.launches import CHUNK
 
-    # Inside an op torch.compile does not trace, and a CPU can look at the values.
+    # torch.compile does not trace an op, so the CPU can read the values here.
     if cu_seqlens is not None:
         check_borders("chunk_gla", cu_seqlens, q.shape[1])
     return place_chunks(q.shape[0], q.shape[1], CHUNK, cu_seqlens)

@@ -13,9 +13,9 @@ def recurrent_gla_reference(
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence (arguments as in `recurrent_gla`, g and the state in float32).
+    """Run the recurrence. Arguments are as in `recurrent_gla`, with g and the state in float32.
 
-    Packed sequences are each run alone, which is what packing means.
+    Each packed sequence runs alone; this defines packing.
     """
     if cu_seqlens is None:
         return _run(q, k, v, g, scale, initial_state)
@@ -47,7 +47,7 @@ def gla_step(
     """Take one token: S[t] = Diag(exp g[t]) S[t-1] + k[t] ⊗ v[t], o[t] = scale S[t]ᵀ q[t].
 
     Args:
-        q: (B, HQ, K); query head h reads head h // (HQ // H).
+        q: (B, HQ, K); query head h uses head h // (HQ // H).
         k: (B, H, K).
         v: (B, H, V).
         g: (B, H, K), or (B, H, 1) for one gate a head.

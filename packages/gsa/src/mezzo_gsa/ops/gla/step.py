@@ -1,4 +1,4 @@
-"""One decoding token of gated linear attention, in place: from q, k, v, g, or from projections."""
+"""One decoding step of gated linear attention, in place: from q, k, v, g, or from projections."""
 
 import torch
 from jaxtyping import Float, Int
@@ -30,17 +30,18 @@ def step_gla_(
     scale: float = 1.0,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B HQ V"]:
-    """Take one token of every row, and overwrite the state with the one after it.
+    """Process one token of every row, and overwrite the state with the state after it.
 
-    It equals `recurrent_gla` with T = 1, whose arguments it takes without the axis of tokens. It
-    has no gradients, waits for nothing, and a CUDA graph can hold it.
+    This equals `recurrent_gla` with T = 1; the arguments have no axis of tokens. It has no
+    gradients, never waits for the GPU, and can be captured in a CUDA graph.
 
     Args:
-        q: (B, HQ, K) queries; query head h reads head h // (HQ // H).
+        q: (B, HQ, K) queries; query head h uses head h // (HQ // H).
         k: (B, H, K) keys.
         v: (B, H, V) values.
-        g: (B, H, K) log of each key channel's forget gate, or (B, H, 1), of each head's; at most 0.
-        state: (B, H, K, V), float32 (float64 for float64 inputs).
+        g: (B, H, K), the log of the forget gate of each key channel, or (B, H, 1), that of each
+            head; at most 0.
+        state: (B, H, K, V), float32 (float64 for float64 inputs); overwritten.
         scale: multiplies q.
         impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, K up to
             512, V up to 1024, and a contiguous state.
@@ -75,21 +76,23 @@ def step_gla_layer_(
     places: Int[Tensor, "B"] | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B C"]:
-    """Take one token of every row through all that a layer does between its projections.
+    """Process one token of every row: all operations of a layer between its projections.
 
-    That is the form's feature map, gates and rotation, `step_gla_`, RMSNorm(o) ⊙ swish(z): two
-    kernels on a GPU. The projections may be parts of a wider one, and are not copied then.
+    These are the form's feature map, gates and RoPE, then `step_gla_`, then RMSNorm(o) ⊙ swish(z).
+    On a GPU they are two kernels. The inputs may be views into one wide projection; they are not
+    copied.
 
     Args:
         q: (B, HQ, K) queries as projected.
-        k: (B, H, K) keys as projected; None: 1 - α, what the forget gates leave, as HGRN2 has them.
+        k: (B, H, K) keys as projected. None: the keys are 1 - α of the forget gates α, as in HGRN2.
         v: (B, H, V) values.
-        gates: (B, H, K) or (B, H, 1), logits or log gates, as `form` tells; without k (B, H, K).
+        gates: (B, H, K) or (B, H, 1), logits or log gates, depending on `form.damping`. Without k
+            they must be (B, H, K).
         state: (B, H, K, V), overwritten.
-        form: what the layer does.
-        norm_weight: (V,), a norm of each head; or (HQ·V,), one of all of them.
+        form: the layer's options.
+        norm_weight: (V,) for a norm over each head, or (HQ·V,) for a norm over all heads.
         z: (B, HQ·V) logits of the output gate; None: no gate.
-        places: (B,) integers, the tokens of each row before this one, if the form has a rotation.
+        places: (B,) integers, how many tokens each row has had before; needed with RoPE.
         impl: as in `step_gla_`.
 
     Returns:
@@ -113,7 +116,7 @@ def step_gla_layer_(
     check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
         tensors = (q, k, v, gates, state, norm_weight, z, places)
-        return gla_step_layer_(*tensors, *form.fields())
+        return gla_step_layer_(*tensors, *form.as_arguments())
     g = gates.to(state.dtype) if form.damping is None else log_gate(gates, form.damping)
     left, g = bounded_gate(g, form.lower_bound)
     q, k = _featured(q, places, form), left if k is None else _featured(k, places, form)
@@ -122,8 +125,8 @@ def step_gla_layer_(
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
-    """Take one token; return out (B, HQ, V) in the state's dtype."""
-    # Autocast would take the products of a float32 state in 16 bits.
+    """Process one token; return out (B, HQ, V) in the state's dtype."""
+    # Autocast would compute the products of a float32 state in 16 bits.
     with without_autocast(q.device):
         out, after = gla_step(q, k, v, g, scale, state)
     state.copy_(after)
@@ -131,7 +134,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale:
 
 
 def _featured(x: Tensor, places: Tensor | None, form: LayerForm) -> Tensor:
-    """Return what stands for queries or keys (B, H, K)."""
+    """Apply the feature map and RoPE to queries or keys (B, H, K)."""
     if form.feature_map is not None:
         x = F.relu(x) if form.feature_map == "relu" else F.silu(x)
     if form.rope_base is None or places is None:
@@ -198,5 +201,5 @@ def _check_layer(
 
 
 def _unsupported(q: Tensor, v: Tensor, state: Tensor) -> str | None:
-    """Tell what the kernels cannot do, or None."""
+    """Return why the kernels do not support this call, or None if they do."""
     return unsupported(q, v) if state.is_contiguous() else "a state that is not contiguous"

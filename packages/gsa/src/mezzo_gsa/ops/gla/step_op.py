@@ -1,6 +1,6 @@
-"""Decoding steps of gated linear attention by kernels, as ops that PyTorch knows.
+"""The registered decoding steps of gated linear attention, computed by kernels.
 
-They overwrite the state that they are given, and have no gradients.
+They overwrite the given state and have no gradients.
 """
 
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo_gsa.ops.gla.form import LAYER_FORM, LayerForm
+from mezzo_gsa.ops.gla.form import LAYER_FORM_SCHEMA, LayerForm
 
 
 @torch.library.custom_op("mezzo_gsa::gla_step_", mutates_args=("state",))
 def gla_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
-    """Take one token by a kernel; return out (B, HQ, V)."""
+    """Process one token by a kernel; return out (B, HQ, V)."""
     from mezzo_gsa.ops.gla.triton import step
 
     return step.run_step(q, k, v, g, state, LayerForm(scale))
@@ -35,7 +35,7 @@ def _step_layer(
     places: Tensor | None,
     *form: Any,
 ) -> Tensor:
-    """Take one token by kernels, from what the projections gave to what the last takes (B, C)."""
+    """Process one token by kernels; return the input of the output projection, (B, C)."""
     from mezzo_gsa.ops.gla.triton import step
 
     return step.run_layer_step(q, k, v, gates, state, norm_weight, z, places, LayerForm(*form))
@@ -50,6 +50,6 @@ gla_step_layer_ = torch.library.custom_op(
     _step_layer,
     mutates_args=("state",),
     schema="(Tensor q, Tensor? k, Tensor v, Tensor gates, Tensor(a!) state, Tensor norm_weight, "
-    f"Tensor? z, Tensor? places, {LAYER_FORM}) -> Tensor",
+    f"Tensor? z, Tensor? places, {LAYER_FORM_SCHEMA}) -> Tensor",
 )
 gla_step_layer_.register_fake(_step_layer_fake)

@@ -1,4 +1,4 @@
-"""Gated slot attention: a memory of M slots a head, written by a gate and read by a softmax."""
+"""Gated slot attention: each head has M slots, which a gate writes and a softmax reads."""
 
 from mezzo_gsa.ops.gsa.api import chunk_gsa as chunk_gsa
 from mezzo_gsa.ops.gsa.api import chunk_gsa_projected as chunk_gsa_projected

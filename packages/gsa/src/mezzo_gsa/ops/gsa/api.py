@@ -1,4 +1,7 @@
-"""The public ops of gated slot attention: arguments checked, defaults filled in, who computes."""
+"""The public ops of gated slot attention.
+
+They check their arguments, fill in defaults, and choose an implementation.
+"""
 
 from collections.abc import Callable
 
@@ -34,14 +37,14 @@ def recurrent_gsa(
     initial_state: GSAState | None = None,
     cu_seqlens: Int[Tensor, "borders"] | None = None,
 ) -> GSAOutput:
-    """Compute gated slot attention token by token: the definition (GSA paper, section 3.1).
+    """Compute gated slot attention token by token, as it is defined (GSA paper, section 3.1).
 
-    For each head, with α = exp(g) and the slots as rows of two memories:
+    For each head, with α = exp(g), and with the slots as rows of the two memories K~ and V~:
 
         K~[t] = Diag(α[t]) K~[t-1] + s[t] ⊗ k[t]
         V~[t] = Diag(α[t]) V~[t-1] + s[t] ⊗ v[t]        o[t] = V~[t]ᵀ between(scale K~[t] q[t])
 
-    Arguments, results and errors are those of `chunk_gsa`, which is the form to train with.
+    Arguments, results and errors are those of `chunk_gsa`. Use `chunk_gsa` for training.
     """
     _check("recurrent_gsa", q, k, v, g, s, scale, between, initial_state, cu_seqlens)
     g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
@@ -65,37 +68,38 @@ def chunk_gsa(
 ) -> GSAOutput:
     """Compute gated slot attention by chunks, for training and prefill (GSA paper, algorithm 1).
 
-    It equals `recurrent_gsa`, for any gates. Differentiable in q, k, v, g, s and the initial
-    state, through both results; not twice.
+    It equals `recurrent_gsa` for any gates. Differentiable in q, k, v, g, s and the initial state,
+    through both results; there is no double backward.
 
-    NaN and infinities reach no earlier token, no other row and no other packed sequence; on a GPU
-    they may reach earlier tokens of their own chunk.
+    NaN and infinities at a token change no earlier token, no other row and no other packed
+    sequence; but on a GPU they may change earlier tokens of the same chunk.
 
     Args:
-        q: (B, T, HQ, K) queries; query head h reads head h // (HQ // H).
+        q: (B, T, HQ, K) queries; query head h uses head h // (HQ // H).
         k: (B, T, H, K) keys.
         v: (B, T, H, V) values.
         g: (B, T, H, M) log of the forget gate, at most 0, float32 (other dtypes are converted);
             None: nothing decays, and s must be given.
-        s: (B, T, H, M) write strength; None: 1 - exp(g). A token with g = 0 and no s leaves the
-            memory as it is.
+        s: (B, T, H, M) write strength; None: 1 - exp(g). A token with g = 0 and without s leaves
+            the memories as they are.
         scale: multiplies q; any finite number.
-        between: what turns K~ q into the weights of the slots; "softmax" is GSA, the others are
-            the paper's ablation (Table 2).
-        initial_state: K~ and V~ before the first token, (B, H, M, K) and (B, H, M, V), or S in
-            place of B when packed; None: zeros.
-        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
-            at 0, ends at T, never decreases. Its values are checked on the CPU only.
-        keep_states: keep the memories at the chunks' borders for the backward, which else computes
-            them once more: faster, for 2 M (K + V) bytes more a chunk and head (bfloat16).
-        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, M up to 128
-            (in float16 on a GPU 64), K and V up to 512.
+        between: the function that makes the weights of the slots from K~ q. "softmax" is GSA; the
+            others are the paper's ablation (Table 2).
+        initial_state: K~ and V~ before the first token, (B, H, M, K) and (B, H, M, V), with S in
+            place of B when packed. None: zeros.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1). They
+            start at 0, end at T and never decrease. Their values are checked on the CPU only.
+        keep_states: save the memories at the chunks' borders for the backward, which otherwise
+            computes them again. This is faster, but each chunk and head needs 2 M (K + V) more
+            bytes (in bfloat16).
+        impl: "auto", "reference" or "triton". Triton supports float32, bfloat16 and float16, M up
+            to 128 (64 for float16 on a GPU), and K and V up to 512.
 
     Returns:
-        out (B, T, HQ, V) in the dtype of q, and the final state, float32 (float64 for float64).
+        out: (B, T, HQ, V) in the dtype of q. final_state: float32 (float64 for float64).
 
     Raises:
-        TypeError: if an argument is of another kind, or a tensor's dtype not one of those above.
+        TypeError: if an argument or a tensor's dtype is not of the kinds above.
         ValueError: if a shape, a device, `scale`, `between`, `cu_seqlens` or `impl` is not as
             above, or neither g nor s is given.
     """
@@ -131,11 +135,11 @@ def chunk_gsa_projected(
     keep_states: bool = False,
     impl: Impl = "auto",
 ) -> GSAOutput:
-    """Compute `chunk_gsa` from the projection that holds its inputs, read as it is.
+    """Compute `chunk_gsa` directly from the output of one projection, which gets one gradient.
 
-    With q, k, v and the gate's logits side by side in x, it is
-    `chunk_gsa(swish(q), swish(k), swish(v), logsigmoid(logits) / damping)`; the kernels apply swish
-    and the gate where they read, and x gets one gradient.
+    x has q, k, v and the gate's logits side by side. The result is that of
+    `chunk_gsa(swish(q), swish(k), swish(v), logsigmoid(logits) / damping)`. The kernels compute the
+    gate while they load its logits.
 
     Args:
         x: (B, T, W), W = (HQ + 2 H) D + H M: q, k, v of heads of D channels, and H·M logits.
@@ -143,9 +147,9 @@ def chunk_gsa_projected(
         num_kv_heads: H, which divides HQ.
         num_slots: M.
         damping: τ, which divides the log of the gate.
-        scale: as in `chunk_gsa`, like all that follow but `swish`.
+        scale: see `chunk_gsa`.
         between: see `chunk_gsa`.
-        swish: whether q, k and v go through swish.
+        swish: whether swish is applied to q, k and v.
         initial_state: see `chunk_gsa`.
         cu_seqlens: see `chunk_gsa`.
         keep_states: see `chunk_gsa`.
@@ -155,10 +159,9 @@ def chunk_gsa_projected(
         out (B, T, HQ, D) and the final state.
 
     Raises:
-        TypeError: if x is not floating-point, a number of heads or slots is no int, or as
-            `chunk_gsa`.
-        ValueError: if W does not hold the heads, a number of heads or slots or the damping is not
-            positive, or as `chunk_gsa`.
+        TypeError: as `chunk_gsa`; also if a number of heads or slots is not an int.
+        ValueError: as `chunk_gsa`; also if W does not fit the heads, or a number of heads or slots
+            or the damping is not positive.
     """
     check_floating("chunk_gsa_projected", "x", x)
     check_projection(
@@ -222,7 +225,7 @@ def _fill_in(
     initial_state: GSAState | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, GSAState]:
-    """Return g, s and the first memories, with defaults, in the reference's precision."""
+    """Return g, s and the initial state in the reference's precision, with defaults filled in."""
     dtype = accumulation_dtype(q.dtype)
     if g is None:
         assert s is not None
@@ -237,7 +240,7 @@ def _fill_in(
 
 
 def _eager(name: str, compute: Callable[..., tuple[Tensor, GSAState]]) -> EagerForm:
-    """Return a form in plain PyTorch, with the arguments that `eager_op` takes, as such an op."""
+    """Register a form in eager PyTorch by `eager_op`, and adapt its arguments to it."""
 
     def run(
         inputs: list[Tensor],
@@ -257,7 +260,7 @@ _chunked = _eager("chunk_gsa", chunked_gsa)
 
 
 def _kept(keep_states: bool, *tensors: Tensor | None) -> Keep:
-    """Return what the backward will need, if a gradient can come."""
+    """Return what the forward must save: nothing, if no gradient is needed."""
     if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors):
         return "nothing"
     return "states" if keep_states else "weights"

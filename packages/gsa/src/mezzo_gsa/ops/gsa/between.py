@@ -1,4 +1,4 @@
-"""What stands between the two passes: softmax in GSA, others in the ablation of Table 2."""
+"""The function between GSA's two passes: softmax, or another one in the ablation of Table 2."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Between = Literal["softmax", "none", "swish", "relu", "relu_squared"]
 
 
 def apply_between(logits: Tensor, between: Between) -> Tensor:
-    """Turn the first pass's output (..., M) into the second pass's query."""
+    """Return the second pass's queries from the first pass's outputs (..., M)."""
     if between == "softmax":
         return torch.softmax(logits, dim=-1)
     if between == "swish":

@@ -1,4 +1,4 @@
-"""What the ops of gated slot attention accept, and what their kernels do."""
+"""Checks of the arguments of gated slot attention, and the limits of its kernels."""
 
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ def check_inputs(
 ) -> None:
     """Raise a ValueError or TypeError that names the argument which does not fit the others.
 
-    `sizes` are those of q, for messages: one letter for each of its axes.
+    `sizes` names the axes of q in messages.
     """
     check_between(op, between)
     check_number(op, "scale", scale)
@@ -73,7 +73,7 @@ def _check_sizes(op: str, q: Tensor, k: Tensor, named: list[tuple[str, Tensor]])
 
 
 def check_between(op: str, between: Any) -> None:
-    """Raise a ValueError if nothing of that name stands between the two passes."""
+    """Raise a ValueError if there is no such function between the two passes."""
     if between not in get_args(Between):
         raise ValueError(f"{op}: between must be one of {get_args(Between)}, got {between!r}")
 
@@ -81,7 +81,7 @@ def check_between(op: str, between: Any) -> None:
 def check_projection(
     op: str, *, num_heads: int, num_kv_heads: int, num_slots: int, damping: float
 ) -> None:
-    """Raise an error that names which number of heads or slots, or damping, cannot be."""
+    """Raise an error if a number of heads or slots or the damping is invalid; it names which."""
     for name, count in (("num_kv_heads", num_kv_heads), ("num_slots", num_slots)):
         check_size(op, name, count)
     check_size(op, "num_heads", num_heads)
@@ -99,7 +99,7 @@ def check_state(
     cu_seqlens: Tensor | None,
     sizes: tuple[int, int, int, int],
 ) -> None:
-    """Raise an error if the borders are bad, or the state does not fit (H, M, K, V)."""
+    """Raise an error if the borders are invalid, or the state does not fit (H, M, K, V)."""
     num_states = q.shape[0]
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, q)
@@ -122,10 +122,10 @@ def unsupported(
     *,
     on_gpu: bool = False,
 ) -> str | None:
-    """Return what the kernels cannot do of a request, or None if they can.
+    """Return why the kernels do not support a request, or None if they do.
 
-    `rows`: B, and T unless it is one. `on_gpu`: they multiply there with instructions that ptxas
-    12.9 still gets wrong in one case.
+    `rows` are B and T, or B alone for a step. `on_gpu` tells whether the kernels run with the GPU's
+    matrix instructions, which ptxas 12.9 still compiles wrong in one case.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{dtype}; supported: float32, bfloat16, float16"

@@ -1,4 +1,4 @@
-"""Gated slot attention by chunks in plain PyTorch: two passes of gated linear attention."""
+"""Gated slot attention by chunks in eager PyTorch: two passes of gated linear attention."""
 
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -45,14 +45,16 @@ def chunked_gsa(
 def _read_slots(
     q: Tensor, k: Tensor, g: Tensor, s: Tensor, initial_state: Tensor, packed: PackedChunks | None
 ) -> tuple[Tensor, Tensor]:
-    """Return K~ q (B, N, H, HQ / H, L, M) and the last K~: `read_chunks`, but gates are of values.
+    """Return K~ q (B, N, H, HQ / H, L, M) and the last K~.
+
+    This is like `read_chunks`, but the gates belong to the values and not to the keys.
 
     Args:
         q: (B, N, H, HQ / H, L, K), N chunks of L tokens, a power of two.
         k: (B, N, H, 1, L, K).
         g: (B, N, H, 1, L, M), at least float32.
         s: (B, N, H, 1, L, M).
-        initial_state: (B, H, M, K), or S in place of B when packed.
+        initial_state: (B, H, M, K), or (S, H, M, K) when packed.
         packed: the chunks of packed sequences; None: rows are not packed.
     """
     dtype, L = initial_state.dtype, k.shape[-2]

@@ -1,7 +1,7 @@
-"""What the registered ops of gated slot attention compute.
+"""The options of the registered ops of gated slot attention.
 
-A custom op takes only tensors and plain numbers and strings. So an op takes the fields of a form as
-its last arguments, `op(*tensors, *form)`, and makes the form again, `Form(*arguments)`.
+A custom op takes only tensors, numbers and strings. So the fields of a form are an op's last
+arguments, `op(*tensors, *form)`. Inside, the op makes the form again with `Form(*arguments)`.
 """
 
 from typing import Literal, NamedTuple
@@ -11,28 +11,29 @@ import torch
 from mezzo_gsa.ops.gsa.between import Between
 
 Keep = Literal["nothing", "weights", "states"]
-"""What a forward keeps for the backward: nothing (there is none), the slots' weights, or the
-memories at the chunks' borders too, which are else computed once more."""
+"""What a forward saves for the backward: "nothing" (there will be no backward), "weights" (the
+weights of the slots), or "states" (also the memories at the chunks' borders, which the backward
+otherwise computes again)."""
 
 
 class Form(NamedTuple):
-    """What the forms by chunks compute and keep, besides their tensors."""
+    """The options of the form by chunks."""
 
     scale: float
     between: Between
     damping: float | None
     """τ: the gates are given as logits x, and g = logsigmoid(x) / τ. None: they are given as g."""
     swish: bool
-    """Whether q, k and v go through swish first."""
+    """Whether swish is applied to q, k and v first."""
     keep: Keep
 
 
-FORM = "float scale, str between, float? damping, bool swish, str keep"
-"""The fields of `Form`, as a schema names them."""
+FORM_SCHEMA = "float scale, str between, float? damping, bool swish, str keep"
+"""The fields of `Form`, as the schema of a registered op declares them."""
 
 
 class StepForm(NamedTuple):
-    """What a decoding step computes, besides its tensors."""
+    """The options of a decoding step."""
 
     scale: float
     between: Between
@@ -44,7 +45,7 @@ class StepForm(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
-STEP_FORM = (
+STEP_FORM_SCHEMA = (
     "float scale, str between, float? damping, bool swish, float norm_eps, ScalarType? out_dtype"
 )
-"""The fields of `StepForm`, as a schema names them."""
+"""The fields of `StepForm`, as the schema of a registered op declares them."""

@@ -1,7 +1,8 @@
-"""Gated slot attention's kernels as ops that PyTorch knows: schemas, fakes, gradients.
+"""The registered ops of gated slot attention's kernels: schemas, fakes and gradients.
 
-`gsa` has separate tensors. `gsa_projected` has a projection with q, k, v and the gates' logits side
-by side: it is read as it is and gets one gradient, so that nothing is copied apart or together.
+`gsa` takes separate tensors. `gsa_projected` takes a projection with q, k, v and the gates' logits
+side by side. It reads the projection in place and gives it one gradient, so nothing is split or
+concatenated.
 """
 
 from typing import Any
@@ -12,8 +13,8 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import place_chunks
-from mezzo_gsa.ops.gsa.form import FORM, Form
-from mezzo_gsa.ops.gsa.projection import PROJECTION, Parts, Projection
+from mezzo_gsa.ops.gsa.form import FORM_SCHEMA, Form
+from mezzo_gsa.ops.gsa.projection import PROJECTION_SCHEMA, Parts, Projection
 from mezzo_gsa.ops.gsa.request import NUM_SAVED, Inputs, Memory, Request, Saved, make_request
 from mezzo_gsa.ops.gsa.tiling import chunk_length, gate_tiles
 
@@ -23,12 +24,12 @@ UPSTREAM = "Tensor? do, Tensor? dk_last, Tensor? dv_last"
 
 
 def tensors(count: int) -> str:
-    """Return the type of so many tensors, as a schema names it."""
+    """Return the type of a tuple of `count` tensors, as a schema declares it."""
     return f"({', '.join(['Tensor'] * count)})"
 
 
 RESULTS = tensors(3 + NUM_SAVED)
-"""Results of a forward: out, the last K~ and V~, and what `Saved.pack` returns."""
+"""Results of a forward: out, the last K~ and V~, and the tensors of `Saved.as_tensors`."""
 
 
 def _gsa(
@@ -49,7 +50,7 @@ def _gsa(
     with torch.cuda.device_of(q):
         request = make_request(Parts(q, k, v, g), s, k0, v0, cu_seqlens, Form(*form))
         results = forward.run_forward(request)
-    return results.out, results.k_last, results.v_last, *results.saved.pack(q)
+    return results.out, results.k_last, results.v_last, *results.saved.as_tensors(q)
 
 
 def _gsa_fake(
@@ -64,7 +65,7 @@ def _gsa_fake(
     *form: Any,
 ) -> tuple[Tensor, ...]:
     *results, saved = _fake_forward(Parts(q, k, v, g), k0, cu_seqlens, Form(*form))
-    return *results, *saved.pack(q)
+    return *results, *saved.as_tensors(q)
 
 
 def _gsa_bwd(
@@ -82,7 +83,7 @@ def _gsa_bwd(
     saved: list[Tensor],
     *form: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g, s (empty if it is None), k0 and v0."""
+    """Return the gradients of q, k, v, g, s (empty if s is None), k0 and v0."""
     from mezzo_gsa.ops.gsa.triton import backward
 
     parts = Parts(q, k, v, g)
@@ -92,7 +93,7 @@ def _gsa_bwd(
         request = make_request(parts, s, k0, v0, cu_seqlens, Form(*form))
         upstream = backward.Upstream(do, dk_last, dv_last)
         dk0, dv0 = backward.run_backward(
-            request, Saved.unpack(saved), upstream, Inputs(dq, dk, dv, dg, ds)
+            request, Saved.from_tensors(saved), upstream, Inputs(dq, dk, dv, dg, ds)
         )
     return dq, dk, dv, dg, g.new_empty(0) if ds is None else ds, dk0, dv0
 
@@ -117,14 +118,17 @@ def _gsa_bwd_fake(
 
 
 gsa = torch.library.custom_op(
-    "mezzo_gsa::gsa", _gsa, mutates_args=(), schema=f"({INPUTS}, {FIRST}, {FORM}) -> {RESULTS}"
+    "mezzo_gsa::gsa",
+    _gsa,
+    mutates_args=(),
+    schema=f"({INPUTS}, {FIRST}, {FORM_SCHEMA}) -> {RESULTS}",
 )
 gsa.register_fake(_gsa_fake)
 gsa_bwd = torch.library.custom_op(
     "mezzo_gsa::gsa_bwd",
     _gsa_bwd,
     mutates_args=(),
-    schema=f"({UPSTREAM}, {INPUTS}, {FIRST}, Tensor[] saved, {FORM}) -> {tensors(7)}",
+    schema=f"({UPSTREAM}, {INPUTS}, {FIRST}, Tensor[] saved, {FORM_SCHEMA}) -> {tensors(7)}",
 )
 gsa_bwd.register_fake(_gsa_bwd_fake)
 
@@ -133,7 +137,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, g, s, k0, v0, cu_seqlens, *ctx.form = inputs
     _out, _k_last, _v_last, *saved = output
     ctx.save_for_backward(q, k, v, g, s, k0, v0, cu_seqlens, *saved)
-    # Often only `out` has a gradient. One that is missing stays None, and costs no zeros.
+    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
+    # is made for it.
     ctx.set_materialize_grads(False)
 
 
@@ -174,7 +179,7 @@ def _projected(
     saved = results.saved
     if form.swish and form.keep == "states":
         saved = saved._replace(swished=y)
-    return results.out, results.k_last, results.v_last, *saved.pack(x)
+    return results.out, results.k_last, results.v_last, *saved.as_tensors(x)
 
 
 def _projected_fake(
@@ -191,7 +196,7 @@ def _projected_fake(
     *results, saved = _fake_forward(parts, k0, cu_seqlens, form)
     if form.swish and form.keep == "states":
         saved = saved._replace(swished=x.new_empty(x.shape))
-    return *results, *saved.pack(x)
+    return *results, *saved.as_tensors(x)
 
 
 def _projected_bwd(
@@ -213,7 +218,7 @@ def _projected_bwd(
 
     x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     projection = Projection(num_heads, num_kv_heads, num_slots)
-    form, kept = Form(*form_fields), Saved.unpack(saved)
+    form, kept = Form(*form_fields), Saved.from_tensors(saved)
     with torch.cuda.device_of(x):
         y = x if kept.swished is None else kept.swished
         if form.swish and kept.swished is None:
@@ -252,7 +257,7 @@ def _projected_request(
     cu_seqlens: Tensor | None,
     form: Form,
 ) -> Request:
-    """Return the request of a projection x, which is y behind its swish if it has one."""
+    """Return the request of a projection x; y is x after swish, or x itself without swish."""
     raw = projection.split(x)
     parts = projection.split(y)._replace(g=raw.g) if form.swish else raw
     return make_request(parts, None, k0, v0, cu_seqlens, form, raw if form.swish else None)
@@ -262,14 +267,15 @@ gsa_projected = torch.library.custom_op(
     "mezzo_gsa::gsa_projected",
     _projected,
     mutates_args=(),
-    schema=f"(Tensor x, {FIRST}, {PROJECTION}, {FORM}) -> {RESULTS}",
+    schema=f"(Tensor x, {FIRST}, {PROJECTION_SCHEMA}, {FORM_SCHEMA}) -> {RESULTS}",
 )
 gsa_projected.register_fake(_projected_fake)
 gsa_projected_bwd = torch.library.custom_op(
     "mezzo_gsa::gsa_projected_bwd",
     _projected_bwd,
     mutates_args=(),
-    schema=f"({UPSTREAM}, Tensor x, {FIRST}, Tensor[] saved, {PROJECTION}, {FORM}) -> {tensors(3)}",
+    schema=f"({UPSTREAM}, Tensor x, {FIRST}, Tensor[] saved, {PROJECTION_SCHEMA}, {FORM_SCHEMA}) "
+    f"-> {tensors(3)}",
 )
 gsa_projected_bwd.register_fake(_projected_bwd_fake)
 
@@ -296,20 +302,20 @@ differentiable_gsa_projected = register_gradient(
 
 
 def _check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
-    # Inside an op torch.compile does not trace, and a CPU can look at the values.
+    # torch.compile does not trace an op, so the CPU can read the values here.
     if cu_seqlens is not None:
         check_borders("chunk_gsa", cu_seqlens, x.shape[1])
 
 
 def _wanted(*pairs: tuple[Tensor, Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients, each paired with its input; None for those of inputs that are None."""
+    """Return the gradient of each (gradient, input) pair, or None if the input is None."""
     return [None if x is None else dx for dx, x in pairs]
 
 
 def _fake_forward(
     parts: Parts, k0: Tensor | None, cu_seqlens: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """Return results of the right shapes, for tracing."""
+    """Return empty results of the right shapes, for tracing."""
     q, k, v, g = parts
     (B, T, HQ, K), (H, V, M) = q.shape, (*v.shape[2:], g.shape[3])
     fp32, dtype = torch.float32, q.dtype
@@ -340,7 +346,7 @@ def _fake_forward(
 def _fake_memories(
     k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a K~ and a V~ of each sequence, or gradients of them, for tracing."""
+    """Return an empty K~ and V~ of each sequence, or their gradients, for tracing."""
     S = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     H, M = g.shape[2:]
     slots_k, slots_v = (x.new_empty(S, H, M, x.shape[3], dtype=torch.float32) for x in (k, v))

@@ -1,4 +1,4 @@
-"""What a projection holds side by side: q, k, v and the logits of the gates."""
+"""The parts of a projection, which are side by side: q, k, v and the logits of the gates."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from mezzo_gsa.ops.gsa.state import GSAState
 
 
 class Parts(NamedTuple):
-    """q (B, T, HQ, K), k (B, T, H, K), v (B, T, H, V), g (B, T, H, M); a step's have no T."""
+    """q (B, T, HQ, K), k (B, T, H, K), v (B, T, H, V), g (B, T, H, M); without T in a step."""
 
     q: Tensor
     k: Tensor
@@ -17,7 +17,10 @@ class Parts(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """The heads of a projection (B, T, W); each is D = (W - H M) / (HQ + 2 H) channels wide."""
+    """The numbers of heads and slots of a projection (B, T, W).
+
+    Each head of q, k and v has D = (W - H M) / (HQ + 2 H) channels.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -32,14 +35,14 @@ class Projection(NamedTuple):
         return Parts(q, k, v, g.unflatten(2, (-1, M)))
 
 
-PROJECTION = "int num_heads, int num_kv_heads, int num_slots"
-"""The fields of `Projection`, as a schema names them."""
+PROJECTION_SCHEMA = "int num_heads, int num_kv_heads, int num_slots"
+"""The fields of `Projection`, as the schema of a registered op declares them."""
 
 
 def split_step(x: Tensor, state: GSAState, num_heads: int, gate_logits: Tensor | None) -> Parts:
-    """Return views of x (B, W), one token of each row, with the sizes of the state.
+    """Return the parts of x (B, W), one token of each row, as views, with the sizes of the state.
 
-    Gate logits (H·M,) that are given are the same in all rows; else they stand in x.
+    The gate logits are the given ones (H·M,), the same for all rows, or else the last part of x.
     """
     _, H, M, K = state.k.shape
     V = state.v.shape[3]

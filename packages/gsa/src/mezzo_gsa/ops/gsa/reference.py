@@ -18,7 +18,7 @@ def recurrent_gsa_reference(
     initial_state: GSAState,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, GSAState]:
-    """Run the recurrence (arguments as in `recurrent_gsa`, g and s filled in and float32)."""
+    """Run the recurrence. Arguments are as in `recurrent_gsa`, with g and s given in float32."""
     if cu_seqlens is None:
         return _run(q, k, v, g, s, scale, between, initial_state)
     lengths = cu_seqlens.diff().tolist()
@@ -62,7 +62,9 @@ def gsa_step(
     between: Between,
     state: GSAState,
 ) -> tuple[Tensor, GSAState]:
-    """Take one token, q (B, HQ, K), k (B, H, K), v (B, H, V), g and s (B, H, M): equations 6-8.
+    """Process one token by equations 6 to 8.
+
+    The shapes are q (B, HQ, K), k (B, H, K), v (B, H, V), g and s (B, H, M).
 
     Returns:
         o (B, HQ, V) in the state's dtype, and the next state.

@@ -1,4 +1,4 @@
-"""What the kernels of gated slot attention are asked, and what they return and keep."""
+"""The request of one call to the kernels of gated slot attention, and the tensors it saves."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from mezzo_gsa.ops.gsa.tiling import chunk_length
 
 
 class Inputs(NamedTuple):
-    """What a call reads, or the gradients of it; q, k, v, g may be parts of one projection."""
+    """The inputs of a call, or their gradients; q, k, v, g may be views into one projection."""
 
     q: Tensor
     k: Tensor
@@ -26,13 +26,13 @@ class Request(NamedTuple):
 
     x: Inputs
     k0: Tensor | None
-    """(S, H, M, K), the first K~; None: zeros."""
+    """(S, H, M, K), the initial K~; None: zeros."""
     v0: Tensor | None
-    """(S, H, M, V), the first V~; None: zeros."""
+    """(S, H, M, V), the initial V~; None: zeros."""
     chunks: Chunks
     form: Form
     raw: Parts | None
-    """The projection before its swish, if it had one; q, k and v of `x` are behind it."""
+    """The parts of the projection before swish, if swish is applied; `x` has them after it."""
 
 
 def make_request(
@@ -44,7 +44,7 @@ def make_request(
     form: Form,
     raw: Parts | None = None,
 ) -> Request:
-    """Return the request of a registered op: inputs as kernels read them, chunks placed."""
+    """Return the request of a registered op, with inputs that kernels can read, and the chunks."""
     q, k, v, g = (by_token(part) for part in parts)
     x = Inputs(q, k, v, g, None if s is None else s.contiguous())
     B, T, _, M = g.shape
@@ -53,55 +53,55 @@ def make_request(
 
 
 class Memory(NamedTuple):
-    """The memories at the borders of chunks, and what the gates come to."""
+    """The memories at the borders of chunks, and sums and products of the gates."""
 
     running: Tensor
     """(B, T, H, M): running sums of log gates, from the chunk's start."""
     strength: Tensor | None
-    """(B, T, H, M): write strengths; for the backward only."""
+    """(B, T, H, M): write strengths; only the backward needs them."""
     write: Tensor
     """(B, T, H, M): write strengths, decayed to the chunk's end."""
     decay: Tensor
-    """(chunks, H, M): what a chunk keeps of the memory before it."""
+    """(chunks, H, M): the share of the memory before it that a chunk keeps."""
     bands: Tensor
     """(chunks, H, tiles): how many bands the running sums reach (see `triton/slots.py`)."""
     kept: Tensor
-    """(chunks, H, M): what is left, where a chunk begins, of what flowed into its segment."""
+    """(chunks, H, M): the share of its segment's first memory that is left at a chunk's start."""
     k_states: Tensor
-    """(chunks, H, M, K): K~ where each chunk begins, counted from zero at its segment's start."""
+    """(chunks, H, M, K): K~ where each chunk begins, if its segment starts from zero."""
     v_states: Tensor
-    """(chunks, H, M, V): the same of V~."""
+    """(chunks, H, M, V): the same for V~."""
     k_starts: Tensor | None
     """(segments, H, M, K): K~ where each segment begins; None: zeros."""
     v_starts: Tensor | None
-    """(segments, H, M, V): the same of V~."""
+    """(segments, H, M, V): the same for V~."""
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for the backward; None: not kept, as `Form.keep` tells."""
+    """The tensors that a forward saves for the backward; None: not saved (see `Form.keep`)."""
 
     logits: Tensor | None = None
-    """(B, T, HQ, M) float32: what stands before the softmax."""
+    """(B, T, HQ, M) float32: the inputs of the softmax."""
     weights: Tensor | None = None
-    """(B, T, HQ, M): what reads the memory that each chunk begins with."""
+    """(B, T, HQ, M): the weights with which tokens read the memory at their chunk's start."""
     swished: Tensor | None = None
-    """(B, T, W): a projection behind its swish."""
+    """(B, T, W): a projection after swish."""
     memory: Memory | None = None
 
-    def pack(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return all as tensors, the results of an op: what is None becomes an empty tensor."""
+    def as_tensors(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Return all fields as tensors, which an op can return; None becomes an empty tensor."""
         memory = (None,) * len(Memory._fields) if self.memory is None else self.memory
         tensors = (self.logits, self.weights, self.swished, *memory)
-        # No two results of an op may be one tensor, not even an empty one.
+        # The results of an op must be different tensors, even if they are empty.
         return tuple([like.new_empty(0) if x is None else x for x in tensors])
 
     @classmethod
-    def unpack(cls, tensors: list[Tensor]) -> "Saved":
-        """Return what `pack` was called on."""
+    def from_tensors(cls, tensors: list[Tensor]) -> "Saved":
+        """Return the object from the tensors that `as_tensors` returned."""
         parts: list[Any] = [x if x.numel() else None for x in tensors]
         logits, weights, swished, running, *rest = parts
         return cls(logits, weights, swished, None if running is None else Memory(running, *rest))
 
 
 NUM_SAVED = len(Saved._fields) - 1 + len(Memory._fields)
-"""How many tensors `Saved.pack` returns."""
+"""How many tensors `Saved.as_tensors` returns."""

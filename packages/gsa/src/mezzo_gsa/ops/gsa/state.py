@@ -1,4 +1,4 @@
-"""GSA's state and what its ops return."""
+"""GSA's state, and the result of its ops."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class GSAState(NamedTuple):
-    """The memory of each sequence: M slots a head, float32 (float64 for float64 inputs)."""
+    """K~ and V~ of each sequence: M slots a head, float32 (float64 for float64 inputs)."""
 
     k: Float[Tensor, "S H M K"]
     v: Float[Tensor, "S H M V"]

@@ -1,4 +1,4 @@
-"""One decoding token of gated slot attention, in place: from q, k, v, g, or from a projection."""
+"""One decoding step of gated slot attention, in place: from q, k, v, g, or from a projection."""
 
 from typing import Any
 
@@ -32,29 +32,30 @@ def step_gsa_(
     between: Between = "softmax",
     impl: Impl = "auto",
 ) -> Float[Tensor, "B HQ V"]:
-    """Take one token of every row, and overwrite the state with the one after it.
+    """Process one token of every row, and overwrite the state with the state after it.
 
-    It equals `recurrent_gsa` with T = 1, whose arguments it takes without the axis of tokens. It
-    has no gradients, waits for nothing, and a CUDA graph can hold it.
+    This equals `recurrent_gsa` with T = 1; the arguments have no axis of tokens. It has no
+    gradients, never waits for the GPU, and can be captured in a CUDA graph.
 
     Args:
-        q: (B, HQ, K) queries; query head h reads head h // (HQ // H).
+        q: (B, HQ, K) queries; query head h uses head h // (HQ // H).
         k: (B, H, K) keys.
         v: (B, H, V) values.
         g: (B, H, M) log of the forget gate, at most 0; None: nothing decays.
         s: (B, H, M) write strength; None: 1 - exp(g).
-        state: K~ (B, H, M, K) and V~ (B, H, M, V), float32 (float64 for float64 inputs).
+        state: K~ (B, H, M, K) and V~ (B, H, M, V), float32 (float64 for float64 inputs);
+            overwritten.
         scale: multiplies q.
         between: as in `chunk_gsa`.
-        impl: "auto", "reference" or "triton". Triton has float32, bfloat16 and float16, M up to
-            128, K and V up to 512, and a contiguous state.
+        impl: "auto", "reference" or "triton". Triton supports float32, bfloat16 and float16, M up
+            to 128, K and V up to 512, and a contiguous state.
 
     Returns:
         out (B, HQ, V) in the dtype of q.
 
     Raises:
         RuntimeError: if a gradient would be needed.
-        TypeError: if an argument is of another kind, or a tensor's dtype not one of those above.
+        TypeError: if an argument or a tensor's dtype is not of the kinds above.
         ValueError: if a shape, a device, `scale`, `between` or `impl` is not as above, or neither
             g nor s is given.
     """
@@ -98,25 +99,25 @@ def step_gsa_projected_(
     out_dtype: torch.dtype | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B C"]:
-    """Take one token of every row through all that a GSA layer does between its two projections.
+    """Process one token of every row: all operations of a GSA layer between its two projections.
 
-    That is swish on q, k and v, g = logsigmoid(logits) / damping, `step_gsa_`, RMSNorm(swish(o)):
-    three kernels on a GPU, two without the norm.
+    These are swish on q, k and v, g = logsigmoid(logits) / damping, `step_gsa_`, and
+    RMSNorm(swish(o)). On a GPU they are three kernels, or two without the norm.
 
     Args:
-        x: (B, W) rows as the layer's first projection leaves them: HQ·K channels of q, H·K of k,
-            H·V of v, and H·M gate logits unless `gate_logits` are given; H, M, K and V are those
-            of the state.
+        x: (B, W), the output of the layer's first projection: HQ·K channels of q, H·K of k, H·V
+            of v, and H·M gate logits unless `gate_logits` are given. H, M, K and V are the sizes of
+            the state.
         state: K~ (B, H, M, K) and V~ (B, H, M, V), overwritten.
         num_heads: HQ, heads of queries.
         damping: τ.
         gate_logits: (H·M,) logits that are the same for every token.
         norm_weight: (HQ·V,) of the norm; None: no norm.
         norm_eps: of the norm.
-        swish: whether q, k and v go through swish; the output does in any case.
-        scale: multiplies what q has become.
+        swish: whether swish is applied to q, k and v; it is always applied to the output.
+        scale: multiplies q after its swish.
         between: as in `chunk_gsa`.
-        out_dtype: of y; None: that of x. A norm that comes later needs float32.
+        out_dtype: of y; None: that of x. If the norm follows later, y should be float32.
         impl: as in `step_gsa_`.
 
     Returns:
@@ -197,7 +198,7 @@ def _check_state(
 
 
 def _unsupported(dtype: torch.dtype, state: GSAState) -> str | None:
-    """Tell what the kernels cannot do, or None."""
+    """Return why the kernels do not support this call, or None if they do."""
     if not all(part.is_contiguous() for part in state):
         return "a state that is not contiguous"
     _, _, M, K = state.k.shape

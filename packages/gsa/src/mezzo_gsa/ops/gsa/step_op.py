@@ -1,6 +1,6 @@
-"""Decoding steps of gated slot attention by kernels, as ops that PyTorch knows.
+"""The registered decoding steps of gated slot attention, computed by kernels.
 
-They overwrite the memories that they are given, and have no gradients.
+They overwrite the given memories and have no gradients.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo_gsa.ops.gsa.form import STEP_FORM, StepForm
+from mezzo_gsa.ops.gsa.form import STEP_FORM_SCHEMA, StepForm
 from mezzo_gsa.ops.gsa.projection import split_step
 from mezzo_gsa.ops.gsa.state import GSAState
 
@@ -26,7 +26,7 @@ def _step(
     scale: float,
     between: Any,
 ) -> Tensor:
-    """Take one token by kernels; return out (B, HQ, V)."""
+    """Process one token by kernels; return out (B, HQ, V)."""
     from mezzo_gsa.ops.gsa.triton import step
 
     state = GSAState(slots_k, slots_v)
@@ -56,7 +56,7 @@ def _step_projected(
     num_heads: int,
     *form: Any,
 ) -> Tensor:
-    """Take one token by kernels, from the projection to what the second one multiplies (B, C)."""
+    """Process one token by kernels; return the input of the output projection, (B, C)."""
     from mezzo_gsa.ops.gsa.triton import step
 
     state = GSAState(slots_k, slots_v)
@@ -81,6 +81,6 @@ gsa_step_projected_ = torch.library.custom_op(
     _step_projected,
     mutates_args=("slots_k", "slots_v"),
     schema="(Tensor x, Tensor? gate_logits, Tensor? norm_weight, "
-    f"{SLOTS}, int num_heads, {STEP_FORM}) -> Tensor",
+    f"{SLOTS}, int num_heads, {STEP_FORM_SCHEMA}) -> Tensor",
 )
 gsa_step_projected_.register_fake(_step_projected_fake)

@@ -1,4 +1,4 @@
-"""The public gated scan: its arguments are checked, and an implementation is chosen."""
+"""The public gated scan: it checks its arguments and chooses an implementation."""
 
 from typing import NamedTuple
 
@@ -30,30 +30,30 @@ def gated_scan(
     lengths: Int[Tensor, "B"] | None = None,
     impl: Impl = "auto",
 ) -> GatedScanOutput:
-    """Compute the gated linear RNN from its projection, read as the projection leaves it.
+    """Compute the gated linear RNN directly from the output of its input projection.
 
     With f = sigmoid(g + gate_bias), equation 3 of the RAT paper over one chunk:
 
         h[t] = f[t] h[t-1] + (1 - f[t]) v[t]        out[t] = sigmoid(z[t]) h[t]
 
-    Gates and states are float32 (float64 for float64). Differentiable in `zvg` (one gradient, in
-    its shape), `gate_bias` and `initial_state`, through both results; not twice.
+    Gates and states are float32 (float64 for float64). Differentiable in `zvg`, `gate_bias` and
+    `initial_state`, through both results; there is no double backward.
 
     Args:
-        zvg: (B, T, 3C): z, v and g side by side. A logit of +inf in g keeps everything, -inf
-            nothing.
+        zvg: (B, T, 3C): z, v and g side by side. A logit of +inf in g keeps the whole state, -inf
+            keeps nothing.
         gate_bias: (C,), added to g in float32.
-        initial_state: (B, C), or (S, C) when packed: h before the first token; else zeros.
-        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
-            at 0, ends at T, never decreases. Its values are checked on the CPU only: on a GPU that
-            would stop the stream.
-        lengths: (B,) int64, how many tokens of each row are real, the rest being padding on the
-            right, which leaves the state as it is, and whose outputs are 0.
+        initial_state: (B, C), or (S, C) when packed: h before the first token. None: zeros.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1). They
+            start at 0, end at T and never decrease. Their values are checked on the CPU only: on a
+            GPU the check would wait for the stream.
+        lengths: (B,) int64, how many tokens of each row are real. The rest is padding on the right:
+            it leaves the state as it is, and its outputs are 0.
         impl: "auto", "reference" or "triton"; Triton has no float64.
 
     Returns:
-        out (B, T, C) in the dtype of zvg, and final_state (B, C) or (S, C), float32 (float64 for
-        float64): h after the last real token, the initial state if there is none.
+        out: (B, T, C) in the dtype of zvg. final_state: (B, C) or (S, C), float32 (float64 for
+        float64), h after the last real token; without real tokens, the initial state.
 
     Raises:
         TypeError: if a tensor's dtype is not one of those above.

@@ -8,7 +8,7 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 STATE_EVERY = 8
-"""Tokens from one kept state to the next; the backward scans the tokens between them again."""
+"""The forward saves the state before every 8th token; the backward recomputes those between."""
 
 
 class Saved(NamedTuple):
@@ -32,10 +32,10 @@ def _gated_scan(
     lengths: Tensor | None,
     differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out (B, T, C), the last states, and those kept for the backward (B, N, C)."""
+    """Return out (B, T, C), the last states, and the states saved for the backward (B, N, C)."""
     from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
 
-    if cu_seqlens is not None:  # torch.compile does not trace this far, so a CPU can look
+    if cu_seqlens is not None:  # torch.compile does not trace an op, so the CPU can read values
         check_borders("gated_scan", cu_seqlens, zvg.shape[1])
     return gated_scan_fwd(
         zvg, gate_bias, initial_state, cu_seqlens, lengths, STATE_EVERY if differentiable else 0
@@ -99,7 +99,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     zvg, gate_bias, initial_state, cu_seqlens, lengths, _ = inputs
     _, _, kept = output
     ctx.save_for_backward(*Saved(zvg, gate_bias, initial_state, cu_seqlens, lengths, kept))
-    # The kept states get no gradient, and the final state seldom has one: None, and not zeros.
+    # The saved states never have a gradient, and the final state seldom has one. A missing gradient
+    # then arrives as None, and no tensor of zeros is made for it.
     ctx.set_materialize_grads(False)
 
 

@@ -1,4 +1,4 @@
-"""The gated scan as it is defined, in eager PyTorch; autograd differentiates it."""
+"""The definition of the gated scan, in eager PyTorch; autograd differentiates it."""
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ def gated_scan_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute h[t] = f[t] h[t-1] + (1 - f[t]) v[t] and sigmoid(z[t]) h[t], f = sigmoid(g + b).
 
-    This is equation 3 of the RAT paper with one chunk, and the output gate of its layer. Arguments
-    and results are those of `api.gated_scan`.
+    This is equation 3 of the RAT paper with one chunk, followed by the layer's output gate.
+    Arguments and results are those of `api.gated_scan`.
     """
     z, v, g = zvg.chunk(3, dim=-1)
     padding = None
     if lengths is not None:
         padding = (torch.arange(zvg.shape[1], device=zvg.device) >= lengths[:, None])[..., None]
-        # Masked before the gates too, or a NaN in the padding would reach the gradients.
+        # The inputs are masked too, and not only the gates: a NaN in the padding would otherwise
+        # reach the gradients.
         v, g = v.masked_fill(padding, 0.0), g.masked_fill(padding, 0.0)
         z = z.masked_fill(padding, float("-inf"))
     keep, write = forget_gate(g, gate_bias)

@@ -1,4 +1,4 @@
-"""The public linear scan: its arguments are checked, and an implementation is chosen."""
+"""The public linear scan: it checks its arguments and chooses an implementation."""
 
 import math
 from typing import NamedTuple
@@ -32,24 +32,27 @@ def linear_scan(
     """Compute h[t] = a[t] ⊙ h[t-1] + x[t], the gated linear recurrence inside RAT and linear RNNs.
 
     Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
-    in `a`, `x` and `initial_state`, through both results; not twice. The chunked form is the
-    intra-chunk recurrence of RAT (equation 3 of the RAT paper). A NaN reaches later tokens of its
-    own sequence alone; the Triton form may carry it past a chunk's start.
+    in `a`, `x` and `initial_state`, through both results, but only once: there is no double
+    backward. With a chunk_size it is the recurrence inside RAT's chunks (equation 3 of the RAT
+    paper). A NaN reaches only later tokens of its own sequence; the Triton form may carry it past
+    the start of a chunk.
 
     Args:
-        a: (B, T, *) decays, any real number, any floating-point dtype.
-        x: (B, T, *) inputs, shape of `a`, any floating-point dtype.
-        initial_state: (B, *), or (S, *) when packed: the state before the first token; else zeros.
-        chunk_size: L: the state is zero again before every token t with t % L == 0, t > 0. Chunks
-            count from the start of each packed sequence; the last one may be short.
-        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1): starts
-            at 0, ends at T, never decreases. Its values are checked on the CPU only: on a GPU that
-            would stop the stream.
+        a: (B, T, *) decays: any real numbers, in any floating-point dtype.
+        x: (B, T, *) inputs in the shape of `a`, in any floating-point dtype.
+        initial_state: (B, *), or (S, *) when packed: the state before the first token. None: zeros.
+        chunk_size: L. The state becomes zero again before every token t with t % L == 0, t > 0.
+            Chunks are counted from the start of each packed sequence; its last may be short. None:
+            one chunk.
+        cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1). They
+            start at 0, end at T and never decrease. Their values are checked on the CPU only: on a
+            GPU the check would wait for the stream.
         impl: "auto", "reference" or "triton".
 
     Returns:
-        out (B, T, *) in x's dtype: the states h; and final_state (B, *) or (S, *), float32 (float64
-        for float64): the state after each sequence's last token, its initial state if it has none.
+        out: (B, T, *) in x's dtype, the states h. final_state: (B, *) or (S, *), float32 (float64
+        for float64), the state after each sequence's last token; a sequence without tokens keeps
+        its initial state.
 
     Raises:
         TypeError: if a tensor's dtype is not one of those above.

@@ -30,7 +30,7 @@ def _linear_scan(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Return h (B, T, D) and the last states; a chunk_size of 0 means one chunk."""
-    if cu_seqlens is not None:  # torch.compile does not trace this far, so a CPU can look
+    if cu_seqlens is not None:  # torch.compile does not trace an op, so the CPU can read values
         check_borders("linear_scan", cu_seqlens, x.shape[1])
     if impl == "triton":
         from mezzo_rat.ops.linear_scan import triton

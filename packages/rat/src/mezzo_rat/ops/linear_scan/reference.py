@@ -54,7 +54,7 @@ def linear_scan_bwd(
     chunk_size: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pull the gradients of `out` and of the last states back to a, x and h0."""
+    """Compute the gradients of a, x and h0 from those of `out` and of the last states."""
     dtype = accumulation_dtype(out.dtype)
     dx, decay = dout.to(dtype, copy=True, memory_format=torch.contiguous_format), a.to(dtype)
     da, dh0 = torch.empty_like(dx), dfinal.to(dtype, copy=True)
@@ -85,7 +85,10 @@ def _sequences(num_tokens: int, cu_seqlens: Tensor | None) -> Iterator[tuple[sli
 
 
 def _steps(rows: Tensor, chunk_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views by time step: of all full chunks at once, (B, N, D), then of the short one."""
+    """Yield tuples of views, one view a time step: first of all full chunks, then of the short one.
+
+    A view of the full chunks is (B, N, D), one of the short chunk (B, D).
+    """
     length = rows.shape[1]
     full = length - length % chunk_size if chunk_size else 0
     if full:

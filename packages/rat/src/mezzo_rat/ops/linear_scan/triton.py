@@ -1,9 +1,10 @@
 """The linear scan on a GPU: one pass over memory forward, one backward.
 
-A program owns BD channels of one row (of one packed sequence; or of a span of whole chunks, which
-are independent) and walks through time in tiles of BT tokens, the state in registers. Chunk starts
-and initial states are handled as a tile is read, so they cost no memory traffic. With a single warp
-whose lanes cover the channels, time lies within a thread, and scanning a tile needs no shuffle.
+A program owns BD channels of one row, of one packed sequence, or of a span of whole chunks (chunks
+are independent). It walks through time in tiles of BT tokens and holds the state in registers.
+Chunk starts and initial states are applied while a tile is read, so they cost no memory traffic.
+A program has one warp, whose lanes cover the channels. So each thread has all tokens of its
+channels, and scanning a tile needs no shuffle.
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-# Tokens in a span, about: long enough to pay for starting a program.
+# About how many tokens a span has: enough to be worth starting a program.
 SPAN = 256
 
 
@@ -23,7 +24,7 @@ def _combine(a_left, h_left, a_right, h_right):
 
 @triton.jit
 def _place(cu_seqlens, T, num_spans, span, ND: tl.constexpr, PACKED: tl.constexpr):
-    """Say what this program owns: channel tile, state and tensor row, sequence and span."""
+    """Return what this program owns: channel tile, rows of states and tensors, sequence, span."""
     pid = tl.program_id(0).to(tl.int64)
     i_d, i_span, i_row = pid % ND, pid // ND % num_spans, pid // ND // num_spans
     if PACKED:
@@ -82,7 +83,7 @@ def linear_scan_bwd_kernel(
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
     L: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Pull the gradients of BD channels of one span back, from its end to its start."""
+    """Compute the gradients of BD channels of one span, from its end to its start."""
     i_d, i_row, i_b, bos, eos, start, end = _place(
         cu_seqlens, T, num_spans, span, tl.cdiv(D, BD), PACKED
     )
@@ -95,13 +96,14 @@ def linear_scan_bwd_kernel(
         b_h0 += tl.load(h0 + i_row * D + o_d, mask=m_d, other=0.0)
     b_dstate = tl.load(dfinal + i_row * D + o_d, mask=m_d & (end == eos), other=0.0).to(ACC)
     for i_t in range(tl.cdiv(end - start, BT)):
-        # The rows of a tile run back in time, so the adjoint is a forward scan of the tile.
+        # The rows of a tile are loaded in reverse order of time. So the backward recurrence is a
+        # forward scan of the tile.
         o_t = end - 1 - i_t * BT - o_i
         m = (o_t >= start)[:, None] & m_d[None, :]
         p_dout = dout + i_b * stride_db + o_t[:, None] * stride_dt + o_d[None, :]
         p_next = a + i_b * stride_ab + (o_t[:, None] + 1) * stride_at + o_d[None, :]
         o_out = (i_b * T + o_t[:, None]) * D + o_d[None, :]
-        # a[t+1] beyond either end of the span is 1: there the gradient passes through unchanged.
+        # Beyond either end of the span a[t+1] counts as 1, which leaves the gradient unchanged.
         b_next = tl.load(p_next, mask=m & (o_t + 1 < end)[:, None], other=1.0).to(ACC)
         b_dout = tl.load(p_dout, mask=m, other=0.0).to(ACC)
         b_prev = tl.load(out + o_out - D, mask=m & (o_t > start)[:, None], other=0.0).to(ACC)
@@ -154,7 +156,7 @@ def linear_scan_bwd(
     chunk_size: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pull gradients back; arguments and results as in `reference.linear_scan_bwd`."""
+    """Compute the gradients; arguments and results as in `reference.linear_scan_bwd`."""
     dout, a, h0 = _channels_last(dout), _channels_last(a), None if h0 is None else h0.contiguous()
     da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     dx = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -177,10 +179,11 @@ def _channels_last(t: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, num_states: int, chunk_size: int, *, packed: bool) -> tuple[tuple, dict]:
-    """Choose tiles that give each lane of the one warp 16 bytes a token, and the spans."""
+    """Choose the tiles, with 16 bytes a token for each lane of the one warp, and the spans."""
     T, D = x.shape[1:]
     BD = min(triton.next_power_of_2(D), 32 * 16 // x.element_size())
-    # A packed row's chunks lie where only the GPU knows: there each sequence is one span.
+    # Where the chunks of packed sequences begin is known on the GPU only, so each sequence is one
+    # span.
     L = chunk_size if chunk_size < T else 0
     split = L > 0 and not packed
     span = L * triton.cdiv(SPAN, L) if split else max(T, 1)

@@ -1,4 +1,4 @@
-"""RAT attention: a gated recurrence inside chunks, softmax attention over their ends."""
+"""RAT attention: a gated recurrence inside chunks, softmax attention over the chunks' ends."""
 
 from mezzo_rat.ops.rat_attention.api import RATAttentionOutput as RATAttentionOutput
 from mezzo_rat.ops.rat_attention.api import chunk_rat_attention as chunk_rat_attention

@@ -1,9 +1,9 @@
-"""RAT attention: the public functions, and who computes them.
+"""RAT attention: the public functions, and the choice of an implementation.
 
-The gates come as logits, and RoPE as a rule instead of as tables. So the kernels can read the
-projection's output as it is (half the bytes of float32 gates), do the rest on chip, and keep
-nothing of width 2C in float32 for the backward pass; and 1 - sigmoid(g) is computed as sigmoid(-g),
-which keeps its digits when the gate is near one.
+The arguments are the logits of the gates, and a rule for RoPE instead of tables. So the kernels
+read the projection's output directly, which is half the bytes of float32 gates. They do the rest on
+chip, and save nothing of width 2C in float32 for the backward. And 1 - sigmoid(g) can be computed
+as sigmoid(-g), which keeps its digits when the gate is near one.
 """
 
 from typing import Literal, NamedTuple
@@ -30,7 +30,7 @@ class RATAttentionOutput(NamedTuple):
     out: Tensor
     """(B, T, H, D) in the dtype of v."""
     final_state: RATState | None
-    """The state after the last real token; None if none was given."""
+    """The state after the last real token; None if no initial state was given."""
 
 
 def chunk_rat_attention(
@@ -50,41 +50,42 @@ def chunk_rat_attention(
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
 ) -> RATAttentionOutput:
-    """Gated recurrence inside chunks of L tokens, softmax attention over the chunks' ends.
+    """Compute a gated recurrence inside chunks of L tokens, and attention over the chunks' ends.
 
-    With f = sigmoid(g + gate_bias), token l of chunk n, and k~, v~ zero before a chunk's start
-    (equation 3 of the RAT paper, section 2.3; f is its forget gate, here by logits):
+    This is equation 3 of the RAT paper (section 2.3). For token l of chunk n, with the forget gate
+    f = sigmoid(g + gate_bias), and with k~ and v~ zero before the start of a chunk:
 
         k~[n,l] = f[n,l] k~[n,l-1] + (1 - f[n,l]) k[n,l]        (v~ alike, with the same f)
         K = [k~[j,L-1] for j < n ; k~[n,l]]                     (V alike)
         out[n,l] = sigmoid(z[n,l]) softmax(scale q[n,l]·K) V
 
-    RoPE turns q and k~ after the recurrence. Gates, recurrence and softmax are float32 (float64 for
-    float64 inputs), the products of attention are in the dtype of the inputs. Any T, L >= 1. A NaN
-    or an infinity at a token changes nothing before it, in no other sequence, and in padding none.
+    RoPE rotates q and k~ after the recurrence. Gates, recurrence and softmax are in float32
+    (float64 for float64 inputs); the matrix products of attention are in the dtype of the inputs.
+    Any T and L >= 1 work. A NaN or an infinity at a token changes no earlier token and no other
+    sequence; in the padding it changes nothing.
 
     Args:
-        q: queries of G groups; head h reads group h % G. G divides H.
+        q: queries of G groups; head h uses group h % G. G divides H.
         k: keys of G groups.
         v: values.
         g: logits of the forget gate.
-        chunk_size: L, counted from the start of each sequence.
+        chunk_size: L. Chunks are counted from the start of each sequence.
         gate_bias: added to `g` in float32.
         z: logits of the output gate; None means no gate.
         rope: rotate by the index n of the chunk, by the position of the token, or not at all.
         rope_base: base of RoPE's frequencies.
-        scale: of the logits, any finite number (the kernels take positive ones); D**-0.5 by
-            default.
-        initial_state: continue from here; its gradients are computed too.
-        lengths: int64, how many tokens of each row are real, the rest being padding on the right;
-            needs an initial state.
-        cu_seqlens: borders of sequences packed in one row (B = 1, no state), from 0 to T, never
-            decreasing; each sequence begins a new chunk.
-        impl: "auto", "reference" or "triton". The kernels take float16, bfloat16 and float32, D of
-            32, 64, 128 or 256, any L; and a state if nothing needs a gradient.
+        scale: multiplies the logits; any finite number (the kernels support positive ones).
+            D**-0.5 by default.
+        initial_state: the state to continue from; its gradients are computed too.
+        lengths: int64, how many tokens of each row are real; the rest is padding on the right.
+            Needs an initial state.
+        cu_seqlens: borders of sequences packed in one row (B = 1, no state). They run from 0 to T
+            and never decrease; each sequence begins a new chunk.
+        impl: "auto", "reference" or "triton". The kernels support float16, bfloat16 and float32, D
+            of 32, 64, 128 or 256, and any L; a state only if nothing needs a gradient.
 
     Raises:
-        ValueError, TypeError: naming the argument that does not fit.
+        ValueError, TypeError: if an argument does not fit; the message names it.
     """
     op = "chunk_rat_attention"
     parts = Parts(z, v, g, q, k)
@@ -112,11 +113,10 @@ def chunk_rat_attention_projected(
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
 ) -> RATAttentionOutput:
-    """Compute chunk_rat_attention from one projection; its gradient comes as one tensor, too.
+    """Compute chunk_rat_attention from the output of one projection, which gets one gradient.
 
-    `zvgqk` holds z, v, g of H·D channels each, then q, k of G·D each, side by side, as one matrix
-    product yields them: W = (3 H + 2 G) D. The other arguments, and the errors, are those of
-    `chunk_rat_attention`.
+    `zvgqk` holds z, v and g of H·D channels each, then q and k of G·D channels each, side by side:
+    W = (3 H + 2 G) D. The other arguments and the errors are those of `chunk_rat_attention`.
     """
     op = "chunk_rat_attention_projected"
     parts = _split(op, zvgqk, num_heads, num_groups)
@@ -146,8 +146,8 @@ def recurrent_rat_attention(
 ) -> RATAttentionOutput:
     """Compute what chunk_rat_attention does, one token at a time (Listing 2 of the paper).
 
-    The definition of the op, and the step of a decoder (T = 1). Arguments and errors are those of
-    `chunk_rat_attention`; sequences cannot be packed.
+    This is the definition of the op, and with T = 1 a decoding step. Arguments and errors are those
+    of `chunk_rat_attention`, but sequences cannot be packed.
     """
     op = "recurrent_rat_attention"
     parts = Parts(z, v, g, q, k)
@@ -155,7 +155,7 @@ def recurrent_rat_attention(
     check_rows(op, v, initial_state, lengths, None)
     resolve_impl(op, impl, v.device, _NO_STEPS)
     B, T, H, D = v.shape
-    if T == 0:  # no step to take: the chunk form's empty results have gradients
+    if T == 0:  # there is no step to take; the chunk form's empty results have gradients
         request = Request(parts, gate_bias, form, initial_state, None, None)
         return _by_reference(request, "reference")
     z, v, g, q, k = _real(parts, lengths)
@@ -185,13 +185,13 @@ def step_rat_attention_(
 ) -> Float[Tensor, "B 1 H D"]:
     """Decode one token of every row, and overwrite the state with the one after it.
 
-    Arguments are those of `chunk_rat_attention_projected`. The state lies in contiguous buffers of
-    its own, with a slot for every chunk that the token may close: `reserve` them. It runs without
-    gradients, and a CUDA graph can hold it. Where the slots are used up it raises on a CPU; on a
-    GPU, where looking would mean waiting, nothing is written out of bounds.
+    Arguments are those of `chunk_rat_attention_projected`. The state must be in contiguous buffers
+    of its own, with a slot for every chunk that the token may close: call `reserve` first. The step
+    has no gradients, and can be captured in a CUDA graph. When no slot is left, it raises an error
+    on a CPU. On a GPU the check would have to wait, so there it only writes nothing out of bounds.
 
     Raises:
-        ValueError: also for more tokens than one a row; on a CPU, if no slot is left.
+        ValueError: also if a row has more than one token; on a CPU, if no slot is left.
     """
     op = "step_rat_attention_"
     parts = _split(op, zvgqk, num_heads, num_groups)
@@ -202,7 +202,9 @@ def step_rat_attention_(
     request = Request(parts, gate_bias, form, state, None, None)
     if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
-        return registered.rat_attention_step_(zvgqk.contiguous(), bias, *state, *form.pack())
+        return registered.rat_attention_step_(
+            zvgqk.contiguous(), bias, *state, *form.as_arguments()
+        )
     y, after = recurrent_rat_attention(
         parts.q, parts.k, parts.v, parts.g, chunk_size=chunk_size, gate_bias=gate_bias, z=parts.z,
         rope=rope, rope_base=rope_base, scale=scale, initial_state=state,
@@ -219,7 +221,7 @@ _NO_STEPS = "a loop over tokens; supported: reference"
 
 
 def _split(op: str, zvgqk: Tensor, num_heads: int, num_groups: int) -> Parts:
-    """Check a projection, and return views of z, v, g, q, k."""
+    """Check a projection, and return its parts z, v, g, q, k as views."""
     check_floating(op, "zvgqk", zvgqk)
     check_size(op, "num_heads", num_heads)
     check_size(op, "num_groups", num_groups)
@@ -249,7 +251,7 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     bias = None if r.gate_bias is None else r.gate_bias.contiguous()
     if zvgqk.stride(-1) != 1:
         zvgqk = zvgqk.contiguous()
-    form = r.form.pack()
+    form = r.form.as_arguments()
     if r.initial_state is None:
         y, *_ = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *form)
         return RATAttentionOutput(y, None)
@@ -275,6 +277,9 @@ def _gated(y: Tensor, z: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _ready(state: RATState, v: Tensor, chunk_size: int) -> RATState:
-    """Give the state room for these tokens, in their dtype (autocast may have changed it)."""
+    """Return the state with slots for these tokens, and with ends in the dtype of v.
+
+    Under autocast that dtype may differ from the state's.
+    """
     state = reserve(state, v.shape[1], chunk_size)
     return state._replace(k_ends=state.k_ends.to(v.dtype), v_ends=state.v_ends.to(v.dtype))

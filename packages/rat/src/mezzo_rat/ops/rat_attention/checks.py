@@ -1,4 +1,4 @@
-"""What the arguments of RAT attention must be, for all its forms."""
+"""Checks of the arguments of RAT attention, shared by all its forms."""
 
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ def check_form(
     rope_base: float,
     scale: float | None,
 ) -> Form:
-    """Check what all forms of the op take, and return what they compute."""
+    """Check the arguments that all forms of the op share, and return their Form."""
     z, v, g, q, k = parts.z, parts.v, parts.g, parts.q, parts.k
     given = {"q": q, "k": k, "v": v, "g": g, "z": z, "gate_bias": gate_bias}
     for name, x in given.items():
@@ -54,7 +54,7 @@ def check_form(
 
 
 def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
-    """Check what says how long chunks are and how heads turn; the mixer asks this too."""
+    """Check the chunk size and the options of RoPE; the mixer uses this check too."""
     check_size(op, "chunk_size", chunk_size)
     if rope not in ("chunk", "token", None):
         raise ValueError(f'{op}: rope must be "chunk", "token" or None, got {rope!r}')
@@ -68,7 +68,7 @@ def check_rows(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Check what says where the rows of v continue, end or are packed."""
+    """Check the state, the lengths and the packing borders against the rows of v."""
     if initial_state is not None:
         check_state(op, "initial_state", initial_state, v)
     if lengths is not None:
@@ -85,7 +85,7 @@ def check_rows(
 
 
 def check_state(op: str, argument: str, state: RATState, v: Tensor) -> None:
-    """Check the state that rows of v continue; messages call it by the argument's name."""
+    """Check a state against the rows of v that continue it; messages use the argument's name."""
     if not isinstance(state, RATState):
         raise TypeError(f"{op}: {argument} must be a RATState, got {type(state).__name__}")
     B, _, H, D = v.shape

@@ -1,7 +1,7 @@
 """RAT attention in chunks, in eager PyTorch: all tokens at once (Listing 1 of the paper).
 
-Head h = r G + j reads the queries and keys of group j = h % G: (B, T, H, D) seen as
-(B, T, R, G, D) broadcasts against q and k seen as (B, T, 1, G, D), without a copy of either.
+Head h = r G + j uses the queries and keys of group j = h % G. Viewed as (B, T, R, G, D), a tensor
+(B, T, H, D) broadcasts against q and k viewed as (B, T, 1, G, D), and nothing is copied.
 """
 
 from functools import partial
@@ -24,16 +24,17 @@ from mezzo_rat.ops.rat_attention.state import RATState
 def chunk_reference(
     r: Request, keep: Tensor, write: Tensor, scan_impl: Impl
 ) -> tuple[Tensor, RATState | None]:
-    """Scan inside chunks, then attend to the ends of earlier chunks and to the own k~, v~.
+    """Scan inside chunks, then attend to the ends of earlier chunks and to each token's k~, v~.
 
     Args:
-        r: what to compute; its state, if any, has a slot for every chunk that these tokens reach.
+        r: what to compute; its state, if any, must have a slot for every chunk that these tokens
+            reach.
         keep: (B, T, H, D) forget gates.
         write: (B, T, H, D), 1 - keep.
-        scan_impl: who runs the scan.
+        scan_impl: the implementation of the scan.
 
     Returns:
-        y (B, T, H, D), not yet gated, and the state after the last real token.
+        y (B, T, H, D), before the output gate, and the state after the last real token.
     """
     _, v, _, q, k = r.parts
     form, state, lengths, cu_seqlens = r.form, r.initial_state, r.lengths, r.cu_seqlens
@@ -49,13 +50,14 @@ def chunk_reference(
     else:
         added = torch.full_like(state.lengths, T) if lengths is None else lengths
         chunks = continued_chunks(T, L, state.k_ends.shape[1], state.lengths, added)
-        # A chunk opens where its first token keeps nothing, so one unbroken scan serves rows at
-        # different places of their chunks; padding keeps everything and writes nothing.
+        # The rows may be at different places of their chunks, and still one scan over all tokens
+        # computes them: the first token of a chunk keeps nothing, and padding keeps everything and
+        # writes nothing.
         padding = (torch.arange(T, device=v.device) >= added[:, None])[..., None, None]
         opens = (chunks.position % L == 0)[..., None, None]
         keep = keep.masked_fill(opens, 0.0).masked_fill(padding, 1.0)
         scan = partial(linear_scan, keep, impl=scan_impl)
-        unused = (state.lengths % L == 0)[:, None, None]  # whatever it holds, it may be NaN
+        unused = (state.lengths % L == 0)[:, None, None]  # no chunk is open; k and v may be NaN
         k_0, v_0 = (x.masked_fill(unused, 0.0) for x in (state.k, state.v))
         k_run, k_last = scan(k_in.masked_fill(padding, 0.0), initial_state=k_0)
         v_run, v_last = scan(v_in.masked_fill(padding, 0.0), initial_state=v_0)
@@ -82,13 +84,14 @@ def _attend(
     chunks: Chunks,
     scale: float,
 ) -> Tensor:
-    """Softmax over [ends of earlier chunks ; own k~], to (B, T, H, D) in the dtype of v_run.
+    """Attend to [ends of earlier chunks ; own k~]; return (B, T, H, D) in the dtype of v_run.
 
-    RoPE would turn a query and its own k~ by the same angle, so that logit needs no rotation.
+    RoPE would rotate a query and its own k~ by the same angle, so their logit needs no rotation.
     """
     G, N = q.shape[2], k_ends.shape[1]
-    # A weight of 0 times a value of NaN is NaN, for queries that must not see it. So such a value
-    # becomes 0 and its key NaN: the logits, which are masked and not multiplied, carry it.
+    # A weight of 0 times a value of NaN is NaN, also for queries that must not see the value. So a
+    # value that is not finite becomes 0, and its key becomes NaN instead. The NaN then reaches the
+    # logits, which are masked by selection, and only queries that see the chunk get it.
     lost = ~v_ends.isfinite()
     k_ends, v_ends = k_ends.masked_fill(lost, float("nan")), v_ends.masked_fill(lost, 0.0)
     own = (k_run.unflatten(2, (-1, G)) * q.unsqueeze(2)).sum(-1).flatten(2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Where the chunks of a call lie: one description for plain, packed and continued rows."""
+"""The positions of the chunks in a call, described alike for plain, packed and continued rows."""
 
 from typing import NamedTuple
 
@@ -11,16 +11,16 @@ from mezzo_rat.ops.divide import floor_divide
 
 
 class Chunks(NamedTuple):
-    """The slots of N chunks and the tokens in them. A first axis of 1 stands for every row."""
+    """The slots of N chunks, and the tokens in them. A first axis of 1 is shared by all rows."""
 
     slot: Tensor
     """(1 or B, T) int64: the slot of each token's chunk."""
     first: Tensor | None
-    """(1, T) int64: the slot of the first chunk of each token's sequence; None means slot 0."""
+    """(1, T) int64: the slot of the first chunk of each token's sequence; None: slot 0."""
     end: Tensor
-    """(1 or B, N) int64: the token of this call at which each chunk ends (so far)."""
+    """(1 or B, N) int64: the last token of each chunk in this call."""
     changed: Tensor | None
-    """(B, N) bool: whether this call changes the end of that chunk; None means of every chunk."""
+    """(B, N) bool: whether this call changes the end of the chunk; None: it changes all ends."""
     chunk: Tensor
     """(1 or B, T) int64: the index of each token's chunk in its own sequence."""
     position: Tensor
@@ -37,13 +37,13 @@ def plain_chunks(num_tokens: int, chunk_size: int, device: torch.device) -> Chun
 
 
 def packed_chunks(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Chunks:
-    """Find the chunks of one row of packed sequences, each of which begins a new chunk.
+    """Find the chunks of one row of packed sequences; each sequence begins a new chunk.
 
-    The number of slots is T // L + S, enough for any lengths, so that shapes do not depend on them.
+    There are T // L + S slots, which is enough for any lengths. So no shape depends on the lengths.
 
     Raises:
-        ValueError: if the borders do not run from 0 to T, or decrease; on the CPU only, as looking
-            at their values would stop a GPU's stream.
+        ValueError: if the borders do not run from 0 to T, or decrease. This is checked on the CPU
+            only, as reading the values would wait for a GPU.
     """
     check_borders("chunk_rat_attention", cu_seqlens, num_tokens)
     borders = cu_seqlens.long()

@@ -1,4 +1,4 @@
-"""What a RAT attention computes, apart from its tensors."""
+"""The options of a RAT attention: all that says what to compute, besides the tensors."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,11 +11,11 @@ FORM_SCHEMA = (
     "SymInt num_heads, SymInt num_groups, bool has_z, SymInt chunk_size, "
     "str rope, float rope_base, float scale"
 )
-"""A packed form, as the schema of a registered op names it."""
+"""The plain arguments of a form, as the schema of a registered op declares them."""
 
 
 class Form(NamedTuple):
-    """What to compute. Registered ops take it packed: as plain numbers and strings."""
+    """What to compute. Registered ops take it as plain numbers and strings (`as_arguments`)."""
 
     num_heads: int
     """H."""
@@ -28,10 +28,10 @@ class Form(NamedTuple):
     rope: Literal["chunk", "token"] | None
     rope_base: float
     scale: float
-    """Of the logits."""
+    """Multiplies the logits."""
 
-    def pack(self) -> tuple[Any, ...]:
-        """Return what FORM_SCHEMA names; a schema has no optional literals, so None is "none"."""
+    def as_arguments(self) -> tuple[Any, ...]:
+        """Return the values that FORM_SCHEMA declares; `rope=None` becomes the string "none"."""
         return (
             self.num_heads,
             self.num_groups,
@@ -43,14 +43,14 @@ class Form(NamedTuple):
         )
 
     @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> "Form":
-        """Return the form that was packed."""
-        num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale = packed
+    def from_arguments(cls, arguments: Sequence[Any]) -> "Form":
+        """Return the form that `as_arguments` described."""
+        num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale = arguments
         rope = None if rope == "none" else rope
         return cls(num_heads, num_groups, has_z, chunk_size, rope, rope_base, scale)
 
     def head_dim(self, width: int) -> int:
-        """Return D of a projection that is `width` channels wide."""
+        """Return D for a projection of `width` channels."""
         return width // ((2 + self.has_z) * self.num_heads + 2 * self.num_groups)
 
     def rotate(self, x: Tensor, chunk: Tensor, position: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The registered ops: RAT attention by Triton kernels, on a projection that holds z, v, g, q, k.
 
-Each takes tensors, and after them a packed `Form`.
+Each takes tensors first, and then a `Form` as plain arguments.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def rat_attention(
     """Return y, lse, k_ends and v_ends, as `Saved` describes them."""
     from mezzo_rat.ops.rat_attention.triton.forward import attend_ends, scan_chunks
 
-    plan = _plan(x, Form.unpack(form), cu_seqlens)
+    plan = _plan(x, Form.from_arguments(form), cu_seqlens)
     scanned = scan_chunks(x, gate_bias, plan)
     y, lse = attend_ends(x, scanned, plan)
     return y, lse, scanned.k_ends, scanned.v_ends
@@ -55,7 +55,7 @@ def rat_attention(
 def _(
     x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    asked = Form.unpack(form)
+    asked = Form.from_arguments(form)
     (B, T, W), H, L = x.shape, asked.num_heads, asked.chunk_size
     D = asked.head_dim(W)
     N = (T + L - 1) // L if cu_seqlens is None else T // L + cu_seqlens.shape[0] - 1
@@ -81,11 +81,11 @@ def rat_attention_bwd(
     v_ends: Tensor,
     *form: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx (B, T, W) and dbias (H, D); without a bias, an empty tensor."""
+    """Return dx (B, T, W) and dbias (H, D), which is an empty tensor if there is no bias."""
     from mezzo_rat.ops.rat_attention.triton.backward import attend_bwd
 
     saved = Saved(x, gate_bias, cu_seqlens, y, lse, k_ends, v_ends)
-    dx, dbias = attend_bwd(dy, saved, _plan(x, Form.unpack(form), cu_seqlens))
+    dx, dbias = attend_bwd(dy, saved, _plan(x, Form.from_arguments(form), cu_seqlens))
     return dx, lse.new_empty(0) if dbias is None else dbias
 
 
@@ -110,7 +110,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Callers get y alone, so the other results never have a gradient.
+    # Callers use y only, so the other results never have a gradient.
     none = (None,) * (1 + len(ctx.form))
     if dy is None:
         return None, None, *none
@@ -139,16 +139,16 @@ def rat_attention_continued(
     added: Tensor,
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Continue a state by `added` (B,) tokens; return y, and its k, v, k_ends, v_ends afterwards.
+    """Continue a state by `added` (B,) tokens; return y and the new k, v, k_ends and v_ends.
 
-    The state has a slot for every chunk that these tokens reach. Not differentiable.
+    The state must have a slot for every chunk that these tokens reach. Not differentiable.
     """
     from mezzo_rat.ops.rat_attention.triton.forward import attend_ends, scan_chunks
 
     num_slots = k_ends.shape[1]
-    plan = continued_plan(x, Form.unpack(form), num_slots, lengths, added)
+    plan = continued_plan(x, Form.from_arguments(form), num_slots, lengths, added)
     scanned = scan_chunks(x, gate_bias, plan, k, v)
-    # Chunks that got no token go to a slot of their own at the end, which is then cut off.
+    # Chunks that got no token are written to an extra slot at the end, which is then cut off.
     L = plan.form.chunk_size
     slot = (lengths // L)[:, None] + torch.arange(plan.N, device=x.device)
     begin = slot * L - lengths[:, None]
@@ -197,10 +197,10 @@ def rat_attention_step_(
     lengths: Tensor,
     *form: Any,
 ) -> Tensor:
-    """Decode one token of every row into the state; return y (B, 1, H, D). Not differentiable."""
+    """Decode one token of every row and update the state; return y (B, 1, H, D), no gradients."""
     from mezzo_rat.ops.rat_attention.triton.step import step
 
-    return step(x, gate_bias, RATState(k, v, k_ends, v_ends, lengths), Form.unpack(form))
+    return step(x, gate_bias, RATState(k, v, k_ends, v_ends, lengths), Form.from_arguments(form))
 
 
 @rat_attention_step_.register_fake

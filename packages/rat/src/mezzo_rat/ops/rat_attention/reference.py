@@ -1,4 +1,4 @@
-"""RAT attention as a loop over tokens: the definition (the paper's equation 3 and Listing 2)."""
+"""The definition of RAT attention, a loop over tokens (the paper's equation 3 and Listing 2)."""
 
 import torch
 from torch import Tensor
@@ -27,23 +27,23 @@ def recurrent_reference(
         keep: (B, T, H, D) forget gates.
         write: (B, T, H, D), 1 - keep.
         form: everything else.
-        state: with a slot for every chunk that these tokens reach.
+        state: it must have a slot for every chunk that these tokens reach.
         lengths: (B,) real tokens of each row, or None if all are.
 
     Returns:
-        y (B, T, H, D), not yet gated, and the state after the last real token.
+        y (B, T, H, D), before the output gate, and the state after the last real token.
     """
     R, L = v.shape[2] // q.shape[2], form.chunk_size
     outputs = []
     for t in range(v.shape[1]):
         n = floor_divide(state.lengths, L)
         opens = (state.lengths % L == 0)[:, None, None]
-        # A group's key meets the gates of its R heads, so k~ differs from head to head.
+        # The R heads of a group share a key but have their own gates, so each has its own k~.
         k_run = keep[:, t] * state.k.masked_fill(opens, 0.0) + write[:, t] * k[:, t].repeat(1, R, 1)
         v_run = keep[:, t] * state.v.masked_fill(opens, 0.0) + write[:, t] * v[:, t]
         q_t, k_t = q[:, t, None].repeat(1, 1, R, 1), k_run[:, None]
         q_t, k_t = (form.rotate(x, n[:, None], state.lengths[:, None]) for x in (q_t, k_t))
-        # The slot of the open chunk holds its running end: an open chunk is not a special case.
+        # The slot of the open chunk holds its k~ and v~ so far, so it needs no special case.
         slot = n[:, None, None, None].expand(-1, 1, *v.shape[2:])
         k_ends = state.k_ends.scatter(1, slot, k_t.to(k.dtype))
         v_ends = state.v_ends.scatter(1, slot, v_run[:, None].to(v.dtype))

@@ -1,4 +1,4 @@
-"""What one call asks for, and what the kernels take of it."""
+"""The checked arguments of one call, and whether the kernels support them."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from mezzo_rat.ops.rat_attention.form import Form
 from mezzo_rat.ops.rat_attention.state import RATState
 
 HEAD_DIMS = (32, 64, 128, 256)
-"""Head dimensions that the Triton kernels take."""
+"""Head dimensions that the Triton kernels support."""
 
 
 class Parts(NamedTuple):
-    """What a projection holds, in its order."""
+    """The parts of a projection, in the order in which it holds them."""
 
     z: Tensor | None
     """(B, T, H, D) logits of the output gate."""
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Checked arguments of one call, with the scale filled in."""
+    """The checked arguments of one call; a default scale is filled in."""
 
     parts: Parts
     gate_bias: Tensor | None
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 def unsupported(r: Request) -> str | None:
-    """Say why the kernels cannot take this call, or return None if they can."""
+    """Return why the kernels do not support this call, or None if they do."""
     parts = [part for part in r.parts if part is not None]
     dtypes, dim = {part.dtype for part in parts}, r.parts.v.shape[-1]
     if len(dtypes) > 1:

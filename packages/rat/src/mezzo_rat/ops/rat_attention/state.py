@@ -1,4 +1,7 @@
-"""What decoding with RAT carries: the open chunk's running key and value, and earlier ends."""
+"""The decoding state of RAT: the open chunk's running key and value, and the ends of earlier ones.
+
+A chunk's end is its last k~ and v~. The open chunk is the one that is not yet complete.
+"""
 
 from typing import NamedTuple
 
@@ -11,8 +14,8 @@ from torch import Tensor
 class RATState(NamedTuple):
     """The state of a batch whose rows may have seen different numbers of tokens.
 
-    A row that has seen n tokens owns n // L closed chunks, in slots 0 to n // L - 1 of `k_ends` and
-    `v_ends`; what the slots after them hold is never read. N grows as needed (see `reserve`).
+    A row that has seen n tokens has n // L closed chunks, in slots 0 to n // L - 1 of `k_ends` and
+    `v_ends`. Later slots are never read. `reserve` adds slots when more are needed.
     """
 
     k: Tensor
@@ -44,9 +47,10 @@ def init_state(
 def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
     """Return the state with slots for `num_tokens` more tokens in every row.
 
-    The ops call this themselves. Reading the lengths waits for the GPU, which neither a graph that
-    is being captured nor a compiled decoding step can do: there, reserve for all tokens beforehand,
-    and single steps take the slots as given (an index error tells when they run out).
+    The ops call this themselves. It reads the lengths and thus waits for the GPU, which is
+    impossible while a CUDA graph is captured and in a compiled decoding step. For these, reserve
+    slots for all tokens beforehand: a step of one token then uses the slots that are there, and an
+    index error tells when they run out.
     """
     slots = state.k_ends.shape[1]
     if num_tokens == 1 and slots > 0 and _must_not_wait(state.lengths):
@@ -54,7 +58,7 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
     if slots == 0 or state.lengths.shape[0] == 0:
         longest = 0  # no token was seen yet
     elif torch.compiler.is_compiling():
-        longest = slots * chunk_size  # at most: looking would break the graph
+        longest = slots * chunk_size  # an upper bound: reading the lengths would break the graph
     else:
         longest = int(state.lengths.max())
     missing = -(-(longest + num_tokens) // chunk_size) - slots

@@ -1,1 +1,1 @@
-"""Behind `--scale gpu`: the paper's tables of speed, measured at the paper's sizes on one GPU."""
+"""`--scale gpu`: the paper's speed tables, measured at the paper's sizes on one GPU."""

@@ -1,4 +1,4 @@
-"""Table 8: one decode step of one layer at a position, as a CUDA graph runs it."""
+"""Table 8: one decoding step of one layer at a position, in a CUDA graph."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,55 +11,55 @@ from mezzo_core.papers.cells import OOM, Result, Say, Timed, add_cell
 from torch import Tensor
 
 from mezzo_rat.reproduction.gpu.layers import build_layer
-from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale, paper_layers
+from mezzo_rat.reproduction.gpu.shapes import Selection, SpeedShapes, paper_layers
 
 ROOM = 8
-"""Tokens beyond the position; the steps before a capture are at the start of the state."""
+"""Slots beyond the position. (The steps before a capture run at the start of the state.)"""
 
 
-def measure_decoding(scale: SpeedScale, selection: Selection, result: Result, say: Say) -> None:
+def measure_decoding(shapes: SpeedShapes, selection: Selection, result: Result, say: Say) -> None:
     """Measure every layer at every batch and position, and add each cell to the result.
 
     Raises:
-        UserError: if a layer is wrong; nothing of it was timed then.
+        UserError: if a layer computes wrong results; it is not timed.
     """
-    for model, config in paper_layers(scale.head_dim).items():
+    for model, config in paper_layers(shapes.head_dim).items():
         cells = [
             (batch, position)
-            for batch in scale.batches
-            for position in filter(selection.length, scale.positions)
+            for batch in shapes.batches
+            for position in filter(selection.length, shapes.positions)
             if selection.model(model) and not result.has((f"B={batch}", model, str(position)))
         ]
         if not cells:
             continue
-        layer = build_layer(config, scale)
+        layer = build_layer(config, shapes)
         check_layer(layer)
         layer = layer.bfloat16()
         for batch, position in cells:
-            work = partial(time_step, layer, batch, position, scale)
+            work = partial(time_step, layer, batch, position, shapes)
             add_cell(result, (f"B={batch}", model, str(position)), work, say)
 
 
 @torch.no_grad()
-def time_step(layer: Layer, batch: int, position: int, scale: SpeedScale) -> Timed:
+def time_step(layer: Layer, batch: int, position: int, shapes: SpeedShapes) -> Timed:
     """Time x + mixer.step(norm(x)) for a batch whose rows have all seen `position` tokens.
 
-    The state is filled with random numbers: what it holds does not change the time, and the
-    prefill of a batch that fills the GPU would not fit beside it.
+    The state is filled with random numbers, as its values do not change the time. A prefill would
+    not fit: the state of a large batch fills the GPU.
     """
     state_bytes = batch * layer.mixer.state_bytes(position + ROOM)
     details: dict[str, Any] = {"state_gb": round(state_bytes / 1e9, 3)}
-    if state_bytes > scale.free_memory():
+    if state_bytes > shapes.free_memory():
         return OOM, details
-    device = torch.device(scale.device)
-    x = torch.randn(batch, 1, scale.d_model, device=device, dtype=torch.bfloat16)
+    device = torch.device(shapes.device)
+    x = torch.randn(batch, 1, shapes.d_model, device=device, dtype=torch.bfloat16)
     state = layer.mixer.reserve(layer.mixer.init_state(batch), position + ROOM)
     step = captured(lambda: x + layer.mixer.step(layer.norm(x), state), device)
     fill(state, position)
     back = partial(rewind, state, position)
     timings = [
-        measure(step, device, seconds=scale.seconds, warmup=1, before=back)
-        for _ in range(scale.passes)
+        measure(step, device, seconds=shapes.seconds, warmup=1, before=back)
+        for _ in range(shapes.passes)
     ]
     return [timing.ms for timing in timings], details
 
@@ -73,7 +73,7 @@ def fill(state: Any, position: int) -> None:
 
 
 def rewind(state: Any, position: int) -> None:
-    """Set the lengths of a state, which are all the integers that it holds."""
+    """Set the lengths of a state, which are its only integer tensors."""
     for field in tensors(state):
         if not field.is_floating_point():
             field.fill_(position)

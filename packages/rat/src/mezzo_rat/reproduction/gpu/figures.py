@@ -11,16 +11,16 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 def draw(result: Result, published: Published) -> Path:
-    """Draw a result's lines over the length, beside the paper's own, into a file beside it."""
+    """Draw a result's lines over the length next to the paper's; save them next to its file."""
     path = result.path.with_suffix(".png")
-    layout = result.table
+    table = result.table
     device = result.to_json()["gpu"] or "this CPU"
-    groups = layout.groups if len(layout.groups) > 1 else ("",)
+    groups = table.groups if len(table.groups) > 1 else ("",)
     panels = {}
     for group in groups:
-        label = f"{layout.unit}, {group}" if group else layout.unit
+        label = f"{table.unit}, {group}" if group else table.unit
         panels[f"{label}, {device}"] = _lines(result, group)
-        printed = _printed_lines(layout, group, published)
+        printed = _printed_lines(table, group, published)
         if printed:
             panels[f"{label}, the paper"] = printed
     draw_lengths({name: lines for name, lines in panels.items() if lines}, path)
@@ -28,7 +28,7 @@ def draw(result: Result, published: Published) -> Path:
 
 
 def _lines(result: Result, group: str) -> Lines:
-    """Return each model's (length, mean) where it was measured."""
+    """Return (length, mean) for each measured cell of each model."""
     lines: Lines = {}
     for model in result.table.models:
         for column in result.table.columns:
@@ -39,16 +39,16 @@ def _lines(result: Result, group: str) -> Lines:
     return lines
 
 
-def _printed_lines(layout: SpeedTable, group: str, published: Published) -> Lines:
-    """Return the paper's lines: a table's rows, or Figure 5's from Tables 1 and 11."""
+def _printed_lines(table: SpeedTable, group: str, published: Published) -> Lines:
+    """Return the paper's lines: a table's rows, or for Figure 5 points of Tables 1 and 11."""
     lines: Lines = {}
-    if layout.name == "fig5":
+    if table.name == "fig5":
         places: Sequence[tuple[str, str, float]] = (
             ("rat.table1", "Throughput", 4096.0),
             ("rat.table11", "Throughput", 16_384.0),
         )
     else:
-        id = layout.ids[0]
+        id = table.ids[0]
         places = [(id, column, float(column)) for column in published.table(id).columns]
     for id, column, length in places:
         table = published.table(id)

@@ -1,4 +1,4 @@
-"""The speed tables of the paper, measured one after another into result files and figures."""
+"""Measurement of the paper's speed tables, one after another, into result files and figures."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from mezzo_core.papers.cells import Result, Say
 from mezzo_rat.reproduction.gpu.decode import measure_decoding
 from mezzo_rat.reproduction.gpu.figures import draw
 from mezzo_rat.reproduction.gpu.layers import measure_layers
-from mezzo_rat.reproduction.gpu.layouts import VIEWS, contexts, layouts
-from mezzo_rat.reproduction.gpu.scale import Selection, SpeedScale
+from mezzo_rat.reproduction.gpu.result_files import VIEWS, contexts, result_files
+from mezzo_rat.reproduction.gpu.shapes import Selection, SpeedShapes
 from mezzo_rat.reproduction.gpu.throughput import measure_throughput
 
 
 def measure_tables(
-    scale: SpeedScale,
+    shapes: SpeedShapes,
     folder: Path,
     published: Published,
     selection: Selection,
@@ -24,39 +24,41 @@ def measure_tables(
     say: Say,
     commit: str | None = None,
 ) -> None:
-    """Measure what is selected.
+    """Measure the selected part of the speed tables.
 
-    Cells that were measured at the same commit are not measured again; those of other commits stay
-    until they are.
+    A cell that was measured at this commit is not measured again. A cell of another commit stays
+    until it is measured again.
 
     Args:
-        scale: the sizes.
+        shapes: the sizes.
         folder: where the result files and their figures go.
         published: the paper's numbers, drawn beside ours.
         selection: which tables, lengths and models.
-        say: called with a line a cell.
-        commit: of the code that is measured, where no checkout tells it.
+        say: called with a line for each cell.
+        commit: of the code that is measured; None: the checkout's.
 
     Raises:
-        UserError: if the scale's device is missing, the selection names what is not there, files
-            in `folder` are of another machine or cannot be written, or a layer is wrong.
+        UserError: if the device is missing, the selection names something unknown, files in
+            `folder` are of another machine or cannot be written, or a layer computes wrong results.
     """
-    device = scale.check_device()
-    selection.check(scale)
+    device = shapes.check_device()
+    selection.check(shapes)
     origin: dict[str, Any] = environment(device)
     origin["commit"] = commit or origin["commit"]
-    results = {name: Result(layout, folder, origin) for name, layout in layouts(scale).items()}
+    results = {
+        name: Result(table, folder, origin) for name, table in result_files(shapes).items()
+    }
     phases = {"train": "table6", "prefill": "table7"}
     wanted = {p: results[name] for p, name in phases.items() if selection.table(name)}
     if wanted:
-        measure_layers(scale, selection, wanted, say)
+        measure_layers(shapes, selection, wanted, say)
     if selection.table("table8"):
-        measure_decoding(scale, selection, results["table8"], say)
+        measure_decoding(shapes, selection, results["table8"], say)
     if selection.table("fig5"):
-        places = {T: [(results["fig5"], f"T={T}")] for T in scale.contexts}
-        for view, context in contexts(scale).items():
+        places = {T: [(results["fig5"], f"T={T}")] for T in shapes.contexts}
+        for view, context in contexts(shapes).items():
             places[context].append((results[view], "Throughput"))
-        measure_throughput(scale, selection, places, say)
+        measure_throughput(shapes, selection, places, say)
     for result in results.values():
         if result.cells and result.table.name not in VIEWS:
             draw(result, published)

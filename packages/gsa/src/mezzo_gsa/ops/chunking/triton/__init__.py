@@ -1,1 +1,1 @@
-"""What kernels of several ops do with chunks: states at their borders, products inside them."""
+"""Functions on chunks for the kernels of several ops: states at borders, products inside chunks."""

@@ -1,4 +1,4 @@
-"""What kernels need for products over a chunk: running sums, wide factors, sums of rows."""
+"""Functions of kernels for products over a chunk: running sums, precise factors, suffix sums."""
 
 import triton
 import triton.language as tl
@@ -6,16 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def load_running(p_running, o_l, m_m, length, stride):
-    """Return G (L, BM) of some tokens; padding, which does not decay, has that of the last one."""
+    """Return G (L, BM) of the tokens o_l; padding does not decay, so it has G of the last token."""
     o_l = tl.maximum(tl.minimum(o_l, length - 1), 0)
     return tl.load(p_running + o_l[:, None] * stride, mask=m_m[None, :] & (length > 0), other=0.0)
 
 
 @triton.jit
 def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
-    """Multiply b_a with float32 factors b_x: one product for their high bits, one for the rest.
+    """Multiply b_a with float32 factors b_x, by two products: of their high bits and of the rest.
 
-    The gradients of gates, and of a softmax, are small differences of what such products give.
+    This is needed because gradients of gates and of a softmax are small differences of products.
     """
     if b_a.dtype == tl.float32:
         return tl.dot(b_a, b_x, input_precision=PRECISION)
@@ -26,7 +26,7 @@ def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def suffix_sum(b_x, L: tl.constexpr, PRECISION: tl.constexpr):
-    """Return each row's sum (L, BM) with those that follow it."""
+    """Return for each row the sum of it and all rows after it, (L, BM)."""
     if PRECISION == "ieee":
         return tl.sum(b_x, 0)[None, :] - tl.cumsum(b_x, 0) + b_x
     o_l = tl.arange(0, L)  # a scan takes longer than two products with ones

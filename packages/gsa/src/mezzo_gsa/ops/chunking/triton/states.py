@@ -1,9 +1,10 @@
-"""States at the borders of chunks: along segments, then along the segments of a sequence.
+"""States at the borders of chunks: first along segments, then along the segments of a sequence.
 
     h[c + 1] = d[c] ⊙ h[c] + W[c]ᵀ x[c]
 
-W (tokens, H, M) are decayed write strengths, d (chunks, H, M) what a chunk keeps, x (tokens, H, D)
-keys, values, or what their gradients come from; backward in time the same holds for gradients.
+W (tokens, H, M) are decayed write strengths (or keys), d (chunks, H, M) is the share of a state
+that a chunk keeps, and x (tokens, H, D) are keys or values. In the backward the same kernels run
+backward in time, for the gradients of the states.
 """
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
 
-require_ptxas()  # here, as every module that launches products imports this one
+require_ptxas()  # every module that launches matrix products imports this one
 
 FULL = 264
 """Programs that fill a large GPU, two on each SM."""
@@ -24,18 +25,18 @@ INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 def padded(size: int) -> int:
-    """Return the tile that holds `size` columns: a power of two, 16 or more for the products."""
+    """Return the width of a tile for `size` columns: a power of two; products need at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how kernels multiply: float32 in full, not rounded to tf32."""
+    """Return the precision of products: float32 inputs are not rounded to tf32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit
 def locate_chunk(i_c, table, T, N, L: tl.constexpr, SEGMENT: tl.constexpr):
-    """Return a chunk's first token (of all rows), its number of tokens, and its segment."""
+    """Return a chunk's first token (counted over all rows), its length, and its segment."""
     if table is not None:
         start = tl.load(table + i_c * 3).to(tl.int64)
         return start, tl.load(table + i_c * 3 + 1), tl.load(table + i_c * 3 + 2)
@@ -46,7 +47,7 @@ def locate_chunk(i_c, table, T, N, L: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def load_kept(kept, i_c, i_h, o_m, H: tl.constexpr, M: tl.constexpr):
-    """Return what chunk i_c has left of the flow into its segment, (BM,)."""
+    """Return the share of its segment's start that is left at the start of chunk i_c, (BM,)."""
     return tl.load(kept + (i_c.to(tl.int64) * H + i_h) * M + o_m, mask=o_m < M, other=0.0)
 
 
@@ -55,7 +56,7 @@ def load_state(
     states, starts, b_kept, i_c, i_s, i_h, o_m, o_d,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Return h (BM, BD) in float32 where chunk i_c begins, or its gradient where it ends."""
+    """Return h (BM, BD) in float32 at the start of chunk i_c, or its gradient at the end."""
     m = (o_m < M)[:, None] & (o_d < D)[None, :]
     o_tile = o_m[:, None] * D + o_d[None, :]
     p_state = states + (i_c.to(tl.int64) * H + i_h) * M * D
@@ -69,7 +70,7 @@ def load_state(
 
 @triton.jit
 def load_decay(p_decay, m_m, first, j, count, stride, REVERSE: tl.constexpr):
-    """Return what the j-th chunk of a segment keeps, (BM,); zeros past the last one."""
+    """Return the share that the j-th chunk of a segment keeps, (BM,); zeros after the last."""
     i_c = first + (count - 1 - j if REVERSE else j)
     return tl.load(p_decay + i_c.to(tl.int64) * stride, mask=m_m & (j < count), other=0.0)
 
@@ -83,9 +84,9 @@ def segment_states_kernel(
     BM: tl.constexpr, BD: tl.constexpr, SEGMENT: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run a tile (BM, BD) of the states along a segment, from zero.
+    """Compute a tile (BM, BD) of the states along a segment, starting from zero.
 
-    `decay` has HD heads, each shared by H / HD.
+    `decay` has HD heads; H / HD heads share each.
     """
     i_d, i_m, i_sh = tl.program_id(1), tl.program_id(2), tl.program_id(0)
     i_s, i_h = i_sh // H, i_sh % H
@@ -102,7 +103,7 @@ def segment_states_kernel(
     p_x = x + i_h * D + o_d[None, :]
     b_h = tl.zeros([BM, BD], tl.float32)
     b_kept = tl.full([BM], 1.0, tl.float32)
-    # A chunk ahead: products of tiles are loaded ahead by the compiler, their factors are not.
+    # Load the decay one chunk ahead. The compiler prefetches the operands of products only.
     p_decay = decay + i_h // (H // HD) * M + o_m
     b_decay = load_decay(p_decay, m_m, first, 0, count, HD * M, REVERSE)
     for j in range(count):
@@ -133,10 +134,10 @@ def join_segments_kernel(
     H: tl.constexpr, HI: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Run along the segments of a sequence; write the state each begins with, and the final one.
+    """Go along the segments of a sequence; write the state at each segment's start, and the last.
 
-    `initial` has HI heads. Of the H / HI heads that share one, the first starts from it, the others
-    at zero: the caller adds them up.
+    `initial` has HI heads. Of the H / HI heads that share one, the first starts from it and the
+    others from zero, because the caller sums them.
     """
     i_b, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_d, i_m = tl.program_id(1), tl.program_id(2)
@@ -173,22 +174,23 @@ def run_states(
     split: bool,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Run h[c + 1] = d[c] h[c] + W[c]ᵀ x[c] over the chunks of every sequence.
+    """Compute h[c + 1] = d[c] h[c] + W[c]ᵀ x[c] over the chunks of every sequence.
 
     Args:
         x: (B, T, H, D).
         write: W (B, T, H, M).
-        decay: d (chunks, HD, M), each head shared by H / HD.
+        decay: d (chunks, HD, M); H / HD heads share each.
         initial: (S, HI, M, D) float32, or None for zeros.
-        chunks: where they lie.
-        split: whether what flows into a segment may be other than zero.
-        reverse: from the last chunk to the first.
+        chunks: their positions.
+        split: whether a segment may start from a state other than zero.
+        reverse: go from the last chunk to the first.
 
     Returns:
-        The states (chunks, H, M, D) that each chunk begins with (reversed: ends with), counted from
-        zero at the segment's border; what flowed into each segment (segments, H, M, D), None if
-        not split; the final state (S, H, M, D) float32; and (chunks, H, M), what is left of the
-        flow into a segment when the chunk begins.
+        states: (chunks, H, M, D), the state at the start of each chunk (reversed: at its end), if
+            its segment starts from zero.
+        starts: (segments, H, M, D), the state at the start of each segment; None if not split.
+        final: (S, H, M, D) float32, the final state.
+        kept: (chunks, H, M), the share of its segment's start that is left at the chunk's start.
     """
     T, H, D = x.shape[1:]
     M = write.shape[3]
@@ -207,7 +209,7 @@ def run_states(
         T, chunks.per_row, x.stride(1),
         H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=SEGMENT,
         REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4,
-        num_stages=2 if is_large else 3,  # an SM holds three programs then, not two
+        num_stages=2 if is_large else 3,  # with two stages an SM holds three programs, not two
     )  # fmt: skip
     if not split:
         return states, None, last, kept

@@ -1,8 +1,8 @@
 """Gradients of queries, keys and gates of the chunks of gated linear attention.
 
-A chunk is taken in its halves, as the scores part their pairs: those of one half, and those of a
-token of the right with one of the left. So no product is made of pairs that do not exist, and a
-half's tiles fit in registers.
+As for the scores, the pairs of a chunk are those inside each half, and those of a token in the
+right half with one in the left. So no product is computed for pairs i > t of different halves, and
+the tiles of a half fit in registers.
 """
 
 import triton
@@ -30,7 +30,10 @@ def borders_bwd(
     HQ: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return do hᵀ at the chunk's start, v dh'ᵀ at its end (of both halves), and <h, dh'> (BK,)."""
+    """Return do hᵀ and v dh'ᵀ of both halves, and <h, dh'> (BK,).
+
+    h is the state at the chunk's start, dh' the gradient of the state at its end.
+    """
     o_l = tl.arange(0, L // 2)
     o_r = o_l + L // 2
     b_dq_l = tl.zeros([L // 2, BK], tl.float32)
@@ -57,7 +60,7 @@ def borders_bwd(
 
 @triton.jit
 def square_bwd(b_da, b_dq, b_dk, b_q, b_k, L: tl.constexpr, PRECISION: tl.constexpr):
-    """Return dq and dk with what pairs i < t of a half add; their decay is in b_da already."""
+    """Add to dq and dk the contribution of the pairs i < t of a half; b_da includes the decay."""
     o_l = tl.arange(0, L)
     b_da = tl.where(o_l[:, None] > o_l[None, :], b_da, 0.0).to(b_da.dtype)
     b_dq = tl.dot(b_da, b_k.to(b_da.dtype), b_dq, input_precision=PRECISION)
@@ -70,7 +73,7 @@ def store_half(
     dq, dk, dg, b_da, b_dq, b_dk, b_dg, b_q, b_k, o_t, m_l, i_hq, i_k, o_k,
     HQ: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a half, with what own pairs add to those of q and k."""
+    """Store the gradients of a half; those of q and k include pairs of a token with itself."""
     if KG == 1:
         p_dg = dg + (o_t[:, None] * HQ + i_hq) * tl.num_programs(1) + i_k
         tl.store(p_dg, tl.sum(b_dg, 1, keep_dims=True), mask=m_l[:, None])
@@ -89,12 +92,13 @@ def keys_bwd_kernel(
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
     LEVELS: tl.constexpr, MILD: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile of channels of q, k and g, as one query head contributes.
+    """Write the gradients of a tile of channels of q, k and g, for one query head.
 
-    The gate's: G[t] decays what t reads and saves what it wrote, which gives it q dq - k dk (own
-    pairs left out); g[t] is in G of all tokens from t on, and in the decay of the chunk's last
-    state h', to which <h', dh'> falls, for each channel. A gate of each head gets one column from
-    each tile.
+    The gradient of the gate: a higher G[t] increases what t reads and decreases what others read of
+    t, so the gradient of G[t] is q dq - k dk, without the pair of t with itself. g[t] is part of G
+    of all tokens from t on, so their gradients are summed. It is also part of the decay of the
+    chunk's last state h', which adds <h', dh'> for each channel. If each head has one gate, each
+    tile writes one column.
     """
     i_c, i_hq, i_k = tl.program_id(0) // HQ, tl.program_id(0) % HQ, tl.program_id(1)
     i_h = i_hq // (HQ // H)

@@ -1,8 +1,8 @@
-"""Gated linear attention on a GPU: which kernels run, in which order, on which buffers.
+"""Gated linear attention on a GPU: the launches of its kernels, in their order.
 
-Forward: the gates of each chunk, the states at the chunks' borders, the scores inside the chunks,
-the outputs. Backward: all but the outputs once more, then the states' gradients at the borders, and
-those inside the chunks.
+The forward computes the gates of each chunk, the states at the chunks' borders, the scores inside
+the chunks, and the outputs. The backward computes all of these again except the outputs. Then it
+computes the gradients of the states at the borders, and the gradients inside the chunks.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ CHUNK = 64
 """L, tokens of a chunk."""
 
 MILD = {torch.float32: 16.0, torch.bfloat16: 60.0, torch.float16: 16.0}
-"""Where half a chunk has decayed by less than exp(-MILD), factors up to exp(MILD) do no harm."""
+"""Decay that one factor may undo: if half a chunk decays by less than exp(-MILD), factors up to
+exp(MILD) lose no precision (see `pairs`)."""
 
 
 class Inputs(NamedTuple):
-    """What a call reads. Token t of row b is at (b T + t) times the second stride."""
+    """The inputs of a call, or their gradients. Token t of row b is at (b T + t) · stride(1)."""
 
     q: Tensor
     k: Tensor
@@ -34,18 +35,18 @@ class Inputs(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a call is made of."""
+    """Intermediate results, from which outputs and gradients are computed."""
 
     running: Tensor
     """(B, T, H, K or 1): running sums G of log gates, from the chunk's start."""
     write: Tensor
     """(B, T, H, K): keys, decayed to the chunk's end."""
     decay: Tensor
-    """(chunks, H, K): what a chunk keeps of the state before it."""
+    """(chunks, H, K): the share of the state before it that a chunk keeps."""
     states: tuple[Tensor, Tensor | None, Tensor]
     """The states at the chunks' borders, as `load_state` reads them."""
     scores: Tensor
-    """(B, T, HQ, L): what each token reads of those of its chunk."""
+    """(B, T, HQ, L): the weight with which each token reads each token of its chunk."""
     weighted: Tensor
     """(B, T, HQ, K): queries, decayed from the chunk's start."""
 
@@ -53,10 +54,10 @@ class Parts(NamedTuple):
 def run_parts(
     x: Inputs, initial: Tensor | None, scale: float, chunks: Chunks
 ) -> tuple[Parts, Tensor]:
-    """Return what outputs and gradients are made of, and the final state (S, H, K, V)."""
+    """Return the intermediate results, and the final state (S, H, K, V)."""
     (B, T, H, K), KG, HQ = x.k.shape, x.g.shape[3], x.q.shape[2]
     dtype, device = x.k.dtype, x.k.device
-    # One precision up: differences of running sums must keep the digits that results have.
+    # One precision higher: differences of running sums must be as precise as the results.
     sums = torch.float64 if dtype == torch.float32 else torch.float32
     running = torch.empty((B, T, H, KG), dtype=sums, device=device)
     write = torch.empty((B, T, H, K), dtype=dtype, device=device)
@@ -99,10 +100,11 @@ def run_gradients(
 ) -> Tensor:
     """Write the gradients of the inputs into `grads`; return that of the initial state.
 
-    All but that of q are those of each query head, (B, T, HQ, ·), to be summed over groups; that of
-    a gate of each head has a column for each tile of K, to be summed, too.
+    All gradients are those of each query head, (B, T, HQ, ·). The caller sums all but dq over
+    groups. If each head has one gate, its gradient has a column for each tile of K; the caller sums
+    these too.
     """
-    # A view of the flat numbers: contiguous() may keep any stride of an axis of length one.
+    # The two views reset the strides: contiguous() may keep any stride of an axis of length one.
     do = do.contiguous().view(-1).view(do.shape)
     dlast = None if dlast is None else dlast.contiguous()
     HQ, H, T, N = x.q.shape[2], x.k.shape[2], x.q.shape[1], chunks.per_row
@@ -119,7 +121,7 @@ def run_gradients(
         L=chunks.length, SEGMENT=SEGMENT, PRECISION=precision(do.dtype), num_warps=4, **sizes,
     )  # fmt: skip
     BK, num_warps = _tile(x.k), 4
-    if x.g.shape[3] > 1:  # channels with gates of their own need registers for their factors
+    if x.g.shape[3] > 1:  # gates of each channel need registers for their factors
         BK, num_warps = (64, 8) if BK == 64 else (16, 4)
     keys_bwd_kernel[(chunks.num_chunks * HQ, triton.cdiv(x.k.shape[3], BK))](
         do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
@@ -130,7 +132,7 @@ def run_gradients(
 
 
 def key_tiles(k: Tensor) -> int:
-    """Return how many tiles the channels of a key make; each gives a head's gate a gradient."""
+    """Return how many tiles a key's channels make; each gives a part of the gradient of g."""
     return triton.cdiv(k.shape[3], _tile(k))
 
 
@@ -145,7 +147,7 @@ def _read(
     *,
     reverse: bool = False,
 ) -> None:
-    """Write y (B, T, HQ, V), what tokens read of their chunk and of the state at its border."""
+    """Write y (B, T, HQ, V): each token reads its chunk and the state at the chunk's border."""
     HQ, K, V = scores.shape[2], weights.shape[3], x.shape[3]
     BV = _tile(x)
     outputs_kernel[(chunks.num_chunks * HQ, triton.cdiv(V, BV))](
@@ -161,7 +163,7 @@ def _pairs(x: Inputs, chunks: Chunks) -> dict[str, Any]:
     return {
         "L": chunks.length,
         "SEGMENT": SEGMENT,
-        "LEVELS": chunks.length.bit_length() - 2,  # that half a chunk is halved
+        "LEVELS": chunks.length.bit_length() - 2,  # how often half a chunk can be halved
         "MILD": MILD[x.q.dtype],
         "INNER": INNER[x.q.dtype],
         "PRECISION": precision(x.q.dtype),
@@ -169,6 +171,6 @@ def _pairs(x: Inputs, chunks: Chunks) -> dict[str, Any]:
 
 
 def _tile(x: Tensor) -> int:
-    """Return how many channels of a head are on chip at a time; 16 or more for the products."""
+    """Return how many channels of a head are on chip at a time; products need at least 16."""
     widest = 32 if x.dtype == torch.float32 else 64
     return min(widest, max(16, triton.next_power_of_2(x.shape[3])))

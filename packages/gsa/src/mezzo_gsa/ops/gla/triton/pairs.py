@@ -1,15 +1,23 @@
-"""How much each token of a chunk reads of what each earlier one wrote: scores of pairs, and back.
+"""Scores of the pairs of tokens in a chunk: the weight with which t reads what i wrote.
 
-With a gate of each head the decay of a pair is one number for all channels: the scores are one
-product, times a matrix of decays. With a gate of each channel, the pair of t in the right and i in
-the left half of the chunk is parted at the middle: exp(G[t] - P) exp(P - G[i]), factors that never
-exceed one. A pair of one half takes P at the half's start: exp(G[t] - P) is at most one again, and
-exp(P - G[i]) at most exp(MILD) for the rows t before which the half has decayed mildly. Rows after
-that are parted by levels, down to single tokens (see `mezzo_gsa.ops.chunking.halves`); with the
-gates of trained models there are hardly any. What t reads is so computed from tokens up to t alone.
+If each head has one gate, the decay of a pair is the same for all channels. Then the scores are one
+matrix product, times a matrix of decays.
 
-A token's own pair does not decay; it is kept apart from the others, and so what cancels in the
-gate's gradient is never added.
+If each channel has a gate, the decay exp(G[t] - G[i]) must be split into a factor of t and a factor
+of i, at a pivot P: exp(G[t] - P) exp(P - G[i]).
+
+- If t is in the right half of the chunk and i in the left half, P is G at the middle. Neither
+  factor exceeds one.
+- If both are in one half, P is G at the start of the half. exp(G[t] - P) is at most one. And
+  exp(P - G[i]) is at most exp(MILD), as long as the half has decayed mildly up to row t.
+- Later rows of a half are called steep. Their pairs are split at several levels, down to single
+  tokens (see `mezzo_gsa.ops.chunking.halves`). With the gates of trained models there are hardly
+  any steep rows.
+
+So the scores of t depend only on tokens up to t.
+
+The pair of a token with itself does not decay. It is computed apart from the others, because its
+terms in the gate's gradient cancel and must not be added there.
 """
 
 import triton
@@ -21,14 +29,14 @@ from mezzo_gsa.ops.gates.triton import exp
 
 @triton.jit
 def parting(L: tl.constexpr):
-    """Return (L, L): for i < t, the bits in which they differ: the highest is their level."""
+    """Return (L, L): for i < t, the bits in which i and t differ; the highest is their level."""
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 2 * L)
 
 
 @triton.jit
 def level_factor(p_running, b_running, o_l, m_m, length, stride, level):
-    """Return X (L, BM) of the level whose nodes have 2^level tokens on each side."""
+    """Return the factors (L, BM) of a level, whose nodes have 2^level tokens in each half."""
     o_pivot = ((o_l >> (level + 1)) << (level + 1)) + (1 << level) - 1
     b_pivot = load_running(p_running, o_pivot, m_m, length, stride)
     return exp(-tl.abs(b_running - b_pivot).to(tl.float32))
@@ -36,20 +44,20 @@ def level_factor(p_running, b_running, o_l, m_m, length, stride, level):
 
 @triton.jit
 def at_level(b_x, b_parting, level):
-    """Keep the pairs that are parted at this level; zeros elsewhere."""
+    """Keep the pairs that are split at this level; zeros elsewhere."""
     return tl.where((b_parting >> level) == 1, b_x, 0.0)
 
 
 @triton.jit
 def on_diagonal(b_x, L: tl.constexpr):
-    """Return the square (L, L) that is b_x, (L, 1) or (L, L), on its diagonal, else zero."""
+    """Return a square (L, L) with b_x, (L, 1) or (L, L), on its diagonal and zeros elsewhere."""
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] == o_l[None, :], b_x, 0.0)
 
 
 @triton.jit
 def pair_decays(p_running, o_l, m_l, stride, L: tl.constexpr):
-    """Return exp(G[t] - G[i]) (L, L) for i <= t, of a gate of one head; zeros elsewhere."""
+    """Return exp(G[t] - G[i]) (L, L) for i <= t, if each head has one gate; zeros elsewhere."""
     b_t = tl.load(p_running + o_l * stride, mask=m_l, other=0.0)
     b_i = tl.trans(b_t[:, None])
     m = (o_l[:, None] >= tl.arange(0, L)[None, :]) & m_l[:, None]
@@ -61,12 +69,13 @@ def half_factors(
     p_g, b_g, o_l, m_k, length, stride,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
-    """Return what parts pairs at the middle or the start of a half, and which rows need more.
+    """Return the factors with a pivot at the middle or at a half's start, and the steep rows.
 
     Returns:
-        exp(G[t] - P), P at the start of the own half; exp(P - G[i]), at most exp(MILD); exp(P -
-        G[i]), P in the middle, for the left half, (L, BK) each; (L, 1) rows that decay by more than
-        exp(-MILD) from P on; and how many levels part the pairs of those: zero if there are none.
+        Three factors, (L, BK) each: exp(G[t] - P) and exp(P - G[i]) with P at the start of the
+        token's half, the second at most exp(MILD); and exp(P - G[i]) of the left half with P at the
+        middle. Then the steep rows (L, 1), which decay by more than exp(-MILD) after P, and the
+        number of levels that split their pairs: zero if there are no such rows.
     """
     o_middle = tl.minimum(L // 2, length) - 1
     b_middle = tl.load(p_g + o_middle * stride, mask=m_k[None, :] & (length > 0), other=0.0)
@@ -90,7 +99,7 @@ def channel_scores(
     b_q, b_k, b_g, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return what a tile of channels adds to the scores (L, L) of pairs i <= t."""
+    """Return the contribution of a tile of channels to the scores (L, L) of pairs i <= t."""
     b_up, b_down, b_far, m_steep, levels = half_factors(
         p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
     )
@@ -113,9 +122,9 @@ def scores_bwd_of_half(
     b_da, b_dq, b_dk, b_q, b_k, b_g, b_start, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dq and dk of the tokens o_l (L,) of a half, with what pairs i < t in it add to them.
+    """Add to dq and dk of the tokens o_l (L,) of a half the contribution of its pairs i < t.
 
-    b_da (L, L) is the gradient of their scores, b_start (1, BK) P at the half's start.
+    b_da (L, L) is the gradient of the pairs' scores. b_start (1, BK) is P at the half's start.
     """
     b_parting = tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 0)
     b_since = tl.minimum(b_g - b_start, 0.0).to(tl.float32)

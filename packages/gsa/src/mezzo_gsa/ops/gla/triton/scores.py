@@ -1,8 +1,8 @@
 """Scores and outputs of the chunks of gated linear attention.
 
-Scores (B, T, HQ, L) hold, for each token, a column for every token of its chunk. A program has one
-chunk and query head, and reads i_h, its key-value head; for wide results it has one tile of columns
-of it.
+Scores (B, T, HQ, L) have, for each token, a column for every token of its chunk. A program computes
+one chunk of one query head; i_h is that head's key-value head. Of wide results a program computes
+one tile of columns.
 """
 
 import triton
@@ -36,7 +36,7 @@ def scores_kernel(
     L: tl.constexpr, BK: tl.constexpr, SEGMENT: tl.constexpr,
     LEVELS: tl.constexpr, MILD: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores of the pairs of a chunk, and the queries that read the state before it."""
+    """Write the scores of the pairs of a chunk, and its queries decayed from the chunk's start."""
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -74,10 +74,10 @@ def outputs_kernel(
     K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENT: tl.constexpr, PRECISION: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Write y = A x + W h: outputs, with x = v and W weighted queries.
+    """Write the outputs y = A x + W h, with x = v and with W the decayed queries.
 
-    REVERSE: y = Aᵀ x + W dh: the gradient of v, with x = do and W the keys that were written. x, W
-    and the states have HX, HW and HS heads, each shared by as many query heads.
+    REVERSE: write the gradient of v, y = Aᵀ x + W dh, with x = do and with W the decayed keys. x, W
+    and the states have HX, HW and HS heads; query heads share them in equal groups.
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -103,7 +103,7 @@ def scores_bwd_kernel(
     HQ: tl.constexpr, H: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the products of queries and keys, decayed if the gate is a head's."""
+    """Write the gradients of the products of queries and keys; with a gate a head, decayed."""
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)

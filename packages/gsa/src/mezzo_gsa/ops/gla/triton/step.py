@@ -1,8 +1,8 @@
-"""One decoding token of gated linear attention on a GPU: a pass over the state, and a norm.
+"""One decoding step of gated linear attention on a GPU: a pass over the state, and a norm.
 
-The state is nearly all of the traffic, 2 MB a row and layer in the 1.3B model. Each head's is cut
-into tiles of V columns, as narrow as it takes to keep a large GPU busy with one row. A tile holds
-all K rows, so that a query's output needs no second pass.
+The state is nearly all of the memory traffic: 2 MB a row and layer in the 1.3B model. The state of
+each head is cut into tiles of V columns, narrow enough that one row keeps a large GPU busy. A tile
+has all K rows, so a query's output needs no second pass.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ TILE = 8192
 
 @triton.jit
 def _load_turned(x, o_k, m_k, b_cos, b_sin, K: tl.constexpr, MAP: tl.constexpr):
-    """Return a head's queries or keys, turned by angles; channel i is paired with i + K/2."""
+    """Return a head's queries or keys, rotated by angles; channel i is paired with i + K/2."""
     b_x = load_mapped(x, o_k, m_k, MAP)
     if b_cos is not None:
         left = o_k < K // 2
@@ -76,7 +76,7 @@ def step_state_kernel(
 
 
 def run_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, form: LayerForm) -> Tensor:
-    """Take one token into the state; arguments and result as in `step_gla_`."""
+    """Process one token and update the state; arguments and result as in `step_gla_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
     _launch(q, k, v, g, h, out, None, form)
     return out
@@ -93,7 +93,7 @@ def run_layer_step(
     places: Tensor | None,
     form: LayerForm,
 ) -> Tensor:
-    """Take one token between a layer's projections; as in `step_gla_layer_`."""
+    """Process one token between a layer's projections, as `step_gla_layer_` does."""
     B, C = q.shape[0], q.shape[1] * v.shape[2]
     out = torch.empty((B, C), dtype=torch.float32, device=q.device)
     _launch(q, k, v, gates, h, out, places, form)
@@ -112,7 +112,7 @@ def _launch(
     places: Tensor | None,
     form: LayerForm,
 ) -> None:
-    """Pass over the state; out (B, HQ, V), or the same flattened."""
+    """Update the state and write out, (B, HQ, V) or the same flattened."""
     B, H, K, V = h.shape
     BK = triton.next_power_of_2(K)
     BV = min(tile(B * H, V), TILE // BK)
@@ -130,5 +130,5 @@ def _launch(
         )  # fmt: skip
 
 
-# Made once, and never freed: graphs that were captured read it.
+# Made once and never freed, as captured graphs go on reading it.
 _frequencies = cache(rope_frequencies)

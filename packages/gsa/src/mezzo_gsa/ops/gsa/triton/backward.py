@@ -1,7 +1,8 @@
-"""The backward of gated slot attention on a GPU: which kernels run, in which order.
+"""The backward of gated slot attention on a GPU: the launches of its kernels, in their order.
 
-For the second pass (V~) and then for the first (K~): the gradients of the memory at the chunks'
-borders, the square of (L, L) with the gradients of weights and gates, the gradients of the tokens.
+It goes through the second pass (V~) and then the first (K~). For each it computes the gradients of
+the memory at the chunks' borders, then the square (L, L) and the gradients of weights and gates,
+then the gradients of the tokens.
 """
 
 from typing import NamedTuple
@@ -35,9 +36,9 @@ class Upstream(NamedTuple):
 def run_backward(
     r: Request, saved: Saved, upstream: Upstream, grads: Inputs
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients of the inputs into `grads`; return those of the first K~ and V~.
+    """Write the gradients of the inputs into `grads`; return those of the initial K~ and V~.
 
-    Where the request has a `raw`, they are those of its parts.
+    If the request has `raw`, the gradients written are those of its parts.
     """
     x, memory = r.x, saved.memory
     (B, T, HQ), H = x.q.shape[:3], x.k.shape[2]
@@ -45,7 +46,7 @@ def run_backward(
         memory, _, _ = run_memory(r, for_backward=True)
     if HQ == H:
         return _run_passes(r, saved, memory, upstream, grads)
-    # A gradient of each query head first, in float32, and then the sum of those of a group.
+    # First compute the gradients of each query head in float32, then sum them over the groups.
     shared = [part for part in (grads.k, grads.v, grads.g, grads.s) if part is not None]
     of_heads = [torch.empty((B, T, HQ, part.shape[3]), device=part.device) for part in shared]
     into = Inputs(grads.q, *of_heads, *(() if grads.s is not None else (None,)))
@@ -57,7 +58,7 @@ def run_backward(
 
 
 class Pass(NamedTuple):
-    """One of the two passes in the backward: dright = squareᵀ left + ..., as the kernels put it."""
+    """The tensors of one pass in the backward, where dright = squareᵀ left + write dh."""
 
     left: Tensor
     right: Tensor
@@ -69,14 +70,14 @@ class Pass(NamedTuple):
     dlast: Tensor | None
     """The gradient of the final memory."""
     dleft: Tensor | None
-    """Where the gradient of `left` goes; None, as of do, which needs none."""
+    """The output for the gradient of `left`; None in the second pass, where `left` is do."""
     dright: Tensor
 
 
 def _run_passes(
     r: Request, saved: Saved, memory: Memory, upstream: Upstream, grads: Inputs
 ) -> tuple[Tensor, Tensor]:
-    """Write gradients; all but that of q, also the returned ones, are those of each query head."""
+    """Write and return gradients. All except that of q have one entry for each query head."""
     x, raw, chunks = r.x, r.raw, r.chunks
     logits, weights = saved.logits, saved.weights
     assert logits is not None
@@ -127,7 +128,7 @@ def _run_passes(
             one.left.stride(1), one.right.stride(1), 0 if raw is None else raw.q.stride(1),
             0 if one.dleft is None else one.dleft.stride(1), one.dright.stride(1),
             **settings, D=D, BD=channel_tile(one.right),
-            num_stages=3 if values else 2,  # both sides' tiles are too large three at a time
+            num_stages=3 if values else 2,  # with both outputs, three stages do not fit
         )  # fmt: skip
     dv0, dk0 = initial_gradients
     return dk0, dv0

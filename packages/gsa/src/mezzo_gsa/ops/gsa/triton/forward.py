@@ -1,8 +1,8 @@
-"""The forward of gated slot attention on a GPU: which kernels run, in which order.
+"""The forward of gated slot attention on a GPU: the launches of its kernels, in their order.
 
-First the gates of each chunk; then the two memories at the chunks' borders, which depend on k, v
-and g only; then the slots' weights, and from them how tokens of a chunk read each other, a square
-of (L, L); at last the outputs.
+It computes the gates of each chunk, then the two memories at the chunks' borders, which depend only
+on k, v and the gates. Then it computes the slots' weights and from them the square (L, L) of
+weights between the tokens of a chunk, and last the outputs.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from mezzo_gsa.ops.gsa.triton.tokens import swish_kernel, tokens_kernel
 
 
 class Results(NamedTuple):
-    """What the forward gives."""
+    """The results of the forward."""
 
     out: Tensor
     k_last: Tensor
@@ -38,7 +38,7 @@ class Results(NamedTuple):
 
 
 def run_forward(r: Request) -> Results:
-    """Return out (B, T, HQ, V), the last memories, and what the form says to keep."""
+    """Return out (B, T, HQ, V), the last memories, and the saved tensors as `Form.keep` says."""
     keeps_states = r.form.keep == "states"
     memory, k_last, v_last = run_memory(r, for_backward=keeps_states)
     out, saved = _run_slots(r, memory)
@@ -51,11 +51,12 @@ def run_memory(r: Request, *, for_backward: bool) -> tuple[Memory, Tensor, Tenso
     """Return the memories at the chunks' borders, and the final K~ and V~ (S, H, M, ·)."""
     x, chunks = r.x, r.chunks
     (B, T, H, M), dtype, device = x.g.shape, x.k.dtype, x.k.device
-    # One precision up: differences of running sums must keep the digits that results have.
+    # One precision higher: differences of running sums must be as precise as the results.
     sums = torch.float64 if dtype == torch.float32 else torch.float32
     running = torch.empty((B, T, H, M), dtype=sums, device=device)
     write = torch.empty_like(running, dtype=dtype)
-    # In 16 bits each slot's strengths would be wrong in their own way, which a softmax magnifies.
+    # Float32: in 16 bits the slots' strengths would have different errors, which a softmax
+    # magnifies.
     strength = torch.empty_like(running, dtype=torch.float32) if for_backward else None
     decay = torch.empty((chunks.num_chunks, H, M), device=device)
     tiles = gate_tiles(M)
@@ -77,7 +78,7 @@ def run_memory(r: Request, *, for_backward: bool) -> tuple[Memory, Tensor, Tenso
 
 
 def _run_slots(r: Request, memory: Memory) -> tuple[Tensor, Saved]:
-    """Return out (B, T, HQ, V), and the slots' weights for the backward if there is one."""
+    """Return out (B, T, HQ, V), and the slots' weights if there will be a backward."""
     x, chunks = r.x, r.chunks
     (B, T, HQ), (M, V) = x.q.shape[:3], (x.g.shape[3], x.v.shape[3])
     out = torch.empty((B, T, HQ, V), dtype=x.q.dtype, device=x.q.device)
@@ -105,7 +106,7 @@ def _run_slots(r: Request, memory: Memory) -> tuple[Tensor, Saved]:
 
 
 def apply_swish(x: Tensor) -> Tensor:
-    """Return swish of a contiguous tensor: of q, k and v, and for nothing of the gate's logits."""
+    """Return swish of a whole contiguous projection; that of the gate's logits is not used."""
     y = torch.empty_like(x)
     swish_kernel[(triton.cdiv(x.numel(), 4096),)](x, y, x.numel(), BLOCK=4096, num_warps=4)
     return y

@@ -1,4 +1,4 @@
-"""What the gates of a chunk come to: running sums, write strengths, what the chunk keeps."""
+"""The gates of a chunk: running sums of their logs, write strengths, and the chunk's decay."""
 
 import triton
 import triton.language as tl
@@ -9,16 +9,16 @@ from mezzo_gsa.ops.gates.triton import exp, log_sigmoid, write_strength
 
 @triton.jit
 def load_gate(g, o_gate, m, DAMPING: tl.constexpr):
-    """Return the log forget gate (L, BM) in float32: as it is, or from its logits."""
+    """Return the log forget gate (L, BM) in float32; with DAMPING, computed from its logits."""
     b_g = tl.load(g + o_gate, mask=m, other=0.0).to(tl.float32)
     if DAMPING is not None:
         b_g = tl.where(m, log_sigmoid(b_g) / DAMPING, 0.0)
-    return tl.maximum(b_g, -100.0)  # nothing is left at -100, and sums keep their digits
+    return tl.maximum(b_g, -100.0)  # exp(-100) is negligible, and sums keep their digits
 
 
 @triton.jit
 def own_strength(s, b_g, o_s, m):
-    """Return the write strengths (L, BM) in float32: as given, or s None: 1 - exp(g)."""
+    """Return the write strengths (L, BM) in float32: s, or 1 - exp(g) if s is None."""
     b_s = write_strength(b_g)
     if s is not None:
         b_s = tl.load(s + o_s, mask=m, other=0.0).to(tl.float32)
@@ -27,7 +27,7 @@ def own_strength(s, b_g, o_s, m):
 
 @triton.jit
 def load_bands(bands, i_c, i_h, H: tl.constexpr, M_TILES: tl.constexpr):
-    """Return how many bands the sums of a chunk and head reach, from those of its tiles."""
+    """Return how many bands the sums of a chunk and head reach: the most of its tiles."""
     return tl.max(tl.load(bands + (i_c * H + i_h) * M_TILES + tl.arange(0, M_TILES)), 0)
 
 
@@ -37,10 +37,10 @@ def gate_kernel(
     H: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
     WIDTH: tl.constexpr, DAMPING: tl.constexpr,
 ):  # fmt: skip
-    """Sum the log gates g (or logits of them) of one chunk and tile of slots; s None: 1 - exp(g).
+    """Sum the log gates of one chunk and tile of slots, and write what follows from the sums.
 
-    Writes `bands`, how many bands of WIDTH the sums reach (see `slots.py`). `strength` may be
-    None.
+    g are log gates, or logits with DAMPING; s is None for 1 - exp(g). `bands` is how many bands of
+    WIDTH the sums reach (see `slots.py`). `strength` may be None.
     """
     i_c, i_h, i_m = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -50,7 +50,7 @@ def gate_kernel(
     b_g = load_gate(g, o_t[:, None] * stride_g + i_h * M + o_m[None, :], m, DAMPING)
     b_s = own_strength(s, b_g, o_row, m)
     b_running = tl.cumsum(b_g.to(running.dtype.element_ty), 0)
-    # Padding has g = 0: the last row is the sum of all.
+    # Padding has g = 0, so the last row is the sum of all.
     b_total = tl.sum(tl.where((tl.arange(0, L) == L - 1)[:, None], b_running, 0.0), 0)
     b_write = b_s * exp((b_total[None, :] - b_running).to(tl.float32))
     tl.store(running + o_row, b_running, mask=m)

@@ -1,4 +1,4 @@
-"""How large the tiles of the kernels are, and with what precision they compute."""
+"""Constants of the launches: tiles and precision of the kernels."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from mezzo_gsa.ops.gsa.request import Request
 from mezzo_gsa.ops.gsa.tiling import gate_tiles
 
 BAND = {torch.float32: 40.0, torch.bfloat16: 120.0, torch.float16: 40.0}
-"""Width of a band of running sums: factors up to exp(BAND / 2) lose no digits."""
+"""Width of a band of running sums. Factors up to exp(BAND / 2) lose no digits."""
 
 
 def chunk_settings(r: Request) -> dict[str, Any]:
-    """Return the sizes and the precision of the kernels that have a chunk and query head each."""
+    """Return the sizes and the precision of the kernels whose programs have a chunk and a head."""
     L, M = r.chunks.length, r.x.g.shape[3]
     return {
         "HQ": r.x.q.shape[2],
@@ -30,9 +30,9 @@ def chunk_settings(r: Request) -> dict[str, Any]:
 
 
 def slot_settings(r: Request) -> dict[str, Any]:
-    """Return how the kernels of slots take gates and factors, and what stands between the passes.
+    """Return further constants for the kernels in `slots.py`, which also use `chunk_settings`.
 
-    They are settings beside those of `chunk_settings`.
+    They are those of gates and factors, and the function between the passes.
     """
     dtype = r.x.q.dtype
     return {
@@ -46,17 +46,17 @@ def slot_settings(r: Request) -> dict[str, Any]:
 
 
 def band_forms(num_slots: int) -> tuple[str, ...]:
-    """Return the forms of a kernel that share the chunks: at 128 slots one for all is faster."""
+    """Return the forms of a kernel that share the chunks; with 128 slots one form is faster."""
     return ("one", "more") if num_slots <= 64 else ("any",)
 
 
 def empty_squares(r: Request) -> Tensor:
-    """Return room for what tokens read of each other, (chunks · HQ, L, L) of the type INNER."""
+    """Return an empty tensor for the weights between tokens, (chunks · HQ, L, L), type INNER."""
     q, L = r.x.q, r.chunks.length
     shape = (r.chunks.num_chunks * q.shape[2], L, L)
     return q.new_empty(shape, dtype=torch.float32 if q.dtype == torch.float16 else q.dtype)
 
 
 def channel_tile(x: Tensor) -> int:
-    """Return how many channels of a head are in the chip's memory at a time."""
+    """Return how many channels of a head are on chip at a time."""
     return min(32 if x.dtype == torch.float32 else 64, padded(x.shape[3]))

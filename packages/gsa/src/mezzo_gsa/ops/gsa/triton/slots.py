@@ -1,19 +1,21 @@
-"""What happens between the tokens of a chunk: the slots' weights, and their gradients.
+"""Interactions between the tokens of a chunk: the slots' weights, and their gradients.
 
-What token i wrote has decayed by exp(G[t] - G[i]) when token t reads it, G being the running sum of
-the log gates. As a product of a row's and a column's factor, exp(G[t] - P) exp(P - G[i]), it needs
-a P near G[t], or one of them overflows. So the rows of each slot are taken in bands of WIDTH:
+When token t reads what token i wrote, it has decayed by exp(G[t] - G[i]), where G is the running
+sum of the log gates. A matrix product needs this as a factor of the row t and a factor of the
+column i: exp(G[t] - P) exp(P - G[i]). The pivot P must be near G[t], or one of the factors
+overflows. So the rows of each slot are divided into bands of WIDTH:
 
     -WIDTH (b + 1) < G[t] <= -WIDTH b        P = -WIDTH (b + 1/2)
 
-In its band a row's factors stay within exp(±WIDTH / 2), which float32 and bfloat16 hold without a
-loss of digits. Factors of columns in earlier bands become smaller, and at last zero, as what they
-wrote has decayed. Each band takes a pair of products; `gate_kernel` counts the bands of a chunk.
-The tokens before a row decide its band, so outputs depend on the future in no bit.
+Within its band a row's factors stay within exp(±WIDTH / 2), which float32 and bfloat16 represent
+without a loss of digits. The factors of columns in earlier bands are smaller and at last zero,
+because what these columns wrote has decayed. Each band needs a pair of products; `gate_kernel`
+counts the bands of a chunk. The band of a row depends only on tokens up to it, so later tokens
+change no bit of an output.
 
 With mild gates a chunk has one band. Up to 64 slots it is faster to launch two kernels: one for the
 chunks of one band (BANDS "one"), and one for the others ("more"). Each skips the other's chunks.
-"any" takes all chunks.
+"any" computes all chunks.
 
 Factors have the type INNER, as they exceed the range of float16.
 """
@@ -29,7 +31,7 @@ from mezzo_gsa.ops.gsa.triton.gate import load_bands, load_gate, own_strength
 
 @triton.jit
 def is_for(num_bands, BANDS: tl.constexpr):
-    """Return whether a kernel of the form BANDS takes a chunk."""
+    """Return whether a kernel of the form BANDS computes a chunk with num_bands bands."""
     if BANDS == "any":
         return True
     return (num_bands == 1) == (BANDS == "one")
@@ -37,7 +39,7 @@ def is_for(num_bands, BANDS: tl.constexpr):
 
 @triton.jit
 def band_factors(b_running, band, BANDS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return exp(G - P) of the rows in a band, else zero; and exp(P - G) of columns up to it."""
+    """Return exp(G - P) of the rows in a band, and exp(P - G) of the columns up to it; else 0."""
     b_x = (b_running + WIDTH * (band + 0.5)).to(tl.float32)
     b_up, b_down = exp(b_x), exp(-b_x)
     if BANDS != "one":
@@ -57,7 +59,8 @@ def causal(b_x, L: tl.constexpr):
 def with_diagonal(b_x, b_own, is_steep, L: tl.constexpr):
     """Return the square b_x (L, L) with b_own (L,) on the diagonal of the rows that are steep.
 
-    In such rows hardly anything but the token's own pair is left: rounded factors would show there.
+    In such rows little is left but the pair of the token with itself, so the rounding of factors
+    would be visible.
     """
     o_l = tl.arange(0, L)
     m = (o_l[:, None] == o_l[None, :]) & is_steep[:, None]
@@ -66,7 +69,7 @@ def with_diagonal(b_x, b_own, is_steep, L: tl.constexpr):
 
 @triton.jit
 def weights_of(b_logits, m_m, BETWEEN: tl.constexpr):
-    """Return p (L, BM): what stands between the passes; zeros in slots that do not exist."""
+    """Return p (L, BM), the weights of the slots; zeros in slots from M on."""
     if BETWEEN == "softmax":
         b_logits = tl.where(m_m[None, :], b_logits, float("-inf"))
         b_p = exp(b_logits - tl.max(b_logits, 1)[:, None])
@@ -106,8 +109,8 @@ def slots_fwd_kernel(
 ):  # fmt: skip
     """Compute the slots' weights in one chunk and query head.
 
-    Writes the square of weights between tokens, which `tokens_kernel` applies, and `weights`, p
-    with the decay since the chunk began.
+    Writes the square (L, L) of weights between tokens, which `tokens_kernel` applies, and
+    `weights`, which is p times the decay since the chunk began.
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
@@ -142,8 +145,8 @@ def slots_fwd_kernel(
     b_logits *= b_keep
     for band in range(1 if BANDS == "one" else num_bands):
         b_up, b_down = band_factors(b_running, band, BANDS, WIDTH)
-        # fma rounds once, in all forms of this kernel. Later tokens decide which form runs (BANDS);
-        # with equal rounding they change no bit of the outputs before them.
+        # fma rounds once, in all forms of this kernel. Later tokens influence which form runs
+        # (BANDS). As all forms round alike, later tokens change no bit of earlier outputs.
         b_logits = tl.fma(b_up, dot_wide(b_a, b_down * b_s, PRECISION), b_logits)
     b_logits *= scale
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
@@ -169,7 +172,7 @@ def slots_fwd_kernel(
 def load_weights(
     logits, dlogits, o_hq, m, m_m, BETWEEN: tl.constexpr, VALUES: tl.constexpr
 ):  # fmt: skip
-    """Return what weighs the slots in a pass (L, BM): p, or the gradient of the logits."""
+    """Return the weights of the slots in a pass, (L, BM): p, or the gradient of the logits."""
     if VALUES:
         b_logits = tl.load(logits + o_hq, mask=m, other=0.0)
         return tl.where(m, weights_of(b_logits, m_m, BETWEEN), 0.0)
@@ -187,16 +190,17 @@ def slots_bwd_kernel(
     BETWEEN: tl.constexpr, DAMPING: tl.constexpr, OWN_STRENGTH: tl.constexpr, VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pull gradients back through one pass, in one chunk and query head.
+    """Compute the gradients of one pass, in one chunk and query head.
 
-    VALUES: the second pass, x = do, y = v, weighted by p: writes `dlogits` (scaled for the other
-    pass), `weights` = dlogits ⊙ exp(G), and its part of dg and ds. Else the first pass, x = q,
-    y = k, weighted by dlogits: writes dg and ds, from both parts. Both write the square of weights
-    between tokens, which `tokens_kernel` applies.
+    With VALUES this is the second pass: x = do, y = v, and the weights are p. It writes `dlogits`
+    (times the scale, for the other pass), `weights` = dlogits ⊙ exp(G), and its parts of dg and ds.
+    Otherwise it is the first pass: x = q, y = k, and the weights are dlogits. It writes dg and ds,
+    the sums of both parts. Both passes write the square of weights between tokens, which
+    `tokens_kernel` applies.
 
-    The gate's gradient: the decay contributes, for each slot, the sum over the tokens that follow
-    of weight · output - s · ds inside the chunk, and <h, dh> at its end; s = 1 - exp(g) adds
-    -exp(g) ds = (s - 1) ds.
+    The gradient of the gate has two parts. By the decay, each slot of a token gets the sum of
+    weight · output - s · ds over this token and those after it in the chunk, and <h, dh> at the
+    chunk's end. By s = 1 - exp(g) it gets -exp(g) ds = (s - 1) ds.
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
@@ -229,8 +233,8 @@ def slots_bwd_kernel(
             b_dp = tl.dot(b_x, tl.trans(b_h.to(dtype)), b_dp, input_precision=PRECISION)
         b_end += tl.sum(b_h * b_dh, 1)
 
-    # Each stage that follows loads again what it needs, behind a barrier: registers are short, and
-    # the data is still in the cache.
+    # Each of the following stages begins with a barrier and loads its inputs again: there are too
+    # few registers to hold them, and they are still in the cache.
     p_running = running + (start * H + i_h) * M + o_m[None, :]
     o_h = (o_t[:, None] * H + i_h) * M + o_m[None, :]
     o_hq = (o_t[:, None] * HQ + i_hq) * M + o_m[None, :]
@@ -269,7 +273,7 @@ def slots_bwd_kernel(
     if not OWN_STRENGTH:
         b_dg -= (1.0 - b_s) * b_ds
     if VALUES:
-        tl.debug_barrier()  # all have read what this overwrites
+        tl.debug_barrier()  # all threads have read part_dg before it is overwritten
         tl.store(part_dg + o_hq, b_dg, mask=m)
         if OWN_STRENGTH:
             tl.store(part_ds + o_hq, b_ds, mask=m)

@@ -1,9 +1,9 @@
-"""One decoding token of GSA on a GPU: two kernels that pass once over the state, and a norm.
+"""One decoding step of GSA on a GPU: two kernels that pass once over the state, and a norm.
 
-The state is nearly all of the traffic, and one row's is small: 0.5 MB for each of K~ and V~ in the
-1.3B model. So each head's memory is cut into tiles along its channels, as narrow as it takes to
-keep a large GPU busy. The softmax over slots needs all of K~'s tiles, which is why there are two
-kernels; V~ is updated in the second. Gates and swish are computed where numbers are loaded.
+The state is nearly all of the memory traffic, and that of one row is small: 0.5 MB for each of K~
+and V~ in the 1.3B model. So each head's memory is cut into tiles along its channels, narrow enough
+to keep a large GPU busy. There are two kernels because the softmax over slots needs all tiles of
+K~; the second kernel updates V~. Gates and swish are computed while their inputs are loaded.
 """
 
 import torch
@@ -21,7 +21,7 @@ from mezzo_gsa.ops.gsa.triton.slots import weights_of
 
 @triton.jit
 def _gates(g, s, o_g, o_s, m, inverse_damping, LOGITS: tl.constexpr):
-    """Return what slots keep and what they write, from gates or their logits, strengths or none."""
+    """Return the shares that slots keep and write, from log gates or logits, and s if given."""
     if g is not None:
         b_g = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32)
         if LOGITS:
@@ -39,7 +39,7 @@ def step_keys_kernel(
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Advance a tile of one head's K~, and give its part of K~ q for each query of the head."""
+    """Update a tile of one head's K~, and write its part of K~ q for each query of the head."""
     N: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_bh = pid % N, pid // N
@@ -67,7 +67,7 @@ def step_values_kernel(
     NK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     LOGITS: tl.constexpr, MAP: tl.constexpr, BETWEEN: tl.constexpr, SWISH_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Advance a tile of one head's V~, and read it with each query's weights of the slots."""
+    """Update a tile of one head's V~, and read it with the slot weights of each query."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_bh = pid % NV, pid // NV
@@ -102,7 +102,7 @@ def run_step(
     state: GSAState,
     form: StepForm,
 ) -> Tensor:
-    """Take one token into the state; arguments and result as in `step_gsa_`."""
+    """Process one token and update the state; arguments and result as in `step_gsa_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
     _launch(q, k, v, g, s, state, out, form, swish_out=False)
     return out
@@ -111,13 +111,13 @@ def run_step(
 def run_layer_step(
     parts: Parts, norm_weight: Tensor | None, state: GSAState, form: StepForm
 ) -> Tensor:
-    """Take one token from the parts of a projection; as in `step_gsa_projected_`.
+    """Process one token from the parts of a projection, as `step_gsa_projected_` does.
 
     Args:
         parts: q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M).
         norm_weight: (HQ·V,), or None.
         state: overwritten.
-        form: of the layer.
+        form: the layer's options.
 
     Returns:
         y (B, HQ·V).
@@ -144,7 +144,7 @@ def _launch(
     *,
     swish_out: bool,
 ) -> None:
-    """Run both passes over the state; out (B, HQ, V), or the same flattened."""
+    """Update the state by both kernels and write out, (B, HQ, V) or the same flattened."""
     B, H, M, K = state.k.shape
     G, V = q.shape[1] // H, state.v.shape[3]
     BK, BV = tile(B * H, K), tile(B * H, V)

@@ -1,4 +1,4 @@
-"""What is as wide as tokens: swish before the chunks, outputs and gradients after them."""
+"""Kernels for tensors as wide as tokens: swish of the inputs, outputs, and gradients of tokens."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def swish_kernel(x, y, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_through_swish(grad, raw, o_grad, o_raw, m, b_grad):
-    """Store a gradient of swish(raw) as one of `raw`; where `raw` is None, as it is."""
+    """Store the gradient of `raw`, given that of swish(raw); if `raw` is None, store b_grad."""
     if raw is not None:
         b_x = tl.load(raw + o_raw, mask=m, other=0.0).to(tl.float32)
         b_sigmoid = sigmoid(b_x)
@@ -35,8 +35,8 @@ def tokens_kernel(
 ):  # fmt: skip
     """Apply the square of weights between the tokens of a chunk, for one query head.
 
-    Where asked for: left = square y + weights h (outputs, dq) and right = squareᵀ x + write dh
-    (dk, dv).
+    It computes left = square y + weights h (outputs, dq) if `left` is given, and right = squareᵀ x
+    + write dh (dk, dv) if `right` is given.
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)

@@ -30,7 +30,8 @@ from mezzo_rat.ops.gated_scan.triton.tokens import (
     sigmoids,
 )
 
-# Of a thread in the backward: 12 warps fit on an SM, where the compiler's own choice lets 8.
+# Registers of a thread in the backward. With these 12 warps fit on an SM, with the compiler's own
+# choice only 8.
 REGISTERS = 168
 
 
@@ -40,7 +41,7 @@ def gated_scan_bwd_kernel(
     T, num_spans, span, stride_db, stride_dt, stride_b, stride_t,
     C: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Pull the gradients of BD channels of one span back, from its end to its start."""
+    """Compute the gradients of BD channels of one span, from its end to its start."""
     i_b, i_n, o_d, start, end = place(T, num_spans, span, C, BD)
     real_end = end_of_real(lengths, i_b, end)
     m_d = o_d < C
@@ -59,7 +60,8 @@ def gated_scan_bwd_kernel(
         b_v = load_rows(p_z + C, stride_t, t_0, real_end, m_d, 0.0, BT)
         b_z = load_rows(p_z, stride_t, t_0, real_end, m_d, SHUT, BT)
         b_do = load_rows(p_do, stride_dt, t_0, end, m_d, 0.0, BT)
-        # Forward: dz, and what the walk back multiplies: dh += d, dv = w dh, dg = m dh, dh *= f.
+        # Forward: compute dz, and the factors d, f, w, m of the walk back, which computes
+        # dh += d, dv = w dh, dg = m dh, dh *= f.
         steps = ()
         for i in tl.static_range(BT):
             t = t_0 + i
@@ -68,7 +70,8 @@ def gated_scan_bwd_kernel(
             b_f, b_w = sigmoids(exp_minus(b_g[i], b_shift))
             b_s, b_not_s = sigmoids(exp_minus(b_z[i], 0.0))
             b_x, b_d = b_v[i].to(tl.float32), b_do[i].to(tl.float32) * b_s
-            # From h[t-1] - v[t], as h[t] - v[t] would lose its digits to a small gate.
+            # Take h[t-1] - v[t]: with a small gate h[t] is close to v[t], and h[t] - v[t] would
+            # lose its digits.
             b_m = b_f * b_w * (b_h - b_x)
             b_h = b_f * b_h + b_w * b_x
             b_dz = b_d * b_not_s * b_h
@@ -99,16 +102,16 @@ def gated_scan_bwd_kernel(
 def gated_scan_bwd(
     dout: Tensor, dfinal: Tensor | None, saved: Saved, every: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pull the gradients of `out` and of the last states (None: zero) back.
+    """Compute the gradients of the inputs from those of `out` and of the last states.
 
     Args:
         dout: (B, T, C).
-        dfinal: (B, C), or (S, C) when packed, or None.
-        saved: what the forward was given, and the states that it kept.
-        every: the tokens from one kept state to the next.
+        dfinal: (B, C), or (S, C) when packed; None: zeros.
+        saved: the inputs of the forward, and the states that it saved.
+        every: the tokens from one saved state to the next.
 
     Returns:
-        dzvg (B, T, 3C) in zvg's dtype, and, both float32, dbias (C,) and dh0, (B, C) or (S, C).
+        dzvg (B, T, 3C) in zvg's dtype; dbias (C,) and dh0, (B, C) or (S, C), both in float32.
     """
     zvg, dout = channels_last(saved.zvg), channels_last(dout)
     (B, T), C = zvg.shape[:2], zvg.shape[2] // 3

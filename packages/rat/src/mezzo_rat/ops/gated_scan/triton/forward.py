@@ -86,10 +86,10 @@ def gated_scan_fwd(
         initial_state: (B, C), or (S, C) when packed, float32; None for zeros.
         cu_seqlens: (S + 1,) borders of packed sequences, or None.
         lengths: (B,) real tokens of each row, or None.
-        every: keep the states before tokens 0, every, 2 every, ... for the backward; 0 keeps none.
+        every: save the states before tokens 0, every, 2 every, ... for the backward; 0 saves none.
 
     Returns:
-        out (B, T, C) in zvg's dtype, the last states, and the kept ones (B, N, C), float32.
+        out (B, T, C) in zvg's dtype; the last states and the saved states (B, N, C), in float32.
     """
     (B, T), C = zvg.shape[:2], zvg.shape[2] // 3
     zvg, gate_bias, lengths = channels_last(zvg), contiguous(gate_bias), contiguous(lengths)

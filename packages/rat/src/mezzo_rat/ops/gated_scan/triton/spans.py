@@ -1,4 +1,4 @@
-"""Time split into spans: how, what each span does to a state, and what thus enters each span."""
+"""Time split into spans: the choice of spans, their effect on a state, and the chain over them."""
 
 import torch
 import triton
@@ -18,11 +18,13 @@ from mezzo_rat.ops.gated_scan.triton.tokens import (
     sigmoids,
 )
 
-# Time is split below ENOUGH programs (8 warps an SM), then into about WANTED: several waves.
+# With fewer than ENOUGH programs (8 warps an SM) time is split, to give about WANTED programs:
+# several waves.
 ENOUGH, WANTED = 1024, 4096
-# Tokens in a span at least (a launch must pay), and spans at most (they are chained in sequence).
+# The least tokens of a span, which must be worth a program, and the most spans, which are chained
+# one after another.
 SHORTEST, MOST = 128, 512
-# Tokens that the forward loads at once; a multiple of the EVERY of the kept states.
+# Tokens that the forward loads at once; a multiple of EVERY, the distance of saved states.
 TILE = 16
 
 
@@ -31,9 +33,10 @@ def gated_scan_fwd_kernel_span(
     zvg, bias, lengths, h0, opens, product, local, T, num_spans, span, stride_b, stride_t,
     C: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Find the product of a span's gates and its end from a zero state.
+    """Compute the product of a span's gates, and its last state when it starts from zero.
 
-    Where a sequence opens inside, the end depends on no state before: the product is then -1.
+    If a sequence begins inside the span, the last state does not depend on the state before the
+    span. A product of -1 marks this case.
     """
     i_b, i_n, o_d, start, end = place(T, num_spans, span, C, BD)
     end = tl.where(i_n + 1 < num_spans, end, start)  # nothing follows the last span
@@ -64,9 +67,10 @@ def gated_scan_bwd_kernel_span(
     stride_db, stride_dt, stride_b, stride_t,
     C: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Find the product of a span's gates and the gradient of its first state, none coming in.
+    """Compute the product of a span's gates, and the gradient of the state before the span.
 
-    As in the forward, but from the end: spans are numbered from the last one.
+    The gradient assumes that none arrives from later spans. Otherwise as in the forward, but time
+    runs backward: results are stored in the order from the last span to the first.
     """
     i_b, i_n, o_d, start, end = place(T, num_spans, span, C, BD)
     end = tl.where(i_n > 0, end, start)  # nothing precedes the first span
@@ -99,7 +103,7 @@ def gated_scan_bwd_kernel_span(
 def gated_scan_kernel_carry(
     product, local, first, carry, num_spans, C: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 ):
-    """Chain the spans of one row: what enters each of them, given what enters the first."""
+    """Chain the spans of one row: compute what enters each span from what enters the first."""
     i_b, _, o_d, _, _ = place(1, 1, 1, C, BD)
     m_d = o_d < C
     b_c = tl.load(first + i_b * C + o_d, mask=m_d, other=0.0)
@@ -114,9 +118,9 @@ def gated_scan_kernel_carry(
 
 
 def split_time(zvg: Tensor) -> tuple[tuple[int], dict]:
-    """Choose the channels of a program and how to split time, from the shapes alone.
+    """Choose the channels of a program and the split of time, from the shapes alone.
 
-    Returns the grid, and the arguments of the kernels that follow from the choice.
+    Returns the grid, and the kernel arguments that follow from this choice.
     """
     (B, T), C = zvg.shape[:2], zvg.shape[2] // 3
     BD = min(triton.next_power_of_2(C), 32 * 8 // zvg.element_size())
@@ -138,7 +142,7 @@ def empty_spans(zvg: Tensor, split: dict) -> tuple[Tensor, Tensor]:
 
 
 def chain(product: Tensor, local: Tensor, first: Tensor, split: dict) -> Tensor:
-    """Return what enters each span, (B, num_spans, C)."""
+    """Return the state, or the gradient of one, that enters each span, (B, num_spans, C)."""
     carry = torch.empty_like(product)
     grid = (product.shape[0] * triton.cdiv(split["C"], split["BD"]),)
     gated_scan_kernel_carry[grid](

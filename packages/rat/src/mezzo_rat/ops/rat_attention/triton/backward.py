@@ -1,7 +1,7 @@
 """The backward pass, from the projection, the output, its log-sum-exp and the chunks' ends.
 
-Nothing of width 2C was kept in float32: the scan runs once more. Each gradient is written where
-the projection holds its input, so that nothing need be joined at the end.
+The forward saved nothing of width 2C in float32, so the scan runs again. Each gradient is written
+at the place that its input has in the projection, so nothing has to be concatenated at the end.
 """
 
 import torch
@@ -16,7 +16,7 @@ from mezzo_rat.ops.rat_attention.triton.rope import rotated_queries, turn
 from mezzo_rat.ops.rat_attention.triton.scan import chunk_scan_bwd_kernel
 from mezzo_rat.ops.rat_attention.triton.tiles import LOG2_E, ends_settings, scan_settings, tiled
 
-# The programs of the scan's backward pass, each of which sums its share of the bias's gradient.
+# Programs of the scan's backward pass; each sums a share of the gradient of the bias.
 SCAN_PROGRAMS = 1024
 
 

@@ -1,7 +1,8 @@
-"""Softmax attention to chunk ends on a GPU, with the own k~, v~ and the output gate: flash style.
+"""Attention to the chunks' ends and to each token's own k~, v~ on a GPU, with the output gate.
 
-Scores are in base 2. A query sees slots `low <= j < high`; its own k~ starts the online softmax.
-What the loops read comes by tensor descriptors (the GPU's bulk copies) of (B, T or N, heads · D).
+As in FlashAttention, no matrix of scores is stored. Scores are in base 2. A query sees the slots
+`low <= j < high`, and its own k~ starts the online softmax. The loops load their tiles by tensor
+descriptors (the GPU's bulk copies) of (B, T or N, heads · D).
 """
 
 import triton
@@ -25,7 +26,10 @@ def _seen(lows, highs, starts, i_b, o_t, T, L: tl.constexpr, MODE: tl.constexpr)
 
 @triton.jit
 def _range(b_low, b_high, m_t, BN: tl.constexpr, MODE: tl.constexpr):
-    """Return where a tile's slots begin, up to where all tokens see all, and where they end."""
+    """Return `begin`, `full` and `limit` of the slots that a tile of tokens sees.
+
+    All tokens see all slots from `begin` to `full`. From `full` to `limit` a mask is needed.
+    """
     begin = tl.min(tl.where(m_t, b_low, 2147483647)) // BN * BN
     limit = tl.max(tl.where(m_t, b_high, 0))
     full = begin
@@ -46,7 +50,7 @@ def _attend(
         o_j = j + tl.arange(0, BN)
         seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
-    # The scale is positive: applied after the maximum, it costs no multiplication of its own.
+    # The scale is positive, so it can be applied after the maximum, at no extra multiplication.
     b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
     b_p = tl.exp2(b_s * scale2 - b_new[:, None])
     b_shrink = tl.exp2(b_m - b_new)
@@ -65,7 +69,7 @@ def attend_ends_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     MODE: tl.constexpr, HAS_Z: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from BM tokens of one head; the tokens that see most run first."""
+    """Attend from BM tokens of one head. The tokens that see most slots run first."""
     num_m = tl.cdiv(T, BM)
     pid = tl.program_id(0)
     i_m, i_h, i_b = num_m - 1 - pid % num_m, pid // num_m % H, pid // num_m // H
@@ -80,7 +84,7 @@ def attend_ends_fwd_kernel(
     p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
     b_m = tl.load(own + p_row, mask=m_t, other=0.0)
     b_l = tl.full([BM], 1.0, tl.float32)
-    if HAS_Z:  # loaded here, so that it need not be waited for at the end
+    if HAS_Z:  # loaded early, so that the end need not wait for it
         p_z = z + i_b.to(tl.int64) * stride_zb + o_t.to(tl.int64)[:, None] * stride_zt
         b_z = tl.load(p_z + i_h * D + o_d[None, :], mask=m, other=0.0)
     begin, full, limit = _range(b_low, b_high, m_t, BN, MODE)
@@ -106,7 +110,7 @@ def _softmax_bwd(
     b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return p and, but for the scale, ds of a tile of tokens by slots."""
+    """Return p and ds of a tile of tokens by slots; ds without the scale."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
     b_p = tl.exp2(b_s - b_lse[:, None])
     if MASK:
@@ -121,7 +125,7 @@ def _add_dq(
     b_dq, b_past, b_q, b_do, b_lse, b_delta, k_ends, v_ends, i_b, i_h, j, b_low, b_high, scale2,
     D: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what BN slots of one head give to dq, but for the scale, and their sum of ds."""
+    """Add the contribution of BN slots of one head to dq (without the scale), and their ds."""
     b_k = k_ends.load([i_b, j, i_h * D]).reshape(BN, D)
     b_v = v_ends.load([i_b, j, i_h * D]).reshape(BN, D)
     o_j = j + tl.arange(0, BN)
@@ -138,7 +142,7 @@ def attend_ends_dq_kernel(
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum dq of BM tokens of one group over the group's heads, and ds over each one's slots."""
+    """Sum dq of BM tokens of a group over the group's heads, and ds of each head over its slots."""
     num_m = tl.cdiv(T, BM)
     pid = tl.program_id(0)
     i_m, i_g, i_b = num_m - 1 - pid % num_m, pid // num_m % G, pid // num_m // G
@@ -178,7 +182,7 @@ def _add_dkv(
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM tokens give to dk, but for the scale, and to dv."""
+    """Add the contribution of BM tokens to dk (without the scale) and to dv."""
     o_t = t + tl.arange(0, BM)
     b_q = q.load([i_b, t, (i_h % G) * D]).reshape(BM, D)
     b_do = do.load([i_b, t, i_h * D]).reshape(BM, D)
@@ -189,8 +193,8 @@ def _add_dkv(
     b_p, b_ds = _softmax_bwd(
         b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2, MASK, PRECISION
     )
-    # Tiles of tokens by slots, turned for the products: the other way round, lse and delta would
-    # lie along the columns and take the registers that are missing.
+    # The tiles are tokens by slots, and are transposed for the products. As slots by tokens, lse
+    # and delta would lie along the columns, and there are not enough registers for that.
     b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv, input_precision=PRECISION)
     b_dk = tl.dot(tl.trans(b_ds.to(b_q.dtype)), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv
@@ -202,7 +206,7 @@ def attend_ends_dkv_kernel(
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pull gradients back to BN ends of one head, over all tokens that see them."""
+    """Compute the gradients of BN ends of one head, over all tokens that see them."""
     num_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
     i_n, i_h, i_b = pid % num_n, pid // num_n % H, pid // num_n // H

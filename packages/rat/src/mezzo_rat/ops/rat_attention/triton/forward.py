@@ -1,7 +1,7 @@
 """The forward pass: a scan of the chunks, then attention to their ends.
 
-The scan writes v~, the chunks' ends and the logit of each query with its own k~. Queries and ends
-are rotated. Attention to the ends then adds the own part and the output gate.
+The scan writes v~, the chunks' ends and the logit of each query with its own k~. Then queries and
+ends are rotated. The attention to the ends includes each token's own k~, v~ and the output gate.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from mezzo_rat.ops.rat_attention.triton.tiles import LOG2_E, ends_settings, scan
 
 
 class Scanned(NamedTuple):
-    """What the scan leaves for attention, and for the next call."""
+    """The results of the scan, for the attention and for the next call."""
 
     v_run: Tensor
     """(B, T, H, D): v~ at each token."""
@@ -46,14 +46,15 @@ def scan_chunks(
     Args:
         x: (B, T, W) projection.
         bias: (H, D), or None.
-        plan: what to compute, and where the chunks lie.
+        plan: what to compute, and the positions of the chunks.
         k0: (B, H, D) float32 state that a continued row's first chunk starts from.
         v0: like `k0`.
     """
     sizes = plan.sizes
     B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.D
     ends = (B, plan.N, H, D)
-    new = torch.zeros if plan.mode == "continued" else torch.empty  # padding must be finite
+    # The scan skips the padding of continued rows, which must be finite all the same.
+    new = torch.zeros if plan.mode == "continued" else torch.empty
     v_run = new((B, T, H, D), dtype=x.dtype, device=x.device)
     own = new((B, H, T), dtype=torch.float32, device=x.device)
     k_ends = torch.empty(ends, dtype=torch.float32, device=x.device)

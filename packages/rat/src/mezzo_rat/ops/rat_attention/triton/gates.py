@@ -1,4 +1,4 @@
-"""The gates on a GPU: the forget gate from its logits, and the output gate's backward pass."""
+"""The gates on a GPU: the forget gate from its logits, and the backward of the output gate."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def forget_gates(b_g, b_bias):
-    """Return f and 1 - f, each to its own last digit."""
+    """Return f and 1 - f, each with full relative precision."""
     b_x = b_g.to(tl.float32) + b_bias
     b_e = tl.exp(-tl.abs(b_x))
-    b_r = tl.rsqrt(1.0 + b_e)  # squared below: a division is several instructions more
+    b_r = tl.rsqrt(1.0 + b_e)  # squared below: a division takes several more instructions
     large = b_r * b_r
     small = b_e * large
     return tl.where(b_x < 0, small, large), tl.where(b_x < 0, large, small)
@@ -20,9 +20,10 @@ def output_gate_bwd_kernel(
     dy, y, z, dz, do, delta, rows, T, stride_zb, stride_zt,
     H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """Pull the gradient back through the output gate, and take delta = do · o = dy · y.
+    """Compute dz, and do before the output gate, and delta = do · o = dy · y.
 
-    The ungated o is not needed: dz = dy o s (1 - s) = dy y (1 - s) with s = sigmoid(z).
+    The output o before the gate is not needed: with s = sigmoid(z), dz = dy o s (1 - s) =
+    dy y (1 - s).
     """
     o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, D)

@@ -1,4 +1,4 @@
-"""What the launches of one call are told: its form, its sizes, and where its chunks lie."""
+"""The plan of one call for its launches: its form, its sizes, and the positions of its chunks."""
 
 from typing import Literal, NamedTuple
 
@@ -11,7 +11,7 @@ from mezzo_rat.ops.rat_attention.form import Form
 
 
 class Sizes(NamedTuple):
-    """Sizes of a projection (B, T, W) that holds z (if any), v, g of H·D and q, k of G·D."""
+    """Sizes of a projection (B, T, W): z (if any), v, g of H·D channels each, q, k of G·D each."""
 
     B: int
     T: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where v, g, q and k begin; z, if there is one, comes first."""
+        """The first channel of v, g, q and k; z, if there is one, begins at 0."""
         v = self.H * self.D if self.has_z else 0
         g = v + self.H * self.D
         q = g + self.H * self.D
@@ -41,17 +41,17 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to compute, where the N chunks lie, which slots queries see, which angles turn what."""
+    """What to compute, the positions of the chunks, the slots that queries see, and the angles."""
 
     form: Form
     sizes: Sizes
     mode: Literal["plain", "packed", "continued"]
     N: int
-    """Chunks of a row; packed, chunks of all sequences, and room for as many as there may be."""
+    """Chunks of a row. Packed: the most chunks that all sequences together may have."""
     starts: Tensor | None
     """Packed: (N,) first token of each chunk. Continued: (B,) tokens that each row has seen."""
     stops: Tensor | None
-    """Packed: (N,) one past its last token. Continued: (B,) tokens added to each row."""
+    """Packed: (N,) one past the chunk's last token. Continued: (B,) tokens added to each row."""
     low: Tensor | None
     """Packed: (T,) the first slot that each token sees."""
     high: Tensor | None
@@ -59,11 +59,11 @@ class Plan(NamedTuple):
     unseen: Tensor | None
     """Packed: (N,) one past the last token whose sequence begins at or before each slot."""
     q_places: Tensor
-    """(1 or B, T) int32: the row of the table of angles that turns each query."""
+    """(1 or B, T) int32: the row of `angles` that rotates each query."""
     k_places: Tensor
-    """(1 or B, N) int32: the row that turns each chunk's end."""
+    """(1 or B, N) int32: the row of `angles` that rotates each chunk's end."""
     angles: tuple[Tensor, Tensor] | None
-    """Cosines and sines (P, D/2); None for no RoPE."""
+    """Cosines and sines, (P, D/2) each; None: no RoPE."""
 
 
 def plain_plan(x: Tensor, form: Form) -> Plan:
@@ -104,7 +104,7 @@ def continued_plan(x: Tensor, form: Form, num_slots: int, seen: Tensor, added: T
     """Plan for rows that have seen `seen` (B,) tokens and get `added` (B,) more."""
     sizes = Sizes.of(x, form)
     T, L = sizes.T, form.chunk_size
-    N = (T - 1) // L + 2  # the open chunk may take part of the tokens
+    N = (T - 1) // L + 2  # the first chunk may be open already and take only some of the tokens
     position = seen[:, None] + torch.arange(T, device=seen.device)
     slot = (seen // L)[:, None] + torch.arange(N, device=seen.device)
     if form.rope == "token":

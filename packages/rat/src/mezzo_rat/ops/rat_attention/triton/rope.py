@@ -1,4 +1,4 @@
-"""RoPE by a table of angles, as one pass over memory."""
+"""RoPE from a table of angles, in one pass over memory."""
 
 import torch
 import triton
@@ -25,7 +25,8 @@ def rotate_kernel(
     b_other = tl.load(p_x + (o_d + half) % D, mask=m, other=0.0).to(tl.float32)
     b_cos = tl.load(cos + place * half + o_d % half, mask=m, other=0.0)
     b_sin = tl.load(sin + place * half + o_d % half, mask=m, other=0.0)
-    # The left half takes minus the right one, and the other way round to turn back.
+    # The left half gets minus the right half. For the inverse rotation the right gets minus the
+    # left.
     minus = (o_d >= half) if INVERSE else (o_d < half)
     b_y = b_x * b_cos + tl.where(minus, -b_other, b_other) * b_sin
     tl.store(y + o_m * D + o_d, b_y.to(y.dtype.element_ty), mask=m)
@@ -39,14 +40,14 @@ def rotate(
     *,
     inverse: bool = False,
 ) -> Tensor:
-    """Rotate x (B, T, H, D) by the angles at `places`, or back.
+    """Rotate x (B, T, H, D) by the angles at `places`, or rotate it back.
 
     Args:
-        x: a token's heads lie side by side; rows and tokens may have any stride.
+        x: the heads of a token must be adjacent in memory; rows and tokens may have any stride.
         places: (1 or B, T) int32, the row of the table for each token.
         angles: cosines and sines (P, D/2) float32.
         dtype: of the result.
-        inverse: turn back.
+        inverse: rotate back.
 
     Returns:
         (B, T, H, D), contiguous.
@@ -67,7 +68,7 @@ def rotate(
 def turn(
     x: Tensor, places: Tensor, plan: Plan, dtype: torch.dtype, *, inverse: bool = False
 ) -> Tensor:
-    """Rotate x (B, T, H, D) as the plan says, which may be not at all; return it contiguous."""
+    """Rotate x (B, T, H, D) by the plan's angles, if it has any; return it contiguous."""
     if plan.angles is None:
         return x.to(dtype).contiguous()
     return rotate(x, places, plan.angles, dtype, inverse=inverse)

@@ -1,8 +1,9 @@
-"""The recurrence inside chunks on a GPU: one pass forward, one pass (there and back) backward.
+"""The recurrence inside chunks on a GPU.
 
-A program owns one chunk of one group: a tile is a token's R heads by D channels, so the group's
-query and key are read once for all its heads. The state is in registers, chunks are independent,
-and each token is loaded while the one before it is computed.
+The forward walks once through a chunk. The backward walks to its end and back. A program owns one
+chunk of one group. Its tile is the R heads of the group by D channels of one token, so the group's
+query and key are read once for all heads. The state is in registers. Chunks are independent. Each
+token is loaded while the token before it is computed.
 """
 
 import triton
@@ -50,7 +51,7 @@ def _load(p_x, valid, o_hd, m_hd, o_gd, OV, OG, OQ, OK):
 
 @triton.jit
 def _rows(lse, delta, ds, o_row, m):
-    """Load what one token of each head has a number of."""
+    """Load lse, delta and ds, which are one number for each token and head."""
     return (
         tl.load(lse + o_row, mask=m, other=0.0),
         tl.load(delta + o_row, mask=m, other=0.0),
@@ -93,15 +94,17 @@ def chunk_scan_fwd_kernel(
         b_kc, b_vc = _step(b_g, b_v, b_k, b_bias, b_kc, b_vc)
         b_own = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
         p_run = v_run + (i_b * T + t) * (G * R * D)
-        # A query that sees no end takes its own value whatever the logit: a lost logit must show.
+        # A query that sees no end outputs its own value, whatever its logit is. So add 0, or NaN if
+        # the logit is not finite: the output must show it.
         b_run = b_vc + (b_own - b_own)[:, None]
         tl.store(p_run + o_hd, b_run.to(v_run.dtype.element_ty), mask=m_hd)
         tl.store(own + (i_b * G * R + o_h) * T + t, b_own, mask=m_h)
         b_g, b_v, b_k, b_q = n_g, n_v, n_k, n_q
-    # A chunk of no tokens gets an end too: zeros, for what is masked must still be finite.
+    # A chunk without tokens gets an end of zeros, as masked ends must be finite too.
     o_end = (i_b * N + i_n) * (G * R * D) + o_hd
-    # Attention multiplies the ends that a query must not see by 0. So a value that is no finite
-    # number becomes 0 and its key NaN: the logits, which are masked and not multiplied, carry it.
+    # Attention multiplies the ends that a query must not see by 0, and 0 times NaN is NaN. So a
+    # value that is not finite becomes 0, and its key becomes NaN instead. The NaN then reaches the
+    # logits, which are masked by selection.
     b_end = b_vc.to(v_ends.dtype.element_ty).to(tl.float32)
     finite = tl.abs(b_end) < float("inf")
     tl.store(k_ends + o_end, tl.where(finite, b_kc, float("nan")), mask=m_hd)
@@ -120,7 +123,7 @@ def _walk_there(
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, GD: tl.constexpr,
 ):  # fmt: skip
-    """Scan a chunk once more; finish dq, keep p and ds of each own k~, put k~ and v~ into dx."""
+    """Scan a chunk again: finish dq, store p and ds of each own k~, and store k~, v~ in dx."""
     some, m_gd = first < last, o_gd >= 0
     b_kc, b_vc = tl.zeros_like(b_bias), tl.zeros_like(b_bias)
     b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
@@ -141,8 +144,8 @@ def _walk_there(
         tl.store(p_dx + OV + o_hd, b_vc.to(p_dx.dtype.element_ty), mask=m_hd)
         b_s = tl.sum(b_kc * b_q.to(tl.float32)[None, :], axis=1) * scale2
         b_p = tl.where(m_h, tl.exp2(b_s - b_lse), 0.0)
-        # p (dp - delta), where delta = dy · y brings in the rounding of y. The ends' ds carry the
-        # same error, and in this sum of both it cancels.
+        # This is p (dp - delta). delta = dy · y contains the rounding error of y. The ds of the
+        # ends contain the same error, so it cancels in this sum of both.
         b_ds = (1 - b_p) * (tl.sum(b_do.to(tl.float32) * b_vc, axis=1) - b_delta) - b_past
         b_ds *= b_p * scale
         b_dq += tl.sum(b_ds[:, None] * b_kc, axis=0)
@@ -162,10 +165,10 @@ def _walk_back(
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Walk from a chunk's last token to its first: dv, dg, dk; return the sum of dg.
+    """Walk from a chunk's last token to its first and compute dv, dg, dk; return the sum of dg.
 
-    k~ and v~ lie where dg and dv will: each row is read once more, as its successor's predecessor,
-    before its gradient takes its place.
+    k~ and v~ are stored where dg and dv will be. The gradients of token t need k~ and v~ of token
+    t - 1, which are read before the gradients of t - 1 overwrite them.
     """
     some, more = first < last, first + 1 < last
     b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
@@ -177,7 +180,7 @@ def _walk_back(
     for t in range(first, last):
         p_x -= stride_t
         p_do -= C
-        more = t + 1 < last  # the chunk's first token, which comes last here, follows zeros
+        more = t + 1 < last  # the chunk's first token comes last here; zeros precede it
         even_more = t + 2 < last
         n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
         n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
@@ -193,7 +196,7 @@ def _walk_back(
         b_dg = keep * write * b_df
         b_dbias += b_dg
         b_dk = tl.sum(tl.where(m_hd, write * b_dkc, 0.0), axis=0)
-        tl.debug_barrier()  # all have read a row before one overwrites it
+        tl.debug_barrier()  # all threads have read a row before one overwrites it
         tl.store(p_dx + OG + o_hd, b_dg.to(p_dx.dtype.element_ty), mask=m_hd)
         tl.store(p_dx + OV + o_hd, (write * b_dvc).to(p_dx.dtype.element_ty), mask=m_hd)
         tl.store(p_dx + OK + o_gd, b_dk.to(p_dx.dtype.element_ty))
@@ -214,7 +217,7 @@ def chunk_scan_bwd_kernel(
     L: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Pull gradients back through chunks of one group: to v, g, k, and all of q's."""
+    """Compute the gradients of v, g, k and q in chunks of one group; dq of the ends is given."""
     C: tl.constexpr = G * R * D
     pid = tl.program_id(0)
     i_g = pid % G
@@ -231,7 +234,7 @@ def chunk_scan_bwd_kernel(
             (i_b * G * R + o_h) * T + first, first, last, o_hd, m_hd, m_h, o_gd, b_bias,
             stride_t, scale, scale2, OV, OG, OQ, OK, W, C, G * D,
         )  # fmt: skip
-        tl.debug_barrier()  # what some threads have written, others read now
+        tl.debug_barrier()  # from here on threads read what other threads have written
         o_end = (i_b * N + i_n) * C + o_hd
         b_dkc = tl.load(dk_ends + o_end, mask=m_hd, other=0.0)
         b_dvc = tl.load(dv_ends + o_end, mask=m_hd, other=0.0)

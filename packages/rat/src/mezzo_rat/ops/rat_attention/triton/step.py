@@ -1,8 +1,10 @@
-"""One decoding step of RAT attention on a GPU: a pass over the closed ends, then the new token.
+"""One decoding step of RAT attention on a GPU, by two kernels.
 
-The first kernel is all of the traffic. It splits a row's ends among programs where rows and heads
-are too few to keep the GPU busy; how many follows from shapes alone, so that a CUDA graph stays
-right as rows grow. The second kernel advances the recurrence, merges, gates and writes the state.
+The first attends to the ends of closed chunks, which is nearly all of the memory traffic. Where
+rows and heads are too few to keep the GPU busy, several programs share the ends of a row. Their
+number follows from shapes alone, so a captured CUDA graph stays right as rows grow. The second
+kernel advances the recurrence by the new token, merges the partial results, applies the output gate
+and writes the state.
 """
 
 from functools import cache
@@ -19,14 +21,14 @@ from mezzo_rat.ops.rat_attention.triton.gates import forget_gates
 from mezzo_rat.ops.rat_attention.triton.plan import Sizes
 from mezzo_rat.ops.rat_attention.triton.tiles import LOG2_E
 
-# Programs that fill a large GPU, and the bytes of keys that one reads at a time.
+# Programs that fill a large GPU, and the bytes of keys that a program reads at a time.
 PROGRAMS, TILE = 1024, 16384
 WARPS, STAGES = 4, 3
 
 
 @triton.jit
 def _rotated(p_x, i_d, cos, sin, place, D: tl.constexpr, ROPE: tl.constexpr):
-    """Load a head's channels i_d, rotated at a place."""
+    """Load a head's channels i_d, rotated by the angles of a place."""
     b_x = tl.load(p_x + i_d).to(tl.float32)
     if ROPE != "none":
         half: tl.constexpr = D // 2
@@ -44,9 +46,9 @@ def step_past_kernel(
     OQ: tl.constexpr, L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one head of one row to its share of the closed chunks' ends.
+    """Attend from one head of one row to this program's share of the closed chunks' ends.
 
-    A matrix product takes 16 queries at least: all rows of the tiles are the one query.
+    A matrix product needs at least 16 queries, so all 16 rows of the tile are the same query.
     """
     pid = tl.program_id(0).to(tl.int64)
     i_s, i_h, i_b = pid % SPLITS, pid // SPLITS % H, pid // SPLITS // H
@@ -71,7 +73,7 @@ def step_past_kernel(
         b_k = tl.load(k_ends + o_j, mask=m[:, None], other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale2
         b_s = tl.where(m[None, :], b_s, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_s, 1))  # finite: every tile holds an end
+        b_new = tl.maximum(b_top, tl.max(b_s, 1))  # finite, as every tile holds an end
         b_p, b_shrink = tl.exp2(b_s - b_new[:, None]), tl.exp2(b_top - b_new)
         b_v = tl.load(v_ends + o_j, mask=m[:, None], other=0.0)
         b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
@@ -92,7 +94,7 @@ def step_new_kernel(
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr, ROPE: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """Advance one head of one row by its new token, and merge with what it attends to."""
+    """Advance one head of one row by its new token, and merge it with the attention to ends."""
     pid = tl.program_id(0).to(tl.int64)
     i_h, i_b = pid % H, pid // H
     o_d = tl.arange(0, D)
@@ -112,11 +114,12 @@ def step_new_kernel(
     b_k = write * tl.load(p_g + OK + o_d).to(tl.float32)
     b_k += tl.where(opens, 0.0, keep * tl.load(p_k + o_d))
     b_v = write * b_v + tl.where(opens, 0.0, keep * tl.load(p_v + o_d))
-    # The other half of k~ once more: rotating the chunk's end pairs channels of two threads.
+    # Compute the other half of k~ again: the rotation of a chunk's end pairs channels that two
+    # threads hold.
     keep, write = forget_gates(tl.load(p_x + OG + o_other), b_bias_other)
     b_other = write * tl.load(p_g + OK + o_other).to(tl.float32)
     b_other += tl.where(opens, 0.0, keep * tl.load(p_k + o_other))
-    tl.debug_barrier()  # all have read the state before one overwrites it
+    tl.debug_barrier()  # all threads have read the state before one overwrites it
     tl.store(p_k + o_d, b_k)
     tl.store(p_v + o_d, b_v)
     closes = ((n + 1) % L == 0) & (n // L < N)
@@ -149,12 +152,12 @@ def step_new_kernel(
 
 
 def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
-    """Decode one token of every row into the state.
+    """Decode one token of every row, and update the state.
 
     Args:
         x: (B, 1, W) projection.
         bias: (H, D), or None.
-        state: overwritten; all but the ends' rows contiguous.
+        state: overwritten; contiguous, except that rows of the ends may have any distance.
         form: what to compute.
 
     Returns:
@@ -191,12 +194,12 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
 
 
 def num_splits(num_heads: int, num_slots: int, tile: int) -> int:
-    """Return how many programs share a row's head: a power of two, none with less than a tile."""
+    """Return how many programs share a head of a row: a power of two, each with a tile or more."""
     wanted = min(max(PROGRAMS // num_heads, 1), max(num_slots // tile, 1))
     return 1 << (wanted.bit_length() - 1)
 
 
 @cache
 def _angles(num_places: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table that is made once: graphs that were captured keep reading it."""
+    """Return a table of angles, which is made once and kept: captured graphs go on reading it."""
     return rope_angles(torch.arange(num_places, device=device), dim, base)

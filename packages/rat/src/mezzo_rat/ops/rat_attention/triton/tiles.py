@@ -1,4 +1,4 @@
-"""Constants of the launches: tiles, warps and stages, by kernel and head width."""
+"""Constants of the launches: tiles, warps and stages for each kernel and head width."""
 
 import math
 from typing import Any, Literal
@@ -12,8 +12,9 @@ from mezzo_rat.ops.rat_attention.triton.plan import Plan
 
 LOG2_E = math.log2(math.e)
 
-# Tiles (BM tokens by BN ends), warps and stages of 16-bit kernels, by head width up to the key: for
-# few ends, where starting and ending a program counts, and for many, where only the products do.
+# Tiles (BM tokens by BN ends), warps and stages of 16-bit kernels. A key is the largest head width
+# of its entry. With few ends, the start and end of a program take much of its time; with many ends,
+# only the products count.
 FEW_ENDS = 1024
 TILES_FEW: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "fwd": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
@@ -33,7 +34,7 @@ def scan_settings(plan: Plan) -> dict[str, Any]:
     sizes = plan.sizes
     H, G, D = sizes.H, sizes.G, sizes.D
     BR = triton.next_power_of_2(H // G)
-    # Two warps at least: for one, the LLVM inside Triton 3.6 aborts on a tile of 4 by 128.
+    # At least two warps: with one, the LLVM inside Triton 3.6 aborts on a tile of 4 by 128.
     return {
         "L": plan.form.chunk_size, "G": G, "R": H // G, "D": D, "BR": BR,
         "MODE": plan.mode, "num_warps": min(max(BR * D // 512, 2), 8), **sizes.offsets,

@@ -1,4 +1,4 @@
-"""What a benchmark measures on: its shapes, its machine, and how one contender is timed."""
+"""The shapes and the machine of a benchmark, and the timing of one contender."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from mezzo_gsa.bench import fla
 
 
 @dataclass(frozen=True)
-class Scale:
+class Shapes:
     """The shapes of one benchmark.
 
     Attributes:
-        batches: (B, T); ops take all, the first one also with the other numbers of slots, and
-            layers take two.
+        batches: (B, T). Ops are timed at all of them, and at the first also with the other numbers
+            of slots; layers are timed at the first two.
         num_heads, head_dim: H and K = V; C is their product.
         attention_dim: width of softmax attention's heads.
-        slots: M, the layer's first.
-        reference: (B, T) of the forms in plain PyTorch.
+        slots: M of the ops; layers use the first.
+        reference: (B, T) of the forms in eager PyTorch.
         position: of the token that is decoded.
         seconds: for each timing.
     """
@@ -40,20 +40,20 @@ class Scale:
         return self.num_heads * self.head_dim
 
 
-QUICK = Scale(((2, 128), (1, 256)), 2, 16, 16, (8, 4), (1, 64), 16, 0.05)
-CPU = Scale(((4, 512), (1, 2048)), 4, 64, 64, (32, 16), (1, 512), 64, 0.5)
-GPU = Scale(((8, 2048), (1, 16_384), (4, 16_384)), 4, 512, 128, (64, 32, 128), (1, 512), 2048, 0.3)
+QUICK = Shapes(((2, 128), (1, 256)), 2, 16, 16, (8, 4), (1, 64), 16, 0.05)
+CPU = Shapes(((4, 512), (1, 2048)), 4, 64, 64, (32, 16), (1, 512), 64, 0.5)
+GPU = Shapes(((8, 2048), (1, 16_384), (4, 16_384)), 4, 512, 128, (64, 32, 128), (1, 512), 2048, 0.3)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A scale on a machine; `say` is called with a line about what is left out.
+class Benchmark:
+    """Shapes on a machine; `say` is called with a line about each measurement that is left out.
 
-    fla is measured only where `with_fla` is set, which is not its installation: it tunes its
+    fla is measured only if `with_fla` is set, even where it is installed, because it tunes its
     kernels for minutes.
     """
 
-    scale: Scale
+    shapes: Shapes
     device: torch.device
     say: Callable[[str], None] = lambda line: None
     with_fla: bool = False
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def impl(self) -> str:
-        """What `impl="auto"` takes here."""
+        """The implementation that `impl="auto"` chooses here."""
         return "triton" if self.device.type == "cuda" else "reference"
 
     @property
@@ -80,15 +80,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed forward, and forward with the gradients of all its inputs ("train").
+    """A function that is timed: its forward, and its forward and backward ("train").
 
     Attributes:
-        name: of its rows, but for the phase.
-        impl: who computes.
+        name: of its rows, without the phase.
+        impl: the implementation.
         shape: sizes by the glossary's letters.
-        run: called with `inputs` by name.
-        inputs: tensors; parameters stay the parameters that they are.
-        phases: what is timed of it.
+        run: the function, called with `inputs` by name.
+        inputs: tensors; "train" computes the gradients of all of them. Parameters are used as they
+            are, other tensors are detached.
+        phases: which of "forward" and "train" are timed.
     """
 
     name: str
@@ -99,8 +100,8 @@ class Contender:
     phases: Sequence[str] = ("forward", "train")
 
 
-def timed(setting: Setting, contender: Contender) -> Iterator[Row]:
-    """Time a contender; what does not fit the GPU is said and left out."""
+def timed(benchmark: Benchmark, contender: Contender) -> Iterator[Row]:
+    """Time a contender; a phase that does not fit the GPU is reported and left out."""
     leaves = {
         name: x if x.requires_grad else x.detach().requires_grad_()
         for name, x in contender.inputs.items()
@@ -119,8 +120,8 @@ def timed(setting: Setting, contender: Contender) -> Iterator[Row]:
     for phase in contender.phases:
         name = f"{contender.name} {phase}"
         try:
-            timing = measure(works[phase], setting.device, seconds=setting.scale.seconds)
+            timing = measure(works[phase], benchmark.device, seconds=benchmark.shapes.seconds)
         except torch.OutOfMemoryError:
-            setting.say(f"{name} ({contender.impl}) at {contender.shape}: out of memory")
+            benchmark.say(f"{name} ({contender.impl}) at {contender.shape}: out of memory")
             continue
         yield Row(name, contender.impl, contender.shape, timing)

@@ -1,4 +1,4 @@
-"""The sizes of the speed tables: the paper's, and a rehearsal's; and which part of them to run."""
+"""The shapes of the speed tables, the paper's and a rehearsal's, and the selection of a part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,24 +28,24 @@ def paper_layers(head_dim: int) -> dict[str, MixerConfig]:
 
 
 @dataclass(frozen=True)
-class SpeedScale:
+class SpeedShapes:
     """The sizes of all speed tables.
 
     Attributes:
         device: "cuda", or "cpu" for a rehearsal.
         d_model, head_dim: C and D of the layers of Tables 6 to 8.
-        tokens: a batch of Tables 6 and 7, whatever T.
-        lengths: T of Tables 6 and 7; shorter than the paper's too, where attention may win.
+        tokens: of a batch in Tables 6 and 7, for every T.
+        lengths: T of Tables 6 and 7; some are shorter than the paper's, as attention may win there.
         positions: of the token that Table 8 generates.
         batches: B of Table 8.
-        contexts: T of Figure 5, and the setting whose recipes give the models. The shortest is
+        contexts: T of Figure 5, and the size whose recipes give the models. The shortest is
             Table 1's, the longest Table 11's.
         new_tokens: of each sequence in Figure 5, after a prompt of T - new_tokens.
-        prefill_tokens: about how many a prefill takes at once; more only cost memory.
-        max_batch: of Figure 5; more no longer helps a model whose state is small.
+        prefill_tokens: about how many tokens are prefilled at once; more would only cost memory.
+        max_batch: of Figure 5; for a model with a small state, a larger batch no longer helps.
         passes: timings of each cell, one after another.
         seconds: for each timing.
-        memory: bytes that a state may take; None asks the GPU.
+        memory: bytes that a state may take; None: what is free on the GPU.
     """
 
     device: str
@@ -64,13 +64,13 @@ class SpeedScale:
     memory: int | None = None
 
     def check_device(self) -> torch.device:
-        """Return the device; a UserError if this machine has none of its kind."""
+        """Return the device; raise a UserError if this machine has no such device."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("the paper's speed tables need a CUDA GPU, and torch sees none here")
         return torch.device(self.device)
 
     def free_memory(self) -> int:
-        """Return the bytes that a state may take, a margin for everything else left out."""
+        """Return the bytes that a state may take; a margin is left for everything else."""
         if self.memory is not None:
             return self.memory
         torch.cuda.empty_cache()
@@ -78,7 +78,7 @@ class SpeedScale:
         return free - total // 50
 
 
-FULL = SpeedScale(
+FULL = SpeedShapes(
     device="cuda",
     d_model=2048,
     head_dim=128,
@@ -93,7 +93,7 @@ FULL = SpeedScale(
     passes=3,
     seconds=0.05,
 )
-DRY = SpeedScale(
+DRY = SpeedShapes(
     device="cpu",
     d_model=32,
     head_dim=8,
@@ -109,7 +109,7 @@ DRY = SpeedScale(
     seconds=0.0,
     memory=4_000_000,
 )
-"""A rehearsal on a CPU: the same steps at toy sizes, and attention runs out of memory once."""
+"""A rehearsal on a CPU: the same steps at toy sizes; one cell of attention is out of memory."""
 
 TABLES = ("table6", "table7", "table8", "fig5")
 NAMES = (*paper_layers(head_dim=1), *(PAPER_NAMES[name] for name in MODELS if "swa" in name))
@@ -118,7 +118,7 @@ NAMES = (*paper_layers(head_dim=1), *(PAPER_NAMES[name] for name in MODELS if "s
 
 @dataclass(frozen=True)
 class Selection:
-    """A part of the speed tables; what is empty selects everything.
+    """A part of the speed tables; an empty field selects everything.
 
     Attributes:
         only: of TABLES.
@@ -130,9 +130,9 @@ class Selection:
     lengths: tuple[int, ...] = ()
     models: tuple[str, ...] = ()
 
-    def check(self, scale: SpeedScale) -> None:
-        """Raise a UserError that names what the tables do not have."""
-        lengths = {*scale.lengths, *scale.positions, *scale.contexts}
+    def check(self, shapes: SpeedShapes) -> None:
+        """Raise a UserError that names the first table, model or length that is unknown."""
+        lengths = {*shapes.lengths, *shapes.positions, *shapes.contexts}
         for name in self.only:
             if name not in TABLES:
                 raise UserError(f"no speed table is named {name!r}{nearest(name, TABLES)}")
