@@ -23,10 +23,16 @@ from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
-from mezzo_core.inputs import check_writable, fitting_tokenizer, open_told_data, read_prompts, told
-from mezzo_core.nn.checkpoint import describe_model, find_model, load_model
+from mezzo_core.inputs import (
+    check_writable,
+    fitting_tokenizer,
+    open_told_data,
+    read_prompts,
+    start_from,
+    told,
+)
+from mezzo_core.nn.checkpoint import find_model, load_model
 from mezzo_core.nn.generate import NO_NUMBERS, stream
-from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
@@ -363,23 +369,6 @@ def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
             raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
         check_writable(out, is_folder=True)
         paper.reproduce(ids, scale, out)
-
-
-def start_from(config: TrainConfig, run: Path) -> TrainConfig:
-    """Return the configuration that trains an existing model further.
-
-    Args:
-        config: the recipe; its model and tokenizer are replaced.
-        run: folder of a run or of a model.
-
-    Raises:
-        UserError: if the folder holds no model.
-    """
-    folder = find_model(run)
-    model, extra = describe_model(folder)
-    tokenizer = told(extra, "tokenizer", str, folder) if "tokenizer" in extra else None
-    data = _override(config.data, tokenizer=tokenizer)
-    return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import describe_model, find_model
+from mezzo_core.train.config import TrainConfig
 
 Value = TypeVar("Value")
 
@@ -106,6 +108,24 @@ def open_told_data(
     if not isinstance(rows, BatchSource):
         raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
     return type(config).__name__, rows
+
+
+def start_from(config: TrainConfig, run: Path) -> TrainConfig:
+    """Return the configuration that trains an existing model further.
+
+    Args:
+        config: the recipe; its model and tokenizer are replaced.
+        run: folder of a run or of a model.
+
+    Raises:
+        UserError: if the folder holds no model.
+    """
+    folder = find_model(run)
+    model, extra = describe_model(folder)
+    data = config.data
+    if "tokenizer" in extra and isinstance(data, DataConfig):
+        data = replace(data, tokenizer=told(extra, "tokenizer", str, folder))
+    return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 
 def check_writable(path: Path, *, is_folder: bool) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core.cli import start_from
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
+from mezzo_core.inputs import start_from
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import copy_weights, describe_model, load_model, save_model
 from mezzo_core.nn.lm import LMConfig

@@ -51,9 +51,9 @@ def _printed_lines(table: SpeedTable, group: str, published: Published) -> Lines
         id = table.ids[0]
         places = [(id, column, float(column)) for column in published.table(id).columns]
     for id, column, length in places:
-        table = published.table(id)
-        if group and group not in {row.group for row in table.rows}:
+        printed = published.table(id)
+        if group and group not in {row.group for row in printed.rows}:
             continue
-        for model, value in table.column(column, group).items():
+        for model, value in printed.column(column, group).items():
             lines.setdefault(model, []).append((length, value))
     return lines

@@ -45,9 +45,7 @@ def measure_tables(
     selection.check(shapes)
     origin: dict[str, Any] = environment(device)
     origin["commit"] = commit or origin["commit"]
-    results = {
-        name: Result(table, folder, origin) for name, table in result_files(shapes).items()
-    }
+    results = {name: Result(table, folder, origin) for name, table in result_files(shapes).items()}
     phases = {"train": "table6", "prefill": "table7"}
     wanted = {p: results[name] for p, name in phases.items() if selection.table(name)}
     if wanted:
