@@ -113,7 +113,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell whether the memory is full. On a CPU torch has no class for this error, only words."""
+    """Tell whether the memory is full. For a CPU torch has no error class, so look at the words."""
     words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         word in str(error) for word in words

@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     """
 
     tokens: Tensor  # (B, T) int64, or (1, B*T)
-    targets: Tensor  # the same shape, int64; -100 where there is no loss
+    targets: Tensor  # the same shape, int64; NO_TARGET (-100) where there is nothing to predict
     cu_seqlens: Tensor | None = None  # int32 from 0 to B*T, padded with B*T to a fixed length
 
     def part(self, index: int, count: int) -> "Batch":

@@ -8,7 +8,8 @@ from mezzo_core.data.tokenized_corpus import TokenizedCorpus
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 
-# The run's seed serves two independent draws, told apart by these numbers.
+# The seed is used for two independent draws, which differ by these numbers. The draw of an order
+# also gets the epoch.
 _SPLIT, _ORDER = 0, 1
 
 

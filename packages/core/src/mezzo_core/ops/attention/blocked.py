@@ -66,7 +66,7 @@ def _attention(*request: Any) -> tuple[Tensor, Tensor]:
     lse = r.q.new_full(r.q.shape[:3], float("-inf"), dtype=accumulation_dtype(r.q.dtype))
     for queries, _, _, _, b_v, scores in _blocks(r):
         weights = scores.softmax(-1)
-        # The largest weight is exp(top - lse), so this is the lse.
+        # The largest weight is exp(top - lse): it gives the lse without another sum over the keys.
         top = scores.amax(-1, keepdim=True)
         part_lse = top - weights.amax(-1, keepdim=True).log()
         empty = top == float("-inf")
