@@ -4,10 +4,11 @@ Each form compiles in a process of its own; see `test_kernels_compile.py`.
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
-from mezzo_core.testing.compile_only import compile_only
+from mezzo_core.testing.compile_only import compile_apart, compile_only
 from mezzo_gsa.ops.gla import LayerForm, op
 from mezzo_gsa.ops.gla.step_op import gla_step_, gla_step_layer_
 
@@ -144,18 +145,16 @@ def compile_batches():
 LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_every_kernel_compiles_for_hopper(form, run_without_interpreter):
-    run_without_interpreter(__file__, form)
+# Few processes import the libraries, and several, so that workers share the compiling.
+NAMES = [*FORMS, *LAWS]
+PROCESSES = 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_kernels_compile_once_for_all(law, run_without_interpreter):
-    run_without_interpreter(__file__, law)
+@pytest.mark.parametrize("part", range(PROCESSES))
+def test_every_kernel_compiles_for_hopper_and_once_for_all(part, run_without_interpreter):
+    run_without_interpreter(__file__, *NAMES[part::PROCESSES])
 
 
 if __name__ == "__main__":
-    name = sys.argv[1]
-    LAWS[name]() if name in LAWS else compile_form(name)
+    compile_apart(lambda name: LAWS.get(name, partial(compile_form, name))(), sys.argv[1:])

@@ -1,14 +1,15 @@
 """GSA's kernels compile for Hopper, on a machine without a GPU; a new length compiles nothing.
 
-Each form compiles in a process of its own, in which this file runs as a script. So workers of
-pytest share the forms, and kernels of two forms that are equal come from Triton's cache.
+Each form compiles in a process of its own, forked from one in which this file runs as a script.
+Kernels of two forms that are equal come from Triton's cache.
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
-from mezzo_core.testing.compile_only import compile_only
+from mezzo_core.testing.compile_only import compile_apart, compile_only
 from mezzo_gsa.ops.gsa import GSAState, op
 from mezzo_gsa.ops.gsa.form import Form, StepForm
 from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
@@ -174,18 +175,16 @@ def compile_batches():
 LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_every_kernel_compiles_for_hopper(form, run_without_interpreter):
-    run_without_interpreter(__file__, form)
+# Few processes import the libraries, and several, so that workers share the compiling.
+NAMES = [*FORMS, *LAWS]
+PROCESSES = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_kernels_compile_once_for_all(law, run_without_interpreter):
-    run_without_interpreter(__file__, law)
+@pytest.mark.parametrize("part", range(PROCESSES))
+def test_every_kernel_compiles_for_hopper_and_once_for_all(part, run_without_interpreter):
+    run_without_interpreter(__file__, *NAMES[part::PROCESSES])
 
 
 if __name__ == "__main__":
-    name = sys.argv[1]
-    LAWS[name]() if name in LAWS else compile_form(name)
+    compile_apart(lambda name: LAWS.get(name, partial(compile_form, name))(), sys.argv[1:])
