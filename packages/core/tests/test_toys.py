@@ -5,15 +5,7 @@ import torch
 from mezzo_core.nn import BlocksConfig, LMConfig
 from mezzo_core.nn.generate import generate
 from mezzo_core.testing.arguments import check_module_arguments
-from mezzo_core.testing.laws import (
-    check_causal,
-    check_isolated,
-    check_packed,
-    check_ragged,
-    check_segments,
-    check_state_bytes,
-    check_step,
-)
+from mezzo_core.testing.laws import LAWS
 from toys.own_keys import OwnKeysConfig
 from toys.retrieval import RetrievalConfig
 from toys.running_mean import RunningMeanConfig
@@ -42,32 +34,15 @@ def model(request):
     return LMConfig(vocab_size=37, d_model=C, init_std=0.4, **MODELS[request.param]).build().eval()
 
 
-@pytest.mark.parametrize("splits", [(19,), (4, 0, 5, 10), (1, 2, 16)])
-def test_full_equals_segments_equals_steps(part, splits):
-    check_segments(part, d_model=C, num_tokens=19, splits=splits)
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept(part, law):
+    LAWS[law](part)
 
 
-def test_the_future_changes_nothing(part):
-    check_causal(part, d_model=C, num_tokens=18)
-
-
-def test_what_is_no_number_stays_where_it_is(part):
-    check_isolated(part, C, 13)
-
-
-@pytest.mark.parametrize("lengths", [(13, 1, 9), (0, 5, 0, 0, 12)])
-def test_packed_sequences_are_as_apart(part, lengths):
-    check_packed(part, C, lengths)
-
-
-def test_rows_of_different_lengths_decode_as_alone(part):
-    check_ragged(part, C, (0, 3, 13), 7)
-    check_step(part, C, (0, 3, 13), 7)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 8, 15])
-def test_the_state_is_as_large_as_it_says(part, num_tokens):
-    check_state_bytes(part, num_tokens)
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept_on_a_gpu(part, law):
+    LAWS[law](part.cuda())
 
 
 def test_arguments_replaced_are_refused_by_name(part):

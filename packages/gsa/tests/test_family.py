@@ -68,14 +68,12 @@ ON_GPU = {  # 128 channels wide
     **RETNET,
 }
 LAWS = {
-    "segments": lambda mixer: check_segments(
-        mixer, d_model=mixer.d_model, num_tokens=14, splits=[3, 0, 5, 1, 5]
-    ),
-    "causal": lambda mixer: check_causal(mixer, d_model=mixer.d_model, num_tokens=14),
-    "isolated": lambda mixer: check_isolated(mixer, mixer.d_model, 70),  # a chunk, and more
-    "packed": lambda mixer: check_packed(mixer, mixer.d_model, [5, 0, 1, 4, 9, 0]),
-    "ragged": lambda mixer: check_ragged(mixer, mixer.d_model, [2, 0, 1, 4, 9], 6),
-    "step": lambda mixer: check_step(mixer, mixer.d_model, [2, 0, 1, 4, 9], 6),
+    "segments": lambda mixer: check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5]),
+    "causal": lambda mixer: check_causal(mixer, num_tokens=14),
+    "isolated": lambda mixer: check_isolated(mixer, 70),  # a chunk, and more
+    "packed": lambda mixer: check_packed(mixer, [5, 0, 1, 4, 9, 0]),
+    "ragged": lambda mixer: check_ragged(mixer, [2, 0, 1, 4, 9], 6),
+    "step": lambda mixer: check_step(mixer, [2, 0, 1, 4, 9], 6),
 }
 
 

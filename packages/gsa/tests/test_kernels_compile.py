@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from mezzo_core.testing.compile_only import compile_apart, compile_only
+from mezzo_core.testing.compile_only import compile_apart, compile_only, run_compiling
 from mezzo_gsa.ops.gsa import GSAState, op
 from mezzo_gsa.ops.gsa.form import Form, StepForm
 from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
@@ -182,8 +182,8 @@ PROCESSES = 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PROCESSES))
-def test_every_kernel_compiles_for_hopper_and_once_for_all(part, run_without_interpreter):
-    run_without_interpreter(__file__, *NAMES[part::PROCESSES])
+def test_every_kernel_compiles_for_hopper_and_once_for_all(part):
+    run_compiling(__file__, *NAMES[part::PROCESSES])
 
 
 if __name__ == "__main__":

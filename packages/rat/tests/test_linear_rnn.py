@@ -22,19 +22,19 @@ def mixer():
 
 
 def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
-    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5])
 
 
 def test_a_change_leaves_the_past_bit_equal(mixer):
-    check_causal(mixer, d_model=C, num_tokens=14)
+    check_causal(mixer, num_tokens=14)
 
 
 def test_packed_sequences_equal_each_alone(mixer):
-    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+    check_packed(mixer, [5, 0, 1, 4, 9, 0])
 
 
 def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
-    check_ragged(mixer, C, [2, 0, 1, 9], 4)
+    check_ragged(mixer, [2, 0, 1, 9], 4)
 
 
 def test_state_bytes_are_those_of_the_state_at_any_length(mixer):

@@ -40,23 +40,23 @@ def mixer(request):
 
 
 def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
-    check_segments(mixer, d_model=C, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5])
 
 
 def test_a_change_leaves_the_past_bit_equal(mixer):
-    check_causal(mixer, d_model=C, num_tokens=14)
+    check_causal(mixer, num_tokens=14)
 
 
 def test_packed_sequences_equal_each_alone(mixer):
-    check_packed(mixer, C, [5, 0, 1, 4, 9, 0])
+    check_packed(mixer, [5, 0, 1, 4, 9, 0])
 
 
 def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
-    check_ragged(mixer, C, [2, 0, 1, 4, 9], 6)  # most are shorter than a chunk
+    check_ragged(mixer, [2, 0, 1, 4, 9], 6)  # most are shorter than a chunk
 
 
 def test_decoding_in_place_equals_the_whole(mixer):
-    check_step(mixer, C, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, [2, 0, 1, 4, 9], 6)
 
 
 @pytest.mark.gpu
@@ -77,11 +77,11 @@ def test_kernels_keep_every_law(config):
     for part in mixer.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.2)
-    check_segments(mixer, d_model=128, num_tokens=14, splits=[3, 0, 5, 1, 5])
-    check_causal(mixer, d_model=128, num_tokens=14)
-    check_packed(mixer, 128, [5, 0, 1, 4, 9, 0])
-    check_ragged(mixer, 128, [2, 0, 1, 4, 9], 6)
-    check_step(mixer, 128, [2, 0, 1, 4, 9], 6)
+    check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5])
+    check_causal(mixer, num_tokens=14)
+    check_packed(mixer, [5, 0, 1, 4, 9, 0])
+    check_ragged(mixer, [2, 0, 1, 4, 9], 6)
+    check_step(mixer, [2, 0, 1, 4, 9], 6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 14])
@@ -97,7 +97,7 @@ def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
 def test_segments_equal_the_whole_for_any_chunk_size(splits, chunk_size):
     torch.manual_seed(0)
     mixer = RATConfig(chunk_size, head_dim=4).build(8)
-    check_segments(mixer, d_model=8, num_tokens=sum(splits), splits=splits)
+    check_segments(mixer, num_tokens=sum(splits), splits=splits)
 
 
 def test_autocast_changes_the_state_but_not_the_law():

@@ -242,6 +242,9 @@ def _add_generate(app: typer.Typer) -> None:
         ] = None,
         top_p: Annotated[float | None, typer.Option(help="Only the likeliest mass p.")] = None,
         seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+        prefill_tokens: Annotated[
+            int | None, typer.Option(min=1, help="Prompt tokens at a time, for bounded memory.")
+        ] = None,
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
@@ -265,6 +268,7 @@ def _add_generate(app: typer.Typer) -> None:
                 top_p=top_p,
                 stop_tokens=(tokenizer.eos_token,),
                 seed=seed,
+                prefill_tokens=prefill_tokens,
             )
             _write(texts, tokenizer, steps)
 
@@ -306,9 +310,11 @@ def _add_eval(app: typer.Typer) -> None:
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
-        seq_len: Annotated[int | None, typer.Option(min=1, help="Default: as trained.")] = None,
+        seq_len: Annotated[
+            int | None, typer.Option(min=1, help="Tokens a sequence. Default: as trained.")
+        ] = None,
         segment_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Tokens at a time, so that memory is bounded.")
+            int | None, typer.Option(min=1, help="Tokens of a row at a time, for bounded memory.")
         ] = None,
         device: Device = None,
         allow_package: AllowPackage = None,

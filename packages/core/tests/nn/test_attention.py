@@ -45,36 +45,36 @@ def build(config):
 @configs
 @pytest.mark.parametrize("splits", [[21], [3, 0, 11, 7], [1, 1, 19]])
 def test_segments_and_single_steps_equal_the_whole(name, splits):
-    check_segments(build(name), d_model=C, num_tokens=21, splits=splits)
+    check_segments(build(name), num_tokens=21, splits=splits)
 
 
 @configs
 def test_no_output_depends_on_a_later_token(name):
-    check_causal(build(name), d_model=C, num_tokens=13)
+    check_causal(build(name), num_tokens=13)
 
 
 @configs
 @pytest.mark.parametrize("num_tokens", [9, 150])
 def test_what_is_not_finite_stays_where_causality_lets_it_be(name, num_tokens):
-    check_isolated(build(name), C, num_tokens)
+    check_isolated(build(name), num_tokens)
 
 
 @configs
 @pytest.mark.parametrize("lengths", [[4], [0, 1, 7, 0, 3], [1, 1, 1]])
 def test_packed_sequences_are_computed_as_if_alone(name, lengths):
-    check_packed(build(name), C, lengths)
+    check_packed(build(name), lengths)
 
 
 @configs
 @pytest.mark.parametrize("prompts", [[6, 6], [1, 9, 0], [3, 4, 12]])
 def test_ragged_prompts_decode_as_each_would_alone(name, prompts):
-    check_ragged(build(name), C, prompts, steps=7)
+    check_ragged(build(name), prompts, steps=7)
 
 
 @configs
 @pytest.mark.parametrize("prompts", [[0, 0], [6, 6], [1, 9, 0], [3, 4, 12]])
 def test_steps_in_place_decode_what_a_forward_does(name, prompts):
-    check_step(build(name), C, prompts, steps=9)
+    check_step(build(name), prompts, steps=9)
 
 
 @some
@@ -317,10 +317,10 @@ def test_bad_calls_are_named():
 @pytest.mark.parametrize("name", ["rope", "window", "alibi"])
 def test_cuda_mixer_keeps_every_law(name, D):
     mixer = build(dataclasses.replace(CONFIGS[name], head_dim=D, num_kv_heads=1)).cuda()
-    check_segments(mixer, d_model=C, num_tokens=200, splits=[130, 69, 1], rtol=2e-5)
-    check_packed(mixer, C, [0, 150, 1, 49], rtol=2e-5)
-    check_ragged(mixer, C, [150, 3, 0], steps=3, rtol=2e-5)
-    check_step(mixer, C, [150, 3, 0], steps=7, rtol=2e-5)
+    check_segments(mixer, num_tokens=200, splits=[130, 69, 1], rtol=2e-5)
+    check_packed(mixer, [0, 150, 1, 49], rtol=2e-5)
+    check_ragged(mixer, [150, 3, 0], steps=3, rtol=2e-5)
+    check_step(mixer, [150, 3, 0], steps=7, rtol=2e-5)
 
 
 @pytest.mark.gpu

@@ -97,12 +97,12 @@ class RunningMean(AbstractMixer):
 
 
 CHECKS = {
-    "segments": lambda m: check_segments(m, d_model=C, num_tokens=9, splits=[4, 0, 5]),
-    "causal": lambda m: check_causal(m, d_model=C, num_tokens=9),
-    "isolated": lambda m: check_isolated(m, C, 9),
-    "packed": lambda m: check_packed(m, C, [0, 3, 1, 0, 5]),
-    "ragged": lambda m: check_ragged(m, C, [5, 0, 1, 9], 3),
-    "step": lambda m: check_step(m, C, [5, 0, 1, 9], 3),
+    "segments": lambda m: check_segments(m, num_tokens=9, splits=[4, 0, 5]),
+    "causal": lambda m: check_causal(m, num_tokens=9),
+    "isolated": lambda m: check_isolated(m, 9),
+    "packed": lambda m: check_packed(m, [0, 3, 1, 0, 5]),
+    "ragged": lambda m: check_ragged(m, [5, 0, 1, 9], 3),
+    "step": lambda m: check_step(m, [5, 0, 1, 9], 3),
     "state bytes": lambda m: check_state_bytes(m, 9),
 }
 
@@ -149,4 +149,4 @@ def test_a_state_that_grows_is_refused_by_the_default_step():
 
 def test_splits_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match="add up to 9"):
-        check_segments(RunningMean(), d_model=C, num_tokens=9, splits=[4, 4])
+        check_segments(RunningMean(), num_tokens=9, splits=[4, 4])

@@ -6,15 +6,7 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, BlocksConfig, LMConfig
 from mezzo_core.testing.arguments import check_module_arguments
-from mezzo_core.testing.laws import (
-    check_causal,
-    check_isolated,
-    check_packed,
-    check_ragged,
-    check_segments,
-    check_state_bytes,
-    check_step,
-)
+from mezzo_core.testing.laws import LAWS
 from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, Seen, ShortConvConfig
 
@@ -38,32 +30,9 @@ def part(request):
     return part
 
 
-@pytest.mark.parametrize("splits", [(19,), (4, 0, 5, 10), (1, 2, 16)])
-def test_full_equals_segments_equals_steps(part, splits):
-    check_segments(part, d_model=C, num_tokens=19, splits=splits)
-
-
-def test_the_future_changes_nothing(part):
-    check_causal(part, d_model=C, num_tokens=18)
-
-
-def test_what_is_no_number_stays_where_it_is(part):
-    check_isolated(part, C, 13)
-
-
-@pytest.mark.parametrize("lengths", [(13, 1, 9), (0, 5, 0, 0, 12)])
-def test_packed_sequences_are_as_apart(part, lengths):
-    check_packed(part, C, lengths)
-
-
-def test_rows_of_different_lengths_decode_as_alone(part):
-    check_ragged(part, C, (0, 3, 13), 7)
-    check_step(part, C, (0, 3, 13), 7)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 8, 15])
-def test_the_state_is_as_large_as_it_says(part, num_tokens):
-    check_state_bytes(part, num_tokens)
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept(part, law):
+    LAWS[law](part)
 
 
 @pytest.mark.parametrize("name", ["convolution", "positions"])  # a layer leaves it to its mixer

@@ -65,7 +65,7 @@ def test_an_answer_depends_on_the_tokens_up_to_it_alone(name, conv_width):
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_models_keep_the_contract(name, conv_width):
     model = tiny_model(name, conv_width=conv_width)
-    check_segments(model.stack, d_model=16, num_tokens=13, splits=(4, 0, 9))
+    check_segments(model.stack, num_tokens=13, splits=(4, 0, 9))
     check_state_bytes(model.stack, 13)
     (new,) = generate(model, [[1, 2, 3]], max_new_tokens=4)
     logits = model(torch.tensor([[1, 2, 3, *new]])).logits[0, 2:-1]

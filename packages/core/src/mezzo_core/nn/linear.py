@@ -10,8 +10,8 @@ from mezzo_core.ops.decode_linear import decode_linear
 class Linear(nn.Linear):
     """`nn.Linear`, except that a single row without gradients is computed by `decode_linear`.
 
-    Decoding one sequence spends most of its time reading weights. On a GPU `decode_linear` reads
-    them at the speed of the memory. In all other cases this is plain `nn.Linear`.
+    Decoding one sequence mostly waits for weights to be read, and on a GPU `decode_linear` has a
+    kernel made for that. In all other cases this is plain `nn.Linear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:

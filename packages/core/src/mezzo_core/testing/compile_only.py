@@ -4,8 +4,11 @@ This is needed because the interpreter also runs kernels that the compiler would
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -40,6 +43,18 @@ def compile_only(capability: int = 90) -> Iterator[list[str]]:
     finally:
         jit.JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
         driver.set_active(None)  # Triton then looks for a real GPU when it next needs one
+
+
+def run_compiling(script: str | Path, *arguments: str) -> None:
+    """Run a Python script that compiles kernels, in a process without Triton's interpreter.
+
+    Raises:
+        AssertionError: if it fails, with the end of what it printed.
+    """
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def compile_apart(compile: Callable[[str], None], names: Sequence[str]) -> None:

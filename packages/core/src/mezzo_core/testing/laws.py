@@ -4,7 +4,7 @@ Inputs are float32, random normal from a fixed seed, on the device of the weight
 is decoded by `step`, `before_step` comes first, as in a decoder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +19,6 @@ from mezzo_core.testing.numerics import assert_close
 def check_segments(
     module: AbstractSequenceModule,
     *,
-    d_model: int,
     num_tokens: int,
     splits: Sequence[int],
     batch: int = 2,
@@ -30,7 +29,6 @@ def check_segments(
 
     Args:
         module: the module under test.
-        d_model: its width C.
         num_tokens: length T of the sequences.
         splits: lengths of the segments, which add up to `num_tokens` (zeros are legal).
         batch: number of sequences.
@@ -39,7 +37,7 @@ def check_segments(
     """
     if sum(splits) != num_tokens:
         raise ValueError(f"splits must add up to {num_tokens} tokens, got {list(splits)}")
-    x = _normal(module, (batch, num_tokens, d_model), seed)
+    x = _normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
         full, no_state = module(x)
         assert no_state is None, "without a state, forward must return None as the state"
@@ -53,25 +51,24 @@ def check_segments(
 def check_causal(
     module: AbstractSequenceModule,
     *,
-    d_model: int,
     num_tokens: int,
     batch: int = 2,
     seed: int = 0,
 ) -> None:
     """Assert that a change at token t leaves every output before t bit-equal, and not all after."""
-    x = _normal(module, (batch, num_tokens, d_model), seed)
+    x = _normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
         y, _ = module(x)
         for t in sorted({0, 1, num_tokens // 2, num_tokens - 1} & set(range(num_tokens))):
             other = x.clone()
-            other[:, t:] = _normal(module, (batch, num_tokens - t, d_model), seed + 1 + t)
+            other[:, t:] = _normal(module, (batch, num_tokens - t, module.d_model), seed + 1 + t)
             changed, _ = module(other)
             assert torch.equal(changed[:, :t], y[:, :t]), f"a change at {t} reached the past"
             assert not torch.equal(changed[:, t:], y[:, t:]), f"a change at {t} reached nothing"
 
 
 def check_isolated(
-    module: AbstractSequenceModule, d_model: int, num_tokens: int, *, batch: int = 2, seed: int = 0
+    module: AbstractSequenceModule, num_tokens: int, *, batch: int = 2, seed: int = 0
 ) -> None:
     """Assert that a NaN or an infinity stays where causality lets it be.
 
@@ -81,12 +78,11 @@ def check_isolated(
 
     Args:
         module: the module under test.
-        d_model: its width C.
         num_tokens: length T of the sequences, at least 3.
         batch: number of sequences, at least 2.
         seed: of the inputs.
     """
-    x = _normal(module, (batch, num_tokens, d_model), seed)
+    x = _normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
         y, _ = module(x)
         for bad in (float("nan"), float("inf"), float("-inf")):
@@ -105,7 +101,6 @@ def check_isolated(
 
 def check_packed(
     module: AbstractSequenceModule,
-    d_model: int,
     lengths: Sequence[int],
     *,
     rtol: float = 1e-5,
@@ -115,14 +110,13 @@ def check_packed(
 
     Args:
         module: the module under test.
-        d_model: its width C.
         lengths: of the sequences; zeros are legal and own no token.
         rtol: allowed relative error in norm, of the outputs and of the gradients of the inputs.
         seed: of the inputs.
     """
     borders = [0, *accumulate(lengths)]
-    x = _normal(module, (1, borders[-1], d_model), seed).requires_grad_()
-    dy = _normal(module, (1, borders[-1], d_model), seed + 1)
+    x = _normal(module, (1, borders[-1], module.d_model), seed).requires_grad_()
+    dy = _normal(module, (1, borders[-1], module.d_model), seed + 1)
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
     packed, _ = module(x, cu_seqlens=cu_seqlens)
     alone = torch.cat(
@@ -136,7 +130,6 @@ def check_packed(
 
 def check_ragged(
     module: AbstractSequenceModule,
-    d_model: int,
     prompt_lengths: Sequence[int],
     steps: int,
     *,
@@ -150,13 +143,12 @@ def check_ragged(
 
     Args:
         module: the module under test.
-        d_model: its width C.
         prompt_lengths: tokens of each row's prompt; a zero is legal.
         steps: single tokens after the prompts.
         rtol: allowed relative error in norm.
         seed: of the inputs.
     """
-    prompts, rows = _prompts(module, d_model, prompt_lengths, steps, seed)
+    prompts, rows = _prompts(module, prompt_lengths, steps, seed)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     with torch.no_grad():
         y, state = module(prompts, module.init_state(len(rows)), lengths=lengths)
@@ -169,7 +161,6 @@ def check_ragged(
 
 def check_step(
     module: AbstractSequenceModule,
-    d_model: int,
     prompt_lengths: Sequence[int],
     steps: int,
     *,
@@ -184,13 +175,12 @@ def check_step(
 
     Args:
         module: the module under test.
-        d_model: its width C.
         prompt_lengths: tokens of each row's prompt; a zero is legal.
         steps: single tokens after the prompts, at least 2.
         rtol: allowed relative error in norm.
         seed: of the inputs.
     """
-    prompts, rows = _prompts(module, d_model, prompt_lengths, steps, seed)
+    prompts, rows = _prompts(module, prompt_lengths, steps, seed)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     with torch.no_grad():
         y, given = module(prompts, module.init_state(len(rows)), lengths=lengths)
@@ -208,22 +198,55 @@ def check_step(
 
 
 def check_state_bytes(module: AbstractSequenceModule, num_tokens: int, *, seed: int = 0) -> None:
-    """Assert that state_bytes(T) is the size of the state that one sequence holds after T tokens.
+    """Assert that the bytes told are those of the state that one sequence holds after T tokens.
 
-    What the host keeps is told apart and counts too. Counters (integer tensors) may be counted or
+    On a GPU, `state_bytes` and `host_state_bytes` are compared each with the tensors of its side.
+    On a CPU there is one side, and their sum counts. Counters (integer tensors) may be counted or
     left out.
     """
     with torch.no_grad():
         x = _normal(module, (1, num_tokens, module.d_model), seed)
         _, state = module(x, module.init_state(1))
-    tensors = tree_leaves(state)
-    values = sum(t.nbytes for t in tensors if t.is_floating_point())
-    total = sum(t.nbytes for t in tensors)
-    told = module.state_bytes(num_tokens) + module.host_state_bytes(num_tokens)
-    assert values <= told <= total, (
-        f"state_bytes({num_tokens}) and host_state_bytes tell {told}, but the state holds {values} "
-        f"bytes of values ({total} with counters)"
-    )
+    here = [t for t in tree_leaves(state) if t.device == x.device]
+    elsewhere = [t for t in tree_leaves(state) if t.device != x.device]
+    told = module.state_bytes(num_tokens), module.host_state_bytes(num_tokens)
+    if x.device.type == "cpu":
+        told = sum(told), 0
+    for name, tensors, count in zip(("state", "host_state"), (here, elsewhere), told, strict=True):
+        values = sum(t.nbytes for t in tensors if t.is_floating_point())
+        total = sum(t.nbytes for t in tensors)
+        assert values <= count <= total, (
+            f"{name}_bytes({num_tokens}) = {count}, but the state holds {values} bytes of values "
+            f"there ({total} with counters)"
+        )
+
+
+def _segments(module: AbstractSequenceModule) -> None:
+    for splits in ((19,), (4, 0, 5, 10), (1, 2, 16)):
+        check_segments(module, num_tokens=19, splits=splits)
+
+
+def _packed(module: AbstractSequenceModule) -> None:
+    for lengths in ((13, 1, 9), (0, 5, 0, 0, 12)):
+        check_packed(module, lengths)
+
+
+def _state_bytes(module: AbstractSequenceModule) -> None:
+    for num_tokens in (1, 8, 15):
+        check_state_bytes(module, num_tokens)
+
+
+LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
+    "segments": _segments,
+    "causal": lambda module: check_causal(module, num_tokens=18),
+    "isolated": lambda module: check_isolated(module, 13),
+    "packed": _packed,
+    "ragged": lambda module: check_ragged(module, (0, 3, 13), 7),
+    "step": lambda module: check_step(module, (0, 3, 13), 7),
+    "state bytes": _state_bytes,
+}
+"""Every law at sizes for chunks of a few tokens. Longer chunks need longer sequences: call the
+checks themselves."""
 
 
 def _check_isolated_packing(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
@@ -292,15 +315,14 @@ def _step(module: AbstractSequenceModule, x: Tensor, state: Any) -> Tensor:
 
 def _prompts(
     module: AbstractSequenceModule,
-    d_model: int,
     prompt_lengths: Sequence[int],
     steps: int,
     seed: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return prompts padded with loud garbage, and all tokens of each row, (1, T, C)."""
-    prompts = 10 * _normal(module, (len(prompt_lengths), max(prompt_lengths), d_model), seed)
+    prompts = 10 * _normal(module, (len(prompt_lengths), max(prompt_lengths), module.d_model), seed)
     rows = [
-        _normal(module, (1, length + steps, d_model), seed + 1 + i)
+        _normal(module, (1, length + steps, module.d_model), seed + 1 + i)
         for i, length in enumerate(prompt_lengths)
     ]
     for prompt, row, length in zip(prompts, rows, prompt_lengths, strict=True):
