@@ -1,29 +1,12 @@
-"""Papers' printed numbers and our reproductions of them: loading, comparing, reporting."""
+"""From a paper's printed numbers to a report of what we measured about them.
 
-from mezzo_core.papers.compare import Order as Order
-from mezzo_core.papers.compare import Pair as Pair
-from mezzo_core.papers.compare import Verdict as Verdict
-from mezzo_core.papers.compare import compare_column as compare_column
-from mezzo_core.papers.compare import compare_order as compare_order
-from mezzo_core.papers.compare import status_of as status_of
-from mezzo_core.papers.environment import describe_environment as describe_environment
-from mezzo_core.papers.finding import Finding as Finding
-from mezzo_core.papers.finding import Kind as Kind
-from mezzo_core.papers.finding import Measurement as Measurement
-from mezzo_core.papers.finding import ResultRow as ResultRow
-from mezzo_core.papers.finding import Status as Status
-from mezzo_core.papers.finding import check_complete as check_complete
-from mezzo_core.papers.published import Claim as Claim
-from mezzo_core.papers.published import Published as Published
-from mezzo_core.papers.published import Row as Row
-from mezzo_core.papers.published import Table as Table
-from mezzo_core.papers.published import load_published as load_published
-from mezzo_core.papers.render import prepare_folder as prepare_folder
-from mezzo_core.papers.render import render_report as render_report
-from mezzo_core.papers.report import Figure as Figure
-from mezzo_core.papers.report import PaperReport as PaperReport
-from mezzo_core.papers.report import Report as Report
-from mezzo_core.papers.report import Sample as Sample
-from mezzo_core.papers.results import Experiment as Experiment
-from mezzo_core.papers.results import load_bench as load_bench
-from mezzo_core.papers.results import load_experiments as load_experiments
+| File | Content |
+|---|---|
+| `published` | the tables and claims as printed |
+| `measurement` | our numbers, of result files or of this run |
+| `criteria` | what a measurement must show for a claim to agree |
+| `claims` | what answers each table and claim: `Answer`, `Evidence`, `Finding` |
+| `trainings`, `checks` | tiny trainings; equalities and counts |
+| `reproduction` | `Reproduction`: all that the `reproduce` command is |
+| `report`, `tables`, `markdown`, `html`, `figures` | the report and RESULTS.md |
+"""

@@ -146,6 +146,10 @@ class Published:
         """All ids, those of tables first."""
         return (*(table.id for table in self.tables), *(claim.id for claim in self.claims))
 
+    def entry(self, id: str) -> Table | Claim:
+        """Return the table or claim of this id; a KeyError if the paper has none."""
+        return {each.id: each for each in (*self.tables, *self.claims)}[id]
+
     def table(self, id: str) -> Table:
         """Return the table of this id; a KeyError if the paper has none."""
         return {table.id: table for table in self.tables}[id]

@@ -1,12 +1,26 @@
-"""The content of a report: findings, figures, samples and benchmarks of each paper."""
+"""The content of a report, and the way to its files: report.md, report.html and report.json."""
 
+import dataclasses
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mezzo_core.papers.finding import Finding, Status
+import torch
+
+from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.generate import generate
+from mezzo_core.papers.claims import Finding
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.measurement import How, Measurement
 from mezzo_core.papers.published import Published
+from mezzo_core.papers.trainings import Trainings
+
+PROMPT = "Elizabeth was "
 
 
 @dataclass(frozen=True)
@@ -29,33 +43,103 @@ class Sample:
 
 @dataclass(frozen=True)
 class PaperReport:
-    """The report of one package about its paper."""
+    """The report of one package about its paper; `results` are its committed result files."""
 
     name: str
     published: Published
     findings: Sequence[Finding]
     figures: Sequence[Figure] = ()
     samples: Sequence[Sample] = ()
-    bench: Sequence[Mapping[str, Any]] = ()
-    settings: Sequence[str] = ()
+    results: Mapping[str, Measurement] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one `reproduce` run, with its command, duration and environment."""
+    """The report of one `reproduce` run, with its command, duration and machine."""
 
     papers: Sequence[PaperReport]
     scale: str
     command: str
     seconds: float
-    environment: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
-def count_statuses(findings: Sequence[Finding]) -> dict[Status, int]:
-    """Return the number of findings of each status, including zeros."""
-    return {status: sum(f.status is status for f in findings) for status in Status}
+def tally(findings: Sequence[Finding]) -> dict[tuple[How, Outcome | None], int]:
+    """Count the findings about tables and claims by how they were run and what came out."""
+    found = [(f.how, f.outcome) for f in findings if f.kind != "check"]
+    order = [(how, outcome) for how in How for outcome in (*Outcome, None)]
+    return {each: found.count(each) for each in order if each in found}
 
 
-def relative(figure: Figure, out: Path) -> str:
-    """Return a figure's path relative to the report's folder."""
-    return figure.path.relative_to(out).as_posix()
+def prepare_folder(out: Path, paper: str) -> Path:
+    """Create the report's folder without files of an older report, and return `out/paper`.
+
+    The returned folder is for the paper's figures, runs and speeds. Its older figures and speeds
+    are removed; other files stay.
+
+    Raises:
+        UserError: if `out` cannot be written.
+    """
+    folder = out / paper
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("report.md", "report.html", "report.json"):
+            (out / name).unlink(missing_ok=True)
+        for name in ("figures", "speed"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "figures").mkdir()
+    except OSError as error:
+        raise UserError(f"{out}: no report can be written there ({error.strerror})") from error
+    return folder
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Write report.md, report.html and report.json into `out`, where the figures already are.
+
+    The HTML page contains its figures and loads no other files.
+    """
+    from mezzo_core.papers.html import to_html
+    from mezzo_core.papers.markdown import to_markdown
+
+    (out / "report.md").write_text(to_markdown(report, out), encoding="utf-8")
+    (out / "report.html").write_text(to_html(report), encoding="utf-8")
+    content = json.dumps(to_json(report), indent=1, ensure_ascii=False)
+    (out / "report.json").write_text(content + "\n", encoding="utf-8")
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON."""
+    return {
+        "scale": report.scale,
+        "command": report.command,
+        "seconds": round(report.seconds, 1),
+        "origin": dict(report.origin),
+        "papers": [
+            {
+                "name": paper.name,
+                "title": paper.published.title,
+                "notes": list(paper.notes),
+                "findings": [dataclasses.asdict(finding) for finding in paper.findings],
+                "samples": [dataclasses.asdict(sample) for sample in paper.samples],
+            }
+            for paper in report.papers
+        ],
+    }
+
+
+def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
+    """Let a model of the first seed continue PROMPT."""
+    training = next(training for training in trainings.all if training.model == model)
+    trained, _, extra = load_model(training.folder / "model", device=torch.device("cpu"))
+    tokenizer = load_tokenizer(extra["tokenizer"])
+    (tokens,) = generate(
+        trained,
+        [tokenizer.encode(PROMPT)],
+        max_new_tokens=num_tokens,
+        temperature=0.8,
+        stop_tokens=(tokenizer.eos_token,),
+        seed=0,
+    )
+    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {training.seed}"
+    return Sample(title, PROMPT, tokenizer.decode(tokens))

@@ -1,0 +1,184 @@
+"""A paper's claims: what answers each table and claim, by which criterion, or what it would need.
+
+A package has one list of `Answer`s, `ANSWERS` in its `claims.py`, in the paper's order:
+
+    Answer("rat.table6", result("nvidia-h200/speed_table6", AsPrinted()), measured("table6", ...)),
+    Answer("rat.claim.flops", counted(flops_growth, grows_as_claimed)),
+    Answer("rat.table2", otherwise="needs the 1.3B models trained on 100B tokens"),
+
+The evidence at the setting nearest to the paper's comes first; of equally near evidence, the first
+in the list. It decides what came out, and the rest is shown beside it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal, Protocol
+
+from mezzo_core.papers.criteria import Criterion, Judgement, Outcome
+from mezzo_core.papers.measurement import How, Measurement
+from mezzo_core.papers.published import Claim, Published, Table
+
+Kind = Literal["table", "claim", "check"]
+
+
+class Run(Protocol):
+    """Where evidence comes from in one `reproduce` run; see `mezzo_core.papers.reproduction`."""
+
+    @property
+    def results(self) -> Mapping[str, Measurement]:
+        """The committed results by "MACHINE/NAME"."""
+
+    def trained(self, models: Sequence[str], by_length: bool) -> Measurement | None:
+        """Return the numbers of this run's tiny trainings; they run when first asked for."""
+
+    def measured(self, name: str) -> Measurement | None:
+        """Return what this run measures under a name; None at a scale that does not measure."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A way to a measurement, and what the measurement must show.
+
+    Attributes:
+        find: returns the measurement; None where this run or this package has none.
+        criterion: decides what came out.
+        note: said after the outcome, such as what is left out.
+    """
+
+    find: Callable[[Run, Table | Claim], Measurement | None]
+    criterion: Criterion
+    note: str = ""
+
+
+def result(name: str, criterion: Criterion, note: str = "") -> Evidence:
+    """Answer from a committed result file, "MACHINE/NAME"."""
+    return Evidence(lambda run, printed: run.results.get(name), criterion, note)
+
+
+def trained(
+    criterion: Criterion, *models: str, by_length: bool = False, note: str = ""
+) -> Evidence:
+    """Answer from this run's tiny trainings: perplexity, or loss by test length.
+
+    Args:
+        criterion: see Evidence.
+        models: those that are shown.
+        by_length: the columns are test lengths "T=..." instead of "Val. PPL".
+        note: see Evidence.
+    """
+    return Evidence(lambda run, printed: run.trained(models, by_length), criterion, note)
+
+
+def measured(name: str, criterion: Criterion, note: str = "") -> Evidence:
+    """Answer from what this run measures under a name (`Reproduction.measurers`)."""
+    return Evidence(lambda run, printed: run.measured(name), criterion, note)
+
+
+def counted(
+    count: Callable[[Table | Claim], Measurement], criterion: Criterion, note: str = ""
+) -> Evidence:
+    """Answer by counting or computing, without training; `count` is given the printed entry."""
+    return Evidence(lambda run, printed: count(printed), criterion, note)
+
+
+@dataclass(frozen=True, init=False)
+class Answer:
+    """What answers one table or claim.
+
+    Attributes:
+        id: of the table or claim.
+        evidence: ways to answer it.
+        otherwise: what it would need; said where no evidence is at hand.
+    """
+
+    id: str
+    evidence: tuple[Evidence, ...]
+    otherwise: str
+
+    def __init__(self, id: str, *evidence: Evidence, otherwise: str = "") -> None:
+        if not (evidence or otherwise):
+            raise ValueError(f"{id}: say what answers it, or what it would need")
+        for name, value in (("id", id), ("evidence", evidence), ("otherwise", otherwise)):
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement of the method that needs no training: two tensors are equal, or counts are.
+
+    Attributes:
+        id: PAPER.check.NAME.
+        work: returns what came out.
+    """
+
+    id: str
+    work: Callable[[], Judgement]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is reported about one table, claim or check.
+
+    Attributes:
+        id, kind: of the table, claim or check.
+        how: how it was run.
+        outcome: what came out; None if it was not attempted.
+        summary: one sentence.
+        measurements: our numbers; those that decided come first.
+        details: a line for each comparison.
+    """
+
+    id: str
+    kind: Kind
+    how: How
+    outcome: Outcome | None
+    summary: str
+    measurements: tuple[Measurement, ...] = ()
+    details: tuple[str, ...] = ()
+
+
+NEAREST = (How.PAPER, How.OTHER_HARDWARE, How.SCALED_DOWN)
+
+
+def find(answer: Answer, published: Published, run: Run) -> Finding:
+    """Return the finding for one table or claim."""
+    printed = published.entry(answer.id)
+    kind: Kind = "table" if isinstance(printed, Table) else "claim"
+    found = [
+        (measurement, evidence)
+        for evidence in answer.evidence
+        if (measurement := evidence.find(run, printed)) is not None
+    ]
+    if not found:
+        summary = answer.otherwise or "this run has no numbers for it"
+        return Finding(answer.id, kind, How.NOT_ATTEMPTED, None, summary)
+    found.sort(key=lambda each: NEAREST.index(each[0].how))
+    judged = [(e.criterion(printed, m), m, e.note) for m, e in found]
+    (first, decisive, note), *others = judged
+    beside = (
+        f"beside it, {describe_source(m)}: {j.outcome.value}, {j.summary}{n}" for j, m, n in others
+    )
+    return Finding(
+        answer.id,
+        kind,
+        decisive.how,
+        first.outcome,
+        f"{describe_source(decisive)}: {first.summary}{note}",
+        tuple(measurement for _, measurement, _ in judged),
+        (*first.details, *beside),
+    )
+
+
+def describe_source(ours: Measurement) -> str:
+    """Say where numbers come from: the machine of a result file, or this run."""
+    if not ours.source:
+        return "counted" if ours.kind == "count" else "this run"
+    return f"{ours.origin['gpu'] or 'CPU'}, {ours.source}"
+
+
+def check_complete(published: Published, answers: Sequence[Answer]) -> None:
+    """Raise a ValueError unless the answers are the paper's tables and claims, in its order."""
+    for answer, id in zip_longest((answer.id for answer in answers), published.ids):
+        if answer != id:
+            raise ValueError(f"claims: {answer} stands where the paper has {id}")

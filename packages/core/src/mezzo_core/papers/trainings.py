@@ -1,0 +1,229 @@
+"""The tiny trainings of a `reproduce` run: recipes with a small budget, with several seeds."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo_core.bench.training import measure_run
+from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.train.config import TrainConfig
+
+MAX_PROCESSES = 6  # each takes about a gigabyte for torch, a model and its activations
+WINDOWS = 4
+PERPLEXITY = "Val. PPL"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The size of each training of a reproduction.
+
+    Attributes:
+        seeds: seeds of the weights; every model is trained once with each.
+        steps, batch_size, seq_len: as in `TrainConfig`.
+        eval_batches: validation batches of an evaluation; None reads the whole validation part.
+        test_lengths: further lengths T at which the trained models are evaluated.
+        parallel: train one model on each core, rather than one model on all cores.
+    """
+
+    seeds: tuple[int, ...]
+    steps: int
+    batch_size: int
+    seq_len: int
+    eval_batches: int | None = None
+    test_lengths: tuple[int, ...] = ()
+    parallel: bool = True
+
+
+CPU = Budget(seeds=(0, 1, 2), steps=200, batch_size=2, seq_len=512)
+"""Takes about half a minute for each model and seed on one core."""
+SMOKE = Budget(seeds=(0,), steps=3, batch_size=1, seq_len=64, eval_batches=1, parallel=False)
+"""Takes seconds, and only shows that everything runs."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: a model, by the paper's name, with a seed.
+
+    The data keeps its own seed. So all runs read the same tokens in the same order, and are
+    evaluated on the same text.
+    """
+
+    model: str
+    recipe: TrainConfig
+    budget: Budget
+    seed: int
+    runs: Path
+
+    @property
+    def folder(self) -> Path:
+        """`runs/RECIPE` for the first seed, `runs/RECIPE-seedN` for the others."""
+        first = self.seed == self.budget.seeds[0]
+        return self.runs / (self.recipe.name if first else f"{self.recipe.name}-seed{self.seed}")
+
+    @property
+    def config(self) -> TrainConfig:
+        """The recipe with the budget and the seed."""
+        budget = self.budget
+        return replace(
+            self.recipe,
+            steps=budget.steps,
+            batch_size=budget.batch_size,
+            seq_len=budget.seq_len,
+            micro_batch_size=None,
+            seed=self.seed,
+            eval_every=budget.steps,
+            eval_batches=budget.eval_batches,
+            checkpoint_every=budget.steps,
+            keep_checkpoints=1,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Train, then evaluate at each test length; return the results."""
+        found = measure_run(self.config, self.folder, torch.device(_device()))
+        return {**found, "loss_at": self._losses_by_length()}
+
+    def steps_done(self) -> int:
+        """Return how many steps a training in progress has logged."""
+        log = self.folder / "log.jsonl"
+        text = log.read_text(encoding="utf-8") if log.exists() else ""
+        # The last line may be half written.
+        lines = (line for line in text.splitlines(keepends=True) if line.endswith("\n"))
+        return sum("loss" in json.loads(line) for line in lines)
+
+    def _losses_by_length(self) -> dict[int, float]:
+        """Return the validation loss in nats a token by test length T, in windows of T.
+
+        All lengths read the same text: the first WINDOWS windows of the longest length.
+        """
+        lengths = self.budget.test_lengths
+        if not lengths:
+            return {}
+        model, _, _ = load_model(self.folder / "model", device=torch.device("cpu"))
+        losses = {}
+        for length in lengths:
+            text = self.config.data.build(length, None)
+            batches = islice(text.validation_batches(1), WINDOWS * max(lengths) // length)
+            losses[length] = evaluate(model, batches).loss
+        return losses
+
+
+class Trainings:
+    """The trainings of one reproduction, which run once, when the first claim asks for them."""
+
+    def __init__(
+        self,
+        models: Mapping[str, TrainConfig],
+        budget: Budget,
+        runs: Path,
+        watch: Callable[[str, int, int], None],
+    ) -> None:
+        """Describe the trainings.
+
+        Args:
+            models: recipes by the paper's names of the models.
+            budget: of each training.
+            runs: folder of all runs; runs of an earlier reproduction there are replaced.
+            watch: called with a name, and how many of how many steps are done.
+        """
+        self.budget = budget
+        self.all = [
+            Training(model, recipe, budget, seed, runs)
+            for seed in budget.seeds
+            for model, recipe in models.items()
+        ]
+        self._watch = watch
+        self._found: list[dict[str, Any]] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the trainings have run."""
+        return self._found is not None
+
+    def results(self) -> Iterator[tuple[Training, dict[str, Any]]]:
+        """Yield each training with its results; the first call trains."""
+        if self._found is None:
+            self._found = self._train()
+        return zip(self.all, self._found, strict=True)
+
+    def measurement(self, models: Sequence[str], by_length: bool) -> Measurement:
+        """Return the perplexity or the loss by test length of some models, or of all."""
+        entries, columns = [], [f"T={T}" for T in self.budget.test_lengths]
+        for training, found in self.results():
+            if models and training.model not in models:
+                continue
+            values = {PERPLEXITY: found["perplexity"]}
+            if by_length:
+                values = {f"T={T}": loss for T, loss in found["loss_at"].items()}
+            entries += [Entry(training.model, c, v, seed=training.seed) for c, v in values.items()]
+        return Measurement(
+            entries=tuple(entries),
+            columns=tuple(columns) if by_length else (PERPLEXITY,),
+            setting=self.setting
+            + ("; loss over the same text in windows of T" if by_length else ""),
+            how=How.SCALED_DOWN,
+            unit="nats a byte" if by_length else "perplexity a byte",
+            kind="training",
+        )
+
+    @property
+    def setting(self) -> str:
+        """The setting that all trainings share, in words."""
+        _, found = next(self.results())
+        budget = self.budget
+        tokens = budget.steps * budget.batch_size * budget.seq_len
+        return (
+            f"models of {found['parameters'] / 1e6:.1f}M weights, {budget.steps} steps of "
+            f"{budget.batch_size} sequences of {budget.seq_len} bytes ({tokens:,} in all) of "
+            "three Austen novels; the seeds change the initial weights, not the text or its order"
+        )
+
+    def _train(self) -> list[dict[str, Any]]:
+        """Train each model once with each seed.
+
+        Small models gain little from a second thread, so with `budget.parallel` each core trains a
+        model of its own, with one thread each.
+        """
+        for training in self.all:
+            shutil.rmtree(training.folder, ignore_errors=True)
+        total = len(self.all) * self.budget.steps
+        watch = self._watch
+        # Several processes slow each other down on one GPU, so there one training runs at a time.
+        if _device() == "cuda" or not self.budget.parallel:
+            found = []
+            for training in self.all:
+                watch("training the tiny models", len(found) * self.budget.steps, total)
+                found.append(training.run())
+            return found
+        workers = min(_available_cores(), MAX_PROCESSES, len(self.all))
+        context = get_context("spawn")
+        with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+            futures = [pool.submit(Training.run, training) for training in self.all]
+            while wait(futures, timeout=0.5, return_when=FIRST_EXCEPTION).not_done:
+                if any(future.done() and future.exception() for future in futures):
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    break
+                done = sum(training.steps_done() for training in self.all)
+                watch("training the tiny models", done, total)
+            return [future.result() for future in futures]
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _available_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
