@@ -186,9 +186,7 @@ class Equal:
                 wrong.append(label)
                 details.append(f"{label}: printed {theirs:g}, ours {found:g}")
         if wrong:
-            return Judgement(
-                Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details)
-            )
+            return Judgement(Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details))
         precision = " to the printed precision" if self.rounded else ""
         return Judgement(Outcome.AGREES, f"all {len(ours.rows)} values are equal{precision}")
 
