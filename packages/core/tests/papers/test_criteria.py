@@ -109,7 +109,9 @@ def test_an_order_is_judged_in_every_group_and_column_unless_some_are_named():
 
 
 def test_a_table_is_compared_by_column_in_its_own_direction_without_ties():
-    ours = joined(measured(a=(1, 1), b=(2, 2), c=(3, 3)), measured(column="Acc", a=(9, 9), b=(8, 8)))
+    ours = joined(
+        measured(a=(1, 1), b=(2, 2), c=(3, 3)), measured(column="Acc", a=(9, 9), b=(8, 8))
+    )
     judgement = AsPrinted()(TABLE, ours)
     assert judgement.outcome is AGREES
     # a before b twice; b and c are tied in one column, and c has no number in the other.
