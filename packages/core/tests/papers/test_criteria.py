@@ -150,9 +150,17 @@ def test_bounds_say_about_and_at_least():
     criterion = Ratio("b", "a", {"PPL": at_least(2)}, what="how slow b is")
     judgement = criterion(CLAIM, measured(a=(1,), b=(500,)))
     assert judgement.outcome is AGREES
-    assert judgement.summary == "how slow b is: 500 at PPL"
-    assert "expected at least 2" in judgement.details[0]
+    assert judgement.summary == "how slow b is: 500 at PPL (expected at least 2)"
     assert outcome(criterion, measured(a=(1,), b=(1,))) is DIFFERS
+
+
+def test_up_to_x_times_is_about_the_highest_ratio():
+    ours = joined(*(measured(column=c, a=(1,), b=(v,)) for c, v in (("x", 1), ("y", 4))))
+    bounds = {"x": about(4), "y": about(4)}
+    assert outcome(Ratio("b", "a", bounds), ours) is DIFFERS
+    assert outcome(Ratio("b", "a", bounds, best=True), ours) is AGREES
+    assert outcome(Ratio("b", "a", {"x": about(4)}, best=True), ours) is DIFFERS
+    assert outcome(Ratio("b", "a", {"z": about(4)}, best=True), ours) is NOT_SETTLED
 
 
 def beside(ours):
