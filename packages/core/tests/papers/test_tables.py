@@ -73,7 +73,17 @@ def test_timings_are_a_row_each(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1234567, "1,234,567"), (1234.5, "1,234"), (0.30294, "0.3029"), (31.594, "31.59"), (0.00012345, "0.00012"), (100.0, "100"), ("OOM", "OOM"), (None, "-"), (0, "0")],
-)  # fmt: skip
+    [
+        (1234567, "1,234,567"),
+        (1234.5, "1,234"),
+        (0.30294, "0.3029"),
+        (31.594, "31.59"),
+        (0.00012345, "0.00012"),
+        (100.0, "100"),
+        ("OOM", "OOM"),
+        (None, "-"),
+        (0, "0"),
+    ],
+)
 def test_numbers_have_four_digits(value, text):
     assert format_value(value) == text
