@@ -122,6 +122,9 @@ def test_groups_have_panels_and_the_papers_lines_stand_beside_ours(draw):
     assert [axes.get_title() for axes in draw(grouped).axes] == ["g", "h"]
     titles = [axes.get_title() for axes in draw(grouped, (), replace(grouped)).axes]
     assert titles == ["ours, g", "ours, h", "the paper's, g", "the paper's, h"]
+    one = speed("k", a=(1.0, 2.0, 3.0))
+    titles = [axes.get_title() for axes in draw(one, (), grouped).axes]
+    assert titles == ["ours, k", "the paper's, g", "the paper's, h"]
 
 
 def test_colours_are_given_in_the_order_of_the_paper():

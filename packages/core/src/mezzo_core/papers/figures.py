@@ -101,12 +101,17 @@ def _panels(rows: int, columns: int, height: float) -> tuple[Any, list[Any]]:
 
 
 def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
-    """Draw a panel for each group, ours above the paper's; if there is one group, beside it."""
-    groups = list(dict.fromkeys(group for each in both for group in each.groups))
-    rows, columns = (len(both), len(groups)) if len(groups) > 1 else (1, len(both))
-    figure, axes = _panels(rows, columns, 3.8)
-    panels = [(each, group) for each in both for group in groups]
-    for place, (each, group) in zip(axes, panels, strict=True):
+    """Draw a panel for each group, ours above the paper's; where one group is all, beside it."""
+    across = max(len(each.groups) for each in both)
+    figure, axes = _panels(*((len(both), across) if across > 1 else (1, len(both))), 3.8)
+    panels = {
+        axes[across * i + j]: (each, group)
+        for i, each in enumerate(both)
+        for j, group in enumerate(each.groups)
+    }
+    for unused in set(axes) - set(panels):
+        unused.remove()
+    for place, (each, group) in panels.items():
         xs = [_number(column) for column in each.columns]
         for _, model in (row for row in each.rows if row[0] == group):
             values = [each.typical(model, column, group) for column in each.columns]
@@ -126,9 +131,7 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")
         whose = ("the paper's" if each is not both[0] else "ours") if len(both) > 1 else ""
         place.set_title(", ".join(filter(None, (whose, group))))
-    shown = {
-        name: line for a in axes for line, name in zip(*a.get_legend_handles_labels(), strict=True)
-    }
+    shown = {line.get_label(): line for place in panels for line in place.get_lines()}
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
     return figure
 
