@@ -45,7 +45,8 @@ def report_figures(paper: "Reproduction", run: "Run", folder: Path) -> list[Figu
 def model_names(published: Published, results: Iterable[Measurement]) -> list[str]:
     """Return the models of a paper's tables, then those of our results, each once."""
     rows = [row.model for table in published.tables for row in table.rows if row.kind != "ratio"]
-    return list(dict.fromkeys((*rows, *(e.model for ours in results for e in ours.entries))))
+    ours = [entry.model for r in results if r.kind != "timings" for entry in r.entries]
+    return list(dict.fromkeys((*rows, *ours)))
 
 
 def draw_result(
@@ -120,7 +121,8 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
         place.set_xscale("log", base=2)
         place.set_xticks(xs, [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs])
-        place.set_xlabel("C" if each.columns[0].startswith("C") else "T (tokens)")
+        size = each.columns[0].rpartition("=")[0] or "T"
+        place.set_xlabel("C" if size == "C" else f"{size} (tokens)")
         place.set_ylabel(each.unit or group)
         if each.kind == "recall":
             place.set_ylim(0, 1.05)

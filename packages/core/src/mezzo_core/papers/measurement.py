@@ -220,7 +220,7 @@ def read_timings(path: Path) -> Measurement:
         how=How.OTHER_HARDWARE,
         unit="ms",
         kind="timings",
-        title="Ops, layers and models one at a time",
+        title=f"Ops, layers and models one at a time ({path.stem})",
         origin=origin,
         source=f"{path.parent.name}/{path.stem}",
     )
