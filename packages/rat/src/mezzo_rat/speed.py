@@ -105,8 +105,8 @@ CPU = Sizes(
     batches=(64,),
     contexts={256: "tiny", 512: "tiny"},
     new_tokens=32,
-    max_batch=32,
-    seconds=0.05,
+    max_batch=16,
+    seconds=0.02,
 )
 DRY = Sizes("cpu", 32, 8, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0)
 """A rehearsal on a CPU: the same steps at toy sizes."""
