@@ -8,7 +8,6 @@ tables, 131072 and 262144.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.papers import trainings
 from mezzo_core.papers.claims import Answer, Evidence, counted, result, trained
 from mezzo_core.papers.criteria import (
@@ -28,8 +27,6 @@ from mezzo_core.papers.reproduction import Reproduction, Scale
 from mezzo_rat import counts, speed
 from mezzo_rat.checks import CHECKS
 from mezzo_rat.criteria import Divided, Transposed, one_gpu_takes_as_long_as_four
-from mezzo_rat.linear_rnn import LinearRNNConfig
-from mezzo_rat.mixer import RATConfig
 from mezzo_rat.recipes import PAPER_NAMES, RECIPES
 
 RNN, RAT, RAT64, ATTENTION = "RNN", "RAT(L=16)", "RAT(L=64)", "Attention"
@@ -333,12 +330,7 @@ REPRODUCTION = Reproduction(
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
     measurers=speed.MEASURERS,
-    layers={
-        RNN: LinearRNNConfig(),
-        RAT64: RATConfig(chunk_size=64, head_dim=128),
-        RAT: RATConfig(chunk_size=16, head_dim=128),
-        ATTENTION: AttentionConfig(head_dim=128),
-    },
+    layers=speed.paper_layers(head_dim=128),
     notes=(
         "Learning rate, batch and warm-up are the same for all; batch 2 and a warm-up over a fifth "
         "of the steps were chosen on the embedded novels by trying the RNN, RAT(L=16) and "
