@@ -20,7 +20,16 @@ TABLE = Table("p.t1", "A <title> & more", "perplexity", "ppl", "lower", "big", (
 CLAIM = Claim("p.c1", "x < y", "order", (1, "OOM"), "Section 1", labels=("a", "b"))
 OTHER = Claim("p.c2", "all is *well*", "order", (), "Section 2")
 OURS = Measurement(
-    tuple(Entry("x|y", "T=8", value, seed=seed) for seed, value in ((0, 7.5), (1, 7.7))),
+    tuple(
+        Entry(
+            "x|y",
+            "T=8",
+            value,
+            seed=seed,
+            details={"parameters": 5, "steps": {"train": [[1, 2.0]]}},
+        )
+        for seed, value in ((0, 7.5), (1, 7.7))
+    ),
     ("T=8",),
     "small",
     kind="training",

@@ -31,14 +31,15 @@ def test_each_finding_has_its_place_and_outcome_in_markdown_and_json(folder, fin
 def test_the_papers_numbers_stand_beside_ours_with_their_spread(folder):
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert "| x\\|y | 7.61 |\n| z | OOM |" in text
-    assert "| x\\|y | 7.6 (2 seeds, spread 0.2) |" in text
+    assert "| x\\|y | 7.6 (2 seeds, spread 0.2) | 5e-06 |" in text
     assert "| a | 1 |\n| b | OOM |" in text
 
 
-def test_json_keeps_every_seed(folder):
+def test_json_keeps_every_seed_but_no_curves(folder):
     content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     entries = content["papers"][0]["findings"][0]["measurements"][0]["entries"]
     assert [(entry["seed"], entry["value"]) for entry in entries] == [(0, 7.5), (1, 7.7)]
+    assert entries[0]["details"] == {"parameters": 5}
 
 
 def test_figures_named_by_the_markdown_are_there(folder):

@@ -120,7 +120,8 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             ys = [math.nan if isinstance(y, str | None) else float(y) for y in values]
             place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
         place.set_xscale("log", base=2)
-        place.set_xticks(xs, [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs])
+        names = [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs]
+        place.set_xticks(xs, names, fontsize=8)
         size = each.columns[0].rpartition("=")[0] or "T"
         place.set_xlabel("C" if size == "C" else f"{size} (tokens)")
         place.set_ylabel(each.unit or group)
@@ -132,7 +133,7 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             low, high = place.get_ylim()
             place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")
         whose = ("the paper's" if each is not both[0] else "ours") if len(both) > 1 else ""
-        place.set_title(", ".join(filter(None, (whose, group))))
+        place.set_title(", ".join(filter(None, (whose, group if each.unit else ""))))
     shown = {line.get_label(): line for place in panels for line in place.get_lines()}
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
     return figure
