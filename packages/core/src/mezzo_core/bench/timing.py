@@ -2,6 +2,7 @@
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,9 +156,11 @@ def attempt(work: Callable[[], list[Pass]]) -> list[Pass] | str:
 
 def start_afresh() -> None:
     """Free what earlier models left, memory and compiled code; call it before building the next."""
-    # Past its limit of recompilations, torch would run a later model eagerly.
-    torch.compiler.reset()
-    gc.collect()
+    # Past its limit of recompilations, torch would run a later model eagerly. Where nothing was
+    # compiled, importing the compiler would take seconds; nor has a CPU memory that runs out.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

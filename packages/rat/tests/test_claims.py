@@ -1,0 +1,167 @@
+"""Each table and claim of the paper has one answer, and each criterion can come out both ways."""
+
+from dataclasses import replace
+
+import pytest
+from mezzo_core.papers.claims import check_complete
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.measurement import Entry, How, Measurement, entries, read_results
+from mezzo_core.testing.claims import check_claims
+from mezzo_rat import checks, counts, mixer
+from mezzo_rat.claims import (
+    ANSWERS,
+    LENGTHS,
+    REPRODUCTION,
+    both_phases,
+    positions_that_fit,
+    throughput,
+)
+
+PUBLISHED = REPRODUCTION.published
+
+
+def numbers(columns, better="lower", **models):
+    """Return a measurement of the models' numbers (names with _ for what Python refuses)."""
+    names = {"rat": "RAT(L=16)", "hybrid": "RAT(L=16)-SWA", "window": "Attention-SWA"}
+    rows = {names.get(name, name): values for name, values in models.items()}
+    every = [
+        Entry(model, column, value * (1 + seed / 1e4), seed=seed)
+        for model, values in rows.items()
+        for column, value in zip(columns, values, strict=True)
+        for seed in range(3)
+    ]
+    return Measurement(tuple(every), tuple(columns), "made up", better=better)
+
+
+HOURS = ("Hours on one GPU for 15B tokens",)
+EXAMPLES = {
+    "rat.claim.train_speedups": (
+        numbers(LENGTHS, Attention=(1, 2, 4, 8, 16, 32, 64), rat=(1, 1, 1, 1, 1, 1, 1)),
+        numbers(LENGTHS, Attention=(1, 2, 4, 8, 9, 8, 7), rat=(1, 1, 1, 1, 1, 1, 1)),
+    ),
+    "rat.claim.16k_throughput": (
+        numbers(("T=4096", "T=16384"), Attention=(1, 1), hybrid=(4, 12)),
+        numbers(("T=4096", "T=16384"), Attention=(1, 1), hybrid=(12, 4)),
+    ),
+    "rat.claim.rnn_slows": (
+        numbers(("32768", "262144"), RNN=(1.0, 1.2)),
+        numbers(("32768", "262144"), RNN=(1.0, 1.05)),
+    ),
+    "rat.claim.fig6_rnn": (
+        numbers(("T=512", "T=2048"), RNN=(2.0, 2.01)),
+        numbers(("T=512", "T=2048"), RNN=(2.0, 2.1)),
+    ),
+    "rat.claim.fig6_rope": (
+        numbers(("T=512", "T=2048"), hybrid=(2.0, 2.3), window=(2.0, 2.3)),
+        numbers(("T=512", "T=2048"), hybrid=(2.0, 2.1), window=(2.0, 2.1)),
+    ),
+    "rat.claim.train_time_200m": (numbers(HOURS, RNN=(21,), rat=(50,)), numbers(HOURS, RNN=(11,))),
+}
+
+
+def test_the_whole_paper_is_answered_in_its_order():
+    assert (len(PUBLISHED.tables), len(PUBLISHED.claims)) == (13, 53)
+    check_complete(PUBLISHED, ANSWERS)
+    assert PUBLISHED.table("rat.table1").column("Val. PPL")["RAT(L=16)"] == 7.67
+
+
+def test_every_criterion_can_agree_and_differ():
+    check_claims(REPRODUCTION, EXAMPLES)
+
+
+def test_tables_that_claims_lean_on_exist():
+    tables = {table.id for table in PUBLISHED.tables}
+    assert {name for claim in PUBLISHED.claims for name in claim.tables} <= tables
+
+
+def test_an_answer_names_results_that_are_there():
+    results = read_results(REPRODUCTION.results_folder)
+    names = ("speed_table6", "speed_table7", "speed_table8", "speed_fig5", "train_six_bpe")
+    assert {f"nvidia-h200/{name}" for name in (*names, "train_200m", "bench")} <= set(results)
+    assert {results[f"nvidia-h200/{name}"].how for name in names[:4]} == {How.OTHER_HARDWARE}
+
+
+def test_training_and_prefilling_are_two_groups_of_one_measurement():
+    tables = {"table6": numbers(("64",), RNN=(3,)), "table7": numbers(("64",), RNN=(1,))}
+    both = both_phases(tables.get)
+    assert both.groups == ["training", "prefilling"]
+    assert both.typical("RNN", "64", "prefilling") == pytest.approx(1, rel=1e-3)
+    assert both_phases({"table6": tables["table6"]}.get) is None
+
+
+def test_tables_1_and_11_are_the_first_and_last_context_of_figure_5():
+    ours = numbers(("T=4096", "T=8192", "T=16384"), "higher", RNN=(3, 2, 1)).entries
+    look = {"fig5": Measurement(ours, ("T=4096", "T=8192", "T=16384"), "made up")}.get
+    for context, value in ((0, 3), (-1, 1)):
+        column = throughput(context)(look)
+        assert column.columns == ("Throughput",)
+        assert column.typical("RNN", "Throughput") == pytest.approx(value, rel=1e-3)
+
+
+def test_batches_that_fit_everywhere_say_nothing_about_memory():
+    columns = ("4096", "8192", "16384")
+    small = entries({"Attention": (1, 2, 4), "RAT(L=16)": (1, 1, 1)}, columns, "B=64")
+    large = entries({"Attention": (1, "OOM", "OOM"), "RAT(L=16)": (1, 1, "OOM")}, columns, "B=512")
+    found = positions_that_fit({"table8": Measurement((*small, *large), columns, "made up")}.get)
+    assert found.groups == ["B=512"]
+    assert [entry.value for entry in found.entries] == [1, 2]
+    assert positions_that_fit({}.get) is None
+
+
+@pytest.mark.parametrize("id", ["limit_attention", "limit_rnn", "rope_by_chunk"])
+def test_an_op_that_is_slightly_wrong_differs(monkeypatch, id):
+    work = check(id).work
+    assert work().outcome is Outcome.AGREES
+    monkeypatch.setattr(checks, "chunk_rat_attention", slightly_wrong(checks.chunk_rat_attention))
+    assert work().outcome is Outcome.DIFFERS
+
+
+def test_decoding_that_is_slightly_wrong_differs(monkeypatch):
+    work = check("decode_equals_prefill").work
+    assert work().outcome is Outcome.AGREES
+    right = mixer.chunk_rat_attention_projected
+    monkeypatch.setattr(mixer, "chunk_rat_attention_projected", slightly_wrong(right))
+    assert work().outcome is Outcome.DIFFERS
+
+
+@pytest.mark.parametrize("id", ["parameter_budget", "state_shrinks"])
+def test_a_layer_of_another_size_differs(monkeypatch, id):
+    work = check(id).work
+    assert work().outcome is Outcome.AGREES
+    right = checks.RATConfig
+    monkeypatch.setattr(
+        checks, "RATConfig", lambda L, D, num_groups=2: right(2 * L, D, num_groups=4)
+    )
+    assert work().outcome is Outcome.DIFFERS
+
+
+def check(name):
+    (found,) = (each for each in REPRODUCTION.checks if each.id == f"rat.check.{name}")
+    return found
+
+
+def slightly_wrong(right):
+    def wrong(*inputs, **options):
+        output = right(*inputs, **options)
+        return output._replace(out=output.out * (1 + 1e-4))
+
+    return wrong
+
+
+def test_attention_in_the_place_of_rat_differs_in_its_flops(monkeypatch):
+    layers = counts.paper_layers(counts.HEAD_DIM)
+    wrong = {**layers, "RAT(L=16)": layers["Attention"]}
+    monkeypatch.setattr(counts, "paper_layers", lambda head_dim: wrong)
+    claim = PUBLISHED.claim("rat.claim.flops")
+    assert counts.grows_as_claimed(claim, counts.flops(claim)).outcome is Outcome.DIFFERS
+
+
+def test_a_recipe_with_another_value_differs_and_names_it(monkeypatch):
+    right = counts.RECIPES["200m_rat_l64"]
+    wrong = replace(right(), optim=replace(right().optim, weight_decay=0.2))
+    monkeypatch.setattr(counts, "RECIPES", {**counts.RECIPES, "200m_rat_l64": lambda: wrong})
+    (answer,) = (each for each in ANSWERS if each.id == "rat.setup.200m")
+    claim = PUBLISHED.claim(answer.id)
+    judged = answer.evidence[0].criterion(claim, counts.setup_200m(claim))
+    assert judged.outcome is Outcome.DIFFERS
+    assert judged.details == ("weight decay: printed 0.1, ours 0.2",)
