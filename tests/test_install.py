@@ -1,5 +1,7 @@
 """Each package builds a wheel that works on its own: no checkout, nothing that it does not say."""
 
+import inspect
+import json
 import os
 import subprocess
 import sys
@@ -97,10 +99,38 @@ def test_the_wheels_hold_what_the_commands_need(wheels):
     for paper in (f"mezzo_{name}" for name in PAPERS):
         assert f"{paper}/published.toml" in names[paper]
         assert any(name.endswith("entry_points.txt") for name in names[paper])
+        results = {name for name in names[paper] if "/results/" in name}
+        folder = ROOT / "packages" / paper.removeprefix("mezzo_") / "results"
+        committed = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.json*")}
+        assert results == {f"{paper}/results/{name}" for name in committed}
     for listing in names.values():
         assert any(name.endswith("LICENSE") for name in listing)
         assert any(name.endswith("py.typed") for name in listing)
-        assert not any("/tests/" in name or "/results/" in name for name in listing)
+        assert not any("/tests/" in name for name in listing)
+
+
+def answers(package):
+    """Return what a paper's counts and committed results say: id, how, outcome and summary."""
+    from importlib import import_module
+    from types import SimpleNamespace
+
+    from mezzo_core.papers.claims import find
+    from mezzo_core.papers.measurement import read_results
+
+    paper = import_module(f"{package}.claims").REPRODUCTION
+    results = read_results(paper.results_folder)
+    run = SimpleNamespace(results=results, trained=lambda *_: None, measured=lambda _: None)
+    findings = [find(answer, paper.published, run) for answer in paper.answers]
+    return [[each.id, each.how, each.outcome, each.summary] for each in findings]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_an_installed_paper_gives_the_answers_of_the_checkout(wheels, tmp_path, paper):
+    unpack(tmp_path, wheels["mezzo_core"], wheels[f"mezzo_{paper}"])
+    code = f"import json\n{inspect.getsource(answers)}print(json.dumps(answers('mezzo_{paper}')))"
+    installed = json.loads(run(code, tmp_path))
+    assert installed == json.loads(json.dumps(answers(f"mezzo_{paper}")))
+    assert any("nvidia-h200/" in summary for *_, summary in installed)
 
 
 @pytest.mark.parametrize("paper", PAPERS)

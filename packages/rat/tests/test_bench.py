@@ -1,43 +1,38 @@
-"""The benchmark measures what it says, and refuses to time a layer that is wrong."""
+"""`mezzo-rat bench` has a row of each layer, length and phase, and a model's after them."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 from mezzo_core.errors import UserError
-from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.papers import load_bench
-from mezzo_rat import RATConfig, bench
+from mezzo_core.nn.attention import Attention
+from mezzo_core.papers.measurement import read_timings
+from mezzo_rat import bench
+from mezzo_rat.speed import LAYERS
 
 CPU = torch.device("cpu")
-TINY = bench.Shapes(tokens=64, seq_lens=(32, 64), d_model=16, head_dim=8, seconds=0.0)
+TINY = replace(bench.CPU, tokens=64, lengths=(32, 64), d_model=16, head_dim=8, seconds=0.0)
 
 
-def test_layer_rows_cover_every_layer_length_and_phase():
-    rows = list(bench.layer_rows(TINY, CPU))
-    assert len(rows) == len(bench.mixers(8)) * 2 * 2
-    assert {row.name for row in rows} >= {"rat layer train", "attention layer forward"}
+def test_layers_of_every_length_and_phase_have_rows_that_can_be_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "QUICK", TINY)
+    monkeypatch.setattr(bench, "model_row", lambda *_: None)
+    monkeypatch.setattr(bench, "run", lambda rows, *_: list(rows))
+    *rows, first, second = bench.bench(CPU, quick=True)
+    assert (first, second) == (None, None)
+    assert len(rows) == len(LAYERS) * 2 * 2
+    names = {f"{n} layer {p}" for n in ("rat", "linear_rnn", "attention") for p in bench.PHASES}
+    assert {row.name for row in rows} == names
     for row in rows:
         assert row.shape["B"] * row.shape["T"] == 64
         assert 0 < row.timing.ms_p20 <= row.timing.ms <= row.timing.ms_p80
+    monkeypatch.undo()
+    bench.run(rows, CPU, tmp_path / "cpu/bench.jsonl", lambda line: None)
+    assert len(read_timings(tmp_path / "cpu/bench.jsonl").entries) == len(rows)
 
 
-def test_rows_can_be_read_back_by_a_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "QUICK", TINY)
-    monkeypatch.setattr(bench, "model_rows", lambda device, quick: [])
-    rows = bench.bench(CPU, quick=True, out=tmp_path / "machine" / "bench.jsonl")
-    assert load_bench(tmp_path) == json.loads(json.dumps(rows))
-
-
-def test_a_wrong_layer_is_not_timed():
-    class Forgetful(bench.Layer):
-        """A layer whose state is lost between steps."""
-
-        def __init__(self):
-            super().__init__(AttentionConfig(head_dim=8).build(16), 16)
-            forward = self.mixer.forward
-            self.mixer.forward = lambda x, state=None: (forward(x)[0], state)
-
-    with pytest.raises(UserError, match="wrong"):
-        bench.check_against_steps(Forgetful())
-    bench.check_against_steps(bench.Layer(RATConfig(chunk_size=4, head_dim=8).build(16), 16))
+def test_a_wrong_layer_is_not_timed(monkeypatch):
+    right = Attention.step
+    monkeypatch.setattr(Attention, "step", lambda self, x, state: 1.1 * right(self, x, state))
+    with pytest.raises(UserError, match="Attention: the output in decoding is wrong"):
+        list(bench.layer_rows(TINY, CPU))
