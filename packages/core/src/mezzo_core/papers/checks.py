@@ -1,5 +1,7 @@
 """Checks without training: two tensors are equal in float64, and decoding equals the forward."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def decode_equals_prefill(id: str, config: LMConfig, layers: str) -> Check:
     return Check(id, work)
 
 
-def beside_printed(claim: Claim, ours: dict[str, Value], setting: str) -> Measurement:
+def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Measurement:
     """Put our values beside those of the paper that have the same labels, for `Equal`.
 
     Labels that we have no value for (number of GPUs) are named in the setting.

@@ -13,7 +13,7 @@ in the list. It decides what came out, and the rest is shown beside it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from mezzo_core.papers.criteria import Criterion, Judgement, Outcome
 from mezzo_core.papers.measurement import How, Measurement
@@ -76,7 +76,7 @@ def measured(name: str, criterion: Criterion, note: str = "") -> Evidence:
 
 
 def counted(
-    count: Callable[[Table | Claim], Measurement], criterion: Criterion, note: str = ""
+    count: Callable[[Any], Measurement], criterion: Criterion, note: str = ""
 ) -> Evidence:
     """Answer by counting or computing, without training; `count` is given the printed entry."""
     return Evidence(lambda run, printed: count(printed), criterion, note)

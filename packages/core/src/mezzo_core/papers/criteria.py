@@ -50,20 +50,23 @@ class InOrder:
     Attributes:
         names: best first; empty: the claim's own ordering. Names without numbers are skipped.
         columns, groups: those that count; empty: all.
+        across_groups: compare the rows of all groups with each other.
         exact: the numbers have no noise.
     """
 
     names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    across_groups: bool = False
     exact: bool = False
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the neighbours of the order in each column."""
         names = self.names or (printed.ordering if isinstance(printed, Claim) else ())
+        groups: Sequence[str | None] = self.groups or ours.groups
         pairs = [
             pair
-            for group in self.groups or ours.groups
+            for group in ([None] if self.across_groups else groups)
             for column in self.columns or ours.columns
             for pair in compare_order(names, ours, column, group, exact=self.exact)
         ]
