@@ -53,6 +53,7 @@ def test_core_alone_gives_ops_and_layers_with_torch_only(wheels, tmp_path):
     unpack(tmp_path, wheels["mezzo_core"])
     code = """
 import torch, mezzo_core
+from mezzo_core.bench import Result, measure
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.ops.attention import attention
 mixers = (AttentionConfig(head_dim=8),)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core import bench as core_bench
 from mezzo_core import layer_bench
 from mezzo_core.bench import Timing
 from mezzo_core.errors import UserError
@@ -284,16 +283,6 @@ def test_a_reproduction_at_the_gpus_scale_measures_only_what_it_is_asked(tmp_pat
         "speed_table6",
         "speed_table7",
     }
-
-
-@pytest.mark.gpu
-def test_a_captured_step_is_replayed_in_place():
-    count = torch.zeros(1, device="cuda")
-    replay = core_bench.captured(lambda: count.add_(1), torch.device("cuda"))
-    assert count.item() == core_bench.CAPTURE_WARMUP
-    replay()
-    replay()
-    assert count.item() == core_bench.CAPTURE_WARMUP + 2
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.bench import Row, append, measure
+from mezzo_core.bench import Row, append, measure, origin
 from mezzo_core.errors import UserError
 from mezzo_core.layer_bench import Layer
 from mezzo_core.nn.attention import AttentionConfig
@@ -62,9 +62,10 @@ def bench(device: torch.device, quick: bool = False, out: Path | None = None) ->
     """Measure layers and tiny models on `device`, print a table, append rows to `out`."""
     shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
     console = Console()
+    where = origin(device)
     rows = []
     for row in [*layer_rows(shapes, device), *model_rows(device, quick)]:
-        rows.append(row.to_json(device))
+        rows.append(row.to_json(where))
         if out is not None:
             append(out, rows[-1:])
     console.print(_table(rows))

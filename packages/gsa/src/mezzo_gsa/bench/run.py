@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.bench import append
+from mezzo_core.bench import append, origin
 from mezzo_core.errors import UserError, nearest
 from rich.console import Console
 
@@ -55,10 +55,11 @@ def bench(
     say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
     shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
     benchmark = Benchmark(shapes, device, say, with_fla="fla" in parts)
+    where = origin(device)
     rows = []
     for part in filter(parts.__contains__, MAKERS):
         for row in MAKERS[part](benchmark):
-            written = row.to_json(device)
+            written = row.to_json(where)
             written["commit"] = commit or written["commit"]
             rows.append(written)
             say(describe(written))

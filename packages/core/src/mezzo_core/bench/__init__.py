@@ -1,0 +1,24 @@
+"""Measuring: speed and memory, generation, training; once, for all papers.
+
+The training of whole models is in `mezzo_core.bench.training`, which needs mezzo-core[train].
+"""
+
+from mezzo_core.bench.header import Header as Header
+from mezzo_core.bench.origin import commit as commit
+from mezzo_core.bench.origin import origin as origin
+from mezzo_core.bench.result import Result as Result
+from mezzo_core.bench.rows import Row as Row
+from mezzo_core.bench.rows import append as append
+from mezzo_core.bench.rows import describe as describe
+from mezzo_core.bench.rows import run as run
+from mezzo_core.bench.script import Options as Options
+from mezzo_core.bench.script import run_script as run_script
+from mezzo_core.bench.script import say as say
+from mezzo_core.bench.timing import OOM as OOM
+from mezzo_core.bench.timing import Timing as Timing
+from mezzo_core.bench.timing import attempt as attempt
+from mezzo_core.bench.timing import captured as captured
+from mezzo_core.bench.timing import measure as measure
+from mezzo_core.bench.timing import start_afresh as start_afresh
+
+environment = origin  # the name that older scripts use

@@ -1,0 +1,160 @@
+"""A result file: what was measured, on which machine, at which commit, and the numbers.
+
+It is one JSON object: the fields of `Header`, those of `origin`, and a list of entries, such as
+
+    {"group": "B=64", "model": "RAT(L=16)", "column": "4096", "seed": 0, "value": 1.25, "B": 64}
+
+A speed has an entry for each pass, numbered by `seed`; a training has one for each seed. What
+follows the value are details of the same measurement.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mezzo_core.bench.header import Header
+from mezzo_core.errors import UserError
+from mezzo_core.files import read_json, write_whole
+
+Key = tuple[str, str, str, int]
+"""Model, column, group and seed of an entry."""
+
+
+class Result:
+    """A result file that is written whole at each addition, so that a kill loses nothing.
+
+    What is compared in one file was measured on one machine at one commit. So a file is continued
+    only if all but its entries and its date are the same.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: Header,
+        origin: Mapping[str, Any],
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Read the file, if it exists, and create its folder, before anything is measured.
+
+        Args:
+            path: the file.
+            header: what is measured.
+            origin: from `mezzo_core.bench.origin`.
+            say: called with a line about each addition.
+
+        Raises:
+            UserError: if the file is no result, is of another header, machine or commit, or its
+                folder cannot be created.
+        """
+        self.path, self.header, self._say = path, header, say
+        self._head = json.loads(json.dumps({**asdict(header), **origin}))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be made ({error.strerror})") from error
+        self.entries: list[dict[str, Any]] = []
+        self._keys: set[Key] = set()
+        if path.exists():
+            self._read()
+
+    def has(self, model: str, column: str, group: str = "", seed: int = 0) -> bool:
+        """Tell whether the file has this entry."""
+        return (model, column, group, seed) in self._keys
+
+    def add(
+        self,
+        value: float | str,
+        *,
+        model: str,
+        column: str,
+        group: str = "",
+        seed: int = 0,
+        **details: Any,
+    ) -> None:
+        """Add an entry and write the file.
+
+        Numbers are rounded to five significant digits; details that are None are left out.
+
+        Raises:
+            ValueError: if the header lacks the model, column or group, the file has this entry, or
+                a number is not finite.
+            UserError: if the file cannot be written.
+        """
+        names = {"group": group, "model": model, "column": column, "seed": seed}
+        self._add([{**names, "value": value, **details}])
+
+    def add_passes(
+        self,
+        passes: list[Any] | str,
+        field: str,
+        *,
+        model: str,
+        column: str,
+        group: str = "",
+        **details: Any,
+    ) -> None:
+        """Add all passes of a speed, and write the file; the errors are those of `add`.
+
+        `passes`, from `attempt`, has a dataclass for each pass, such as a `Timing`, or is OOM. Of a
+        pass, `field` is the value, and the other fields become details.
+        """
+        names = {"group": group, "model": model, "column": column}
+        found = [{field: passes}] if isinstance(passes, str) else [asdict(each) for each in passes]
+        self._add(
+            {**names, "seed": seed, "value": each.pop(field), **details, **each}
+            for seed, each in enumerate(found)
+        )
+
+    def _add(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        new = [
+            {name: _rounded(part) for name, part in entry.items() if part not in (None, "")}
+            for entry in entries
+        ]
+        header, names = self.header, _key(new[0])
+        known = (header.models, header.columns, header.groups or ("",))
+        for name, allowed in zip(names, known, strict=False):
+            if name not in allowed:
+                raise ValueError(f"{self.path.name}: {name!r} is none of the header's {allowed}")
+        if names in self._keys:
+            raise ValueError(f"{self.path.name} has {names} already")
+        lines = [f" {json.dumps(name)}: {json.dumps(part)}," for name, part in self._head.items()]
+        rows = (f"  {json.dumps(entry, allow_nan=False)}" for entry in (*self.entries, *new))
+        text = "\n".join(["{", *lines, ' "entries": [', ",\n".join(rows), " ]", "}", ""])
+        try:
+            write_whole(self.path, text)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self.entries += new
+        self._keys.update(map(_key, new))
+        values = " ".join(str(entry["value"]) for entry in new)
+        place = ", ".join(str(name) for name in names if name != "")
+        self._say(f"{self.path.stem}: {place}: {values} {header.unit}")
+
+    def _read(self) -> None:
+        content, advice = read_json(self.path), "remove it, or write elsewhere"
+        try:
+            self.entries = list(content["entries"])
+            self._keys = set(map(_key, self.entries))
+            theirs = {name: content[name] for name in self._head}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.path} is no result file ({error!r}): {advice}") from error
+        for name, ours in self._head.items():
+            if name != "date" and theirs[name] != ours:
+                raise UserError(
+                    f"{self.path} has another {name} ({theirs[name]!r}, not {ours!r}): {advice}"
+                )
+
+
+def _key(entry: Mapping[str, Any]) -> Key:
+    return entry["model"], entry["column"], entry.get("group", ""), entry["seed"]
+
+
+def _rounded(value: Any) -> Any:
+    """Round to five significant digits: further ones would be noise."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value

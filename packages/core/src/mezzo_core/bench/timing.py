@@ -1,0 +1,163 @@
+"""Times a function and its memory, and replays a step as one CUDA graph."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+OOM = "OOM"
+"""Stands for the result of a measurement that does not fit into the GPU."""
+
+FLUSHED_BYTES = 2**29
+"""Size of the buffer that is overwritten to flush the L2 cache: ten times that of a Hopper GPU."""
+AHEAD = 16
+"""Flushes before a timed call. They take a Hopper GPU 2 ms, in which the host can queue the call's
+kernels. Otherwise, the time of an op with many short kernels would be that of Python's launches."""
+MOST_CALLS = 200
+CAPTURE_WARMUP = 2
+Pass = TypeVar("Pass")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time and the memory of one call.
+
+    Attributes:
+        ms: median over the timed calls, in milliseconds.
+        ms_p20, ms_p80: the 20th and 80th percentiles.
+        host_ms: how long the host is busy with one call, without waiting for the GPU's work. Until
+            then it can do nothing else, whatever the GPU does. None on a CPU.
+        peak_gb: the most memory that was allocated, in GB. None on a CPU, where torch does not
+            count it.
+    """
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    host_ms: float | None = None
+    peak_gb: float | None = None
+
+
+def measure(
+    fn: Callable[[], object],
+    device: torch.device,
+    *,
+    seconds: float = 0.5,
+    warmup: int = 2,
+    least: int = 5,
+    before: Callable[[], object] | None = None,
+) -> Timing:
+    """Time `fn` for about `seconds` after `warmup` calls.
+
+    On a GPU the L2 cache is flushed before each timed call, which also lets the host get ahead. At
+    most MOST_CALLS calls are timed there. The host's time is that of calls that find the GPU idle:
+    if the GPU's queue were full, the host would wait for it.
+
+    Args:
+        fn: the function to time.
+        device: the device on which `fn` computes.
+        seconds: time to spend on the timed calls.
+        warmup: number of calls before the timed ones.
+        least: minimum number of timed calls, at least two.
+        before: called before each call of `fn` without being timed, to restore tensors that `fn`
+            overwrites.
+    """
+    reset = before or (lambda: None)
+    for _ in range(warmup):
+        reset()
+        fn()
+    if device.type == "cuda":
+        return _measure_cuda(fn, seconds, least, reset)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        reset()
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e3)
+    return _timing(times)
+
+
+def _measure_cuda(
+    fn: Callable[[], object], seconds: float, least: int, reset: Callable[[], object]
+) -> Timing:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    alone = [_time_alone(fn, reset) for _ in range(least)]
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9
+    host, whole = (statistics.median(times) for times in zip(*alone, strict=True))
+    calls = max(least, min(MOST_CALLS, int(seconds / whole)))
+    flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(calls)] for _ in ("start", "end")
+    ]
+    for first, last in zip(*events, strict=True):
+        reset()
+        for _ in range(AHEAD):
+            flush.zero_()
+        first.record()
+        fn()
+        last.record()
+    torch.cuda.synchronize()
+    times = [first.elapsed_time(last) for first, last in zip(*events, strict=True)]
+    return _timing(times, host * 1e3, peak_gb)
+
+
+def _time_alone(fn: Callable[[], object], reset: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds until the host is free again, and until the GPU is done too."""
+    reset()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    fn()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return host, time.perf_counter() - start
+
+
+def _timing(
+    times: list[float], host_ms: float | None = None, peak_gb: float | None = None
+) -> Timing:
+    fifths = statistics.quantiles(times, n=5)
+    return Timing(statistics.median(times), fifths[0], fifths[-1], host_ms, peak_gb)
+
+
+def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return a function that replays `step` as one CUDA graph; on a CPU, `step` itself.
+
+    Before the capture, `step` runs CAPTURE_WARMUP times, to compile kernels and set up libraries.
+    These calls already change the tensors that `step` overwrites.
+    """
+    if device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(CAPTURE_WARMUP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def attempt(work: Callable[[], list[Pass]]) -> list[Pass] | str:
+    """Return what `work` measures, or OOM if it does not fit into the GPU."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        return OOM
+
+
+def start_afresh() -> None:
+    """Free what earlier models left, memory and compiled code; call it before building the next."""
+    # Past its limit of recompilations, torch would run a later model eagerly.
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,196 @@
+"""A result file grows by entries, survives kills, and holds one machine's numbers at one commit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core import bench
+from mezzo_core.bench import OOM, Header, Result, Timing, origin
+from mezzo_core.errors import UserError
+
+HEADER = Header(
+    kind="speed",
+    title="Table 8",
+    setting="toy",
+    how="scaled down",
+    columns=("64", "128"),
+    models=("RAT(L=16)", "Attention"),
+    unit="ms",
+    better="lower",
+    groups=("B=2", "B=4"),
+)
+HERE = {**origin(torch.device("cpu")), "commit": "c1", "date": "2026-01-01"}
+PLACE = {"model": "RAT(L=16)", "column": "64", "group": "B=2"}
+SINGLE = replace(HEADER, groups=())
+
+
+def content(path):
+    return json.loads(path.read_text())
+
+
+def test_a_file_has_the_header_the_machine_and_the_entries(tmp_path):
+    path = tmp_path / "made" / "table8.json"
+    result = Result(path, HEADER, HERE)
+    assert not path.exists()
+    result.add(1.234567, **PLACE, B=2, host_ms=None, steps={"train": [(1, 2.3456789)]})
+    result.add(OOM, model="Attention", column="128", group="B=4", seed=1)
+    found = content(path)
+    assert found.pop("entries") == [
+        {
+            "group": "B=2",
+            "model": "RAT(L=16)",
+            "column": "64",
+            "seed": 0,
+            "value": 1.2346,
+            "B": 2,
+            "steps": {"train": [[1, 2.3457]]},
+        },
+        {"group": "B=4", "model": "Attention", "column": "128", "seed": 1, "value": "OOM"},
+    ]
+    assert found == {
+        "kind": "speed",
+        "title": "Table 8",
+        "setting": "toy",
+        "how": "scaled down",
+        "columns": ["64", "128"],
+        "models": ["RAT(L=16)", "Attention"],
+        "unit": "ms",
+        "better": "lower",
+        "groups": ["B=2", "B=4"],
+        **HERE,
+    }
+    assert sum('"model"' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_without_groups_an_entry_has_none(tmp_path):
+    result = Result(tmp_path / "a.json", SINGLE, HERE)
+    result.add(1, model="Attention", column="64")
+    assert result.has("Attention", "64")
+    assert "group" not in content(result.path)["entries"][0]
+
+
+def test_every_pass_is_an_entry_with_its_own_details(tmp_path):
+    said = []
+    result = Result(tmp_path / "table8.json", HEADER, HERE, say=said.append)
+    result.add_passes([Timing(2.0, 1.0, 3.0), Timing(4.0, 1.0, 5.0)], "ms", **PLACE, B=2)
+    result.add_passes(OOM, "ms", model="Attention", column="64", group="B=2", B=2)
+    first, second, third = content(result.path)["entries"]
+    assert first == {
+        "group": "B=2",
+        "model": "RAT(L=16)",
+        "column": "64",
+        "seed": 0,
+        "value": 2.0,
+        "B": 2,
+        "ms_p20": 1.0,
+        "ms_p80": 3.0,
+    }
+    assert (second["seed"], second["value"], second["ms_p80"]) == (1, 4.0, 5.0)
+    assert (third["value"], third["B"]) == (OOM, 2)
+    assert said == [
+        "table8: RAT(L=16), 64, B=2, 0: 2.0 4.0 ms",
+        "table8: Attention, 64, B=2, 0: OOM ms",
+    ]
+
+
+def test_a_measurement_that_is_killed_keeps_its_entries_and_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    measured = []
+
+    def measure_all(stop_at=None):
+        result = Result(path, SINGLE, {**HERE, "date": "2026-02-02"})
+        for model in HEADER.models:
+            for column in HEADER.columns:
+                if not result.has(model, column):
+                    if len(measured) == stop_at:
+                        raise KeyboardInterrupt
+                    measured.append((model, column))
+                    result.add(1.0, model=model, column=column)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_all(stop_at=3)
+    assert len(content(path)["entries"]) == 3
+    measure_all()
+    assert len(measured) == len(set(measured)) == len(content(path)["entries"]) == 4
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    result.add(1.0, **PLACE)
+    before = result.path.read_text()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mezzo_core.files.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        result.add(2.0, **PLACE, seed=1)
+    assert result.path.read_text() == before
+    monkeypatch.undo()
+    result.add(2.0, **PLACE, seed=1)
+    assert Result(result.path, HEADER, HERE).has("RAT(L=16)", "64", "B=2", 1)
+
+
+@pytest.mark.parametrize("key", ["commit", "gpu", "driver", "ptxas", "cpu", "torch"])
+def test_another_commit_or_machine_is_refused(tmp_path, key):
+    Result(tmp_path / "a.json", HEADER, HERE).add(1.0, **PLACE)
+    with pytest.raises(UserError, match=rf"a.json has another {key} \(.*not 'other'.*remove it"):
+        Result(tmp_path / "a.json", HEADER, {**HERE, key: "other"})
+
+
+@pytest.mark.parametrize(
+    "change", [{"setting": "other"}, {"columns": ("64",)}, {"groups": ()}, {"unit": "s"}]
+)
+def test_another_header_is_refused(tmp_path, change):
+    Result(tmp_path / "a.json", HEADER, HERE).add(1.0, **PLACE)
+    with pytest.raises(UserError, match=f"another {next(iter(change))}"):
+        Result(tmp_path / "a.json", replace(HEADER, **change), HERE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{"model": "x"}]}']
+)
+def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"a\.json"):
+        Result(path, HEADER, HERE)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "RAT(L=17)"}, {"column": "65"}, {"group": "B=3"}, {"group": ""}]
+)
+def test_an_entry_stands_in_the_header(tmp_path, change):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    with pytest.raises(ValueError, match="none of the header's"):
+        result.add(1.0, **{**PLACE, **change})
+    assert not result.path.exists()
+
+
+def test_an_entry_is_added_once_and_is_a_number(tmp_path):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    result.add(1.0, **PLACE)
+    with pytest.raises(ValueError, match="already"):
+        result.add(2.0, **PLACE)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        result.add(float("nan"), **PLACE, seed=1)
+    assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
+    assert not result.has("RAT(L=16)", "64", "B=2", 1)
+
+
+def test_a_header_is_checked():
+    with pytest.raises(UserError, match=r"Header\.how"):
+        replace(HEADER, how="somehow")
+
+
+def test_a_folder_that_cannot_be_is_named_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        Result(tmp_path / "file" / "a.json", HEADER, HERE)
+
+
+def test_older_scripts_find_their_names():
+    assert bench.environment is bench.origin

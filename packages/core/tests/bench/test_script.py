@@ -1,0 +1,82 @@
+"""The command line of an experiment: what it selects, and mistakes in one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.bench import run_script
+from mezzo_core.errors import UserError
+
+MODELS = ("RNN", "RAT(L=16)", "Attention")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a script; return its exit code and the options that its function got."""
+
+    def run(*words, trains=False, measure=None):
+        seen = []
+        code = run_script(
+            measure or seen.append,
+            "Measure a table.\n\nMore.",
+            MODELS,
+            trains=trains,
+            words=["--out", str(tmp_path / "out"), *words],
+        )
+        return code, seen
+
+    return run
+
+
+def test_everything_is_measured_unless_models_are_named(run, tmp_path):
+    code, (options,) = run("--dry-run")
+    assert code == 0
+    assert options.models == MODELS
+    assert (options.out, options.device) == (tmp_path / "out", torch.device("cpu"))
+    _, (options,) = run("--dry-run", "--models", "Attention", "RNN")
+    assert options.models == ("RNN", "Attention")
+
+
+def test_a_training_reads_text_and_seeds(run):
+    words = ("--data", "d", "--tokenizer", "t", "--seeds", "3", "4", "--runs", "scratch")
+    _, (options,) = run("--dry-run", *words, trains=True)
+    assert (options.data, options.tokenizer, options.seeds) == ("d", "t", (3, 4))
+    assert options.runs == Path("scratch")
+    _, (options,) = run("--dry-run", trains=True)
+    assert (options.data, options.seeds) == ("embedded", (0, 1, 2))
+    with pytest.raises(SystemExit):
+        run("--dry-run", *words)
+
+
+def mistaken(options):
+    raise UserError("this file\x1b is bad")
+
+
+@pytest.mark.parametrize(
+    ("words", "measure", "named"),
+    [
+        (["--dry-run", "--models", "RAT(L=17)"], None, r"'RAT\(L=17\)'; did you mean RAT\(L=16\)"),
+        ([], None, "needs a CUDA GPU: --dry-run"),
+        (["--dry-run"], mistaken, r"this file\\x1b is bad"),
+    ],
+)
+def test_a_mistake_is_one_line(run, capsys, monkeypatch, tmp_path, words, measure, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(*words, measure=measure) == (2, [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(named, line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_error_is_not_hidden(run):
+    with pytest.raises(ZeroDivisionError):
+        run("--dry-run", measure=lambda options: 1 / 0)
+
+
+def test_help_shows_the_first_line(run, capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    out = capsys.readouterr().out
+    assert "Measure a table." in out
+    assert "More." not in out
