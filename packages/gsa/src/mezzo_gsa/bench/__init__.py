@@ -1,4 +1,3 @@
-"""Speed and memory of the ops and of one layer, beside fla and softmax attention."""
+"""Speed and memory of the ops, of one layer and of tiny models, beside fla and softmax attention."""
 
-from mezzo_gsa.bench.run import PARTS as PARTS
 from mezzo_gsa.bench.run import bench as bench

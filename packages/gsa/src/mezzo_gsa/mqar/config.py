@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Literal
 
 import torch
+from mezzo_core.bench import Header
 from mezzo_core.config_json import check_fields
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
@@ -17,6 +17,7 @@ from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, ShortConvConfig
 from mezzo_gsa.mqar.task import MQARConfig
+from mezzo_gsa.recipes import PAPER_NAMES
 from mezzo_gsa.retnet import RetNetConfig
 
 SOLVED = 0.99
@@ -34,6 +35,8 @@ MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
     "retnet": lambda width, bound: RetNetConfig(num_heads=1),
 }
 """The mixer of each name, from the model's width and the layer's lower bound of HGRN2's gates."""
+NAMES = {**PAPER_NAMES, "gsa_one_head": "GSA, one head"}
+"""The names in the result."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,12 @@ class SweepConfig:
         for model in self.models:
             if model not in MIXERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, MIXERS)}")
-        for lr in self.learning_rates:
-            if not lr > 0:
-                raise UserError(f"learning_rates must be positive, got {lr}")
         counts = {name: getattr(self, name) for name in ("batch_size", "epochs", "num_layers")}
-        for name, count in {**counts, "widths": min(self.widths)}.items():
-            if count < 1:
-                raise UserError(f"{name} must be at least 1, got {count}")
+        for name, value in {**counts, "widths": min(self.widths)}.items():
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        if not min(self.learning_rates) > 0:
+            raise UserError(f"learning_rates must be positive, got {min(self.learning_rates)}")
         if self.conv_width < 0 or (self.conv_width and self.num_layers == 1):
             raise UserError(
                 f"conv_width must be 0 or more, and 0 in models of one layer, got {self.conv_width}"
@@ -99,10 +101,11 @@ class SweepConfig:
                 f"train_rows must fill a batch of {self.batch_size}, got {self.task.train_rows}"
             )
 
-    def choices(self) -> list[tuple[str, int, float]]:
-        """Return model, width and learning rate of every run, narrow models first."""
-        runs = product(sorted(self.widths), self.models, self.learning_rates)
-        return [(model, width, lr) for width, model, lr in runs]
+    @property
+    def name(self) -> str:
+        """Of the result: "mqar", with "_conv" or "_fan_in" for what is not the protocol's."""
+        conv = "_conv" if self.conv_width else ""
+        return f"mqar{conv}{'' if self.init == 'zoology' else f'_{self.init}'}"
 
     def run(self, model: str, width: int, lr: float) -> TrainConfig:
         """Return one training: the mixer's name in `MIXERS`, the width C, the learning rate."""
@@ -133,8 +136,25 @@ class SweepConfig:
         layers = (replace(first, dropout=DROPOUT), *others)
         return (PositionsConfig(self.task.seq_len), *layers) if model == "attention" else layers
 
-    def in_words(self, device: torch.device) -> str:
-        """Say what was trained, for a result measured on this device."""
+    def header(self, device: torch.device) -> Header:
+        """Return the head of the result, as measured on this device."""
+        whole = SweepConfig()
+        lists = {name: getattr(whole, name) for name in ("models", "widths", "learning_rates")}
+        is_whole = replace(self, **lists, compile=False) == whole and all(
+            set(values) <= set(getattr(self, name)) for name, values in lists.items()
+        )
+        return Header(
+            kind="recall",
+            title="Figure 3a: recall (MQAR)",
+            setting=self._in_words(device),
+            how="the paper's setting" if is_whole else "scaled down",
+            columns=tuple(f"C={width}" for width in sorted(self.widths)),
+            models=tuple(NAMES[model] for model in self.models),
+            unit="accuracy",
+            better="higher",
+        )
+
+    def _in_words(self, device: torch.device) -> str:
         task, layers = self.task, f"{self.num_layers} layers"
         if self.conv_width:
             others = self.num_layers - 1
@@ -142,14 +162,16 @@ class SweepConfig:
         few = f" of {', '.join(map(str, task.train_pairs))} pairs" if task.train_pairs else ""
         auto = "bf16" if device.type == "cuda" else "fp32"
         products = auto if self.precision == "auto" else self.precision
+        rates = ", ".join(f"{lr:g}" for lr in self.learning_rates)
+        until = ", until one solves the task" if self.skip_solved else ""
         return (
             f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; "
-            f"{layers} of LayerNorm and mixer with one head (gsa: four; HGRN2: of width "
-            f"128 at most), embedding tied, dropout {DROPOUT} on it, matrices of mixers started by "
-            f"{self.init}; {task.train_rows:,} rows{few}, batch {self.batch_size}, at most "
-            f"{self.epochs} epochs, AdamW with decay 0.1 of matrices, cosine to 0; "
-            f"{task.test_rows:,} test rows, the best learning rate; {products} products. Unlike "
-            "Zoology's models: RMSNorm before the head, no biases in projections, no dropout "
-            "inside attention, no smaller start for output projections, no second normalized "
-            "residual in place of the MLP"
+            f"{layers} of LayerNorm and mixer with one head (GSA: four, or one where it says so; "
+            f"HGRN2: of width 128 at most), embedding tied, dropout {DROPOUT} on it, matrices of "
+            f"mixers started by {self.init}; {task.train_rows:,} rows{few}, batch "
+            f"{self.batch_size}, at most {self.epochs} epochs, AdamW with decay 0.1 of matrices, "
+            f"cosine to 0; {task.test_rows:,} test rows, the best learning rate of {rates}{until}; "
+            f"{products} products. Unlike Zoology's models: RMSNorm before the head, no biases in "
+            "projections, no dropout inside attention, no smaller start for output projections, no "
+            "second normalized residual in place of the MLP"
         )
