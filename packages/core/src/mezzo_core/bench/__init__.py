@@ -3,7 +3,16 @@
 The training of whole models is in `mezzo_core.bench.training`, which needs mezzo-core[train].
 """
 
+from mezzo_core.bench.check import check_layer as check_layer
+from mezzo_core.bench.check import check_mixers as check_mixers
+from mezzo_core.bench.decode import time_step as time_step
 from mezzo_core.bench.header import Header as Header
+from mezzo_core.bench.layer import Layer as Layer
+from mezzo_core.bench.layer import build_layer as build_layer
+from mezzo_core.bench.layer import compiled as compiled
+from mezzo_core.bench.layer import time_layer as time_layer
+from mezzo_core.bench.op import Contender as Contender
+from mezzo_core.bench.op import timed as timed
 from mezzo_core.bench.origin import commit as commit
 from mezzo_core.bench.origin import origin as origin
 from mezzo_core.bench.result import Result as Result

@@ -1,0 +1,100 @@
+"""The time of one layer as papers measure it: norm, mixer with its projections, residual."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mezzo_core.bench.timing import Timing, measure, start_afresh
+from mezzo_core.device import autocast
+from mezzo_core.nn.attention import Attention
+from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+
+RECOMPILATIONS = 64
+"""More than the lengths of a table: past torch's own limit (8), `fullgraph=True` raises an error,
+and without it the code runs eagerly."""
+Run = Callable[[Tensor], Tensor]
+"""A layer, or its compiled form."""
+
+
+class Layer(nn.Module):
+    """A norm, a mixer and the residual around them."""
+
+    def __init__(self, mixer: AbstractMixer, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.mixer = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix (B, T, C) along time, without a state."""
+        return x + self.mixer(self.norm(x))[0]
+
+
+def build_layer(config: MixerConfig, d_model: int, device: torch.device) -> Layer:
+    """Build a layer on the device, with the same weights at each call."""
+    torch.manual_seed(0)
+    with device:
+        layer = Layer(config.build(d_model), d_model)
+    layer.mixer.init_own_weights()
+    return layer
+
+
+def compiled(layer: Layer) -> Run:
+    """Compile a layer in one graph: torch raises an error instead of running it eagerly.
+
+    Code that was compiled earlier is forgotten. Shapes are symbolic, so that not every length
+    compiles anew; the kernels of our ops are the same for all lengths. torch chooses its attention
+    kernel by the length, so attention is compiled for each length. On a CPU the layer itself is
+    returned.
+    """
+    if not layer.norm.weight.is_cuda:
+        return layer
+    start_afresh()
+    dynamic = not isinstance(layer.mixer, Attention)
+    run: Run = torch.compile(layer, fullgraph=True, dynamic=dynamic)
+    return run
+
+
+def time_layer(
+    layer: Layer,
+    run: Run,
+    phase: Literal["forward", "train"],
+    B: int,
+    T: int,
+    *,
+    passes: int = 3,
+    seconds: float = 0.05,
+) -> list[Timing]:
+    """Time a layer on float32 inputs (B, T, C), under bf16 autocast on a GPU, as models train.
+
+    "train" is a forward and the gradients of the input and of every weight, in new tensors at each
+    call. "forward" is a forward without gradients, as in a prefill.
+
+    Args:
+        layer: the layer, with float32 weights; check it first (`check_layer`).
+        run: the layer itself, or what `compiled` returned.
+        phase: "forward" or "train".
+        B: sequences of the batch.
+        T: tokens of each.
+        passes: how many timings to return.
+        seconds: time of each; there are at least two calls.
+
+    Raises:
+        torch.OutOfMemoryError: if the batch does not fit into the GPU.
+    """
+    device = layer.norm.weight.device
+    x = torch.randn(B, T, len(layer.norm.weight), device=device, requires_grad=phase == "train")
+    inputs = (x, *layer.parameters())
+    dout = torch.randn_like(x) if phase == "train" else None
+
+    def forward() -> Tensor:
+        with autocast(device, "auto"):
+            return run(x)
+
+    def train() -> None:
+        torch.autograd.grad(forward(), inputs, dout)
+
+    work = train if phase == "train" else torch.no_grad()(forward)
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
+        return [measure(work, device, seconds=seconds, warmup=1, least=2) for _ in range(passes)]

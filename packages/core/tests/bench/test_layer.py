@@ -1,0 +1,118 @@
+"""A layer is timed whole, in each phase, and only if it computes correctly."""
+
+import pytest
+import torch
+from mezzo_core.bench import (
+    Layer,
+    build_layer,
+    check,
+    check_layer,
+    check_mixers,
+    compiled,
+    time_layer,
+)
+from mezzo_core.bench import layer as layer_module
+from mezzo_core.errors import UserError
+from mezzo_core.nn.attention import Attention, AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from toys.running_mean import RunningMeanConfig
+
+CPU = torch.device("cpu")
+C = 16
+CONFIG = AttentionConfig(head_dim=8)
+
+
+@pytest.fixture
+def layer():
+    return build_layer(CONFIG, C, CPU)
+
+
+def test_a_layer_has_the_same_weights_at_each_call(layer):
+    for ours, theirs in zip(
+        layer.parameters(), build_layer(CONFIG, C, CPU).parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_forward_needs_no_gradient_and_a_training_has_one_of_every_weight(layer, monkeypatch):
+    seen, asked = [], []
+    grad = torch.autograd.grad
+
+    def run(x):
+        seen.append((tuple(x.shape), x.dtype, torch.is_grad_enabled(), x.requires_grad))
+        return layer(x)
+
+    def counted(outputs, inputs, *rest):
+        asked.append({id(each) for each in inputs})
+        return grad(outputs, inputs, *rest)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    forward = time_layer(layer, run, "forward", 2, 8, passes=3, seconds=0.0)
+    assert set(seen) == {((2, 8, C), torch.float32, False, False)}
+    assert not asked
+    seen.clear()
+    train = time_layer(layer, run, "train", 3, 4, passes=2, seconds=0.0)
+    assert set(seen) == {((3, 4, C), torch.float32, True, True)}
+    assert len(asked) == len(seen)
+    assert {id(weight) for weight in layer.parameters()} < asked[0]
+    assert (len(forward), len(train)) == (3, 2)
+    assert all(0 < each.ms_p20 <= each.ms <= each.ms_p80 for each in forward + train)
+
+
+def test_a_cpu_runs_the_layer_itself(layer):
+    assert compiled(layer) is layer
+
+
+@pytest.mark.parametrize("mixer", [CONFIG, RunningMeanConfig()])
+def test_right_layers_pass(mixer):
+    check_layer(build_layer(mixer, C, CPU))
+
+
+def test_a_layer_that_decodes_wrongly_is_refused(layer, monkeypatch):
+    right = Attention.step
+    monkeypatch.setattr(Attention, "step", lambda self, x, state: 1.1 * right(self, x, state))
+    with pytest.raises(UserError, match="Attention: the output in decoding is wrong"):
+        check_layer(layer)
+
+
+@pytest.mark.parametrize("what", ["the output in training", "the input's gradient"])
+def test_a_layer_that_trains_wrongly_is_refused(layer, monkeypatch, what):
+    right = check._train
+    wrong = {what: 1.1}
+
+    def train(which, x, dout, *, autocast):
+        found = right(which, x, dout, autocast=autocast)
+        return found if which is not layer else {k: v * wrong.get(k, 1) for k, v in found.items()}
+
+    monkeypatch.setattr(check, "_train", train)
+    with pytest.raises(UserError, match=f"{what} is wrong"):
+        check_layer(layer)
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_a_wrong_output_is_refused_and_the_references_own_error_is_not(layer, factor):
+    exact = torch.randn(2, 8, C)
+    low = exact * 1.01
+    check._compare(layer, "the output", exact * 1.02, exact, low)
+    with pytest.raises(UserError, match="the output is wrong"):
+        check._compare(layer, "the output", exact * factor, exact, low)
+
+
+def test_each_kind_of_layer_of_a_model_is_checked_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(check, "check_layer", checked.append)
+    mixers = (CONFIG, RunningMeanConfig(), CONFIG)
+    check_mixers(LMConfig(vocab_size=11, d_model=C, mixers=mixers), CPU)
+    assert [type(each.mixer).__name__ for each in checked] == ["Attention", "RunningMean"]
+    assert all(isinstance(each, Layer) for each in checked)
+
+
+@pytest.mark.gpu
+def test_a_compiled_layer_is_timed_at_more_lengths_than_torch_would_compile():
+    layer = build_layer(AttentionConfig(head_dim=64), 128, torch.device("cuda"))
+    run = compiled(layer)
+    for T in range(64, 64 * 12, 64):
+        for phase in ("train", "forward"):
+            (timing,) = time_layer(layer, run, phase, 2, T, passes=1)
+            assert timing.peak_gb > 0 < timing.host_ms
+    assert layer_module.RECOMPILATIONS > 22
