@@ -74,7 +74,9 @@ def gate_params(claim: Claim) -> Measurement:
 
 def damping(claim: Claim) -> Measurement:
     """Compare the damping of the gate."""
-    return beside_printed(claim, {"tau": _gsa(RECIPES["1p3b_gsa"]()).config.damping}, "recipe 1p3b_gsa")
+    return beside_printed(
+        claim, {"tau": _gsa(RECIPES["1p3b_gsa"]()).config.damping}, "recipe 1p3b_gsa"
+    )
 
 
 def setup_lm(claim: Claim) -> Measurement:

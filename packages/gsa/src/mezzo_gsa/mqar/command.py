@@ -24,7 +24,9 @@ def mqar(
     seq_len: Annotated[int, Option(help="Tokens a row.")] = TASK.seq_len,
     num_pairs: Annotated[int, Option(help="Pairs a row.")] = TASK.num_pairs,
     vocab_size: Annotated[int, Option(help="Tokens known.")] = TASK.vocab_size,
-    train_pairs: Annotated[list[int] | None, Option(help="Pairs of rows to train on; repeat.")] = None,
+    train_pairs: Annotated[
+        list[int] | None, Option(help="Pairs of rows to train on; repeat.")
+    ] = None,
     train_rows: Annotated[int, Option(help="Rows to train on.")] = TASK.train_rows,
     test_rows: Annotated[int, Option(help="Rows to test on.")] = TASK.test_rows,
     batch_size: Annotated[int, Option(help="Rows a step.")] = WHOLE.batch_size,
