@@ -1,11 +1,14 @@
 """Measuring: speed and memory, generation, training; once, for all papers.
 
-The training of whole models is in `mezzo_core.bench.training`, which needs mezzo-core[train].
+Whole training steps and trainings are in `mezzo_core.bench.training_step` and `.training`, which
+need mezzo-core[train].
 """
 
 from mezzo_core.bench.check import check_layer as check_layer
 from mezzo_core.bench.check import check_mixers as check_mixers
 from mezzo_core.bench.decode import time_step as time_step
+from mezzo_core.bench.generation import time_latency as time_latency
+from mezzo_core.bench.generation import time_throughput as time_throughput
 from mezzo_core.bench.header import Header as Header
 from mezzo_core.bench.layer import Layer as Layer
 from mezzo_core.bench.layer import build_layer as build_layer

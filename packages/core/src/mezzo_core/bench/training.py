@@ -1,0 +1,149 @@
+"""Trains models and measures how well and how fast: each model once with each seed."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo_core.bench.result import Result
+from mezzo_core.bench.timing import OOM, start_afresh
+from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import DivergenceError, train
+
+DIVERGED = "diverged"
+"""Stands for the result of a training whose loss exploded."""
+WARMUP = 10
+"""Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
+POINTS = 100
+"""The most points of a stored curve."""
+VALUES = {"training": "perplexity", "recall": "accuracy"}
+"""What the value of an entry is, by the kind of the result."""
+
+
+def train_models(
+    result: Result,
+    configs: Mapping[str, TrainConfig],
+    seeds: Sequence[int],
+    folder: Path,
+    device: torch.device,
+) -> None:
+    """Train each model with each seed, the first seed first, and add it to the first column.
+
+    Args:
+        result: what it has already is left out.
+        configs: the runs by the models' names; their seed is replaced.
+        seeds: of the initial weights; the data's order has its own.
+        folder: scratch, see `measure_run`.
+        device: where to train.
+    """
+    for seed in seeds:
+        for model, config in configs.items():
+            column = result.header.columns[0]
+            train_model(result, replace(config, seed=seed), folder, device, model, column)
+
+
+def train_model(
+    result: Result,
+    config: TrainConfig,
+    folder: Path,
+    device: torch.device,
+    model: str,
+    column: str,
+    **details: Any,
+) -> None:
+    """Train one model with the seed of its configuration and add it, unless the result has it.
+
+    Its value is the validation perplexity, or the accuracy for a recall task; OOM or DIVERGED stand
+    for a training that does not fit into the GPU, or whose loss exploded.
+    """
+    if result.has(model, column, seed=config.seed):
+        return
+    field = VALUES[result.header.kind]
+    try:
+        found = measure_run(config, folder, device)
+    except torch.OutOfMemoryError:
+        found = {field: OOM}
+    except DivergenceError:
+        found = {field: DIVERGED}
+    value = found.pop(field)
+    result.add(value, model=model, column=column, seed=config.seed, **details, **found)
+
+
+def measure_run(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+    """Train a model and return what came of it, read from the run's log.
+
+    Args:
+        config: of the run. If it starts from another model (`init_from`), that is evaluated too.
+        folder: of the run; an earlier run there is removed. All runs of an experiment may take the
+            same folder in turn, so that its text is tokenized once.
+        device: where to train.
+
+    Returns:
+        perplexity and accuracy on the validation part, parameters, tokens_per_second (median after
+        the warm-up), seconds_to_first_step, peak_gb (None on a CPU), and steps: the curves "train"
+        and "val", lists of [step, loss] with at most POINTS points.
+
+    Raises:
+        DivergenceError: if the loss explodes.
+        torch.OutOfMemoryError: if the run does not fit into the GPU.
+    """
+    start = [] if config.init_from is None else [[0, _loss_before(config, folder, device)]]
+    start_afresh()
+    train(config, folder, resume=False, quiet=True, device=device)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [row for row in log if "loss" in row]
+    tests = [row for row in log if "val_loss" in row]
+    speeds = [row["tokens_per_second"] for row in steps]
+    speed, first = steady_and_first(speeds, config.batch_size * config.seq_len)
+    with torch.device("meta"):
+        parameters = config.model.build().num_parameters()
+    return {
+        "perplexity": tests[-1]["val_perplexity"],
+        "accuracy": tests[-1]["val_accuracy"],
+        "parameters": parameters,
+        "tokens_per_second": round(speed),
+        "seconds_to_first_step": first,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        "steps": {
+            "train": _thinned([[row["step"], row["loss"]] for row in steps]),
+            "val": _thinned(start + [[row["step"], row["val_loss"]] for row in tests]),
+        },
+    }
+
+
+def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[float, float]:
+    """Return the tokens a second after the warm-up, and the seconds until the first step ended.
+
+    The loop reads a GPU's clock only every few steps. So the time of the first step (compiling,
+    first allocations) is that of the steps of the warm-up, less all but one at steady speed.
+
+    Args:
+        speeds: tokens a second of each step; of WARMUP steps or fewer, only the last is steady.
+        tokens_per_step: of the whole batch.
+    """
+    warmup = min(WARMUP, len(speeds) - 1)
+    steady = statistics.median(speeds[warmup:])
+    warming = sum(tokens_per_step / speed for speed in speeds[:warmup])
+    return steady, warming - (warmup - 1) * tokens_per_step / steady
+
+
+def _loss_before(config: TrainConfig, folder: Path, device: torch.device) -> float:
+    """Return the validation loss of the model from which a run starts."""
+    assert config.init_from is not None
+    model, _, _ = load_model(config.init_from, device=device)
+    data = config.data.build(config.seq_len, folder / "packed")
+    batches = islice(data.validation_batches(config.batch_size), config.eval_batches)
+    return evaluate(model, batches, precision=config.precision).loss
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """Keep at most POINTS points at equal distances, the last one among them."""
+    stride = -(-len(points) // POINTS)
+    return points[::-1][:: max(1, stride)][::-1]

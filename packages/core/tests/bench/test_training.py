@@ -1,0 +1,159 @@
+"""Models are trained once with each seed, and what is told of a run is what its log says."""
+
+import json
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.bench import OOM, Header, Result, origin, training
+from mezzo_core.bench.training import measure_run, steady_and_first, train_model, train_models
+from mezzo_core.data import DataConfig
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import DivergenceError
+from toys.running_mean import RunningMeanConfig
+
+CPU = torch.device("cpu")
+HERE = {**origin(CPU), "commit": "c1"}
+HEADER = Header(
+    kind="training",
+    title="Table 2",
+    setting="toy",
+    how="scaled down",
+    columns=("Val. PPL",),
+    models=("Attention", "Mean"),
+    unit="perplexity",
+    better="lower",
+)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """Two recipes that train in a fraction of a second."""
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    words = random.Random(0).choices(("half", "of", "the", "notes", "rest", "song"), k=4000)
+    path.write_text(" ".join(words), encoding="utf-8")
+    mixers = {"Attention": AttentionConfig(head_dim=8), "Mean": RunningMeanConfig()}
+    return {
+        model: TrainConfig(
+            name=model,
+            model=LMConfig(vocab_size=257, d_model=16, mixers=(mixer,)),
+            data=DataConfig(source=str(path)),
+            seq_len=16,
+            batch_size=2,
+            steps=4,
+            eval_every=2,
+            eval_batches=2,
+            checkpoint_every=4,
+        )
+        for model, mixer in mixers.items()
+    }
+
+
+@pytest.fixture
+def result(tmp_path):
+    return Result(tmp_path / "results/table2.json", HEADER, HERE)
+
+
+def entries(result):
+    return json.loads(result.path.read_text())["entries"]
+
+
+def test_a_run_is_measured_by_its_log(configs, tmp_path):
+    config = replace(configs["Attention"], steps=130, eval_every=65)
+    found = measure_run(config, tmp_path, CPU)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [row for row in log if "loss" in row]
+    tests = [row for row in log if "val_loss" in row]
+    assert found["perplexity"] == tests[-1]["val_perplexity"]
+    assert found["accuracy"] == tests[-1]["val_accuracy"]
+    speeds = [row["tokens_per_second"] for row in steps]
+    assert found["tokens_per_second"] == round(statistics.median(speeds[10:]))
+    assert found["peak_gb"] is None
+    with torch.device("meta"):
+        assert found["parameters"] == config.model.build().num_parameters()
+    train, val = found["steps"]["train"], found["steps"]["val"]
+    assert len(train) == 65 <= training.POINTS
+    losses = {row["step"]: row["loss"] for row in steps}
+    assert all(losses[step] == loss for step, loss in train)
+    assert train[-1][0] == 130
+    assert val == [[65, tests[0]["val_loss"]], [130, tests[1]["val_loss"]]]
+
+
+def test_a_run_from_another_model_has_that_models_loss_first(configs, tmp_path):
+    first = measure_run(configs["Attention"], tmp_path / "first", CPU)
+    config = replace(configs["Attention"], init_from=str(tmp_path / "first/model"))
+    found = measure_run(config, tmp_path / "second", CPU)
+    (start, loss), *_ = found["steps"]["val"]
+    assert (start, loss) == (0, pytest.approx(math.log(first["perplexity"]), rel=1e-5))
+
+
+def test_a_killed_experiment_trains_only_what_is_missing(configs, result, tmp_path, monkeypatch):
+    trained = []
+    right = training.measure_run
+
+    def measure_run(config, folder, device):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append((config.seed, config.name))
+        return right(config, folder, device)
+
+    monkeypatch.setattr(training, "measure_run", measure_run)
+    with pytest.raises(KeyboardInterrupt):
+        train_models(result, configs, (0, 1), tmp_path / "runs", CPU)
+    assert trained == [(0, "Attention"), (0, "Mean"), (1, "Attention")]
+    assert len(entries(result)) == 3
+    trained.clear()
+    train_models(Result(result.path, HEADER, HERE), configs, (0, 1), tmp_path / "runs", CPU)
+    assert trained == [(1, "Mean")]
+    found = entries(result)
+    assert [(entry["seed"], entry["model"]) for entry in found] == [
+        (seed, model) for seed in (0, 1) for model in configs
+    ]
+    assert len({entry["value"] for entry in found}) == 4
+    for entry in found:
+        assert 1 < entry["value"] < 257
+        assert {"parameters", "tokens_per_second", "steps"} <= set(entry)
+        assert "peak_gb" not in entry
+
+
+def test_a_recall_tasks_value_is_its_accuracy(configs, tmp_path):
+    header = replace(HEADER, kind="recall", unit="accuracy", better="higher")
+    result = Result(tmp_path / "mqar.json", header, HERE)
+    train_model(result, configs["Mean"], tmp_path / "run", CPU, "Mean", "Val. PPL", lr=3e-3)
+    (entry,) = entries(result)
+    assert 0 <= entry["value"] < 1 < entry["perplexity"]
+    assert entry["lr"] == 3e-3
+
+
+@pytest.mark.parametrize(
+    ("error", "value"),
+    [(torch.OutOfMemoryError("full"), OOM), (DivergenceError("nan"), training.DIVERGED)],
+)
+def test_a_training_that_fails_is_a_value_and_the_others_go_on(
+    configs, result, tmp_path, monkeypatch, error, value
+):
+    right = training.measure_run
+
+    def measure_run(config, folder, device):
+        if config.name == "Attention":
+            raise error
+        return right(config, folder, device)
+
+    monkeypatch.setattr(training, "measure_run", measure_run)
+    train_models(result, configs, (0,), tmp_path / "runs", CPU)
+    first, second = entries(result)
+    assert first == {"model": "Attention", "column": "Val. PPL", "seed": 0, "value": value}
+    assert second["value"] > 1
+
+
+def test_the_first_step_is_what_the_warm_up_took_beyond_its_speed():
+    # Ten steps of 100 tokens in 19 s, then one a second: the first took 10 s.
+    speeds = [10 * 100 / 19] * 10 + [100, 100, 200]
+    assert steady_and_first(speeds, 100) == (100, pytest.approx(10))
+    assert steady_and_first([50.0], 100) == (50, 2)
+    assert steady_and_first([10.0, 50.0], 100) == (50, 10)
