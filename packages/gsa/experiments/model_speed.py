@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from mezzo_core import bench
 from mezzo_core.bench import Header, Options, Result, say
+from mezzo_core.bench.training_step import time_training
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_gsa.bench import fla
 from mezzo_gsa.claims import GLA, GSA, KEPT, RETNET, XFMR
@@ -116,7 +117,7 @@ def train(name: str, config: LMConfig, tokens: int, result: Result, device: torc
         for block in model.stack.blocks:
             block.compile(dynamic=False, fullgraph=name != FLA)
     for T in lengths:
-        passes = bench.attempt(partial(bench.time_training, model, tokens // T, T))
+        passes = bench.attempt(partial(time_training, model, tokens // T, T))
         result.add_passes(passes, "tokens_per_second", model=name, column=str(T))
 
 

@@ -75,9 +75,7 @@ def measured(name: str, criterion: Criterion, note: str = "") -> Evidence:
     return Evidence(lambda run, printed: run.measured(name), criterion, note)
 
 
-def counted(
-    count: Callable[[Any], Measurement], criterion: Criterion, note: str = ""
-) -> Evidence:
+def counted(count: Callable[[Any], Measurement], criterion: Criterion, note: str = "") -> Evidence:
     """Answer by counting or computing, without training; `count` is given the printed entry."""
     return Evidence(lambda run, printed: count(printed), criterion, note)
 

@@ -50,23 +50,20 @@ class InOrder:
     Attributes:
         names: best first; empty: the claim's own ordering. Names without numbers are skipped.
         columns, groups: those that count; empty: all.
-        across_groups: compare the rows of all groups with each other.
         exact: the numbers have no noise.
     """
 
     names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
-    across_groups: bool = False
     exact: bool = False
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the neighbours of the order in each column."""
         names = self.names or (printed.ordering if isinstance(printed, Claim) else ())
-        groups: Sequence[str | None] = self.groups or ours.groups
         pairs = [
             pair
-            for group in ([None] if self.across_groups else groups)
+            for group in self.groups or ours.groups
             for column in self.columns or ours.columns
             for pair in compare_order(names, ours, column, group, exact=self.exact)
         ]
@@ -180,9 +177,7 @@ class Equal:
                 wrong.append(label)
                 details.append(f"{label}: printed {theirs:g}, ours {found:g}")
         if wrong:
-            return Judgement(
-                Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details)
-            )
+            return Judgement(Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details))
         precision = " to the printed precision" if self.rounded else ""
         return Judgement(Outcome.AGREES, f"all {len(ours.rows)} values are equal{precision}")
 

@@ -12,11 +12,11 @@ from mezzo_core.bench import (
     check_layer,
     compiled,
     measure,
-    model_row,
     time_layer,
     time_step,
 )
 from mezzo_core.bench.layer import Run
+from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
 
 from mezzo_gsa.bench import fla
