@@ -1,15 +1,20 @@
-"""Checks without training: two tensors are equal in float64, and decoding equals the forward."""
+"""What needs no training: equal tensors, decoding as in the forward, what a layer costs."""
+
+from collections.abc import Mapping
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.papers.claims import Check
 from mezzo_core.papers.criteria import Judgement, Outcome
-from mezzo_core.papers.measurement import How, Measurement, entries
+from mezzo_core.papers.measurement import Entry, How, Measurement, entries
 from mezzo_core.papers.published import Claim, Value
+
+LENGTHS = tuple(2**i for i in range(10, 19))
 
 
 def equality(statement: str, ours: Tensor, expected: Tensor, tolerance: float = 1e-6) -> Judgement:
@@ -70,3 +75,18 @@ def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Mea
     return Measurement(
         entries(rows, columns), columns, f"{setting}{words}; nothing was trained", How.PAPER
     )
+
+
+def layer_costs(layers: Mapping[str, MixerConfig], width: int) -> Measurement:
+    """Compute what one layer of each kind costs by length, from its formulas."""
+    entries = []
+    for name, config in layers.items():
+        with torch.device("meta"):
+            mixer = config.build(width).bfloat16()
+        for T in LENGTHS:
+            flops, state = mixer.flops_per_token(T) / 1e6, mixer.state_bytes(T) / 2**20
+            entries.append(Entry(name, str(T), flops, "forward MFLOPs a token"))
+            entries.append(Entry(name, str(T), state, "MiB of state a sequence"))
+    setting = f"by the formulas of each mixer, C = {width}, the state in bfloat16"
+    columns = tuple(map(str, LENGTHS))
+    return Measurement(tuple(entries), columns, setting, title="What one layer costs by length")

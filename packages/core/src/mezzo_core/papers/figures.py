@@ -1,96 +1,187 @@
-"""Draws the report's figures as PNG files: curves, bars with their spread, lines over lengths."""
+"""Draws measurements as PNG files: lines over lengths, losses over steps, a dot for each seed.
 
-from collections.abc import Mapping, Sequence
+A model has the same colour and marker in every figure of its paper: that of its place among the
+names which the caller gives.
+"""
+
+import colorsys
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Points = Sequence[tuple[float, float]]
+from mezzo_core.papers.checks import layer_costs
+from mezzo_core.papers.criteria import describe_place
+from mezzo_core.papers.measurement import Measurement, printed_measurement
+from mezzo_core.papers.published import Published
+from mezzo_core.papers.report import Figure
 
-MARKERS = "osD^vPX*"
+if TYPE_CHECKING:
+    from mezzo_core.papers.reproduction import Reproduction, Run
 
-
-def draw_curves(
-    curves: Mapping[str, Points], path: Path, *, xlabel: str, ylabel: str, smooth: int = 1
-) -> None:
-    """Draw one line for each name; each point is the average of `smooth` neighbouring points."""
-    axes = _axes(xlabel, ylabel)
-    for name, points in curves.items():
-        xs, ys = _running_mean(points, smooth)
-        axes.plot(xs, ys, label=name, linewidth=1.4)
-    axes.legend(frameon=False)
-    _save(axes, path)
+MARKERS = "osD^vPX*<>pd"
+Looks = Mapping[str, Mapping[str, Any]]
 
 
-def draw_bars(
-    values: Mapping[str, Sequence[float]], path: Path, *, ylabel: str, printed: bool = True
-) -> None:
-    """Draw one bar for each name: the mean over seeds, with a whisker from lowest to highest.
+def report_figures(paper: "Reproduction", run: "Run", folder: Path) -> list[Figure]:
+    """Draw what this run trained and measured, and what a layer costs, into an existing folder."""
+    printed = {table.id: printed_measurement(table) for table in paper.published.tables}
+    names = [*model_names(paper.published, run.results.values()), *paper.models, *paper.layers]
+    drawn: dict[str, Measurement] = {}
+    if run.trainings.done:
+        drawn["trainings"] = run.trainings.measurement((), by_length=False)
+    if paper.layers:
+        drawn["costs"] = layer_costs(paper.layers, paper.layers_width)
+    drawn |= {name: ours for name, ours in run.timed.items() if ours}
+    figures = []
+    for name, ours in drawn.items():
+        path = folder / f"{name}.png"
+        draw_result(ours, path, names, printed.get(f"{paper.name}.{name}"))
+        figures.append(Figure(path, ours.title or name, ours.setting))
+    return figures
 
-    The axis starts near the lowest value and not at zero, to show the differences. `printed` writes
-    the mean on each bar.
+
+def model_names(published: Published, results: Iterable[Measurement]) -> list[str]:
+    """Return the models of a paper's tables, then those of our results, each once."""
+    rows = [row.model for table in published.tables for row in table.rows if row.kind != "ratio"]
+    return list(dict.fromkeys((*rows, *(e.model for ours in results for e in ours.entries))))
+
+
+def draw_result(
+    ours: Measurement,
+    path: Path,
+    models: Sequence[str] = (),
+    theirs: Measurement | None = None,
+) -> Any:
+    """Draw a measurement: lines over numbered columns, or losses by step and a dot for each seed.
+
+    Args:
+        ours: the measurement; the lines of a training are its losses.
+        path: the PNG file.
+        models: all models of the paper, whose order gives the colours.
+        theirs: the paper's numbers, drawn below ours.
+
+    Returns:
+        The matplotlib figure.
     """
-    axes = _axes("", ylabel)
-    means = [sum(v) / len(v) for v in values.values()]
-    low = [mean - min(v) for mean, v in zip(means, values.values(), strict=True)]
-    high = [max(v) - mean for mean, v in zip(means, values.values(), strict=True)]
-    places = range(len(means))
-    bars = axes.bar(places, means, yerr=[low, high], capsize=5, color="#7aa6d6", width=0.6)
-    axes.set_xticks(places, list(values), rotation=15)
-    everything = [x for v in values.values() for x in v]
-    margin = 0.5 * (max(everything) - min(everything)) or 0.1 * max(everything)
-    axes.set_ylim(max(0.0, min(everything) - margin), max(everything) + margin)
-    if printed:
-        axes.bar_label(bars, labels=[f"{mean:.3g}" for mean in means], padding=6)
-    _save(axes, path)
-
-
-def draw_lengths(
-    panels: Mapping[str, Mapping[str, Points]], path: Path, *, xlabel: str = "T (tokens)"
-) -> None:
-    """Draw one panel for each quantity and one line for each model, with logarithmic axes."""
-    figure = _figure(4.6 * len(panels))
-    for axes, (ylabel, series) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
-        for marker, (name, points) in zip(MARKERS, series.items(), strict=False):
-            axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-def _axes(xlabel: str, ylabel: str) -> Any:
-    axes = _figure(7.5).subplots()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(axis="y", alpha=0.25)
-    return axes
-
-
-def _figure(width: float) -> Any:
-    # matplotlib's object interface, with the Agg canvas, does not change its global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 4.0), layout="constrained")
+    both = [each for each in (ours, theirs) if each]
+    looks = _looks((*models, *(entry.model for each in both for entry in each.entries)))
+    lines = ours.kind != "training" and len(ours.columns) > 1 and all(map(_number, ours.columns))
+    figure = _draw_lines(both, looks) if lines else _draw_dots(ours, looks)
     FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=110)
     return figure
 
 
-def _panels(figure: Any, count: int) -> list[Any]:
-    return list(figure.subplots(1, count, squeeze=False)[0])
+def _looks(names: Sequence[str]) -> Looks:
+    from matplotlib import colormaps
+
+    first = list(colormaps["tab10"].colors)
+    return {
+        name: {
+            # The models after the first ten go around the circle of hues, in a darker tone.
+            "color": first[i]
+            if i < 10
+            else colorsys.hsv_to_rgb((0.6 + (i - 10) * 0.618) % 1, 1, 0.5),
+            "marker": MARKERS[i % len(MARKERS)],
+        }
+        for i, name in enumerate(dict.fromkeys(names))
+    }
 
 
-def _save(axes: Any, path: Path) -> None:
-    axes.figure.savefig(path, dpi=120)
+def _panels(rows: int, columns: int, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure as Canvas
+
+    figure = Canvas(figsize=(max(4.4 * columns, 6), height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for each in axes:
+        each.grid(alpha=0.25)
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
-def _running_mean(points: Points, smooth: int) -> tuple[list[float], list[float]]:
-    xs, ys = [], []
-    for end in range(smooth, len(points) + 1):
-        part = points[end - smooth : end]
-        xs.append(part[-1][0])
-        ys.append(sum(y for _, y in part) / smooth)
-    return xs, ys
+def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
+    """Draw a row of panels for each measurement, and in it a panel for each group."""
+    groups = list(dict.fromkeys(group for each in both for group in each.groups))
+    figure, axes = _panels(len(both), len(groups), 3.8)
+    panels = [(each, group) for each in both for group in groups]
+    for place, (each, group) in zip(axes, panels, strict=True):
+        xs = [_number(column) for column in each.columns]
+        for _, model in (row for row in each.rows if row[0] == group):
+            values = [each.typical(model, column, group) for column in each.columns]
+            # Words such as OOM, and what was not measured, are gaps in the line.
+            ys = [math.nan if isinstance(y, str | None) else float(y) for y in values]
+            place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
+        place.set_xscale("log", base=2)
+        place.set_xticks(xs, [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs])
+        place.set_xlabel("C" if each.columns[0].startswith("C") else "T (tokens)")
+        place.set_ylabel(each.unit or group)
+        if each.kind == "recall":
+            place.set_ylim(0, 1.05)
+        else:
+            place.set_yscale("log")
+            place.yaxis.set_major_formatter("{x:,g}")
+            place.yaxis.set_minor_formatter("{x:,g}" if _is_narrow(place) else "")
+        whose = ("the paper's" if each is not both[0] else "ours") if len(both) > 1 else ""
+        place.set_title(", ".join(filter(None, (whose, group))))
+    shown = {
+        name: line for a in axes for line, name in zip(*a.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
+    return figure
+
+
+def _is_narrow(axes: Any) -> bool:
+    low, high = axes.get_ylim()
+    return high < 10 * low
+
+
+def _draw_dots(ours: Measurement, looks: Looks) -> Any:
+    """Draw a panel for the losses of the first seed, if there are any, and one for each column."""
+    curves = {
+        entry.model: entry.details["steps"]["train"]
+        for entry in ours.entries
+        if entry.seed == ours.seeds[0] and entry.details.get("steps", {}).get("train")
+    }
+    panels = [*([None] if curves else []), *ours.columns]
+    across = min(len(panels), 3)
+    figure, axes = _panels(-(-len(panels) // across), across, 1.2 + 0.25 * max(len(ours.rows), 8))
+    for unused in axes[len(panels) :]:
+        unused.remove()
+    for place, column in zip(axes, panels, strict=False):
+        if column is None:
+            _draw_curves(place, curves, looks)
+        else:
+            _draw_column(place, ours, column, looks)
+    return figure
+
+
+def _draw_curves(axes: Any, curves: Mapping[str, Any], looks: Looks) -> None:
+    for model, points in curves.items():
+        steps, losses = zip(*points, strict=True)
+        axes.plot(steps, losses, label=model, linewidth=1.2, color=looks[model]["color"])
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss (nats a token), first seed")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_column(axes: Any, ours: Measurement, column: str, looks: Looks) -> None:
+    """Draw a line for each row with a dot for each seed or pass, the first row on top."""
+    names = []
+    for place, (group, model) in enumerate(ours.rows):
+        values = ours.by_seed(model, column, group).values()
+        axes.plot(values, [place] * len(values), linestyle="", alpha=0.8, **looks[model])
+        word = ours.typical(model, column, group)
+        names.append(f"{model}: {word}" if isinstance(word, str) else model)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(describe_place("", column) + (f" ({ours.unit})" if ours.unit else ""))
+
+
+def _number(column: str) -> int:
+    """Return the number at the end of a column's name, its length or width; 0 if it has none."""
+    found = re.search(r"\d+$", column)
+    return int(found[0]) if found else 0

@@ -1,44 +1,75 @@
 """Renders a report as one HTML page that contains its figures, loads nothing and can be printed."""
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
 
-from mezzo_core.papers.finding import Finding, Status
-from mezzo_core.papers.grid import Grid, bench_grid, measured_grid, published_grid
+from mezzo_core.papers import tables
+from mezzo_core.papers.claims import Finding
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.measurement import How
 from mezzo_core.papers.published import Claim, Table
-from mezzo_core.papers.report import Figure, PaperReport, Report, Sample, count_statuses
+from mezzo_core.papers.report import Figure, PaperReport, Report, Sample
+from mezzo_core.papers.tables import Grid
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-  max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1, h2, h3 { line-height: 1.25; } h2 { margin-top: 3rem; } h3 { margin-top: 2rem; }
+  max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2, h3 { line-height: 1.25; } h1, h2 { margin-top: 3rem; } h3 { margin: 1.5rem 0 .5rem; }
+h1, h2, section { scroll-margin-top: 5rem; } section { border-top: 1px solid #eee; }
+a { color: #1a56a8; } nav ul { margin: 0; padding-left: 1.2rem; } nav > ul { columns: 24rem; }
+nav > ul > li { break-inside: avoid; } form { position: sticky; top: 0; background: #fff;
+  border-bottom: 1px solid #ccc; padding: .5rem 0; display: flex; flex-wrap: wrap; gap: 0 1rem; }
 table { border-collapse: collapse; font-size: .85rem; margin: .5rem 0; }
-caption { text-align: left; color: #555; padding-bottom: .25rem; }
+caption { text-align: left; padding-bottom: .25rem; }
 th, td { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right;
   font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; vertical-align: top; }
 .beside { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; align-items: flex-start; }
-.scroll { overflow-x: auto; max-width: 100%; }
-section { border-top: 1px solid #eee; } figure { margin: 1.5rem 0; }
-img { max-width: 100%; height: auto; } figcaption, .quiet { color: #555; }
+.scroll { overflow-x: auto; max-width: 100%; } ul.lines { font-size: .85rem; columns: 28rem; }
+img { max-width: 100%; height: auto; } caption, figcaption, .quiet { color: #555; }
 blockquote { margin: .5rem 0; padding-left: .8rem; border-left: 3px solid #ccc; }
 pre { background: #f6f6f6; padding: .8rem; white-space: pre-wrap; }
-.status { border-radius: .3rem; padding: .05rem .45rem; font-size: .8rem; white-space: nowrap; }
-.reproduced { background: #d6f0d6; color: #10500f; }
-.differs { background: #fbdcd9; color: #7c1208; }
-.scaled-down { background: #dbe8fb; color: #123a75; }
-.not-attempted { background: #eee; color: #444; }
+.badge { border-radius: .3rem; padding: .05rem .45rem; font-size: .8rem; white-space: nowrap; }
+.agrees { background: #d6f0d6; color: #10500f; } .differs { background: #fbdcd9; color: #7c1208; }
+.not-settled { background: #fdf0c8; color: #6b4e00; } .not-attempted { background: #eee; }
+[hidden] { display: none !important; }
+@media print { form, nav { display: none; } body { max-width: none; margin: 0; font-size: 11px; }
+  figure, tr { break-inside: avoid; } .scroll { overflow: visible; } }
+"""
+
+# The address may say what to show, as in #outcome=differs,not-settled&how=scaled-down.
+SCRIPT = """
+const form = document.getElementById("filter"), boxes = [...form.elements];
+const findings = document.querySelectorAll("[data-outcome]");
+function show() {
+  const off = new Set(boxes.filter(box => !box.checked).map(box => box.value));
+  for (const each of findings)
+    each.hidden = off.has(each.dataset.outcome) || off.has(each.dataset.how);
+}
+function obey() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  for (const box of boxes)
+    if (asked.has(box.name)) box.checked = asked.get(box.name).split(",").includes(box.value);
+  show();
+}
+form.addEventListener("input", show);
+addEventListener("hashchange", obey);
+form.hidden = false;
+obey();
 """
 
 
 def to_html(report: Report) -> str:
     """Render a report as a complete page."""
-    machine = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
-        for name, value in report.environment.items()
+    machine = Grid(
+        f"{report.command}, scale {report.scale}, {report.seconds:.0f} seconds",
+        ("", "measured with"),
+        tuple((name, str(value)) for name, value in report.origin.items() if value),
+        words=True,
     )
-    body = "\n".join(_paper(paper) for paper in report.papers)
+    papers = [_paper(paper) for paper in report.papers]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -49,122 +80,117 @@ def to_html(report: Report) -> str:
 </head>
 <body>
 <h1>Reproduction report</h1>
-<p><code>{escape(report.command)}</code>, scale {escape(report.scale)},
-{report.seconds:.0f} seconds.</p>
-<table class="words"><caption>Measured with</caption>{machine}</table>
-{body}
+<nav><ul>{"".join(contents for contents, _ in papers)}</ul></nav>
+{_grid(machine)}
+{_filter()}
+{"".join(body for _, body in papers)}
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
 
 
-def _paper(paper: PaperReport) -> str:
-    findings = {finding.id: finding for finding in paper.findings}
-    counts = count_statuses([f for f in paper.findings if f.kind != "check"])
-    tally = " ".join(f"{_badge(status)} {number}" for status, number in counts.items())
-    parts = [
-        f"<h2>{escape(paper.published.title)}</h2>",
-        f'<p class="quiet">{escape(paper.published.authors)}</p>',
-        f"<p>Tables and claims: {tally}</p>",
-        _bullets(paper.settings),
-        *(_figure(figure) for figure in paper.figures),
-        *(_sample(sample) for sample in paper.samples),
-        "<h2>Every table, claim and check</h2>",
-        _overview(paper),
-        "<h2>Tables</h2>",
-        *(_table(t, findings[t.id]) for t in paper.published.tables if t.id in findings),
-        "<h2>Claims</h2>",
-        *(_claim(c, findings[c.id]) for c in paper.published.claims if c.id in findings),
-        "<h2>Checks of the method</h2>",
-        *(_check(finding) for finding in paper.findings if finding.kind == "check"),
+def _filter() -> str:
+    """Return the checkboxes, which stay hidden where no script runs."""
+    outcomes = [("outcome", tables.describe_outcome(outcome)) for outcome in (*Outcome, None)]
+    ways = [("how", how.value) for how in How if how is not How.NOT_ATTEMPTED]
+    boxes = "".join(
+        f'<label><input type="checkbox" name="{name}" value="{_slug(words)}" checked="checked"/> '
+        f"{escape(words)}</label>"
+        for name, words in (*outcomes, *ways)
+    )
+    return f'<form id="filter" hidden="hidden">Show: {boxes}</form>'
+
+
+def _paper(paper: PaperReport) -> tuple[str, str]:
+    """Return a paper's table of contents, and its parts."""
+    printed = {each.id: each for each in (*paper.published.tables, *paper.published.claims)}
+    found = [(f.kind, _finding(f, printed.get(f.id))) for f in paper.findings]
+    parts = {
+        "What came out": _grid(tables.tally_grid(paper.findings)) + _lines(paper.notes),
+        "Every table, claim and check": _overview(paper.findings),
+        "Figures": "".join(map(_figure, paper.figures)),
+        "A sample": "".join(map(_sample, paper.samples)),
+        "Tables": "".join(section for kind, section in found if kind == "table"),
+        "Claims": "".join(section for kind, section in found if kind == "claim"),
+        "Checks of the method": "".join(section for kind, section in found if kind == "check"),
+        "Committed results": "".join(
+            f"<h3>{escape(f'{ours.source}: {ours.title}')}</h3>{_grid(tables.measured_grid(ours))}"
+            for ours in paper.results.values()
+        ),
+    }
+    ids = {title: _slug(f"{paper.name} {title}") for title, part in parts.items() if part}
+    links = "".join(f'<li><a href="#{id}">{title}</a></li>' for title, id in ids.items())
+    body = "".join(f'<h2 id="{id}">{title}</h2>{parts[title]}' for title, id in ids.items())
+    title, id, authors = map(escape, (paper.published.title, paper.name, paper.published.authors))
+    return (
+        f'<li><a href="#{id}">{title}</a><ul>{links}</ul></li>',
+        f'<h1 id="{id}">{title}</h1><p class="quiet">{authors}</p>{body}',
+    )
+
+
+def _overview(findings: Sequence[Finding]) -> str:
+    rows = [
+        f'<tr {_data(f)}><td><a href="#{escape(f.id)}">{escape(f.id)}</a></td><td>{_badge(f)}</td>'
+        f"<td>{escape(f.how.value)}</td><td>{escape(f.summary)}</td></tr>"
+        for f in findings
     ]
-    if paper.bench:
-        parts += ["<h2>Benchmarks</h2>", _grid(bench_grid(paper.bench))]
-    return "\n".join(parts)
+    return _grid(tables.overview_grid(findings), rows)
 
 
-def _overview(paper: PaperReport) -> str:
-    rows = "".join(
-        f'<tr><td><a href="#{escape(f.id)}">{escape(f.id)}</a></td>'
-        f"<td>{_badge(f.status)}</td><td>{escape(f.summary)}</td></tr>"
-        for f in paper.findings
-    )
-    return f'<div class="scroll"><table class="words">{rows}</table></div>'
-
-
-def _table(table: Table, finding: Finding) -> str:
+def _finding(finding: Finding, printed: Table | Claim | None) -> str:
+    """Return what the paper says, what came out, and our numbers beside the paper's."""
+    says = f"<blockquote>{escape(tables.statement(printed))}</blockquote>" if printed else ""
+    grids = [tables.published_grid(printed)] if printed else []
+    grids += [tables.measured_grid(measurement) for measurement in finding.measurements]
     return (
-        _opening(finding, f"{table.id}: {table.title}")
-        + _bullets(finding.details)
-        + f'<div class="beside">{_grid(published_grid(table))}{_ours(finding)}</div>'
-        + f'<p class="quiet">The paper\'s setting: {escape(table.setting)}</p></section>'
+        f'<section id="{escape(finding.id)}" {_data(finding)}><h3>{escape(finding.id)}</h3>{says}'
+        f"<p>{_badge(finding)} ({escape(finding.how.value)}) {escape(finding.summary)}</p>"
+        f'{_lines(finding.details)}<div class="beside">{"".join(map(_grid, grids))}</div></section>'
     )
 
 
-def _claim(claim: Claim, finding: Finding) -> str:
-    printed = ""
-    if claim.labels:
-        pairs = ", ".join(f"{label} {value}" for label, value in claim.labelled().items())
-        printed = f'<p class="quiet">Printed: {escape(pairs)}</p>'
-    return (
-        _opening(finding, claim.id)
-        + f"<blockquote>{escape(claim.text)} ({escape(claim.where)})</blockquote>{printed}"
-        + f"{_bullets(finding.details)}{_ours(finding)}</section>"
-    )
+def _data(finding: Finding) -> str:
+    outcome = _slug(tables.describe_outcome(finding.outcome))
+    return f'data-outcome="{outcome}" data-how="{_slug(finding.how.value)}"'
 
 
-def _check(finding: Finding) -> str:
-    return f"{_opening(finding, finding.id)}{_bullets(finding.details)}{_ours(finding)}</section>"
+def _badge(finding: Finding) -> str:
+    words = tables.describe_outcome(finding.outcome)
+    return f'<span class="badge {_slug(words)}">{words}</span>'
 
 
-def _opening(finding: Finding, title: str) -> str:
-    return (
-        f'<section id="{escape(finding.id)}"><h3>{escape(title)}</h3>'
-        f"<p>{_badge(finding.status)} {escape(finding.summary)}</p>"
-    )
+def _slug(words: str) -> str:
+    return re.sub(r"\W+", "-", words.lower().replace("'", ""))
 
 
-def _ours(finding: Finding) -> str:
-    return "".join(_grid(measured_grid(measurement)) for measurement in finding.measurements)
-
-
-def _badge(status: Status) -> str:
-    return f'<span class="status {status.value.replace(" ", "-")}">{status.value}</span>'
-
-
-def _bullets(lines: Sequence[str]) -> str:
+def _lines(lines: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
+    return f'<ul class="lines">{items}</ul>' if items else ""
 
 
-def _grid(grid: Grid) -> str:
+def _grid(grid: Grid, rows: Sequence[str] = ()) -> str:
+    """Return a table, with rows of HTML in place of the grid's own if they are given."""
+    if not grid.rows:
+        return ""
     header = "".join(f"<th>{escape(cell)}</th>" for cell in grid.header)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in grid.rows
-    )
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in grid.rows)
     return (
-        f'<div class="scroll"><table><caption>{escape(grid.caption)}</caption>'
-        f"<thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<div class="scroll"><table class="{"words" if grid.words else "numbers"}">'
+        f"<caption>{escape(grid.caption)}</caption><thead><tr>{header}</tr></thead>"
+        f"<tbody>{''.join(rows or (f'<tr>{row}</tr>' for row in cells))}</tbody></table></div>"
     )
 
 
 def _figure(figure: Figure) -> str:
     image = base64.b64encode(figure.path.read_bytes()).decode("ascii")
     return (
-        f"<figure><h3>{escape(figure.title)}</h3>"
-        f'<img alt="{escape(figure.text)}" src="data:image/png;base64,{image}"/>'
-        f"<figcaption>{escape(figure.text)}</figcaption></figure>"
+        f'<figure><h3>{escape(figure.title)}</h3><img alt="{escape(figure.title)}" '
+        f'src="data:image/png;base64,{image}"/><figcaption>{escape(figure.text)}</figcaption></figure>'
     )
 
 
 def _sample(sample: Sample) -> str:
-    return (
-        f"<h3>{escape(sample.title)}</h3>"
-        f"<pre><b>{escape(sample.prompt)}</b>{escape(_printable(sample.text))}</pre>"
-    )
-
-
-def _printable(text: str) -> str:
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in sample.text)
+    start = f"<h3>{escape(sample.title)}</h3><pre><b>{escape(sample.prompt)}</b>"
+    return f"{start}{escape(text)}</pre>"

@@ -1,20 +1,20 @@
 """Numbers that we measured, with their setting and the machine that they come from.
 
 A result file (`packages/PAPER/results/MACHINE/NAME.json`) holds one measurement; it is written by
-`mezzo_core.bench.result`. The numbers of a `reproduce` run, counted, timed or from tiny trainings,
-have the same form.
+`mezzo_core.bench.result`. A file NAME.jsonl there holds the timings that `bench` wrote, a row for
+each. The numbers of a `reproduce` run, counted, timed or from tiny trainings, have the same form.
 """
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from mezzo_core.errors import UserError
-from mezzo_core.papers.published import Value
+from mezzo_core.papers.published import Claim, Row, Table, Value
 
 
 class How(str, Enum):
@@ -53,7 +53,8 @@ class Measurement:
         how: how this relates to the paper's own setting.
         unit: of the values.
         better: "lower" or "higher".
-        kind: "count", "speed", "training" or "recall".
+        kind: "count", "speed", "training", "recall" or "timings".
+        title: what it measures, in a few words.
         origin: gpu, torch, commit, date and the like; empty for numbers of this run.
         source: the result file that it was read from, such as "nvidia-h200/speed_table6".
     """
@@ -65,8 +66,14 @@ class Measurement:
     unit: str = ""
     better: str = "lower"
     kind: str = "count"
+    title: str = ""
     origin: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+
+    @property
+    def machine(self) -> str:
+        """The first part of `source`, the folder of a machine's result files."""
+        return self.source.split("/")[0]
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -98,7 +105,7 @@ class Measurement:
             return words[0] if words else None
         if len(values) == 1:
             return values[0]
-        middle = statistics.median if self.kind == "speed" else statistics.fmean
+        middle = statistics.median if self.kind in ("speed", "timings") else statistics.fmean
         return middle(map(float, values))
 
     def spread(self, model: str, column: str, group: str = "") -> float | None:
@@ -127,14 +134,42 @@ def entries(
     )
 
 
+def printed_measurement(printed: Table | Claim) -> Measurement:
+    """Return a printed table, or a claim's labelled numbers in one column "", as a measurement.
+
+    Rows that a table derives from others (ratios) are left out.
+    """
+    columns = printed.columns if isinstance(printed, Table) else ("",)
+    rows = (
+        [row for row in printed.rows if row.kind != "ratio"]
+        if isinstance(printed, Table)
+        else [Row(label, (value,)) for label, value in printed.labelled().items()]
+    )
+    return Measurement(
+        entries=tuple(
+            Entry(row.model, column, value, row.group)
+            for row in rows
+            for column, value in zip(columns, row.values, strict=True)
+        ),
+        columns=columns,
+        setting=printed.setting if isinstance(printed, Table) else printed.text,
+        how=How.PAPER,
+        unit=printed.unit,
+        better=printed.better,
+        title=printed.id,
+        source=printed.id,
+    )
+
+
 def read_results(folder: Path) -> dict[str, Measurement]:
-    """Read the result files below a `results` folder, by "MACHINE/NAME".
+    """Read the result files and the timings below a `results` folder, by "MACHINE/NAME".
 
     Raises:
         UserError: if a file is no result; the message names the file and the error.
     """
-    found = ((path, path.parent.name) for path in sorted(folder.glob("*/*.json")))
-    return {f"{machine}/{path.stem}": read_result(path) for path, machine in found}
+    found = [read_result(path) for path in sorted(folder.glob("*/*.json"))]
+    found += [read_timings(path) for path in sorted(folder.glob("*/*.jsonl"))]
+    return {each.source: each for each in found}
 
 
 def read_result(path: Path) -> Measurement:
@@ -146,19 +181,61 @@ def read_result(path: Path) -> Measurement:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Measurement(
-            entries=tuple(_entries(content)),
+            entries=tuple(sorted(_entries(content), key=_place(content))),
             columns=tuple(content["columns"]),
             setting=content["setting"],
             how=How(content["how"]),
             unit=content["unit"],
             better=content["better"],
             kind=content["kind"],
-            origin={key: content[key] for key in ("gpu", "cpu", "torch", "commit", "date")}
-            | {key: content.get(key) for key in ("triton", "driver", "cuda", "ptxas")},
+            title=content["title"],
+            origin=_origin(content),
             source=f"{path.parent.name}/{path.stem}",
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no result file: {error!r}") from error
+
+
+def read_timings(path: Path) -> Measurement:
+    """Read the rows that `bench` wrote: "NAME (IMPLEMENTATION)" by shape, in ms.
+
+    Raises:
+        UserError: if a line is no such row; the message names the line and the error.
+    """
+    entries, origin = [], {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            model = f"{row['name']} ({row['impl']})"
+            shape = " ".join(f"{letter}{size}" for letter, size in row["shape"].items())
+            details = {**row, "shape": shape, "range": (row["ms_p20"], row["ms_p80"])}
+            entries.append(Entry(model, shape, row["ms"], details=details))
+            origin = _origin(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: no row of a bench: {error!r}") from error
+    return Measurement(
+        entries=tuple(entries),
+        columns=tuple(dict.fromkeys(entry.column for entry in entries)),
+        setting="medians of repeated calls",
+        how=How.OTHER_HARDWARE,
+        unit="ms",
+        kind="timings",
+        title="Ops, layers and models one at a time",
+        origin=origin,
+        source=f"{path.parent.name}/{path.stem}",
+    )
+
+
+def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: content[key] for key in ("gpu", "cpu", "torch", "commit", "date")} | {
+        key: content.get(key) for key in ("triton", "driver", "cuda", "ptxas")
+    }
+
+
+def _place(content: Mapping[str, Any]) -> Callable[[Entry], tuple[int, int]]:
+    """Return the order of the entries: groups and models as in the header, which has all."""
+    groups, models = list(content.get("groups") or [""]), list(content["models"])
+    return lambda entry: (groups.index(entry.group), models.index(entry.model))
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[Entry]:

@@ -8,19 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.nn.generate import generate
 from mezzo_core.papers.claims import Finding
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.measurement import How, Measurement
 from mezzo_core.papers.published import Published
-from mezzo_core.papers.trainings import Trainings
-
-PROMPT = "Elizabeth was "
 
 
 @dataclass(frozen=True)
@@ -126,20 +118,3 @@ def to_json(report: Report) -> dict[str, Any]:
             for paper in report.papers
         ],
     }
-
-
-def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
-    """Let a model of the first seed continue PROMPT."""
-    training = next(training for training in trainings.all if training.model == model)
-    trained, _, extra = load_model(training.folder / "model", device=torch.device("cpu"))
-    tokenizer = load_tokenizer(extra["tokenizer"])
-    (tokens,) = generate(
-        trained,
-        [tokenizer.encode(PROMPT)],
-        max_new_tokens=num_tokens,
-        temperature=0.8,
-        stop_tokens=(tokenizer.eos_token,),
-        seed=0,
-    )
-    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {training.seed}"
-    return Sample(title, PROMPT, tokenizer.decode(tokens))

@@ -25,8 +25,8 @@ from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.figures import report_figures
 from mezzo_core.papers.measurement import How, Measurement, read_results
 from mezzo_core.papers.published import Published, load_published
-from mezzo_core.papers.report import PaperReport, Report, prepare_folder, write_report, write_sample
-from mezzo_core.papers.trainings import Budget, Trainings
+from mezzo_core.papers.report import PaperReport, Report, prepare_folder, write_report
+from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
 
 Say = Callable[[str], None]
@@ -147,7 +147,9 @@ class Reproduction:
                 published=published,
                 findings=findings,
                 figures=report_figures(self, run, folder / "figures"),
-                samples=[write_sample(trainings, self.sample, chosen.sample_tokens)] if done else [],
+                samples=[write_sample(trainings, self.sample, chosen.sample_tokens)]
+                if done
+                else [],
                 results=run.results,
                 notes=(trainings.setting, *self.notes) if done else (),
             )

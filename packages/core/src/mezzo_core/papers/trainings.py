@@ -14,14 +14,18 @@ from typing import Any
 import torch
 
 from mezzo_core.bench.training import measure_run
+from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.generate import generate
 from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.report import Sample
 from mezzo_core.train.config import TrainConfig
 
 MAX_PROCESSES = 6  # each takes about a gigabyte for torch, a model and its activations
 WINDOWS = 4
 PERPLEXITY = "Val. PPL"
+PROMPT = "Elizabeth was "
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,11 @@ class Trainings:
             values = {PERPLEXITY: found["perplexity"]}
             if by_length:
                 values = {f"T={T}": loss for T, loss in found["loss_at"].items()}
-            entries += [Entry(training.model, c, v, seed=training.seed) for c, v in values.items()]
+            details = {name: found[name] for name in ("parameters", "steps")}
+            entries += [
+                Entry(training.model, column, value, seed=training.seed, details=details)
+                for column, value in values.items()
+            ]
         return Measurement(
             entries=tuple(entries),
             columns=tuple(columns) if by_length else (PERPLEXITY,),
@@ -174,6 +182,7 @@ class Trainings:
             how=How.SCALED_DOWN,
             unit="nats a byte" if by_length else "perplexity a byte",
             kind="training",
+            title="The tiny trainings",
         )
 
     @property
@@ -216,6 +225,23 @@ class Trainings:
                 done = sum(training.steps_done() for training in self.all)
                 watch("training the tiny models", done, total)
             return [future.result() for future in futures]
+
+
+def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
+    """Let a model of the first seed continue PROMPT."""
+    training = next(training for training in trainings.all if training.model == model)
+    trained, _, extra = load_model(training.folder / "model", device=torch.device("cpu"))
+    tokenizer = load_tokenizer(extra["tokenizer"])
+    (tokens,) = generate(
+        trained,
+        [tokenizer.encode(PROMPT)],
+        max_new_tokens=num_tokens,
+        temperature=0.8,
+        stop_tokens=(tokenizer.eos_token,),
+        seed=0,
+    )
+    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {training.seed}"
+    return Sample(title, PROMPT, tokenizer.decode(tokens))
 
 
 def _device() -> str:

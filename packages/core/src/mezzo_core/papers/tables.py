@@ -1,0 +1,163 @@
+"""Tables as grids of text, from which the report and RESULTS.md are made."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mezzo_core.papers.claims import Finding
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.measurement import Entry, Measurement
+from mezzo_core.papers.published import Claim, Table, Value
+from mezzo_core.papers.report import tally
+
+FURTHER = ("PPL before", "weights (M)", "tokens/s", "peak GB", "host ms")
+"""Columns that are made of the entries' details, with the highest of each row."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A caption, one header and rows of cells, as many as in the header: numbers or `words`."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: bool = False
+
+
+def tally_grid(findings: Sequence[Finding]) -> Grid:
+    """Return how many tables and claims were run in which way (rows), and what came out."""
+    counts = tally(findings)
+    outcomes = [outcome for outcome in (*Outcome, None) if outcome in {o for _, o in counts}]
+    return Grid(
+        "Tables and claims, by how they were run and what came out",
+        ("", *(describe_outcome(outcome) for outcome in outcomes)),
+        tuple(
+            (how.value, *(str(counts.get((how, outcome), "")) for outcome in outcomes))
+            for how in dict.fromkeys(how for how, _ in counts)
+        ),
+    )
+
+
+def overview_grid(findings: Sequence[Finding]) -> Grid:
+    """Return a row for each finding: its id, what came out, how it was run, and why."""
+    rows = ((f.id, describe_outcome(f.outcome), f.how.value, f.summary) for f in findings)
+    return Grid("", ("", "outcome", "how it was run", "in one sentence"), tuple(rows), words=True)
+
+
+def describe_outcome(outcome: Outcome | None) -> str:
+    """Return what came out in words, "not attempted" if nothing did."""
+    return outcome.value if outcome else "not attempted"
+
+
+def statement(printed: Table | Claim) -> str:
+    """Return what the paper says: a claim's text, a table's title and setting."""
+    if isinstance(printed, Claim):
+        return f"{printed.text} ({printed.where})"
+    return f"{printed.title}. Setting: {printed.setting}"
+
+
+def published_grid(printed: Table | Claim) -> Grid:
+    """Return the grid of a printed table, or of a claim's numbers, as they were printed."""
+    if isinstance(printed, Claim):
+        pairs = printed.labelled().items() if printed.labels else ()
+        rows = tuple((label, _printed(value)) for label, value in pairs)
+        return Grid("The paper", ("", printed.unit or "printed"), rows)
+    arrows = {"lower": " ↓", "higher": " ↑"}
+    header = (f"{name}{arrows.get(printed.direction(name), '')}" for name in printed.columns)
+    hardware = f"; {printed.hardware}" if printed.hardware else ""
+    return Grid(
+        f"The paper: {printed.title}. {printed.metric} ({printed.unit}){hardware}",
+        ("", *header),
+        tuple((row.name, *map(_printed, row.values)) for row in printed.rows),
+    )
+
+
+def measured_grid(ours: Measurement) -> Grid:
+    """Return the grid of our numbers: the mean over seeds, or the median over passes."""
+    if ours.kind == "timings":
+        return _timings_grid(ours)
+    found: dict[tuple[str, str], list[dict[str, float]]] = {row: [] for row in ours.rows}
+    for entry in ours.entries:
+        found[entry.group, entry.model].append(_further(entry))
+    titles = [t for t in FURTHER if any(t in each for row in found.values() for each in row)]
+    rows = []
+    for (group, model), details in found.items():
+        cells = [_cell(ours, model, column, group) for column in ours.columns]
+        for title in titles:
+            cells.append(format_value(max((d[title] for d in details if title in d), default=None)))
+        rows.append((f"{model} ({group})" if group else model, *cells))
+    return Grid(_caption(ours, rows, titles), ("", *ours.columns, *titles), tuple(rows))
+
+
+def _further(entry: Entry) -> dict[str, float]:
+    """Return the details of an entry that have columns of their own."""
+    details = entry.details
+    first = [loss for step, loss in details.get("steps", {}).get("val", ()) if step == 0]
+    values = (
+        math.exp(first[0]) if first else None,
+        details["parameters"] / 1e6 if "parameters" in details else None,
+        *map(details.get, ("tokens_per_second", "peak_gb", "host_ms")),
+    )
+    return {title: v for title, v in zip(FURTHER, values, strict=True) if v is not None}
+
+
+def _timings_grid(ours: Measurement) -> Grid:
+    """Return the grid of the rows that `bench` wrote, one for each of its timings."""
+    names = ("name", "impl", "shape", "ms", "range", "host_ms", "peak_gb", "commit")
+    titles = ("", "implementation", "shape", "ms", "20% to 80%", "host ms", "peak GB", "commit")
+    rows = []
+    for entry in ours.entries:
+        found = {**entry.details, "range": " to ".join(map(format_value, entry.details["range"]))}
+        rows.append(tuple(format_value(found.get(name)) for name in names))
+    return Grid(_caption(ours, rows), titles, tuple(rows))
+
+
+def _caption(ours: Measurement, rows: Sequence[Sequence[str]], further: Sequence[str] = ()) -> str:
+    """Say what was measured and on what, and explain the words in the cells."""
+    words = {cell for row in rows for cell in row}
+    notes = (
+        f"Ours{f' ({ours.unit})' if ours.unit else ''}: {ours.setting}",
+        "OOM: out of memory" if "OOM" in words else "",
+        "a dash: not measured" if "-" in words else "",
+        f"{', '.join(further)}: the row's highest" if further else "",
+    )
+    return ". ".join(filter(None, ("; ".join(filter(None, notes)), ", ".join(_origin(ours)))))
+
+
+def _origin(ours: Measurement) -> Iterator[str]:
+    if ours.origin:
+        yield ours.origin["gpu"] or f"CPU ({ours.origin['cpu']})"
+        for name in ("torch", "triton", "driver", "commit"):
+            if ours.origin.get(name):
+                yield f"{name} {ours.origin[name]}"
+        older = {e.details.get("commit") for e in ours.entries} - {None, ours.origin["commit"]}
+        if older:
+            yield f"parts at {', '.join(sorted(older))}"
+        yield ours.origin["date"]
+    if ours.kind in ("speed", "training", "recall"):
+        yield f"{'passes' if ours.kind == 'speed' else 'seeds'} {', '.join(map(str, ours.seeds))}"
+    if ours.source:
+        yield f"{ours.source}.json{'l' if ours.kind == 'timings' else ''}"
+
+
+def _cell(ours: Measurement, model: str, column: str, group: str) -> str:
+    text = format_value(ours.typical(model, column, group))
+    spread = ours.spread(model, column, group)
+    if spread is None or ours.kind == "speed":
+        return text
+    return f"{text} ({len(ours.by_seed(model, column, group))} seeds, spread {spread:.2g})"
+
+
+def _printed(value: Value) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def format_value(value: Value | None) -> str:
+    """Write one of our numbers with four digits and separated thousands; None as a dash."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 100):
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
