@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
