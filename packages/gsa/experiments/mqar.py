@@ -23,7 +23,9 @@ TASK = MQARConfig(
     vocab_size=1024, train_rows=50_000, train_pairs=(4, 8, 16, 32, 64), test_rows=1000
 )
 TOY = MQARConfig(vocab_size=64, seq_len=32, num_pairs=4, train_rows=64, test_rows=16)
-SMALL = SweepConfig(TASK, learning_rates=(4.64e-4, 2.15e-3), skip_solved=True, compile=True)
+SMALL = SweepConfig(
+    TASK, learning_rates=(4.64e-4, 2.15e-3), skip_solved=True, precision="auto", compile=True
+)
 REHEARSAL = SweepConfig(TOY, widths=(16,), learning_rates=(1e-2,), batch_size=16, epochs=1)
 CHANGES = ({}, {"init": "fan_in"}, {"conv_width": 3})
 

@@ -100,17 +100,8 @@ def one_slot_a_token() -> Judgement:
 def gsa_by_definition(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
     """Compute section 3.1's recurrence slot by slot, without any code of `mezzo_gsa.ops`.
 
-    Args:
-        q: (T, H, D) queries.
-        k: (T, H, D) keys.
-        v: (T, H, D) values.
-        alpha: (T, H, M) forget gates, in [0, 1].
-
-    Returns:
-        (T, H, D), in the dtype of v.
+    The queries, keys and values are (T, H, D), the forget gates alpha (T, H, M), in [0, 1].
     """
-    T, H, D = v.shape
-    M = alpha.shape[-1]
     outputs = torch.zeros_like(v)
     for h in range(H):
         keys, values = v.new_zeros(M, D), v.new_zeros(M, D)

@@ -34,7 +34,7 @@ def mqar(
     conv_width: Annotated[int, Option(help="Tokens of a convolution as the first layer.")] = 0,
     init: Annotated[str, Option(help="Start of weights: zoology or fan_in.")] = WHOLE.init,
     seed: Annotated[int, Option(help="Of weights and order.")] = TASK.seed,
-    precision: Annotated[str, Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
+    precision: Annotated[str, Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = WHOLE.precision,
     compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:

@@ -44,7 +44,7 @@ def sweep(
     choices = list(product(sorted(config.widths), config.models))
     sizes = {choice: _sizes(config, *choice) for choice in choices}
     chosen = choose_device(device, None)
-    result = Result(out / f"{config.name}.json", config.header(chosen), origin(chosen), say)
+    result = Result(out / f"{config.name}.json", config.header(), origin(chosen), say)
     for width, model in choices:
         place = {"model": NAMES[model], "column": f"C={width}"}
         if result.has(**place, seed=config.task.seed):
