@@ -1,13 +1,11 @@
 """Write each package's RESULTS.md, and the tables in the READMEs: `python tools/check_results.py`.
 
-A table in a README stands between `<!-- table MACHINE/NAME -->` (in the workspace's README
-`<!-- table PACKAGE/MACHINE/NAME -->`) and `<!-- end of table -->`. With `--figures`, the figures
-that are missing beside the result files are drawn.
+A README's table stands between `<!-- table MACHINE/NAME -->` and `<!-- end of table -->`; in the
+workspace's README, PACKAGE/MACHINE/NAME. With `--figures`, missing figures of results are drawn.
 """
 
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from mezzo_core.papers.figures import draw_result, model_names
@@ -21,58 +19,49 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/results"))
 TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
-def main(figures: bool) -> None:
-    """Write the documents of every package that has results, and draw missing figures if asked."""
-    for package in PACKAGES:
-        if figures:
-            draw_missing(package)
-        for path, text in documents(package).items():
-            path.write_text(text, encoding="utf-8")
-    readme = ROOT / "README.md"
-    readme.write_text(updated(readme, sources(ROOT)), encoding="utf-8")
+def documents(folder: Path) -> dict[Path, str]:
+    """Return the README, and for a package RESULTS.md, as they should be."""
+    readme, found = folder / "README.md", sources(folder)
 
+    def write(match: re.Match[str]) -> str:
+        grid = measured_grid(found[match[2]])
+        return "\n".join((match[1], *table(grid), match[3]))
 
-def documents(package: Path) -> dict[Path, str]:
-    """Return the texts of a package's RESULTS.md and README.md."""
-    readme, title = package / "README.md", f"mezzo-{package.name}"
-    results = results_markdown(package / "results", title, published(package))
-    return {package / "RESULTS.md": results, readme: updated(readme, sources(package))}
+    texts = {readme: TABLE.sub(write, readme.read_text(encoding="utf-8"))}
+    if folder != ROOT:
+        path, title = folder / "results", f"mezzo-{folder.name}"
+        texts[folder / "RESULTS.md"] = results_markdown(path, title, published(folder))
+    return texts
 
 
 def sources(folder: Path) -> dict[str, Measurement]:
-    """Return what a README's numbers come from: results, and the paper's tables and claims."""
+    """Return what a README's numbers come from: the results, and the paper's tables and claims."""
     if folder == ROOT:
-        every = {package.name: sources(package) for package in PACKAGES}
-        return {f"{name}/{key}": s for name, found in every.items() for key, s in found.items()}
-    paper = published(folder)
-    printed = {each.id: printed_measurement(each) for each in (*paper.tables, *paper.claims)}
+        every = {f"{package.name}/": sources(package) for package in PACKAGES}
+        return {package + name: each for package, s in every.items() for name, each in s.items()}
+    paper = published(folder).by_id.items()
+    printed = {id: printed_measurement(each) for id, each in paper}
     return printed | read_results(folder / "results")
-
-
-def updated(readme: Path, sources: Mapping[str, Measurement]) -> str:
-    """Return the text of a README with its tables as the results say."""
-
-    def write(match: re.Match[str]) -> str:
-        before, name, after = match.groups()
-        return "\n".join([f"{before}", *table(measured_grid(sources[name])), after])
-
-    return TABLE.sub(write, readme.read_text(encoding="utf-8"))
 
 
 def published(package: Path) -> Published:
     """Return what the package's paper says."""
-    (path,) = package.glob("src/*/published.toml")
-    return load_published(path)
+    return load_published(next(package.glob("src/*/published.toml")))
 
 
 def draw_missing(package: Path) -> None:
-    """Draw the figures of the result files that have none."""
+    """Draw the figures of those result files that have none."""
     results = read_results(package / "results")
+    names = model_names(published(package), results.values())
     for ours in results.values():
         path = package / "results" / f"{ours.source}.png"
         if ours.kind != "timings" and not path.exists():
-            draw_result(ours, path, model_names(published(package), results.values()))
+            draw_result(ours, path, names)
 
 
 if __name__ == "__main__":
-    main(figures="--figures" in sys.argv[1:])
+    for package in PACKAGES if "--figures" in sys.argv else ():
+        draw_missing(package)
+    for folder in (*PACKAGES, ROOT):
+        for path, text in documents(folder).items():
+            path.write_text(text, encoding="utf-8")

@@ -11,8 +11,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from mezzo_core.cli import Paper, make_app, run
 
         from mezzo_rat.bench import bench
+        from mezzo_rat.claims import REPRODUCTION
         from mezzo_rat.recipes import RECIPES
-        from mezzo_rat.reproduce import SCALES, reproduce
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         title="RAT: a gated linear RNN inside chunks, softmax attention across chunk ends.",
         recipes=RECIPES,
         bench=bench,
-        reproduce=reproduce,
-        scales=SCALES,
+        reproduce=REPRODUCTION.reproduce,
+        scales=tuple(REPRODUCTION.scales),
     )
     run(make_app(paper), arguments)
 

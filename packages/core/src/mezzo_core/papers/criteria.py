@@ -119,6 +119,7 @@ class Ratio:
         bounds: (lowest, highest) by column; see `about` and `at_least`.
         groups: those that count; empty: all that were measured.
         what: what the ratio is, in words.
+        best: only the highest of the ratios counts, as in "up to 4 times".
     """
 
     above: str
@@ -126,20 +127,30 @@ class Ratio:
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
     what: str = ""
+    best: bool = False
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the ratio of each seed or pass with the bounds."""
-        found = [
-            (group, column, paired)
-            for group in self.groups or ours.groups
-            for column in self.bounds
+        ratios = {
+            (group, column): [a / b for a, b in paired]
+            for group in ours.groups
+            for column in ours.columns
             if (paired := pair_seeds(ours, self.above, self.below, column, group))
-        ]
+        }
+        middle = {place: statistics.median(found) for place, found in ratios.items()}
+        groups = self.groups or ours.groups
+        counting = [(g, column) for g, column in ratios if g in groups and column in self.bounds]
+        if self.best:
+            counting = sorted(counting, key=middle.__getitem__)[-1:]
         outcomes, words, details = [], [], []
-        for group, column, paired in found:
+        for group, column in ratios:
+            text = f"{middle[group, column]:.3g}"
+            place = describe_place(group, column)
+            if (group, column) not in counting:
+                details.append(f"{place}: {text}, not compared")
+                continue
             low, high = self.bounds[column]
-            ratios = [a / b for a, b in paired]
-            inside = [low <= ratio <= high for ratio in ratios]
+            inside = [low <= ratio <= high for ratio in ratios[group, column]]
             outcomes.append(
                 Outcome.AGREES
                 if all(inside)
@@ -147,14 +158,12 @@ class Ratio:
                 if any(inside)
                 else Outcome.DIFFERS
             )
-            place = describe_place(group, column)
-            words.append(f"{statistics.median(ratios):.3g} at {place}")
-            details.append(
-                f"{place}: {statistics.median(ratios):.3g}, expected {describe_bounds(low, high)}: "
-                f"{outcomes[-1].value}"
-            )
+            bounds = describe_bounds(low, high)
+            words.append(f"{text} at {place} (expected {bounds})")
+            details.append(f"{place}: {text}, expected {bounds}: {outcomes[-1].value}")
         what = self.what or f"{self.above} over {self.below}"
-        return Judgement(combine(outcomes), f"{what}: {', '.join(words) or '-'}", tuple(details))
+        summary = f"{what}: {', '.join(words) or 'not measured where the paper has it'}"
+        return Judgement(combine(outcomes), summary, tuple(details))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mezzo_core.papers.reproduction import Reproduction, Run
 
 MARKERS = "osD^vPX*<>pd"
-Looks = Mapping[str, Mapping[str, Any]]
+Looks = dict[str, dict[str, Any]]
 
 
 def report_figures(paper: "Reproduction", run: "Run", folder: Path) -> list[Figure]:
@@ -54,16 +54,13 @@ def draw_result(
     models: Sequence[str] = (),
     theirs: Measurement | None = None,
 ) -> Any:
-    """Draw a measurement: lines over numbered columns, or losses by step and a dot for each seed.
+    """Draw lines over numbered columns, or losses by step and a dot for each seed; return a figure.
 
     Args:
         ours: the measurement; the lines of a training are its losses.
         path: the PNG file.
         models: all models of the paper, whose order gives the colours.
-        theirs: the paper's numbers, drawn below ours.
-
-    Returns:
-        The matplotlib figure.
+        theirs: the paper's numbers, drawn beside ours.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -77,9 +74,9 @@ def draw_result(
 
 
 def _looks(names: Sequence[str]) -> Looks:
-    from matplotlib import colormaps
+    from matplotlib import color_sequences
 
-    first = list(colormaps["tab10"].colors)
+    first = color_sequences["tab10"]
     return {
         name: {
             # The models after the first ten go around the circle of hues, in a darker tone.
@@ -104,9 +101,10 @@ def _panels(rows: int, columns: int, height: float) -> tuple[Any, list[Any]]:
 
 
 def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
-    """Draw a row of panels for each measurement, and in it a panel for each group."""
+    """Draw a panel for each group, ours above the paper's; if there is one group, beside it."""
     groups = list(dict.fromkeys(group for each in both for group in each.groups))
-    figure, axes = _panels(len(both), len(groups), 3.8)
+    rows, columns = (len(both), len(groups)) if len(groups) > 1 else (1, len(both))
+    figure, axes = _panels(rows, columns, 3.8)
     panels = [(each, group) for each in both for group in groups]
     for place, (each, group) in zip(axes, panels, strict=True):
         xs = [_number(column) for column in each.columns]
@@ -124,7 +122,8 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
         else:
             place.set_yscale("log")
             place.yaxis.set_major_formatter("{x:,g}")
-            place.yaxis.set_minor_formatter("{x:,g}" if _is_narrow(place) else "")
+            low, high = place.get_ylim()
+            place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")
         whose = ("the paper's" if each is not both[0] else "ours") if len(both) > 1 else ""
         place.set_title(", ".join(filter(None, (whose, group))))
     shown = {
@@ -132,11 +131,6 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
     }
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
     return figure
-
-
-def _is_narrow(axes: Any) -> bool:
-    low, high = axes.get_ylim()
-    return high < 10 * low
 
 
 def _draw_dots(ours: Measurement, looks: Looks) -> Any:

@@ -14,27 +14,27 @@ from mezzo_core.papers.report import Figure, PaperReport, Report, Sample
 from mezzo_core.papers.tables import Grid
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-  max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 76rem;
+  margin: 2rem auto; padding: 0 1rem; } a { color: #1a56a8; } [hidden] { display: none !important; }
 h1, h2, h3 { line-height: 1.25; } h1, h2 { margin-top: 3rem; } h3 { margin: 1.5rem 0 .5rem; }
 h1, h2, section { scroll-margin-top: 5rem; } section { border-top: 1px solid #eee; }
-a { color: #1a56a8; } nav ul { margin: 0; padding-left: 1.2rem; } nav > ul { columns: 24rem; }
-nav > ul > li { break-inside: avoid; } form { position: sticky; top: 0; background: #fff;
-  border-bottom: 1px solid #ccc; padding: .5rem 0; display: flex; flex-wrap: wrap; gap: 0 1rem; }
+nav ul { margin: 0; padding-left: 1.2rem; } nav > ul { columns: 24rem; } li { break-inside: avoid; }
+form { position: sticky; top: 0; background: #fff; border-bottom: 1px solid #ccc; padding: .5rem 0;
+  display: flex; flex-wrap: wrap; gap: 0 1rem; } img { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .85rem; margin: .5rem 0; }
-caption { text-align: left; padding-bottom: .25rem; }
-th, td { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right;
-  font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; vertical-align: top; }
+caption, figcaption, .quiet { color: #555; text-align: left; } .numbers td { white-space: nowrap; }
 .beside { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; align-items: flex-start; }
 .scroll { overflow-x: auto; max-width: 100%; } ul.lines { font-size: .85rem; columns: 28rem; }
-img { max-width: 100%; height: auto; } caption, figcaption, .quiet { color: #555; }
 blockquote { margin: .5rem 0; padding-left: .8rem; border-left: 3px solid #ccc; }
 pre { background: #f6f6f6; padding: .8rem; white-space: pre-wrap; }
-.badge { border-radius: .3rem; padding: .05rem .45rem; font-size: .8rem; white-space: nowrap; }
-.agrees { background: #d6f0d6; color: #10500f; } .differs { background: #fbdcd9; color: #7c1208; }
-.not-settled { background: #fdf0c8; color: #6b4e00; } .not-attempted { background: #eee; }
-[hidden] { display: none !important; }
+section > p > b, tr[data-outcome] > td:nth-child(2) { padding: .2rem .6rem; font-weight: normal;
+  background: var(--back, #eee); color: var(--ink, #444); }
+tr[data-outcome] > td:not(:last-child) { white-space: nowrap; }
+[data-outcome=agrees] { --back: #d6f0d6; --ink: #10500f; }
+[data-outcome=differs] { --back: #fbdcd9; --ink: #7c1208; }
+[data-outcome=not-settled] { --back: #fdf0c8; --ink: #6b4e00; }
 @media print { form, nav { display: none; } body { max-width: none; margin: 0; font-size: 11px; }
   figure, tr { break-inside: avoid; } .scroll { overflow: visible; } }
 """
@@ -104,11 +104,10 @@ def _filter() -> str:
 
 def _paper(paper: PaperReport) -> tuple[str, str]:
     """Return a paper's table of contents, and its parts."""
-    printed = {each.id: each for each in (*paper.published.tables, *paper.published.claims)}
-    found = [(f.kind, _finding(f, printed.get(f.id))) for f in paper.findings]
+    found = [(f.kind, _finding(f, paper.published.by_id.get(f.id))) for f in paper.findings]
     parts = {
         "What came out": _grid(tables.tally_grid(paper.findings)) + _lines(paper.notes),
-        "Every table, claim and check": _overview(paper.findings),
+        "Every table, claim and check": _grid(tables.overview_grid(paper.findings), paper.findings),
         "Figures": "".join(map(_figure, paper.figures)),
         "A sample": "".join(map(_sample, paper.samples)),
         "Tables": "".join(section for kind, section in found if kind == "table"),
@@ -129,23 +128,15 @@ def _paper(paper: PaperReport) -> tuple[str, str]:
     )
 
 
-def _overview(findings: Sequence[Finding]) -> str:
-    rows = [
-        f'<tr {_data(f)}><td><a href="#{escape(f.id)}">{escape(f.id)}</a></td><td>{_badge(f)}</td>'
-        f"<td>{escape(f.how.value)}</td><td>{escape(f.summary)}</td></tr>"
-        for f in findings
-    ]
-    return _grid(tables.overview_grid(findings), rows)
-
-
 def _finding(finding: Finding, printed: Table | Claim | None) -> str:
     """Return what the paper says, what came out, and our numbers beside the paper's."""
     says = f"<blockquote>{escape(tables.statement(printed))}</blockquote>" if printed else ""
     grids = [tables.published_grid(printed)] if printed else []
     grids += [tables.measured_grid(measurement) for measurement in finding.measurements]
+    outcome = f"<b>{tables.describe_outcome(finding.outcome)}</b> ({finding.how.value}): "
     return (
         f'<section id="{escape(finding.id)}" {_data(finding)}><h3>{escape(finding.id)}</h3>{says}'
-        f"<p>{_badge(finding)} ({escape(finding.how.value)}) {escape(finding.summary)}</p>"
+        f"<p>{outcome}{escape(finding.summary)}</p>"
         f'{_lines(finding.details)}<div class="beside">{"".join(map(_grid, grids))}</div></section>'
     )
 
@@ -153,11 +144,6 @@ def _finding(finding: Finding, printed: Table | Claim | None) -> str:
 def _data(finding: Finding) -> str:
     outcome = _slug(tables.describe_outcome(finding.outcome))
     return f'data-outcome="{outcome}" data-how="{_slug(finding.how.value)}"'
-
-
-def _badge(finding: Finding) -> str:
-    words = tables.describe_outcome(finding.outcome)
-    return f'<span class="badge {_slug(words)}">{words}</span>'
 
 
 def _slug(words: str) -> str:
@@ -169,16 +155,24 @@ def _lines(lines: Sequence[str]) -> str:
     return f'<ul class="lines">{items}</ul>' if items else ""
 
 
-def _grid(grid: Grid, rows: Sequence[str] = ()) -> str:
-    """Return a table, with rows of HTML in place of the grid's own if they are given."""
+def _grid(grid: Grid, findings: Sequence[Finding] = ()) -> str:
+    """Return a table; with findings, each row is one's and leads to it."""
     if not grid.rows:
         return ""
+    rows = [[escape(cell) for cell in row] for row in grid.rows]
+    marks = [""] * len(rows)
+    for i, finding in enumerate(findings):
+        rows[i][0] = f'<a href="#{rows[i][0]}">{rows[i][0]}</a>'
+        marks[i] = f" {_data(finding)}"
+    body = "".join(
+        f"<tr{mark}><td>{'</td><td>'.join(row)}</td></tr>"
+        for mark, row in zip(marks, rows, strict=True)
+    )
     header = "".join(f"<th>{escape(cell)}</th>" for cell in grid.header)
-    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in grid.rows)
     return (
         f'<div class="scroll"><table class="{"words" if grid.words else "numbers"}">'
         f"<caption>{escape(grid.caption)}</caption><thead><tr>{header}</tr></thead>"
-        f"<tbody>{''.join(rows or (f'<tr>{row}</tr>' for row in cells))}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 

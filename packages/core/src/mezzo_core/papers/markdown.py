@@ -52,7 +52,6 @@ def table(grid: Grid) -> list[str]:
 
 
 def _paper(paper: PaperReport, out: Path) -> list[str]:
-    printed = {each.id: each for each in (*paper.published.tables, *paper.published.claims)}
     lines = [f"## {paper.published.title}", "", *table(tables.tally_grid(paper.findings))]
     lines += [*(f"- {note}" for note in paper.notes), ""]
     lines += table(tables.overview_grid(paper.findings))
@@ -63,7 +62,7 @@ def _paper(paper: PaperReport, out: Path) -> list[str]:
         quoted = (sample.prompt + sample.text).replace("```", "'''")
         lines += [f"### {sample.title}", "", "```text", quoted, "```", ""]
     for finding in paper.findings:
-        lines += _finding(finding, printed.get(finding.id))
+        lines += _finding(finding, paper.published.by_id.get(finding.id))
     for ours in paper.results.values():
         lines += [f"### {ours.source}: {ours.title}", "", *table(tables.measured_grid(ours))]
     return lines

@@ -146,9 +146,15 @@ class Published:
         """All ids, those of tables first."""
         return (*(table.id for table in self.tables), *(claim.id for claim in self.claims))
 
+    @property
+    def by_id(self) -> dict[str, Table | Claim]:
+        """All tables and claims by their ids."""
+        every: list[Table | Claim] = [*self.tables, *self.claims]
+        return {each.id: each for each in every}
+
     def entry(self, id: str) -> Table | Claim:
         """Return the table or claim of this id; a KeyError if the paper has none."""
-        return {each.id: each for each in (*self.tables, *self.claims)}[id]
+        return self.by_id[id]
 
     def table(self, id: str) -> Table:
         """Return the table of this id; a KeyError if the paper has none."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rich.table import Table as ConsoleTable
 from mezzo_core.bench.origin import origin
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.contract import MixerConfig
-from mezzo_core.papers.claims import Answer, Check, Finding, check_complete, find
+from mezzo_core.papers.claims import Answer, Check, Finding, Kind, check_complete, find
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.figures import report_figures
 from mezzo_core.papers.measurement import How, Measurement, read_results
@@ -130,12 +131,12 @@ class Reproduction:
         with _threads(chosen.threads), _progress(console) as watch:
             run = Run(self, chosen, folder, watch, console)
             findings = [
-                _guarded(answer.id, lambda answer=answer: find(answer, published, run))
+                _guarded(answer.id, partial(find, answer, published, run))
                 for answer in self.answers
                 if not only or answer.id in only
             ]
             findings += [
-                _guarded(check.id, lambda check=check: _finding(check))
+                _guarded(check.id, partial(_finding, check))
                 for check in self.checks
                 if not only or check.id in only
             ]
@@ -234,7 +235,7 @@ def _guarded(id: str, work: Callable[[], Finding]) -> Finding:
         raise
     except Exception as error:
         summary = f"could not be answered: {type(error).__name__}: {error}"
-        kind = "check" if ".check." in id else "table" if ".table" in id else "claim"
+        kind: Kind = "check" if ".check." in id else "table" if ".table" in id else "claim"
         return Finding(id, kind, How.PAPER, Outcome.DIFFERS, summary)
 
 

@@ -130,12 +130,14 @@ def _origin(ours: Measurement) -> Iterator[str]:
         for name in ("torch", "triton", "driver", "commit"):
             if ours.origin.get(name):
                 yield f"{name} {ours.origin[name]}"
-        older = {e.details.get("commit") for e in ours.entries} - {None, ours.origin["commit"]}
-        if older:
-            yield f"parts at {', '.join(sorted(older))}"
+        commits = {e.details["commit"] for e in ours.entries if e.details.get("commit")}
+        if older := sorted(commits - {ours.origin["commit"]}):
+            yield f"parts at {', '.join(older)}"
         yield ours.origin["date"]
-    if ours.kind in ("speed", "training", "recall"):
-        yield f"{'passes' if ours.kind == 'speed' else 'seeds'} {', '.join(map(str, ours.seeds))}"
+    if ours.kind == "speed":
+        yield f"passes: {len(ours.seeds)}"
+    elif ours.kind in ("training", "recall"):
+        yield f"seeds: {', '.join(map(str, ours.seeds))}"
     if ours.source:
         yield f"{ours.source}.json{'l' if ours.kind == 'timings' else ''}"
 

@@ -209,7 +209,7 @@ class Trainings:
         watch = self._watch
         # Several processes slow each other down on one GPU, so there one training runs at a time.
         if _device() == "cuda" or not self.budget.parallel:
-            found = []
+            found: list[dict[str, Any]] = []
             for training in self.all:
                 watch("training the tiny models", len(found) * self.budget.steps, total)
                 found.append(training.run())

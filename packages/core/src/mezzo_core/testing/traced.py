@@ -13,6 +13,7 @@ So a comment is `SOURCE: [DETAIL of] MODEL [/ MODEL] [at COLUMN[, GROUP]]`. Two 
 ratio; a detail (the highest of the entries) stands in place of the value.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -28,13 +29,12 @@ NO_PROSE = re.compile(
 )
 TRACED = "\N{CHECK MARK}"
 UNITS = (
-    r"(?:[x×](?!\w|\s?\d)|%|per ?cent|(?:times|ms|[µu]s|s|seconds?|minutes?|hours?|[GM]i?B|"
+    r"(?:[x\u00d7](?!\w|\s?\d)|%|per ?cent|(?:times|ms|[µu]s|s|seconds?|minutes?|hours?|[GM]i?B|"
     r"TFLOPS|TFLOP/s|(?:(?:thousand|million|billion) )?tokens(?:/s| a second| per second))\b)"
 )
 # A number with a unit, or before others that share one: "1.02, 1.09 and 1.38 times".
 MEASURED = re.compile(rf"{NUMBER}(?=(?:(?:,| and| to| or|-)+ ?(?:{NUMBER}|{TRACED}))*[ -]?{UNITS})")
 SCORES = re.compile(r"perplexit|\bPPL\b|accurac|\brecalls?\b", re.IGNORECASE)
-FRACTION = re.compile(rf"{NUMBER}(?<=\d\.\d)\d*|(?<![\w.])\d+\.\d+")
 
 
 def untraced(text: str, sources: Mapping[str, Measurement]) -> list[str]:
@@ -47,18 +47,20 @@ def untraced(text: str, sources: Mapping[str, Measurement]) -> list[str]:
         text: Markdown.
         sources: results and printed tables, by the names that references use.
     """
-    problems = []
+    problems: list[str] = []
 
     def check(match: re.Match[str]) -> str:
         number, unit, reference = match.groups()
-        problems.extend(f"{number}: {reference}: {why}" for why in _wrong(number, reference, sources))
+        problems.extend(
+            f"{number}: {reference}: {why}" for why in _wrong(number, reference, sources)
+        )
         return TRACED + unit
 
     prose = NO_PROSE.sub("", REFERENCE.sub(check, text))
     for sentence in re.split(r"(?<=[.!?;:])\s+|\n", prose):
         found = {match[0] for match in MEASURED.finditer(sentence)}
         if SCORES.search(sentence):
-            found |= set(re.findall(r"(?<![\w.])\d+\.\d+", sentence))
+            found |= {n for n in re.findall(NUMBER, sentence) if "." in n}
         if sentence.startswith("|"):
             found |= set(re.findall(rf"(?<=\|)\s*({NUMBER})\s*(?=\|)", sentence))
         problems += [f"{number}: no reference: {sentence.strip()}" for number in sorted(found)]
@@ -102,10 +104,14 @@ def evaluate(reference: str, sources: Mapping[str, Measurement]) -> float:
     detail, of, names = rows.partition(" of ")
     if not of or not detail.isidentifier():
         detail, names = "", rows
-    values = [_value(sources[source], name, column, group, detail) for name in names.split(" / ")]
-    if len(values) > 2 or any(isinstance(value, str | None) for value in values):
-        raise ValueError(f"no number or ratio of two, but {values}")
-    return float(values[0]) / (float(values[1]) if values[1:] else 1.0)
+    numbers = []
+    for name in names.split(" / "):
+        value = _value(sources[source], name, column, group, detail)
+        if value is None or isinstance(value, str):
+            raise ValueError(f"no number, but {value or 'nothing'}")
+        numbers.append(float(value))
+    first, *others = numbers
+    return first / math.prod(others)
 
 
 def _value(ours: Measurement, model: str, column: str, group: str, detail: str) -> Value | None:

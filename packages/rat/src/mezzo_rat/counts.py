@@ -1,0 +1,190 @@
+"""What is counted or computed without training: FLOPs, states in memory, the recipes' settings."""
+
+from pathlib import Path
+
+import torch
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+from mezzo_core.papers.checks import beside_printed
+from mezzo_core.papers.criteria import Judgement, Outcome
+from mezzo_core.papers.measurement import How, Measurement, entries
+from mezzo_core.papers.published import Claim, Table, Value, load_published
+from mezzo_core.train.config import TrainConfig
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mezzo_rat.linear_rnn import LinearRNNConfig
+from mezzo_rat.mixer import RATConfig
+from mezzo_rat.recipes import RECIPES
+from mezzo_rat.reversed import RATReversedConfig
+from mezzo_rat.speed import paper_layers
+
+C, HEAD_DIM = 128, 32
+FLOPS_AT = (256, 512, 1024)
+GPU_BYTES = 120e9
+"""Memory of the paper's GPU."""
+ROUNDED = {"tokens": 0.01, "batch tokens": 0.05}
+"""The paper prints rounded counts of tokens (15B, 2M); the recipes use powers of two near them."""
+
+
+def flops(claim: Claim) -> Measurement:
+    """Count the FLOPs a token of each layer, and what one more token of context adds to them.
+
+    They are counted in two ways: by torch's counter on a forward pass, which counts masked logits
+    in full, and from `flops_per_token`, which leaves them out. The first grows twice as fast as the
+    second, for RAT as for attention.
+    """
+    layers: dict[str, MixerConfig] = {
+        "RNN": LinearRNNConfig(),
+        "RAT(L=64)": RATConfig(chunk_size=64, head_dim=HEAD_DIM),
+        "RAT(L=16)": RATConfig(chunk_size=16, head_dim=HEAD_DIM),
+        "Attention": AttentionConfig(head_dim=HEAD_DIM),
+    }
+    rows: dict[str, list[Value]] = {}
+    for name, config in layers.items():
+        mixer = config.build(C)
+        seen = [count_flops(mixer, T) for T in FLOPS_AT]
+        known = [mixer.flops_per_token(T) for T in FLOPS_AT]
+        more = FLOPS_AT[-1] - FLOPS_AT[0]
+        rows[name] = [*seen, (seen[-1] - seen[0]) / more, (known[-1] - known[0]) / more]
+    columns = (*(f"T={T}" for T in FLOPS_AT), "growth, counted", "growth, formula")
+    setting = f"one mixer, C = {C}, D = {HEAD_DIM}, forward; matrix products counted by torch"
+    return Measurement(entries(rows, columns), columns, setting, How.PAPER, "FLOPs a token")
+
+
+def count_flops(mixer: nn.Module, num_tokens: int) -> float:
+    """Return the FLOPs a token of the matrix products of one forward pass."""
+    # torch's counter has no formula for the fused attention of a CPU. SDPBackend.MATH uses plain
+    # matrix products, which it counts.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        mixer(torch.randn(1, num_tokens, C))
+    return counter.get_total_flops() / num_tokens
+
+
+def grows_as_claimed(printed: Table | Claim, ours: Measurement) -> Judgement:
+    """FLOPs a token are constant for the RNN; they grow as T/L for RAT and as T for attention."""
+    right, words = True, []
+    for column in ("growth, counted", "growth, formula"):
+        rnn, attention, *rat = (
+            float(ours.typical(model, column) or 0)
+            for model in ("RNN", "Attention", "RAT(L=16)", "RAT(L=64)")
+        )
+        faster = [attention / each if each else 0.0 for each in rat]
+        right &= rnn == 0 and all(
+            abs(a / L - 1) < 0.01 for a, L in zip(faster, (16, 64), strict=True)
+        )
+        words.append("{:.2f} and {:.2f} times".format(*faster))
+    return Judgement(
+        Outcome.AGREES if right else Outcome.DIFFERS,
+        "attention's FLOPs a token grow with T "
+        f"{words[0]} as fast as those of RAT(L=16) and RAT(L=64), by our formula {words[1]}; the "
+        f"RNN's {'do not grow' if right else 'must not grow'}",
+    )
+
+
+def reversed_chunks(claim: Claim) -> Measurement:
+    """Find the chunk size (a power of two) at which the reversed design costs what RAT(L=64) does.
+
+    The costs are the FLOPs a token that the context adds to those of a single token.
+    """
+    width, head_dim = 1024, 64
+
+    def cost(config: MixerConfig, T: int) -> float:
+        mixer = on_meta(config, width)
+        return mixer.flops_per_token(T) - mixer.flops_per_token(1)
+
+    found: dict[str, Value] = {}
+    for label in claim.labels:
+        T = int(label.removeprefix("T="))
+        target = cost(RATConfig(64, head_dim), T)
+        sizes = [2**i for i in range(T.bit_length())]
+        found[label] = min(
+            sizes, key=lambda L: abs(cost(RATReversedConfig(L, head_dim), T) - target)
+        )
+    setting = (
+        f"power of two nearest to RAT(L=64)'s FLOPs of the context, C = {width}, D = {head_dim}"
+    )
+    return beside_printed(claim, found, setting)
+
+
+def out_of_memory(claim: Claim) -> Measurement:
+    """Count at how many positions of Table 8 a batch's state fits the paper's GPU.
+
+    Nothing is allocated: the sizes come from `state_bytes`, which tests compare with real tensors.
+    A row's first columns are the positions that fit, in the paper and by our sizes.
+    """
+    width, head_dim = 2048, 128
+    table = load_published(Path(__file__).with_name("published.toml")).table("rat.table8")
+    layers = paper_layers(head_dim)
+    columns = ("printed", "ours", *(f"GB at {column}" for column in table.columns))
+    found = []
+    for row in table.rows:
+        mixer = on_meta(layers[row.model], width).bfloat16()
+        batch = int(row.group.removeprefix("B="))
+        sizes = [batch * mixer.state_bytes(int(column)) for column in table.columns]
+        fits = sum(size <= GPU_BYTES for size in sizes)
+        printed = sum(value != "OOM" for value in row.values)
+        values = [printed, fits, *(size / 1e9 for size in sizes)]
+        found += entries({row.model: values}, columns, row.group)
+    return Measurement(
+        tuple(found),
+        columns,
+        f"computed, not run: at how many of {len(table.columns)} positions the state of one layer, "
+        f"C = {width}, bfloat16, of the whole batch fits {GPU_BYTES / 1e9:.0f} GB",
+    )
+
+
+def setup_200m(claim: Claim) -> Measurement:
+    """Compare the 200M recipes, RAT(L=64) at its three contexts."""
+    names = [f"200m{size}_rat_l64" for size in ("", "_16k", "_32k")]
+    config = RECIPES[names[0]]()
+    ours: dict[str, Value] = {
+        **_shared(config),
+        "weight decay": config.optim.weight_decay,
+        "beta1": config.optim.betas[0],
+        "beta2": config.optim.betas[1],
+        "gradient clip": config.optim.clip,
+        **{f"context {i}": RECIPES[name]().seq_len for i, name in enumerate(names, 1)},
+    }
+    return beside_printed(claim, ours, f"recipes {', '.join(names)}")
+
+
+def setup_1p3b(claim: Claim) -> Measurement:
+    """Compare the 1.3B recipes, RAT(L=16)-SWA at 4K and its RoPE base at 16K."""
+    config = RECIPES["1p3b_rat_swa"]()
+    windows = [m.window_size for m in config.model.mixers if isinstance(m, AttentionConfig)]
+    ours: dict[str, Value] = {
+        **_shared(config),
+        "RoPE base at 16K": _rat(RECIPES["1p3b_16k_rat_swa"]()).rope_base,
+        "init std": config.model.init_std,
+        "context": config.seq_len,
+        "SWA window": windows[0] or 0,
+    }
+    return beside_printed(claim, ours, "recipes 1p3b_rat_swa, 1p3b_16k_rat_swa")
+
+
+def on_meta(config: MixerConfig, d_model: int) -> AbstractMixer:
+    """Build a mixer without memory for its weights."""
+    with torch.device("meta"):
+        return config.build(d_model)
+
+
+def _shared(config: TrainConfig) -> dict[str, Value]:
+    rat = _rat(config)
+    batch_tokens = config.batch_size * config.seq_len
+    return {
+        "model dimension": config.model.d_model,
+        "layers": len(config.model.mixers),
+        "head dimension": rat.head_dim,
+        "RoPE base": rat.rope_base,
+        "tokens": config.steps * batch_tokens,
+        "peak learning rate": config.optim.lr,
+        "final learning rate": config.optim.min_lr,
+        "warm-up fraction": config.optim.warmup_fraction,
+        "batch tokens": batch_tokens,
+    }
+
+
+def _rat(config: TrainConfig) -> RATConfig:
+    return next(mixer for mixer in config.model.mixers if isinstance(mixer, RATConfig))

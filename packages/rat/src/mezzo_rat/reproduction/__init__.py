@@ -1,1 +1,0 @@
-"""`mezzo-rat reproduce`: exact checks, tiny trainings, timings, and the claims they answer."""
