@@ -18,6 +18,7 @@ from mezzo_core.bench import (
 from mezzo_core.bench.layer import Run
 from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.contract import MixerConfig
 
 from mezzo_gsa.bench import fla
 from mezzo_gsa.bench.setting import Setting
@@ -72,7 +73,7 @@ def model_rows(setting: Setting) -> Iterator[Row]:
 def _layers(setting: Setting) -> Mapping[str, Layer]:
     """Return the layers that are compared, after a check of each."""
     shapes = setting.shapes
-    configs = {
+    configs: dict[str, MixerConfig] = {
         "gsa": GSAConfig(num_heads=shapes.num_heads, num_slots=shapes.slots[0]),
         "gla": GLAConfig(num_heads=shapes.num_heads),
         "attention": AttentionConfig(head_dim=shapes.attention_dim),

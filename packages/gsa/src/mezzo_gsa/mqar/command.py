@@ -12,7 +12,7 @@ from mezzo_gsa.mqar.sweep import sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK, WHOLE = MQARConfig(), SweepConfig()
-MODELS, WIDTHS, RATES = map(list, (WHOLE.models, WHOLE.widths, WHOLE.learning_rates))
+MODELS, WIDTHS, RATES = list(WHOLE.models), list(WHOLE.widths), list(WHOLE.learning_rates)
 
 
 def mqar(
@@ -24,9 +24,7 @@ def mqar(
     seq_len: Annotated[int, Option(help="Tokens a row.")] = TASK.seq_len,
     num_pairs: Annotated[int, Option(help="Pairs a row.")] = TASK.num_pairs,
     vocab_size: Annotated[int, Option(help="Tokens known.")] = TASK.vocab_size,
-    train_pairs: Annotated[
-        list[int] | None, Option(help="Pairs of rows to train on; repeat.")
-    ] = None,
+    train_pairs: Annotated[list[int] | None, Option(help="Pairs to train on; repeat.")] = None,
     train_rows: Annotated[int, Option(help="Rows to train on.")] = TASK.train_rows,
     test_rows: Annotated[int, Option(help="Rows to test on.")] = TASK.test_rows,
     batch_size: Annotated[int, Option(help="Rows a step.")] = WHOLE.batch_size,
@@ -34,7 +32,7 @@ def mqar(
     conv_width: Annotated[int, Option(help="Tokens of a convolution as the first layer.")] = 0,
     init: Annotated[str, Option(help="Start of weights: zoology or fan_in.")] = WHOLE.init,
     seed: Annotated[int, Option(help="Of weights and order.")] = TASK.seed,
-    precision: Annotated[str, Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = WHOLE.precision,
+    precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = WHOLE.precision,
     compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
@@ -51,7 +49,7 @@ def mqar(
         test_rows=test_rows,
         seed=seed,
     )
-    words: dict[str, Any] = {"init": init, "precision": precision}  # checked by SweepConfig
+    checked_later: dict[str, Any] = {"init": init, "precision": precision}
     config = SweepConfig(
         task=task,
         models=tuple(model),
@@ -62,7 +60,7 @@ def mqar(
         epochs=epochs,
         conv_width=conv_width,
         compile=compile,
-        **words,
+        **checked_later,
     )
     console = Console(soft_wrap=True)
     result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)

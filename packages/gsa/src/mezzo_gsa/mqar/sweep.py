@@ -62,9 +62,8 @@ def sweep(
         found.sort(key=_accuracy, reverse=True)
         best = found.pop(0)
         value = best.pop("accuracy")
-        parameters, state_bytes = sizes[width, model]
-        sized = {"parameters": parameters, "state_bytes": state_bytes, "others": found or None}
-        result.add(value, **place, seed=config.task.seed, **best, **sized)
+        best |= sizes[width, model] | {"others": found or None}
+        result.add(value, **place, seed=config.task.seed, **best)
     return result
 
 
@@ -99,11 +98,12 @@ def _accuracy(run: dict[str, Any]) -> float:
     return -1.0 if isinstance(run["accuracy"], str) else run["accuracy"]
 
 
-def _sizes(config: SweepConfig, width: int, model: str) -> tuple[int, int]:
-    """Return a model's parameters and bytes of state; refuse its width before hours of training."""
+def _sizes(config: SweepConfig, width: int, model: str) -> dict[str, int]:
+    """Return a model's weights and bytes of state; refuse its width before hours of training."""
     try:
         with torch.device("meta"):
             built = config.run(model, width, config.learning_rates[0]).model.build()
     except ValueError as error:
         raise UserError(f"{model} cannot have width {width}: {error}") from error
-    return built.num_parameters(), built.state_bytes(config.task.seq_len)
+    state_bytes = built.state_bytes(config.task.seq_len)
+    return {"parameters": built.num_parameters(), "state_bytes": state_bytes}
