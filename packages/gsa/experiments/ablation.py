@@ -11,10 +11,9 @@ rows are attention, and GSA whose slots start with memories of 2 to 2048 tokens
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import train_models
+from mezzo_core.bench.training import in_words, train_models
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.claims import REPRODUCTION
@@ -66,7 +65,7 @@ def measure(options: Options) -> None:
     header = Header(
         kind="training",
         title="Table 2: ablation study, at a small size",
-        setting=in_words(next(iter(configs.values())), options),
+        setting=in_words(configure("gsa", options), options.device),
         how="scaled down",
         columns=TABLE.columns,
         models=tuple(NAMES.values()),
@@ -84,19 +83,6 @@ def configure(name: str, options: Options) -> TrainConfig:
     config = train_config(f"ablation_{name}", hyperparameters, name)
     # The head is tied to the embedding: so few tokens cannot train another matrix.
     return replace(config, model=replace(config.model, tie_embeddings=True))
-
-
-def in_words(config: TrainConfig, options: Options) -> str:
-    """Return a description of the conditions that all runs share."""
-    tokens = config.steps * config.batch_size * config.seq_len
-    precision = "a rehearsal at toy size, fp32" if options.dry_run else "bf16 autocast"
-    return (
-        f"C {config.model.d_model}, {len(config.model.mixers)} layers, T {config.seq_len}, "
-        f"{config.steps} steps of {config.batch_size} sequences ({tokens:,} tokens of "
-        f"{Path(options.data).name}, tokenizer {Path(options.tokenizer).name}), lr "
-        f"{config.optim.lr:g}, warm-up {config.optim.warmup_fraction:.0%} of the steps, "
-        f"{precision}, torch.compile {'on' if config.compile else 'off'}"
-    )
 
 
 if __name__ == "__main__":

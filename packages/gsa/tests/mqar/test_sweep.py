@@ -4,11 +4,11 @@ import json
 import math
 import re
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 import typer
+from mezzo_core.bench import training
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
@@ -139,14 +139,14 @@ def test_a_run_is_repeatable_and_says_what_it_is(tmp_path):
     (first,), (again,) = (
         sweep(config, tmp_path / name, silent, device="cpu").entries for name in "ab"
     )
-    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+    assert first["steps"] == again["steps"]
     assert (first["model"], first["column"], first["seed"]) == ("GLA", "C=16", 123)
-    assert (first["lr"], first["trained_steps"]) == (1e-3, 4)
+    assert first["lr"] == 1e-3
     assert first["parameters"] == sum(w.numel() for w in tiny_model("gla").parameters())
+    assert first["state_bytes"] == tiny_model("gla").state_bytes(16)
     log = (tmp_path / "a/mqar/gla_c16_lr0.001/log.jsonl").read_text().splitlines()
-    curve = first["steps"]["accuracy"]
-    assert curve[-1] == [4, json.loads(log[-1])["val_accuracy"]] == [4, first["value"]]
-    assert [step for step, _ in first["steps"]["train"]] == [1, 2, 3, 4]
+    assert json.loads(log[-1])["val_accuracy"] == first["value"]
+    assert [step for step, _ in first["steps"]["val"]] == [2, 4]
 
 
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path):
@@ -187,7 +187,7 @@ def test_attention_learns_to_recall(tmp_path):
     config = replace(TINY, task=task, models=("attention",), widths=(64,), batch_size=64, epochs=6)
     (entry,) = sweep(config, tmp_path, silent, device="cpu").entries
     assert entry["value"] > 0.99
-    assert entry["trained_steps"] < 6 * 187
+    assert entry["steps"]["val"][-1][0] < 6 * 187
 
 
 def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):
@@ -211,7 +211,7 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
 
         return train(config, *arguments, on_step=on_step, **options)
 
-    monkeypatch.setattr(sweeps, "train", watched)
+    monkeypatch.setattr(training, "train", watched)
     config = replace(TINY, models=("attention",), learning_rates=(1e-3, 1e-2))
     dies = 1e-2
     with pytest.raises(KeyboardInterrupt):
@@ -238,23 +238,17 @@ def test_a_result_keeps_one_way_of_training(tmp_path):
             sweep(other, tmp_path, silent, device="cpu")
 
 
-class Trained:
-    """The end of a training whose accuracy is told by its learning rate."""
-
-    accuracies: ClassVar = {1e-4: 0.5, 1e-3: 0.995, 1e-2: 0.7}
-
-    def __init__(self, config, folder, **options):
-        self.val_accuracy = self.accuracies[config.optim.lr]
-        folder.mkdir(parents=True)
-        (folder / "log.jsonl").write_text("")
-
-
 def test_the_best_learning_rate_of_each_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweeps, "train", Trained)
-    config = replace(TINY, models=("gsa",), learning_rates=tuple(Trained.accuracies))
+    accuracies = {1e-4: 0.5, 1e-3: 0.995, 1e-2: 0.7}
+
+    def trained(config, folder, device, *, resume):
+        return {"accuracy": accuracies[config.optim.lr], "perplexity": 1.0}
+
+    monkeypatch.setattr(sweeps, "measure_run", trained)
+    config = replace(TINY, models=("gsa",), learning_rates=tuple(accuracies))
     (entry,) = sweep(config, tmp_path, silent, device="cpu").entries
     assert (entry["value"], entry["lr"]) == (0.995, 1e-3)
-    assert [run["lr"] for run in entry["others"]] == [1e-2, 1e-4]
+    assert entry["others"] == [{"lr": 1e-2, "accuracy": 0.7}, {"lr": 1e-4, "accuracy": 0.5}]
     lines = []
     config = replace(config, skip_solved=True)
     (entry,) = sweep(config, tmp_path / "skipping", lines.append, device="cpu").entries

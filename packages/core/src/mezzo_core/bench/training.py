@@ -12,6 +12,7 @@ import torch
 
 from mezzo_core.bench.result import Result
 from mezzo_core.bench.timing import OOM, start_afresh
+from mezzo_core.data import DataConfig
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import TrainConfig
@@ -76,14 +77,17 @@ def train_model(
     result.add(value, model=model, column=column, seed=config.seed, **details, **found)
 
 
-def measure_run(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+def measure_run(
+    config: TrainConfig, folder: Path, device: torch.device, *, resume: bool = False
+) -> dict[str, Any]:
     """Train a model and return what came of it, read from the run's log.
 
     Args:
         config: of the run. If it starts from another model (`init_from`), that is evaluated too.
-        folder: of the run; an earlier run there is removed. All runs of an experiment may take the
-            same folder in turn, so that its text is tokenized once.
+        folder: of the run. All runs of an experiment may take the same folder in turn, so that its
+            text is tokenized once.
         device: where to train.
+        resume: continue the run in the folder, or only read it if it is done; False removes it.
 
     Returns:
         perplexity and accuracy on the validation part, parameters, tokens_per_second (median after
@@ -96,7 +100,7 @@ def measure_run(config: TrainConfig, folder: Path, device: torch.device) -> dict
     """
     start = [] if config.init_from is None else [[0, _loss_before(config, folder, device)]]
     start_afresh()
-    train(config, folder, resume=False, quiet=True, device=device)
+    train(config, folder, resume=resume, quiet=True, device=device)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [row for row in log if "loss" in row]
     tests = [row for row in log if "val_loss" in row]
@@ -116,6 +120,21 @@ def measure_run(config: TrainConfig, folder: Path, device: torch.device) -> dict
             "val": _thinned(start + [[row["step"], row["val_loss"]] for row in tests]),
         },
     }
+
+
+def in_words(config: TrainConfig, device: torch.device) -> str:
+    """Describe the conditions of a run: sizes, tokens, learning rate and precision."""
+    model, data, optim = config.model, config.data, config.optim
+    assert isinstance(data, DataConfig)
+    tokens = config.steps * config.batch_size * config.seq_len
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    return (
+        f"C {model.d_model}, {len(model.mixers)} layers, T {config.seq_len}, {config.steps} steps "
+        f"of {config.batch_size} sequences ({tokens:,} tokens of {Path(data.source).name}, "
+        f"tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, warm-up "
+        f"{optim.warmup_fraction:.0%} of the steps, {precision}, torch.compile "
+        f"{'on' if config.compile else 'off'}"
+    )
 
 
 def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[float, float]:

@@ -1,12 +1,14 @@
 """Benchmarks of one layer (training, prefill, decoding step) and of tiny models."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from mezzo_core.bench import (
     Layer,
     Row,
+    attempt,
     build_layer,
     captured,
     check_layer,
@@ -92,14 +94,13 @@ def _rows(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Ite
     phase: Phase
     for B, T in setting.shapes.batches[:2]:
         for phase in get_args(Phase):
-            try:
-                (timing,) = time_layer(
-                    layer, run, phase, B, T, passes=1, seconds=setting.shapes.seconds
-                )
-            except torch.OutOfMemoryError:
+            seconds = setting.shapes.seconds
+            work = partial(time_layer, layer, run, phase, B, T, passes=1, seconds=seconds)
+            found = attempt(work)
+            if isinstance(found, str):
                 setting.say(f"{name} layer {phase} ({impl}) at B {B}, T {T}: out of memory")
-                continue
-            yield Row(f"{name} layer {phase}", impl, _shape(setting, name, B, T), timing)
+            else:
+                yield Row(f"{name} layer {phase}", impl, _shape(setting, name, B, T), found[0])
 
 
 def _sizes(setting: Setting) -> tuple[int, int, int, torch.device]:

@@ -12,27 +12,23 @@ from mezzo_gsa.bench import fla
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of one benchmark.
-
-    Attributes:
-        batches: (B, T). Ops are timed at all of them, and at the first also with the other numbers
-            of slots; layers are timed at the first two, models at the first.
-        num_heads, head_dim: H and K = V; C is their product.
-        attention_dim: width of softmax attention's heads.
-        slots: M of the ops; layers use the first.
-        reference: (B, T) of the forms in eager PyTorch.
-        position: of the token that is decoded.
-        seconds: for each timing.
-    """
+    """The shapes of one benchmark."""
 
     batches: tuple[tuple[int, int], ...]
+    """(B, T). Ops take all of them, layers the first two, models and other M the first."""
     num_heads: int
     head_dim: int
+    """K = V."""
     attention_dim: int
+    """Width of softmax attention's heads."""
     slots: tuple[int, ...]
+    """M of the ops; layers use the first."""
     reference: tuple[int, int]
+    """(B, T) of the forms in eager PyTorch."""
     position: int
+    """Of the token that is decoded."""
     seconds: float
+    """For each timing."""
 
     @property
     def d_model(self) -> int:

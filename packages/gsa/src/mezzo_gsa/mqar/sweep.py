@@ -1,6 +1,5 @@
 """Runs a sweep over models, widths and learning rates, and writes its result."""
 
-import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -8,10 +7,11 @@ from typing import Any
 
 import torch
 from mezzo_core.bench import Result, origin
+from mezzo_core.bench.training import DIVERGED, measure_run
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.loop import DivergenceError, train
+from mezzo_core.train.loop import DivergenceError
 
 from mezzo_gsa.mqar.config import NAMES, SOLVED, SweepConfig
 
@@ -42,7 +42,7 @@ def sweep(
             be written, or there is no such device.
     """
     choices = list(product(sorted(config.widths), config.models))
-    sizes = {choice: _sizes(config, *choice) for choice in choices}
+    state_bytes = {choice: _state_bytes(config, *choice) for choice in choices}
     chosen = choose_device(device, None)
     result = Result(out / f"{config.name}.json", config.header(), origin(chosen), say)
     for width, model in choices:
@@ -54,43 +54,25 @@ def sweep(
             if config.skip_solved and any(_accuracy(run) > SOLVED for run in found):
                 say(f"{model} C={width}: no other learning rates, as {found[-1]['lr']:g} solved it")
                 break
-            if config.compile:
-                torch.compiler.reset()  # models of other runs would use up its limit of versions
             folder = (runs or out) / config.name / f"{model}_c{width}_lr{lr:g}"
             found.append(_run(config.run(model, width, lr), folder, chosen))
             say(f"{model} C={width} lr {lr:g}: {found[-1]['accuracy']}")
         found.sort(key=_accuracy, reverse=True)
         best = found.pop(0)
         value = best.pop("accuracy")
-        best |= sizes[width, model] | {"others": found or None}
+        best |= {"state_bytes": state_bytes[width, model], "others": found or None}
         result.add(value, **place, seed=config.task.seed, **best)
     return result
 
 
 def _run(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train, or read a finished run; return its accuracy, or "diverged", and its details.
-
-    The seconds are those of the steps, without evaluations.
-    """
+    """Train, or read a finished run; return its accuracy, or "diverged", and its details."""
     try:
-        accuracy: float | str | None = train(config, folder, quiet=True, device=device).val_accuracy
+        found = measure_run(config, folder, device, resume=True)
     except DivergenceError:
-        accuracy = "diverged"
-    lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    steps = [row for row in rows if "loss" in row]
-    tests = [row for row in rows if "val_accuracy" in row]
-    tokens = config.batch_size * config.seq_len
-    return {
-        "accuracy": accuracy,
-        "lr": config.optim.lr,
-        "trained_steps": len(steps),
-        "seconds": sum(tokens / row["tokens_per_second"] for row in steps),
-        "steps": {
-            "train": [[row["step"], row["loss"]] for row in steps[:: max(1, len(steps) // 100)]],
-            "accuracy": [[row["step"], row["val_accuracy"]] for row in tests],
-        },
-    }
+        found = {"accuracy": DIVERGED}
+    found.pop("perplexity", None)
+    return {"lr": config.optim.lr, **found}
 
 
 def _accuracy(run: dict[str, Any]) -> float:
@@ -98,12 +80,11 @@ def _accuracy(run: dict[str, Any]) -> float:
     return -1.0 if isinstance(run["accuracy"], str) else run["accuracy"]
 
 
-def _sizes(config: SweepConfig, width: int, model: str) -> dict[str, int]:
-    """Return a model's weights and bytes of state; refuse its width before hours of training."""
+def _state_bytes(config: SweepConfig, width: int, model: str) -> int:
+    """Return a row's bytes of state; refuse what cannot be built before hours of training."""
     try:
         with torch.device("meta"):
             built = config.run(model, width, config.learning_rates[0]).model.build()
     except ValueError as error:
         raise UserError(f"{model} cannot have width {width}: {error}") from error
-    state_bytes = built.state_bytes(config.task.seq_len)
-    return {"parameters": built.num_parameters(), "state_bytes": state_bytes}
+    return built.state_bytes(config.task.seq_len)
