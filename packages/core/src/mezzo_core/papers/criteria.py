@@ -188,7 +188,8 @@ class Equal:
         if wrong:
             return Judgement(Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details))
         precision = " to the printed precision" if self.rounded else ""
-        return Judgement(Outcome.AGREES, f"all {len(ours.rows)} values are equal{precision}")
+        every = f"all {len(ours.rows)} values are" if len(ours.rows) > 1 else "the value is"
+        return Judgement(Outcome.AGREES, f"{every} equal{precision}")
 
 
 @dataclass(frozen=True)
