@@ -91,8 +91,9 @@ def configure(name: str, sizes: Sizes) -> LMConfig:
     config = recipe(sizes.models, MODELS[name]).model
     if name != KEPT:
         return config
-    kept = (replace(m, keep_states=True) if isinstance(m, GSAConfig) else m for m in config.mixers)
-    return replace(config, mixers=tuple(kept))
+    (gsa,) = set(config.mixers)
+    assert isinstance(gsa, GSAConfig)
+    return replace(config, mixers=(replace(gsa, keep_states=True),) * len(config.mixers))
 
 
 def build(config: LMConfig, device: torch.device) -> LM:
@@ -110,9 +111,7 @@ def train(name: str, config: LMConfig, tokens: int, result: Result, device: torc
         return
     model = build(config, device)
     if name == FLA:
-        gsa = config.mixers[0]
-        assert isinstance(gsa, GSAConfig)
-        fla.replace_mixers(model, config.d_model, gsa.num_heads, gsa.num_slots)
+        fla.replace_mixers(model)
     if device.type == "cuda":
         for block in model.stack.blocks:
             block.compile(dynamic=False, fullgraph=name != FLA)

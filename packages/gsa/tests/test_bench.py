@@ -185,7 +185,7 @@ def test_an_fla_that_cannot_be_imported_leaves_our_rows(monkeypatch):
 @pytest.mark.usefixtures("stand_in")
 def test_flas_layers_can_take_the_place_of_our_mixers():
     model = recipe("tiny", "gsa").model.build()
-    fla.replace_mixers(model, 128, 2, 16)
+    fla.replace_mixers(model)
     tokens = torch.randint(257, (1, 8))
     model.loss(tokens, tokens).backward()
     for block in model.stack.blocks:

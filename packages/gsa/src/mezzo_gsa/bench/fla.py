@@ -17,6 +17,8 @@ from mezzo_core.nn.block import Block
 from mezzo_core.nn.lm import LM
 from torch import Tensor, nn
 
+from mezzo_gsa.gsa import GSA
+
 
 def is_installed() -> bool:
     """Tell whether fla can be imported."""
@@ -107,8 +109,10 @@ def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
     return lambda: x + theirs(layer.norm(x), past_key_values=cache, use_cache=True)[0]
 
 
-def replace_mixers(model: LM, d_model: int, num_heads: int, num_slots: int) -> None:
+def replace_mixers(model: LM) -> None:
     """Replace the mixers of a GSA model by fla's layers."""
     for block in [part for part in model.modules() if isinstance(part, Block)]:
-        made = layers(d_model, num_heads, num_slots, model.embed.weight.device)
-        block.mixer = made["gsa"].mixer
+        ours = block.mixer
+        assert isinstance(ours, GSA)
+        sizes = (ours.d_model, ours.config.num_heads, ours.config.num_slots)
+        block.mixer = layers(*sizes, model.embed.weight.device)["gsa"].mixer
