@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from mezzo_core.errors import UserError
-from mezzo_core.papers import load_published
+from mezzo_core.papers.published import load_published
 
 TABLE = """
 [paper]

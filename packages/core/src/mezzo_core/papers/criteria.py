@@ -187,6 +187,8 @@ class Equal:
                 details.append(f"{label}: printed {theirs:g}, ours {found:g}")
         if wrong:
             return Judgement(Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details))
+        if not ours.rows:
+            return Judgement(Outcome.NOT_SETTLED, "nothing was counted")
         precision = " to the printed precision" if self.rounded else ""
         every = f"all {len(ours.rows)} values are" if len(ours.rows) > 1 else "the value is"
         return Judgement(Outcome.AGREES, f"{every} equal{precision}")

@@ -45,7 +45,8 @@ def report_figures(paper: "Reproduction", run: "Run", folder: Path) -> list[Figu
 def model_names(published: Published, results: Iterable[Measurement]) -> list[str]:
     """Return the models of a paper's tables, then those of our results, each once."""
     rows = [row.model for table in published.tables for row in table.rows if row.kind != "ratio"]
-    return list(dict.fromkeys((*rows, *(e.model for ours in results for e in ours.entries))))
+    ours = [entry.model for r in results if r.kind != "timings" for entry in r.entries]
+    return list(dict.fromkeys((*rows, *ours)))
 
 
 def draw_result(
@@ -101,12 +102,17 @@ def _panels(rows: int, columns: int, height: float) -> tuple[Any, list[Any]]:
 
 
 def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
-    """Draw a panel for each group, ours above the paper's; if there is one group, beside it."""
-    groups = list(dict.fromkeys(group for each in both for group in each.groups))
-    rows, columns = (len(both), len(groups)) if len(groups) > 1 else (1, len(both))
-    figure, axes = _panels(rows, columns, 3.8)
-    panels = [(each, group) for each in both for group in groups]
-    for place, (each, group) in zip(axes, panels, strict=True):
+    """Draw a panel for each group, ours above the paper's; where one group is all, beside it."""
+    across = max(len(each.groups) for each in both)
+    figure, axes = _panels(*((len(both), across) if across > 1 else (1, len(both))), 3.8)
+    panels = {
+        axes[across * i + j]: (each, group)
+        for i, each in enumerate(both)
+        for j, group in enumerate(each.groups)
+    }
+    for unused in set(axes) - set(panels):
+        unused.remove()
+    for place, (each, group) in panels.items():
         xs = [_number(column) for column in each.columns]
         for _, model in (row for row in each.rows if row[0] == group):
             values = [each.typical(model, column, group) for column in each.columns]
@@ -114,8 +120,10 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             ys = [math.nan if isinstance(y, str | None) else float(y) for y in values]
             place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
         place.set_xscale("log", base=2)
-        place.set_xticks(xs, [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs])
-        place.set_xlabel("C" if each.columns[0].startswith("C") else "T (tokens)")
+        names = [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs]
+        place.set_xticks(xs, names, fontsize=8)
+        size = each.columns[0].rpartition("=")[0] or "T"
+        place.set_xlabel("C" if size == "C" else f"{size} (tokens)")
         place.set_ylabel(each.unit or group)
         if each.kind == "recall":
             place.set_ylim(0, 1.05)
@@ -125,10 +133,8 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             low, high = place.get_ylim()
             place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")
         whose = ("the paper's" if each is not both[0] else "ours") if len(both) > 1 else ""
-        place.set_title(", ".join(filter(None, (whose, group))))
-    shown = {
-        name: line for a in axes for line, name in zip(*a.get_legend_handles_labels(), strict=True)
-    }
+        place.set_title(", ".join(filter(None, (whose, group if each.unit else ""))))
+    shown = {line.get_label(): line for place in panels for line in place.get_lines()}
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
     return figure
 

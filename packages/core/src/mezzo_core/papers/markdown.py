@@ -25,11 +25,15 @@ def to_markdown(report: Report, out: Path) -> str:
 def results_markdown(folder: Path, title: str, published: Published) -> str:
     """Return the text of RESULTS.md: every result file below a `results` folder, with its figure.
 
+    A file `notes.md` in the folder, written by hand, stands before them.
+
     Raises:
         UserError: if a file is no result.
     """
     lines = [f"# Results of {title}", "", f"What we measured for “{published.title}”."]
     lines += ["Generated from `results/` by `python tools/check_results.py`.", ""]
+    if (notes := folder / "notes.md").exists():
+        lines += [notes.read_text(encoding="utf-8")]
     results = read_results(folder).values()
     machine = ""
     for ours in sorted(results, key=lambda r: (r.machine, KINDS.index(r.kind), r.source)):

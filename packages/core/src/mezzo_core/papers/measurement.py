@@ -220,7 +220,7 @@ def read_timings(path: Path) -> Measurement:
         how=How.OTHER_HARDWARE,
         unit="ms",
         kind="timings",
-        title="Ops, layers and models one at a time",
+        title=f"Ops, layers and models one at a time ({path.stem})",
         origin=origin,
         source=f"{path.parent.name}/{path.stem}",
     )
@@ -239,10 +239,14 @@ def _place(content: Mapping[str, Any]) -> Callable[[Entry], tuple[int, int]]:
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[Entry]:
-    fields = ("model", "column", "value", "group", "seed")
+    fields, seen = ("model", "column", "value", "group", "seed"), set()
     for entry in content["entries"]:
         known = {name: entry[name] for name in fields if name in entry}
         details = {name: value for name, value in entry.items() if name not in fields}
         if entry["column"] not in content["columns"]:
             raise ValueError(f"no column is named {entry['column']!r}")
-        yield Entry(**known, details=details)
+        read = Entry(**known, details=details)
+        if (key := (read.model, read.column, read.group, read.seed)) in seen:
+            raise ValueError(f"two entries of {key}")
+        seen.add(key)
+        yield read

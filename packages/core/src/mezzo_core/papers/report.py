@@ -112,9 +112,18 @@ def to_json(report: Report) -> dict[str, Any]:
                 "name": paper.name,
                 "title": paper.published.title,
                 "notes": list(paper.notes),
-                "findings": [dataclasses.asdict(finding) for finding in paper.findings],
+                "findings": [_finding_to_json(finding) for finding in paper.findings],
                 "samples": [dataclasses.asdict(sample) for sample in paper.samples],
             }
             for paper in report.papers
         ],
     }
+
+
+def _finding_to_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding without the curves of its trainings, which each claim would repeat."""
+    content = dataclasses.asdict(finding)
+    for measurement in content["measurements"]:
+        for entry in measurement["entries"]:
+            entry["details"].pop("steps", None)
+    return content

@@ -11,8 +11,8 @@ from mezzo_core.papers.measurement import Entry, Measurement, printed_measuremen
 from mezzo_core.papers.published import Claim, Table
 from mezzo_core.papers.reproduction import Reproduction
 
-Examples = tuple[Measurement, Sequence[Sequence[Measurement]]]
-"""What meets a criterion, and lists of what may contradict it: one of each list must."""
+Examples = tuple[Measurement, Mapping[str, Sequence[Measurement]]]
+"""What meets a criterion, and by a name what may contradict it: one of each list must."""
 # A run in which only counts are found.
 NO_RUN: Any = SimpleNamespace(results={}, trained=lambda *_: None, measured=lambda _: None)
 
@@ -24,7 +24,7 @@ def check_claims(paper: Reproduction, examples: Mapping[str, Sequence[Measuremen
         paper: whose answers are checked.
         examples: by id, a measurement that meets a criterion which is the paper's own function, and
             one that contradicts it. A count needs none: the true one must agree, and differ with
-            any of its numbers changed.
+            some number changed in each of its rows.
 
     Raises:
         AssertionError: names every criterion that fails this or has no example.
@@ -39,7 +39,7 @@ def check_claims(paper: Reproduction, examples: Mapping[str, Sequence[Measuremen
                 if found is None and answer.id in examples:
                     used.add(answer.id)
                     meets, contrary = examples[answer.id]
-                    found = meets, [[contrary]]
+                    found = meets, {"its example": [contrary]}
                 if problem := _problem(criterion, printed, found):
                     wrong.append(f"{answer.id}: {criterion} {problem}")
     wrong += [f"{id}: an example that is not needed" for id in sorted(set(examples) - used)]
@@ -59,9 +59,9 @@ def _problem(criterion: Criterion, printed: Table | Claim, examples: Examples | 
     meets, contrary = examples
     if (outcome := criterion(printed, meets).outcome) is not Outcome.AGREES:
         return f"is met, and says: {outcome.value}"
-    for several in contrary:
+    for name, several in contrary.items():
         if Outcome.DIFFERS not in [criterion(printed, each).outcome for each in several]:
-            return f"does not differ with {several[0].entries}"
+            return f"is contradicted by {name}, and does not differ"
     return ""
 
 
@@ -83,14 +83,17 @@ def _examples(
                 ratios = (Entry(above, c, r, g) for r in (inside, low / 2, high * 2))
                 three.append([(Entry(below, c, 1.0, g), ratio) for ratio in ratios])
         meets, *outside = (_measurement(sum(pairs, ())) for pairs in zip(*three, strict=True))
-        return meets, [outside]
+        return meets, {"ratios out of bounds": outside}
     if isinstance(criterion, Equal):
         asked = [e for e in (count or printed_measurement(printed)).entries if e.column != "ours"]
         ours = _measurement(replace(e, column=c) for e in asked for c in ("printed", "ours"))
-        return ours, [[_changed(ours, e, 3)] for e in ours.entries if e.column == "ours"]
+        return ours, {e.model: [_changed(ours, e, 3)] for e in ours.entries if e.column == "ours"}
     if count is None:
         return None
-    return count, [[_changed(count, e, 0.2), _changed(count, e, 5)] for e in count.entries]
+    changed: dict[str, list[Measurement]] = {}
+    for entry in count.entries:
+        changed.setdefault(entry.model, []).extend(_changed(count, entry, f) for f in (0.2, 5))
+    return count, changed
 
 
 def _both_orders(entries: Sequence[Entry]) -> Examples:
@@ -102,7 +105,7 @@ def _both_orders(entries: Sequence[Entry]) -> Examples:
         _measurement(replace(e, seed=s, value=v * (1 + s / 1e4)) for e, v in each for s in range(3))
         for each in (numbers, turned)
     )
-    return meets, [[contrary]]
+    return meets, {"the order turned around": [contrary]}
 
 
 def _measurement(entries: Iterable[Entry]) -> Measurement:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from mezzo_core.papers.measurement import Measurement
 from mezzo_core.papers.published import Value
 
-NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?"
+NUMBER = r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?"
 REFERENCE = re.compile(rf"({NUMBER})([^<\d]{{0,40}}?)\s*<!-- (\S+: .*?) -->", re.DOTALL)
 # What is no prose: blocks of code, code in a line, addresses, generated tables, other comments.
 NO_PROSE = re.compile(
@@ -34,6 +34,7 @@ UNITS = (
 )
 # A number with a unit, or before others that share one: "1.02, 1.09 and 1.38 times".
 MEASURED = re.compile(rf"{NUMBER}(?=(?:(?:,| and| to| or|-)+ ?(?:{NUMBER}|{TRACED}))*[ -]?{UNITS})")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n(?=\s*[|*-])")
 SCORES = re.compile(r"perplexit|\bPPL\b|accurac|\brecalls?\b", re.IGNORECASE)
 
 
@@ -57,7 +58,7 @@ def untraced(text: str, sources: Mapping[str, Measurement]) -> list[str]:
         return TRACED + unit
 
     prose = NO_PROSE.sub("", REFERENCE.sub(check, text))
-    for sentence in re.split(r"(?<=[.!?;:])\s+|\n", prose):
+    for sentence in SENTENCE_END.split(prose):
         found = {match[0] for match in MEASURED.finditer(sentence)}
         if SCORES.search(sentence):
             found |= {n for n in re.findall(NUMBER, sentence) if "." in n}
@@ -121,5 +122,7 @@ def _value(ours: Measurement, model: str, column: str, group: str, detail: str) 
         cells = [entry for g in groups for c in columns for entry in ours.cell(model, c, g)]
         return max((e.details[detail] for e in cells if detail in e.details), default=None)
     if len(groups) != 1 or len(columns) != 1:
-        raise ValueError(f"{model} is in {len(groups)} groups and {len(columns)} columns")
+        raise ValueError(
+            f"no single number: {model} in {len(groups)} groups, {len(columns)} columns"
+        )
     return ours.typical(model, columns[0], groups[0])

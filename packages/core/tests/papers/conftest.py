@@ -1,0 +1,72 @@
+"""A report with everything that a report can hold, and many signs that HTML and Markdown escape."""
+
+import pytest
+from mezzo_core.papers.claims import Finding
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.figures import draw_result
+from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.published import Claim, Published, Row, Table
+from mezzo_core.papers.report import (
+    Figure,
+    PaperReport,
+    Report,
+    Sample,
+    prepare_folder,
+    write_report,
+)
+
+ROWS = (Row("x|y", (7.61,)), Row("z", ("OOM",)))
+TABLE = Table("p.t1", "A <title> & more", "perplexity", "ppl", "lower", "big", ("T=8",), ROWS)
+CLAIM = Claim("p.c1", "x < y", "order", (1, "OOM"), "Section 1", labels=("a", "b"))
+OTHER = Claim("p.c2", "all is *well*", "order", (), "Section 2")
+OURS = Measurement(
+    tuple(
+        Entry(
+            "x|y",
+            "T=8",
+            value,
+            seed=seed,
+            details={"parameters": 5, "steps": {"train": [[1, 2.0]]}},
+        )
+        for seed, value in ((0, 7.5), (1, 7.7))
+    ),
+    ("T=8",),
+    "small",
+    kind="training",
+)
+FINDINGS = [
+    Finding("p.t1", "table", How.SCALED_DOWN, Outcome.AGREES, "as <printed>", (OURS,), ("a & b",)),
+    Finding("p.c1", "claim", How.OTHER_HARDWARE, Outcome.DIFFERS, "the other way"),
+    Finding("p.c2", "claim", How.NOT_ATTEMPTED, None, "too large"),
+    Finding("p.check.x", "check", How.PAPER, Outcome.AGREES, "equal"),
+]
+
+
+@pytest.fixture
+def findings():
+    return FINDINGS
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a report of two papers."""
+    out = tmp_path / "reports"
+    papers = []
+    for name in ("p", "q"):
+        path = prepare_folder(out, name) / "figures" / "dots.png"
+        draw_result(OURS, path)
+        rows = [Finding(f"{name}{f.id[1:]}", *list(vars(f).values())[1:]) for f in FINDINGS]
+        published = Published(f"The {name} paper", "A & B", "", (TABLE,), (CLAIM, OTHER))
+        papers.append(
+            PaperReport(
+                name,
+                published,
+                rows,
+                [Figure(path, "Dots", "What the dots show")],
+                [Sample("A sample", "Once ", "upon <a> time\x00 ```")],
+                {"m/r": Measurement(OURS.entries, OURS.columns, "a result", source="m/r")},
+                ["a note"],
+            )
+        )
+    write_report(Report(papers, "smoke", "reproduce <all>", 1.0, {"gpu": None, "cpu": "C"}), out)
+    return out

@@ -1,0 +1,147 @@
+"""Result files are read as measurements, and a file that is none is named."""
+
+import json
+import math
+
+import pytest
+from mezzo_core.errors import UserError
+from mezzo_core.papers.measurement import (
+    Entry,
+    How,
+    Measurement,
+    entries,
+    printed_measurement,
+    read_results,
+)
+from mezzo_core.papers.published import Claim, Row, Table
+
+ORIGIN = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11.0", "commit": "abc", "date": "2026-01-31"}
+RESULT = {
+    "kind": "training",
+    "title": "Table 1",
+    "setting": "small",
+    "how": "scaled down",
+    "columns": ["PPL"],
+    "models": ["y", "x"],
+    "groups": [],
+    "unit": "perplexity",
+    "better": "lower",
+    **ORIGIN,
+    "entries": [
+        {"model": "x", "column": "PPL", "seed": 1, "value": 2.0, "parameters": 5},
+        {"model": "y", "column": "PPL", "seed": 0, "value": 5.0},
+        {"model": "x", "column": "PPL", "seed": 0, "value": 1.0},
+    ],
+}
+TIMED = {"name": "rat op train", "impl": "triton", "shape": {"B": 1, "T": 8}, "ms": 1.0}
+TIMED = {**TIMED, "ms_p20": 0.9, "ms_p80": 1.1, **ORIGIN}
+
+
+def write(tmp_path, name, text):
+    path = tmp_path / "nvidia-h200" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_a_result_is_read_in_the_order_of_its_header(tmp_path):
+    write(tmp_path, "table1.json", json.dumps(RESULT))
+    (ours,) = read_results(tmp_path).values()
+    assert ours.source == "nvidia-h200/table1"
+    assert ours.machine == "nvidia-h200"
+    assert (ours.title, ours.how, ours.kind) == ("Table 1", How.SCALED_DOWN, "training")
+    assert ours.rows == [("", "y"), ("", "x")]
+    assert ours.by_seed("x", "PPL") == {0: 1.0, 1: 2.0}
+    assert ours.cell("x", "PPL")[1].details == {"parameters": 5}
+    assert ours.seeds == [0, 1]
+    assert ours.origin["driver"] is None
+
+
+@pytest.mark.parametrize("key", [key for key in RESULT if key != "groups"])
+def test_a_result_without_what_it_depends_on_is_refused(tmp_path, key):
+    write(tmp_path, "bad.json", json.dumps({k: v for k, v in RESULT.items() if k != key}))
+    with pytest.raises(UserError, match=rf"bad\.json.*{key}"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"model": "z", "column": "PPL", "value": 1.0},
+        {"model": "x", "column": "other", "value": 1.0},
+        {"model": "x", "column": "PPL", "group": "none", "value": 1.0},
+        {"model": "x", "column": "PPL"},
+        7,
+    ],
+)
+def test_an_entry_that_the_header_does_not_know_is_refused(tmp_path, entry):
+    write(tmp_path, "bad.json", json.dumps({**RESULT, "entries": [entry]}))
+    with pytest.raises(UserError, match=r"bad\.json: no result file"):
+        read_results(tmp_path)
+
+
+def test_an_entry_that_is_there_twice_is_refused(tmp_path):
+    twice = [*RESULT["entries"], RESULT["entries"][1]]
+    write(tmp_path, "bad.json", json.dumps({**RESULT, "entries": twice}))
+    with pytest.raises(UserError, match=r"bad\.json: .*two entries of \('y'"):
+        read_results(tmp_path)
+
+
+def test_rows_of_a_bench_are_timings_by_shape(tmp_path):
+    again = {**TIMED, "ms": 3.0, "commit": "def", "shape": {"B": 1, "T": 16}}
+    write(tmp_path, "bench.jsonl", "".join(json.dumps(row) + "\n" for row in (TIMED, again)))
+    ours = read_results(tmp_path)["nvidia-h200/bench"]
+    assert ours.kind == "timings"
+    assert ours.columns == ("B1 T8", "B1 T16")
+    assert ours.typical("rat op train (triton)", "B1 T16") == 3.0
+    assert ours.entries[1].details["commit"] == "def"
+
+
+def test_a_row_of_a_bench_without_its_spread_is_named_by_line(tmp_path):
+    bad = {key: value for key, value in TIMED.items() if key != "ms_p20"}
+    write(tmp_path, "bench.jsonl", json.dumps(TIMED) + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(UserError, match=r"bench\.jsonl, line 2: .*ms_p20"):
+        read_results(tmp_path)
+
+
+def test_no_results_folder_means_no_results(tmp_path):
+    assert read_results(tmp_path / "none") == {}
+
+
+def several(*values, kind="training"):
+    found = tuple(Entry("m", "c", value, seed=seed) for seed, value in enumerate(values))
+    return Measurement(found, ("c",), "", kind=kind)
+
+
+def test_the_typical_value_is_a_mean_over_seeds_and_a_median_over_passes():
+    assert several(1.0, 2.0, 6.0).typical("m", "c") == 3.0
+    assert several(1.0, 2.0, 6.0, kind="speed").typical("m", "c") == 2.0
+    assert several(1.0, 2.0, 6.0).spread("m", "c") == 5.0
+    assert several(3).typical("m", "c") == 3
+    assert several(3).spread("m", "c") is None
+
+
+def test_a_word_stands_for_all_numbers_of_its_cell():
+    ours = several(1.0, "OOM", 6.0)
+    assert ours.typical("m", "c") == "OOM"
+    assert ours.by_seed("m", "c") == {}
+    assert ours.spread("m", "c") is None
+    assert ours.typical("m", "other") is None
+
+
+def test_numbers_without_seeds_are_given_by_model():
+    by_name = entries({"a": {"y": 2.0}}, ("x", "y"))
+    assert by_name == (Entry("a", "y", 2.0),)
+    assert entries({"a": [1.0, 2.0]}, ("x", "y"), "g")[1] == Entry("a", "y", 2.0, "g")
+    with pytest.raises(ValueError, match="zip"):
+        entries({"a": [1.0]}, ("x", "y"))
+
+
+def test_what_is_printed_is_a_measurement_too():
+    rows = (Row("a", (1.5, "OOM"), "g"), Row("a/b", (math.pi, 1.0), kind="ratio"))
+    table = Table("p.table1", "", "", "ms", "lower", "big", ("x", "y"), rows)
+    theirs = printed_measurement(table)
+    assert theirs.rows == [("g", "a")]
+    assert theirs.typical("a", "y", "g") == "OOM"
+    assert (theirs.source, theirs.unit, theirs.how) == ("p.table1", "ms", How.PAPER)
+    claim = Claim("p.claim.c", "a is 2", "", (2,), "1", labels=("a",))
+    assert printed_measurement(claim).typical("a", "") == 2

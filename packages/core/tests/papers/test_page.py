@@ -1,0 +1,133 @@
+"""The HTML page is whole, needs nothing else, and shows what its checkboxes select."""
+
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EMPTY = {"meta", "img", "input", "br", "hr", "link"}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+class Page(HTMLParser):
+    """What is in a page: its tags, ids, links, and findings; it must be well formed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links = [], Counter(), [], {}
+        self.loads, self.shown, self.hidden = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags[tag] += 1
+        found = dict(attributes)
+        if tag not in EMPTY:
+            self.open.append(tag)
+        if "id" in found:
+            self.ids.append(found["id"])
+        if tag == "a":
+            self.links.setdefault("nav" if "nav" in self.open else "body", []).append(found["href"])
+        self.loads += [found[name] for name in ("src", "href", "data") if name in found]
+        if "data-outcome" in found:
+            place = self.hidden if "hidden" in found else self.shown
+            place.append((tag, found["data-outcome"], found["data-how"]))
+
+    def handle_startendtag(self, tag, attributes):
+        assert tag in EMPTY, tag
+        self.handle_starttag(tag, attributes)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"nothing is open at </{tag}>"
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def page(folder):
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def test_every_link_has_its_target_and_ids_are_unique(page):
+    assert [id for id, count in Counter(page.ids).items() if count > 1] == []
+    targets = {f"#{id}" for id in page.ids}
+    assert set(page.links["nav"]) <= targets
+    assert set(page.links["body"]) <= targets
+    assert {"#p", "#q", "#p-tables", "#q-claims", "#p-committed-results"} <= set(page.links["nav"])
+
+
+def test_the_page_loads_nothing(folder, page):
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    images = [load for load in page.loads if not load.startswith("#")]
+    assert len(images) == page.tags["img"] == 2
+    assert all(load.startswith("data:image/png;base64,") for load in images)
+
+
+def test_everything_is_shown_without_a_script(page):
+    assert page.hidden == []
+    # A row of the overview and a section, for each finding of two papers.
+    assert Counter(tag for tag, _, _ in page.shown) == {"tr": 8, "section": 8}
+    assert ("tr", "differs", "other-hardware") in page.shown
+    assert ("section", "not-attempted", "not-attempted") in page.shown
+
+
+def browser():
+    """Return the path of a Chromium, None if there is none."""
+    for name in BROWSERS:
+        if path := shutil.which(name):
+            return path
+    if find_spec("playwright"):
+        from playwright.sync_api import sync_playwright
+
+        with sync_playwright() as found:
+            path = found.chromium.executable_path
+        return path if Path(path).exists() else None
+    return None
+
+
+@pytest.fixture
+def opened(folder):
+    """Open the page in a browser, at a fragment, and return what its script made of it."""
+    path = browser()
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH, nor playwright's")
+
+    def open_at(fragment):
+        command = [path, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += [f"--user-data-dir={folder.parent / 'browser'}"]
+        command += [f"file://{folder / 'report.html'}{fragment}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return Page(done.stdout)
+
+    return open_at
+
+
+def test_a_browser_shows_all_sections_and_tables(opened, page):
+    seen = opened("")
+    assert seen.hidden == []
+    assert seen.shown == page.shown
+    assert (seen.tags["section"], seen.tags["table"]) == (8, page.tags["table"])
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kept"),
+    [
+        ("#outcome=differs", {("differs", "other-hardware")}),
+        ("#how=scaled-down", {("agrees", "scaled-down"), ("not-attempted", "not-attempted")}),
+        ("#outcome=agrees&how=scaled-down,other-hardware", {("agrees", "scaled-down")}),
+        ("#outcome=agrees,not-attempted&how=", {("not-attempted", "not-attempted")}),
+    ],
+)
+def test_a_filter_hides_what_it_does_not_select(opened, page, fragment, kept):
+    seen = opened(fragment)
+    assert {found[1:] for found in seen.shown} == kept
+    assert Counter(seen.shown + seen.hidden) == Counter(page.shown)
+    assert seen.ids == page.ids

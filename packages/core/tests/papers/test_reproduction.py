@@ -1,0 +1,317 @@
+"""A reproduction answers what is asked, says what it lacks, and writes one report."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.papers.checks import beside_printed, decode_equals_prefill, equality
+from mezzo_core.papers.claims import (
+    Answer,
+    Check,
+    check_complete,
+    counted,
+    find,
+    measured,
+    result,
+    trained,
+)
+from mezzo_core.papers.criteria import Equal, InOrder, Judgement, Outcome
+from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.published import Claim, load_published
+from mezzo_core.papers.reproduction import Reproduction, Scale, reproduce_papers
+from mezzo_core.papers.trainings import SMOKE, Trainings
+from mezzo_core.train.config import TrainConfig
+
+PUBLISHED = """
+[paper]
+title = "A paper"
+[[table]]
+id = "p.table1"
+title = "Perplexities"
+metric = "perplexity"
+unit = "ppl"
+better = "lower"
+setting = "large"
+columns = ["Val. PPL"]
+rows = [{model = "Attention", values = [7.5]}, {model = "Window", values = [8.5]}]
+[[claim]]
+id = "p.claim.speed"
+text = "Window is faster."
+quantity = "speed"
+values = []
+where = "1"
+ordering = ["Window", "Attention"]
+[[claim]]
+id = "p.claim.layers"
+text = "It has 2 layers on 9 GPUs."
+quantity = "setup"
+values = [2, 9]
+labels = ["layers", "GPUs"]
+where = "2"
+"""
+SPEED = {
+    "kind": "speed", "title": "Speed", "setting": "on a GPU", "how": "other hardware",
+    "columns": ["8"], "models": ["Window", "Attention"], "unit": "ms", "better": "lower",
+    "gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31",
+}  # fmt: skip
+CHECK = Check("p.check.one", lambda: Judgement(Outcome.AGREES, "one is one"))
+
+
+def layers(number):
+    return counted(lambda claim: beside_printed(claim, {"layers": number}, "a recipe"), Equal())
+
+
+def write_speed(folder, *pairs):
+    rows = [(m, i, v) for i, pair in enumerate(pairs) for m, v in zip(SPEED["models"], pair)]  # noqa: B905
+    entries = [{"model": m, "column": "8", "seed": i, "value": v} for m, i, v in rows]
+    path = folder / "results/gpu/speed.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**SPEED, "entries": entries}))
+
+
+def time_layers(sizes, folder, say):
+    say("timing")
+    entries = [Entry("Window", "8", v, seed=i) for i, v in enumerate((9.0, 9.1, 9.2))]
+    entries += [replace(e, model="Attention", value=1.0) for e in entries]
+    return Measurement(tuple(entries), ("8",), f"at {sizes}", kind="speed", unit="ms")
+
+
+@pytest.fixture
+def paper(tmp_path):
+    """A paper of one table and two claims, with a committed result."""
+    package = tmp_path / "package"
+    module = package / "src/mezzo_p/claims.py"
+    module.parent.mkdir(parents=True)
+    module.with_name("published.toml").write_text(PUBLISHED)
+    write_speed(package, (1.0, 2.0), (1.1, 2.2))
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(random.Random(0).choices(("half", "of", "the", "notes"), k=3000)))
+    mixers = {
+        "Attention": AttentionConfig(head_dim=8),
+        "Window": AttentionConfig(head_dim=8, window_size=8),
+    }
+    models = {
+        name: TrainConfig(
+            name=name.lower(),
+            model=LMConfig(vocab_size=257, d_model=16, mixers=(mixer,)),
+            data=DataConfig(source=str(text)),
+        )
+        for name, mixer in mixers.items()
+    }
+    return Reproduction(
+        name="p",
+        module=str(module),
+        answers=(
+            Answer("p.table1", trained(InOrder(("Attention", "Window")), note="; tiny")),
+            Answer("p.claim.speed", result("gpu/speed", InOrder()), measured("speed", InOrder())),
+            Answer("p.claim.layers", layers(2)),
+        ),
+        checks=(CHECK,),
+        models=models,
+        sample="Window",
+        scales={
+            "small": Scale(replace(SMOKE, test_lengths=(64, 128)), sample_tokens=5, threads=1),
+            "timed": Scale(SMOKE, sizes="full size"),
+            "gpu": Scale(SMOKE, sizes="full size", needs_gpu=True),
+        },
+        measurers={"speed": time_layers},
+        layers=mixers,
+        layers_width=16,
+    )
+
+
+def answered(paper, *answers):
+    return replace(paper, answers=(*answers, *paper.answers[len(answers) :]))
+
+
+def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
+    before = torch.get_num_threads()
+    table, speed, setup, check = paper.reproduce(None, "small", tmp_path / "out")
+    assert torch.get_num_threads() == before
+    assert (table.kind, table.how, table.outcome) == ("table", How.SCALED_DOWN, Outcome.NOT_SETTLED)
+    assert table.summary.startswith("this run: ")
+    assert table.summary.endswith("; tiny")
+    assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
+    assert speed.summary.startswith("G, gpu/speed: ")
+    assert (setup.how, setup.outcome) == (How.PAPER, Outcome.AGREES)
+    assert "left out: GPUs" in setup.measurements[0].setting
+    assert (check.kind, check.outcome, check.summary) == ("check", Outcome.AGREES, "one is one")
+    content = json.loads((tmp_path / "out/report.json").read_text())
+    assert [f["id"] for f in content["papers"][0]["findings"]] == [
+        "p.table1", "p.claim.speed", "p.claim.layers", "p.check.one"
+    ]  # fmt: skip
+    assert content["origin"]["torch"] == torch.__version__
+    for name in ("trainings", "costs"):
+        assert (tmp_path / f"out/p/figures/{name}.png").exists()
+    text = (tmp_path / "out/report.md").read_text()
+    assert "5 bytes by the tiny Window" in text
+    assert "gpu/speed: Speed" in text
+    assert (tmp_path / "out/p/runs/attention/model").exists()
+    assert capsys.readouterr().out.count("report.html") == 1
+
+
+def test_the_trainings_run_once_and_only_if_they_are_asked_for(paper, tmp_path):
+    (setup,) = paper.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+    assert setup.outcome is Outcome.AGREES
+    assert not (tmp_path / "out/p/runs").exists()
+    assert not (tmp_path / "out/p/figures/trainings.png").exists()
+
+
+@pytest.mark.slow
+def test_trainings_side_by_side_learn_the_same_as_one_after_the_other(paper, tmp_path):
+    found, seen = [], []
+    for parallel in (False, True):
+        budget = replace(SMOKE, parallel=parallel)
+        trainings = Trainings(paper.models, budget, tmp_path / "runs", lambda *of: seen.append(of))
+        assert not trainings.done
+        found.append(trainings.measurement(("Window",), by_length=False).entries)
+        assert trainings.done
+    serial, side_by_side = found
+    assert [entry.seed for entry in serial] == [0]
+    assert side_by_side == serial
+    assert seen[0] == ("training the tiny models", 0, 2 * SMOKE.steps)
+
+
+def test_losses_by_test_length_are_a_measurement_too(paper, tmp_path):
+    by_length = answered(paper, Answer("p.table1", trained(InOrder(("Window",)), by_length=True)))
+    (table,) = by_length.reproduce(["p.table1"], "small", tmp_path / "out")
+    (ours,) = table.measurements
+    assert ours.columns == ("T=64", "T=128")
+    assert {entry.model for entry in ours.entries} == {"Attention", "Window"}
+
+
+def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
+    (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
+    assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
+    assert [ours.setting for ours in speed.measurements] == ["on a GPU", "at full size"]
+    assert speed.details[-1].startswith("beside it, this run: differs")
+    assert (tmp_path / "out/p/figures/speed.png").exists()
+    (speed,) = paper.reproduce(["p.claim.speed"], "small", tmp_path / "out")
+    assert len(speed.measurements) == 1
+
+
+@pytest.mark.parametrize(
+    ("pairs", "outcome"),
+    [
+        ([(1, 2), (1, 2)], Outcome.AGREES),
+        ([(2, 1), (2, 1)], Outcome.DIFFERS),
+        ([(1, 2), (2, 1)], Outcome.NOT_SETTLED),
+    ],
+)
+def test_a_committed_result_comes_out_as_it_is(paper, tmp_path, pairs, outcome):
+    write_speed(tmp_path / "package", *pairs)
+    (speed,) = paper.reproduce(["p.claim.speed"], "small", tmp_path / "out")
+    assert speed.outcome is outcome
+
+
+def test_without_its_result_a_claim_is_not_attempted_and_says_what_it_needs(paper, tmp_path):
+    (tmp_path / "package/results/gpu/speed.json").unlink()
+    (speed,) = paper.reproduce(["p.claim.speed"], "small", tmp_path / "out")
+    assert (speed.how, speed.outcome) == (How.NOT_ATTEMPTED, None)
+    without = Answer("p.claim.speed", otherwise="needs a GPU")
+    run = type("Run", (), {"results": {}})()
+    assert find(without, paper.published, run).summary == "needs a GPU"
+    with pytest.raises(ValueError, match=r"p\.x: say what answers it"):
+        Answer("p.x")
+
+
+def test_what_breaks_differs_but_what_the_user_can_mend_stops(paper, tmp_path):
+    def broken(claim):
+        raise RuntimeError("no such kernel")
+
+    def full_disk(claim):
+        raise UserError("the disk is full")
+
+    answers = paper.answers[:2]
+    bad = answered(paper, *answers, Answer("p.claim.layers", counted(broken, Equal())))
+    (setup,) = bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+    assert (setup.kind, setup.outcome) == ("claim", Outcome.DIFFERS)
+    assert "RuntimeError: no such kernel" in setup.summary
+    bad = answered(paper, *answers, Answer("p.claim.layers", counted(full_disk, Equal())))
+    with pytest.raises(UserError, match="disk"):
+        bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("only", "scale", "message"),
+    [
+        (["p.claim.layer"], "small", r"'p.claim.layer'.*p.claim.layers"),
+        (None, "smal", r"'smal'.*small"),
+        pytest.param(
+            None,
+            "gpu",
+            "needs a CUDA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_is_not_there_is_one_line(paper, tmp_path, only, scale, message):
+    with pytest.raises(UserError, match=message) as raised:
+        paper.reproduce(only, scale, tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_answer_left_out_invented_or_out_of_order_is_refused(paper):
+    published, (first, second, third) = paper.published, paper.answers
+    check_complete(published, (first, second, third))
+    for answers in (
+        (first, second),
+        (first, second, third, third),
+        (second, first, third),
+        (first, Answer("p.claim.other", otherwise="all"), third),
+    ):
+        with pytest.raises(ValueError, match="stands where the paper has"):
+            check_complete(published, answers)
+
+
+def test_several_papers_share_one_report(paper, tmp_path, capsys):
+    other = replace(paper, name="q")
+    reports = reproduce_papers([paper, other], ["p.claim.layers"], "other", tmp_path / "out")
+    assert [report.name for report in reports] == ["p", "q"]
+    content = json.loads((tmp_path / "out/report.json").read_text())
+    assert [each["name"] for each in content["papers"]] == ["p", "q"]
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"p", "q"}
+    assert capsys.readouterr().out.count("report.html") == 1
+
+
+def test_an_installed_package_has_its_results_inside(paper, tmp_path):
+    assert paper.results_folder == tmp_path / "package/results"
+    inside = tmp_path / "package/src/mezzo_p/results"
+    inside.mkdir()
+    assert paper.results_folder == inside
+
+
+def test_an_equality_holds_within_its_tolerance_only():
+    x = torch.ones(3, dtype=torch.float64)
+    assert equality("", x * (1 + 1e-7), x).outcome is Outcome.AGREES
+    assert equality("", x * (1 + 1e-7), x, 1e-8).outcome is Outcome.DIFFERS
+    assert equality("", x * torch.nan, x).outcome is Outcome.DIFFERS
+
+
+def test_a_model_that_decodes_something_else_differs(monkeypatch):
+    config = LMConfig(vocab_size=11, d_model=16, mixers=(AttentionConfig(head_dim=8),))
+    check = decode_equals_prefill("p.check.d", config, "attention")
+    assert check.work().outcome is Outcome.AGREES
+    step = torch.nn.Module.__call__
+    monkeypatch.setattr(
+        "mezzo_core.nn.lm.LM.step", lambda self, x, state: step(self, x).logits.roll(1, -1)
+    )
+    assert check.work().outcome is Outcome.DIFFERS
+
+
+def test_settings_are_compared_and_what_we_lack_is_named(paper):
+    claim = load_published(paper.results_folder.parent / "src/mezzo_p/published.toml").claim(
+        "p.claim.layers"
+    )
+    assert isinstance(claim, Claim)
+    for ours, outcome in ((2, Outcome.AGREES), (3, Outcome.DIFFERS)):
+        measurement = beside_printed(claim, {"layers": ours}, "a recipe")
+        assert Equal()(claim, measurement).outcome is outcome
+        assert "left out: GPUs" in measurement.setting
