@@ -10,45 +10,36 @@ Shakespeare and the presidents' addresses.
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import train_models
+from mezzo_core.bench.training import in_words, train_models
 from mezzo_core.data import DataConfig
 from mezzo_rat.recipes import PAPER_NAMES, mid, tiny, train_config
 
 BPE = replace(mid(), steps=375, eval_every=75, checkpoint_every=10**9, compile=True)
 DRY = replace(tiny(), seq_len=64, batch_size=2, steps=2, eval_every=1, eval_batches=1)
+MODELS = tuple(PAPER_NAMES.values())
 
 
 def measure(options: Options) -> None:
     """Train each model once with each seed."""
     data = DataConfig(source=options.data, tokenizer=options.tokenizer)
     shared = replace(DRY if options.dry_run else BPE, data=data)
-    configs = {
-        model: train_config(f"bpe_{name}", shared, name)
-        for name, model in PAPER_NAMES.items()
-        if model in options.models
-    }
-    optim, tokens = shared.optim, shared.steps * shared.batch_size * shared.seq_len
+    every = {m: train_config(f"bpe_{name}", shared, name) for name, m in PAPER_NAMES.items()}
     header = Header(
         kind="training",
         title="The six architectures of the main comparison, trained alike",
-        setting=f"C {shared.d_model}, {shared.num_layers} layers, T {shared.seq_len}, "
-        f"{shared.steps} steps of {shared.batch_size} sequences ({tokens:,} tokens of "
-        f"{Path(data.source).name}, tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, "
-        f"warm-up {optim.warmup_fraction:.0%} of the steps, "
-        f"{'fp32, eager' if options.dry_run else 'bf16 autocast, torch.compile'}",
+        setting=in_words(every[MODELS[0]], options.device),
         how="scaled down",
         columns=("Val. PPL",),
-        models=tuple(PAPER_NAMES.values()),
+        models=MODELS,
         unit="perplexity",
         better="lower",
     )
-    where = origin(options.device)
-    result = Result(options.out / "train_six_bpe.json", header, where, say)
-    train_models(result, configs, options.seeds, options.runs / "train_six", options.device)
+    result = Result(options.out / "train_six_bpe.json", header, origin(options.device), say)
+    wanted = {model: every[model] for model in options.models}
+    train_models(result, wanted, options.seeds, options.runs / "train_six", options.device)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, tuple(PAPER_NAMES.values()), trains=True))
+    sys.exit(run_script(measure, __doc__, MODELS, trains=True))

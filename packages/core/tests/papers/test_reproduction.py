@@ -238,6 +238,21 @@ def test_what_breaks_differs_but_what_the_user_can_mend_stops(paper, tmp_path):
         bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
 
 
+def test_trainings_that_break_are_not_started_again_for_each_claim(paper, tmp_path, monkeypatch):
+    starts = []
+
+    def broken(self):
+        starts.append(1)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Trainings, "_train", broken)
+    again = Answer("p.claim.speed", trained(InOrder(("Attention", "Window"))))
+    findings = answered(paper, paper.answers[0], again).reproduce(None, "small", tmp_path / "out")
+    assert [finding.outcome for finding in findings[:2]] == [Outcome.DIFFERS] * 2
+    assert "no memory" in findings[1].summary
+    assert len(starts) == 1
+
+
 @pytest.mark.parametrize(
     ("only", "scale", "message"),
     [

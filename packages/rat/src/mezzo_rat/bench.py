@@ -4,7 +4,7 @@ A layer is x + mixer(norm(x)) with all projections, as the paper times it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,25 +17,14 @@ from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 
+from mezzo_rat import speed
 from mezzo_rat.mixer import RATConfig
 from mezzo_rat.recipes import RECIPES
-from mezzo_rat.speed import paper_layers
+from mezzo_rat.speed import Sizes, paper_layers
 
-
-@dataclass(frozen=True)
-class Shapes:
-    """The shapes of one benchmark: tokens a batch, sequence lengths, widths."""
-
-    tokens: int
-    seq_lens: tuple[int, ...]
-    d_model: int
-    head_dim: int
-    seconds: float
-
-
-QUICK = Shapes(2048, (512, 2048), 64, 32, 0.2)
-CPU = Shapes(4096, (512, 1024, 2048, 4096), 128, 32, 1.0)
-GPU = Shapes(262_144, (4096, 16_384, 65_536), 2048, 128, 0.5)
+QUICK = replace(speed.CPU, tokens=2048, lengths=(512, 2048), d_model=64, seconds=0.2)
+CPU = replace(speed.CPU, seconds=1.0)
+GPU = replace(speed.FULL, lengths=(4096, 16_384, 65_536), seconds=0.5)
 PHASES: tuple[Literal["forward", "train"], ...] = ("forward", "train")
 TINY = tuple(name for name in RECIPES if name.startswith("tiny_"))
 
@@ -51,33 +40,33 @@ def bench(
     Raises:
         UserError: if a layer computes wrong results; it is not timed.
     """
-    shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
+    sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
     tiny = ("tiny_attention", "tiny_rat_l16") if quick else TINY
 
     def rows() -> Iterator[Row]:
-        yield from layer_rows(shapes, device)
+        yield from layer_rows(sizes, device)
         for name in tiny:
             config = RECIPES[name]()
-            sizes = config.batch_size, config.seq_len
-            yield model_row(name, "auto", config.model, *sizes, device, 1.0 if quick else 5.0)
+            shape = config.batch_size, config.seq_len
+            yield model_row(name, "auto", config.model, *shape, device, 1.0 if quick else 5.0)
 
     return run(rows(), device, out, say)
 
 
-def layer_rows(shapes: Shapes, device: torch.device) -> Iterator[Row]:
+def layer_rows(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     """Time forward and forward+backward of each layer at each sequence length."""
-    for config in paper_layers(shapes.head_dim).values():
-        layer = build_layer(config, shapes.d_model, device)
+    for config in paper_layers(sizes.head_dim).values():
+        layer = build_layer(config, sizes.d_model, device)
         check_layer(layer)
         code = compiled(layer)
         name, impl = row_name(config, device)
-        for T in shapes.seq_lens:
-            shape = {"B": shapes.tokens // T, "T": T, "C": shapes.d_model, "D": shapes.head_dim}
+        for T in sizes.lengths:
+            shape = {"B": sizes.tokens // T, "T": T, "C": sizes.d_model, "D": sizes.head_dim}
             if isinstance(config, RATConfig):
                 shape["L"] = config.chunk_size
             for phase in PHASES:
                 work = partial(time_layer, layer, code, phase, shape["B"], T, passes=1)
-                found = attempt(partial(work, seconds=shapes.seconds))
+                found = attempt(partial(work, seconds=sizes.seconds))
                 if isinstance(found, str):
                     say(f"{name} {phase} at {shape}: out of memory")
                 else:

@@ -58,18 +58,9 @@ def rat_by_definition(
 ) -> Tensor:
     """Compute equation 3 of the paper token by token, with RoPE by chunk index.
 
-    This shares no code with `mezzo_rat.ops`, so a common mistake is unlikely.
-
-    Args:
-        q: (T, G, D) queries; head h reads group h % G.
-        k: (T, G, D) keys.
-        v: (T, H, D) values.
-        g: (T, H, D) logits of the forget gate.
-        z: (T, H, D) logits of the output gate.
-        chunk_size: L.
-
-    Returns:
-        (T, H, D), in the dtype of v.
+    This shares no code with `mezzo_rat.ops`, so a common mistake is unlikely. q and k are
+    (T, G, D), of which head h reads group h % G; v and the gates' logits g and z are (T, H, D), and
+    so is the result.
     """
     heads, keep = torch.arange(H) % G, torch.sigmoid(g)
     ends_k: list[Tensor] = []
@@ -93,43 +84,39 @@ def rat_by_definition(
 
 
 def parameter_budget() -> Judgement:
-    """The three layers have about as many weights, as in the paper: RAT's heads share q and k."""
-    C, head_dim = 2048, 128
-    budget, shared = 4 * C * C, 2 * head_dim * C
-    expected: dict[str, tuple[MixerConfig, int]] = {
-        "RNN": (LinearRNNConfig(), budget),
-        "Attention": (AttentionConfig(head_dim=head_dim), budget),
-        "RAT(L=16), G = 1": (RATConfig(16, head_dim, num_groups=1), budget + shared),
-        "RAT(L=16), G = 2": (RATConfig(16, head_dim, num_groups=2), budget + 2 * shared),
+    """RNN and attention have the same weights, 4C²; RAT adds the q and k that its heads share."""
+    C, D = 2048, 128
+    layers: dict[str, tuple[MixerConfig, int]] = {
+        "RNN": (LinearRNNConfig(), 0),
+        "Attention": (AttentionConfig(head_dim=D), 0),
+        **{f"RAT(L=16), G = {G}": (RATConfig(16, D, num_groups=G), G) for G in (1, 2)},
     }
     counted = {
         name: sum(p.numel() for p in on_meta(config, C).parameters() if p.ndim == 2)
-        for name, (config, _) in expected.items()
+        for name, (config, _) in layers.items()
     }
-    right = all(counted[name] == weights for name, (_, weights) in expected.items())
+    right = all(counted[name] == 4 * C * C + 2 * G * D * C for name, (_, G) in layers.items())
     return Judgement(
         Outcome.AGREES if right else Outcome.DIFFERS,
         "RNN and attention have 4C² weights; RAT adds the shared q and k, 2GDC: "
-        f"{counted['RAT(L=16), G = 2'] / budget:.4f} times the budget with the released code's "
-        f"G = 2 (one mixer, C = {C}, D = {head_dim})",
-        tuple(f"{name}: {n:,} weights, {n / budget:.4f} of 4C²" for name, n in counted.items()),
+        f"{counted['RAT(L=16), G = 2'] / (4 * C * C):.4f} times the budget with the released "
+        f"code's G = 2 (one mixer, C = {C}, D = {D})",
+        tuple(
+            f"{name}: {n:,} weights, {n / (4 * C * C):.4f} of 4C²" for name, n in counted.items()
+        ),
     )
 
 
 def state_shrinks() -> Judgement:
-    """The state of RAT holds N = ceil(T / L) entries where attention holds T (Listing 2)."""
-    C, head_dim, lengths = 64, 16, (64, 256, 1024)
-    layers: dict[str, tuple[MixerConfig, list[int]]] = {
-        "Attention": (AttentionConfig(head_dim=head_dim), list(lengths)),
-        "RAT(L=16)": (RATConfig(16, head_dim), [length // 16 for length in lengths]),
-        "RAT(L=64)": (RATConfig(64, head_dim), [length // 64 for length in lengths]),
-        "RNN": (LinearRNNConfig(), [0 for _ in lengths]),
+    """The state of RAT holds N = T / L entries where attention holds T (Listing 2)."""
+    C, D, lengths = 64, 16, (64, 256, 1024)
+    layers: dict[str, tuple[MixerConfig, int]] = {
+        "Attention": (AttentionConfig(head_dim=D), 1),
+        **{f"RAT(L={L})": (RATConfig(L, D), L) for L in (16, 64)},
+        "RNN": (LinearRNNConfig(), 2 * max(lengths)),
     }
-    held = {
-        name: [_state_entries(config, C, length) for length in lengths]
-        for name, (config, _) in layers.items()
-    }
-    right = all(held[name] == expected for name, (_, expected) in layers.items())
+    held = {name: [_entries(config, C, T) for T in lengths] for name, (config, _) in layers.items()}
+    right = all(held[name] == [T // L for T in lengths] for name, (_, L) in layers.items())
     return Judgement(
         Outcome.AGREES if right else Outcome.DIFFERS,
         "after T tokens a RAT layer holds T/L keys and values, attention T of each, the RNN none "
@@ -138,7 +125,7 @@ def state_shrinks() -> Judgement:
     )
 
 
-def _state_entries(config: MixerConfig, d_model: int, num_tokens: int) -> int:
+def _entries(config: MixerConfig, d_model: int, num_tokens: int) -> int:
     """Count the slots (the second axis of a 4-dimensional tensor) in the state of a prefill."""
     mixer = config.build(d_model)
     with torch.no_grad():
@@ -148,11 +135,9 @@ def _state_entries(config: MixerConfig, d_model: int, num_tokens: int) -> int:
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    draw = [
-        torch.randn(T, heads, D, generator=generator, dtype=torch.float64)
-        for heads in (G, G, H, H, H)
-    ]
-    return draw[0], draw[1], draw[2], draw[3], draw[4]
+    sizes = [(T, heads, D) for heads in (G, G, H, H, H)]
+    q, k, v, g, z = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
+    return q, k, v, g, z
 
 
 def _rat(q: Tensor, k: Tensor, v: Tensor, g: Tensor, z: Tensor, chunk_size: int) -> Tensor:

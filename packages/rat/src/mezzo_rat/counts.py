@@ -7,14 +7,13 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import AbstractMixer, MixerConfig
 from mezzo_core.papers.checks import beside_printed
 from mezzo_core.papers.criteria import Judgement, Outcome
-from mezzo_core.papers.measurement import How, Measurement, entries
+from mezzo_core.papers.measurement import Entry, How, Measurement, entries
 from mezzo_core.papers.published import Claim, Table, Value, load_published
 from mezzo_core.train.config import TrainConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
 from mezzo_rat.recipes import RECIPES
 from mezzo_rat.reversed import RATReversedConfig
@@ -22,6 +21,7 @@ from mezzo_rat.speed import paper_layers
 
 C, HEAD_DIM = 128, 32
 FLOPS_AT = (256, 512, 1024)
+GROWTH = ("growth, counted", "growth, formula")
 GPU_BYTES = 120e9
 """Memory of the paper's GPU."""
 ROUNDED = {"tokens": 0.01, "batch tokens": 0.05}
@@ -35,20 +35,14 @@ def flops(claim: Claim) -> Measurement:
     in full, and from `flops_per_token`, which leaves them out. The first grows twice as fast as the
     second, for RAT as for attention.
     """
-    layers: dict[str, MixerConfig] = {
-        "RNN": LinearRNNConfig(),
-        "RAT(L=64)": RATConfig(chunk_size=64, head_dim=HEAD_DIM),
-        "RAT(L=16)": RATConfig(chunk_size=16, head_dim=HEAD_DIM),
-        "Attention": AttentionConfig(head_dim=HEAD_DIM),
-    }
+    more = FLOPS_AT[-1] - FLOPS_AT[0]
     rows: dict[str, list[Value]] = {}
-    for name, config in layers.items():
+    for name, config in paper_layers(HEAD_DIM).items():
         mixer = config.build(C)
         seen = [count_flops(mixer, T) for T in FLOPS_AT]
         known = [mixer.flops_per_token(T) for T in FLOPS_AT]
-        more = FLOPS_AT[-1] - FLOPS_AT[0]
         rows[name] = [*seen, (seen[-1] - seen[0]) / more, (known[-1] - known[0]) / more]
-    columns = (*(f"T={T}" for T in FLOPS_AT), "growth, counted", "growth, formula")
+    columns = (*(f"T={T}" for T in FLOPS_AT), *GROWTH)
     setting = f"one mixer, C = {C}, D = {HEAD_DIM}, forward; matrix products counted by torch"
     return Measurement(entries(rows, columns), columns, setting, How.PAPER, "FLOPs a token")
 
@@ -64,22 +58,17 @@ def count_flops(mixer: nn.Module, num_tokens: int) -> float:
 
 def grows_as_claimed(printed: Table | Claim, ours: Measurement) -> Judgement:
     """FLOPs a token are constant for the RNN; they grow as T/L for RAT and as T for attention."""
-    right, words = True, []
-    for column in ("growth, counted", "growth, formula"):
-        rnn, attention, *rat = (
-            float(ours.typical(model, column) or 0)
-            for model in ("RNN", "Attention", "RAT(L=16)", "RAT(L=64)")
-        )
-        faster = [attention / each if each else 0.0 for each in rat]
-        right &= rnn == 0 and all(
-            abs(a / L - 1) < 0.01 for a, L in zip(faster, (16, 64), strict=True)
-        )
-        words.append("{:.2f} and {:.2f} times".format(*faster))
+    rnn = [ours.typical("RNN", column) for column in GROWTH]
+    ratios = {
+        L: [ours.by_seed("Attention", c)[0] / ours.by_seed(f"RAT(L={L})", c)[0] for c in GROWTH]
+        for L in (16, 64, 128)
+    }
+    right = rnn == [0, 0] and all(abs(r / L - 1) < 0.01 for L in ratios for r in ratios[L])
+    words = (f"{r:.2f} (by our formula {f:.2f}) times RAT(L={L})'s" for L, (r, f) in ratios.items())
     return Judgement(
         Outcome.AGREES if right else Outcome.DIFFERS,
-        "attention's FLOPs a token grow with T "
-        f"{words[0]} as fast as those of RAT(L=16) and RAT(L=64), by our formula {words[1]}; the "
-        f"RNN's {'do not grow' if right else 'must not grow'}",
+        f"a token of context adds to the FLOPs of attention {', '.join(words)}; to the RNN's "
+        f"{rnn[0]:g}",
     )
 
 
@@ -94,18 +83,14 @@ def reversed_chunks(claim: Claim) -> Measurement:
         mixer = on_meta(config, width)
         return mixer.flops_per_token(T) - mixer.flops_per_token(1)
 
-    found: dict[str, Value] = {}
-    for label in claim.labels:
-        T = int(label.removeprefix("T="))
+    def nearest(T: int) -> int:
         target = cost(RATConfig(64, head_dim), T)
-        sizes = [2**i for i in range(T.bit_length())]
-        found[label] = min(
-            sizes, key=lambda L: abs(cost(RATReversedConfig(L, head_dim), T) - target)
-        )
-    setting = (
-        f"power of two nearest to RAT(L=64)'s FLOPs of the context, C = {width}, D = {head_dim}"
-    )
-    return beside_printed(claim, found, setting)
+        sizes = (2**i for i in range(T.bit_length()))
+        return min(sizes, key=lambda L: abs(cost(RATReversedConfig(L, head_dim), T) - target))
+
+    found = {label: nearest(int(label.removeprefix("T="))) for label in claim.labels}
+    words = f"powers of two with FLOPs of the context nearest to RAT(L=64)'s, C = {width}"
+    return beside_printed(claim, found, f"{words}, D = {head_dim}")
 
 
 def out_of_memory(claim: Claim) -> Measurement:
@@ -118,7 +103,7 @@ def out_of_memory(claim: Claim) -> Measurement:
     table = load_published(Path(__file__).with_name("published.toml")).table("rat.table8")
     layers = paper_layers(head_dim)
     columns = ("printed", "ours", *(f"GB at {column}" for column in table.columns))
-    found = []
+    found: list[Entry] = []
     for row in table.rows:
         mixer = on_meta(layers[row.model], width).bfloat16()
         batch = int(row.group.removeprefix("B="))

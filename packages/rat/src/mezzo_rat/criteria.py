@@ -39,7 +39,8 @@ class Divided:
             for column in ours.columns
             for seed, (a, b) in enumerate(pair_seeds(ours, self.above, self.below, column, group))
         )
-        return self.criterion(printed, replace(ours, entries=ratios, better="higher"))
+        judged = self.criterion(printed, replace(ours, entries=ratios, better="higher"))
+        return replace(judged, summary=f"{self.above} over {self.below}: {judged.summary}")
 
 
 def one_gpu_takes_as_long_as_four(printed: Table | Claim, ours: Measurement) -> Judgement:

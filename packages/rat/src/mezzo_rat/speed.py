@@ -105,8 +105,8 @@ CPU = Sizes(
     batches=(64,),
     contexts={256: "tiny", 512: "tiny"},
     new_tokens=32,
-    max_batch=32,
-    seconds=0.05,
+    max_batch=16,
+    seconds=0.02,
 )
 DRY = Sizes("cpu", 32, 8, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0)
 """A rehearsal on a CPU: the same steps at toy sizes."""
@@ -205,13 +205,13 @@ def measure_generation(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
             with device:
                 model = config.build().eval()
             model = model.bfloat16() if device.type == "cuda" else model
-            limits = {"max_batch": sizes.max_batch, "seconds": sizes.seconds}
-            passes = attempt(partial(time_throughput, model, T, sizes.new_tokens, **limits))
+            time = partial(time_throughput, max_batch=sizes.max_batch, seconds=sizes.seconds)
+            passes = attempt(partial(time, model, T, sizes.new_tokens))
             result.add_passes(passes, "tokens_per_second", model=name, column=f"T={T}")
     return _measurement(result)
 
 
-MEASURERS = {
+MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
     **{name: partial(measure_layers, name) for name in ("table6", "table7", "table8")},
     "fig5": measure_generation,
 }
@@ -220,10 +220,8 @@ MEASURERS = {
 
 def _result(path: Path, sizes: Sizes, say: Say, **header: Any) -> Result:
     full = replace(sizes, models=None) == FULL
-    how = "other hardware" if full else "scaled down"
-    return Result(
-        path, Header(kind="speed", how=how, **header), origin(torch.device(sizes.device)), say
-    )
+    names = Header(kind="speed", how="other hardware" if full else "scaled down", **header)
+    return Result(path, names, origin(torch.device(sizes.device)), say)
 
 
 def _measurement(result: Result) -> Measurement | None:

@@ -148,6 +148,7 @@ class Trainings:
         ]
         self._watch = watch
         self._found: list[dict[str, Any]] | None = None
+        self._error: Exception | None = None
 
     @property
     def done(self) -> bool:
@@ -155,9 +156,18 @@ class Trainings:
         return self._found is not None
 
     def results(self) -> Iterator[tuple[Training, dict[str, Any]]]:
-        """Yield each training with its results; the first call trains."""
+        """Yield each training with its results; the first call trains.
+
+        Trainings that fail raise their error at each call, and are not started again.
+        """
+        if self._error is not None:
+            raise self._error
         if self._found is None:
-            self._found = self._train()
+            try:
+                self._found = self._train()
+            except Exception as error:
+                self._error = error
+                raise
         return zip(self.all, self._found, strict=True)
 
     def measurement(self, models: Sequence[str], by_length: bool) -> Measurement:
