@@ -76,8 +76,10 @@ class FlaMixer(nn.Module):
         return self.layer(x)[0], None
 
 
-def layers(d_model: int, num_heads: int, num_slots: int, device: torch.device) -> dict[str, Layer]:
-    """Return fla's layers of the paper's models, each behind a norm and with a residual.
+def layers(
+    d_model: int, num_heads: int, num_slots: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Layer]:
+    """Return fla's layers of the paper's models, alone.
 
     Raises:
         UserError: if a library that fla's layers need is not installed.
@@ -96,7 +98,10 @@ def layers(d_model: int, num_heads: int, num_slots: int, device: torch.device) -
             "gsa": FlaMixer(GatedSlotAttention(num_slots=num_slots, **shared)),
             "gla": FlaMixer(GatedLinearAttention(**shared)),
         }
-        return {name: Layer(mixer, d_model) for name, mixer in mixers.items()}  # type: ignore[arg-type]
+        return {
+            name: Layer(mixer, d_model, alone=True).to(dtype)  # type: ignore[arg-type]
+            for name, mixer in mixers.items()
+        }
 
 
 def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
@@ -105,14 +110,15 @@ def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
 
     theirs, cache = layer.mixer.layer, Cache()
     assert isinstance(theirs, nn.Module)
-    theirs(layer.norm(prompt), past_key_values=cache, use_cache=True)
-    return lambda: x + theirs(layer.norm(x), past_key_values=cache, use_cache=True)[0]
+    theirs(prompt, past_key_values=cache, use_cache=True)
+    return lambda: theirs(x, past_key_values=cache, use_cache=True)[0]
 
 
 def replace_mixers(model: LM) -> None:
     """Replace the mixers of a GSA model by fla's layers."""
+    weight = model.embed.weight
     for block in [part for part in model.modules() if isinstance(part, Block)]:
         ours = block.mixer
         assert isinstance(ours, GSA)
         sizes = (ours.d_model, ours.config.num_heads, ours.config.num_slots)
-        block.mixer = layers(*sizes, model.embed.weight.device)["gsa"].mixer
+        block.mixer = layers(*sizes, weight.device, weight.dtype)["gsa"].mixer

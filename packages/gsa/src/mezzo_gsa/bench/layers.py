@@ -1,4 +1,7 @@
-"""Benchmarks of one layer (training, prefill, decoding step) and of tiny models."""
+"""Benchmarks of one layer (training, prefill, decoding step) and of tiny models.
+
+A layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
+"""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -49,15 +52,14 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
     """Time a decoding step of one sequence through each layer, in a CUDA graph."""
     position, seconds = setting.shapes.position, setting.shapes.seconds
     for name, layer in _layers(setting).items():
-        half = layer.to(setting.dtype)
-        (timing,) = time_step(half, 1, position, passes=1, seconds=seconds)
+        (timing,) = time_step(layer, 1, position, passes=1, seconds=seconds)
         yield Row(f"{name} layer decode", setting.impl, _shape(setting, name, 1, 1), timing)
     if setting.has_fla:
         C = setting.shapes.d_model
         with fla.excused("its layers' steps", setting.say), torch.no_grad():
             for name, layer in fla.layers(*_sizes(setting)).items():
                 prompt, x = setting.normal(1, position, C), setting.normal(1, 1, C)
-                step = fla.step(layer.to(setting.dtype), prompt, x)
+                step = fla.step(layer, prompt, x)
                 graph = captured(step, setting.device)
                 for impl, work in {fla.title(): step, fla.title("in a graph"): graph}.items():
                     timing = measure(work, setting.device, seconds=seconds)
@@ -81,11 +83,12 @@ def _layers(setting: Setting) -> Mapping[str, Layer]:
         "attention": AttentionConfig(head_dim=shapes.attention_dim),
     }
     layers = {
-        name: build_layer(config, shapes.d_model, setting.device)
+        name: build_layer(config, shapes.d_model, setting.device, alone=True)
         for name, config in configs.items()
     }
     for layer in layers.values():
         check_layer(layer)
+        layer.to(setting.dtype)
     return layers
 
 
@@ -103,9 +106,9 @@ def _rows(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Ite
                 yield Row(f"{name} layer {phase}", impl, _shape(setting, name, B, T), found[0])
 
 
-def _sizes(setting: Setting) -> tuple[int, int, int, torch.device]:
+def _sizes(setting: Setting) -> tuple[int, int, int, torch.device, torch.dtype]:
     shapes = setting.shapes
-    return shapes.d_model, shapes.num_heads, shapes.slots[0], setting.device
+    return shapes.d_model, shapes.num_heads, shapes.slots[0], setting.device, setting.dtype
 
 
 def _shape(setting: Setting, name: str, B: int, T: int) -> dict[str, int]:
