@@ -7,18 +7,19 @@ from types import ModuleType
 
 import pytest
 import torch
+from mezzo_core.bench import Contender
 from mezzo_core.errors import UserError
-from mezzo_core.papers import load_bench
 from mezzo_gsa import bench
-from mezzo_gsa.bench import benchmark, fla, layers, models, ops, run
+from mezzo_gsa.bench import fla, layers, ops
+from mezzo_gsa.bench.setting import Setting, Shapes
 from mezzo_gsa.gsa import GSA
 from mezzo_gsa.ops.gla import chunk_gla
 from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.recipes import recipe
 
 CPU = torch.device("cpu")
-TINY = benchmark.Shapes(((2, 24), (1, 48)), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
-HERE = benchmark.Benchmark(TINY, CPU)
+TINY = Shapes(((2, 24), (1, 48)), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
+HERE = Setting(TINY, CPU)
 
 
 def test_ops_are_timed_at_every_shape_and_number_of_slots():
@@ -29,38 +30,39 @@ def test_ops_are_timed_at_every_shape_and_number_of_slots():
         for B, T in TINY.batches:
             assert {(f"gsa op {phase}", B, T, 4), (f"gla op {phase}", B, T, None)} <= seen
             assert (f"attention op {phase}", B, T, None) in seen
-    kept = {row.name for row in rows if "kept" in row.impl}
-    assert kept == {"gsa op train"}
-    for row in rows:
-        assert 0 < row.timing.ms_p20 <= row.timing.ms <= row.timing.ms_p80
-
-
-def test_layers_are_timed_whole_and_step_by_step():
-    rows = [*layers.layer_rows(HERE), *layers.decode_rows(HERE)]
-    names = {f"{name} layer" for name in ("gsa", "gla", "attention")}
-    assert {row.name for row in rows} == {
-        f"{name} {phase}" for name in names for phase in ("forward", "train", "decode")
+    assert {row.name for row in rows if "kept" in row.impl} == {"gsa op train"}
+    assert {row.impl for row in rows if "gsa" in row.name} >= {
+        "reference, steep",
+        "reference, by chunks",
+        "reference, by tokens",
     }
-    assert {row.shape["T"] for row in rows if row.name.endswith("decode")} == {1}
 
 
-def test_whole_models_are_timed_by_their_recipes_names():
-    names = [row.name for row in models.model_rows(HERE)]
-    assert {"tiny_gsa model train", "tiny_attention model train"} < set(names)
+def test_steep_gates_are_steep_in_one_slot_of_each_head(monkeypatch):
+    seen = []
+    monkeypatch.setattr(Setting, "time", lambda self, contender: seen.append(contender) or [])
+    list(ops.gsa_rows(HERE))
+    gates = {contender.impl: contender.inputs["g"].amax((0, 1, 2)) for contender in seen}
+    assert gates["reference, steep"][0] < -2
+    assert gates["reference, steep"][1:].min() > -2
+    assert gates["reference"].min() > -2
 
 
-def test_rows_can_be_read_back_by_a_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "QUICK", TINY)
+def test_a_bench_has_ops_layers_steps_and_models_as_rows_of_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "QUICK", TINY)
     path = tmp_path / "machine" / "bench.jsonl"
-    rows = bench.bench(CPU, quick=True, out=path, parts=("attention",), commit="c1")
-    assert load_bench(tmp_path) == json.loads(json.dumps(rows))
-    assert {row["commit"] for row in rows} == {"c1"}
-    assert len(capsys.readouterr().out.splitlines()) == len(rows) == 4
-
-
-def test_an_unknown_part_is_refused_by_name():
-    with pytest.raises(UserError, match=r"no part is named 'lair'.*layer"):
-        bench.bench(CPU, quick=True, parts=("lair",))
+    rows = bench.bench(CPU, quick=True, out=path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == json.loads(
+        json.dumps(rows)
+    )
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+    names = {row["name"] for row in rows}
+    kinds = ("gsa", "gla", "attention")
+    phases = ("forward", "train", "decode")
+    assert {f"{kind} layer {phase}" for kind in kinds for phase in phases} <= names
+    assert {"gsa op train", "tiny_gsa model train", "tiny_attention model train"} <= names
+    assert {row["shape"]["T"] for row in rows if row["name"].endswith("decode")} == {1}
+    assert {row["kind"] for row in rows} == {"op", "layer", "model"}
 
 
 @pytest.mark.parametrize("name", ["out", "g"])
@@ -83,38 +85,18 @@ def test_a_layer_that_decodes_wrongly_is_not_timed(monkeypatch):
         list(layers.decode_rows(HERE))
 
 
-def test_training_computes_the_gradient_of_every_input_and_a_forward_none():
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            return x * w
+def test_a_layer_that_does_not_fit_is_said_and_the_rest_is_timed(monkeypatch):
+    right, said = layers.time_layer, []
 
-        @staticmethod
-        def backward(ctx, dout):
-            needed.append(ctx.needs_input_grad)
-            return dout, dout
-
-    needed = []
-    inputs = {"x": torch.randn(3), "w": torch.nn.Parameter(torch.randn(3))}
-    contender = benchmark.Contender("an op", "ours", {}, lambda x, w: Watched.apply(x, w), inputs)
-    (row,) = benchmark.timed(HERE, replace(contender, phases=("forward",)))
-    assert row.name == "an op forward"
-    assert not needed
-    assert [row.name for row in benchmark.timed(HERE, contender)][1] == "an op train"
-    assert set(needed) == {(True, True)}
-
-
-def test_what_does_not_fit_is_said_and_the_rest_is_timed():
-    def run(x):
-        if torch.is_grad_enabled():
+    def full(layer, run, phase, B, T, **options):
+        if (phase, T) == ("train", 48):
             raise torch.OutOfMemoryError
-        return 2 * x
+        return right(layer, run, phase, B, T, **options)
 
-    said = []
-    contender = benchmark.Contender("an op", "ours", {"B": 1}, run, {"x": torch.randn(3)})
-    rows = list(benchmark.timed(replace(HERE, say=said.append), contender))
-    assert [row.name for row in rows] == ["an op forward"]
-    assert said == ["an op train (ours) at {'B': 1}: out of memory"]
+    monkeypatch.setattr(layers, "time_layer", full)
+    rows = list(layers.layer_rows(replace(HERE, say=said.append)))
+    assert len(rows) == 3 * 3
+    assert said[0] == "gsa layer train (reference) at B 1, T 48: out of memory"
 
 
 def test_another_librarys_op_is_timed_only_if_it_computes_the_same():
@@ -124,20 +106,16 @@ def test_another_librarys_op_is_timed_only_if_it_computes_the_same():
     said, x = [], torch.randn(3)
     here = replace(HERE, say=said.append)
     for op, expected in ((lambda x: 2 * x, 2), (lambda x: 3 * x, 0), (broken, 0)):
-        contender = benchmark.Contender("gsa op", "fla", {}, op, {"x": x})
-        assert len(list(ops._peer_rows(here, contender, 2 * x))) == expected
+        contender = Contender("gsa op", "fla", {}, op, {"x": x})
+        assert len(list(ops.peer_rows(here, contender, 2 * x))) == expected
     assert len(said) == 2
     assert "AssertionError" in said[0]
     assert "it does not compile" in said[1]
 
 
-def test_fla_is_not_needed_and_its_faults_do_not_stop_the_benchmark(monkeypatch):
+def test_fla_is_not_needed(monkeypatch):
     monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: None)
-    assert not replace(HERE, device=torch.device("cuda"), with_fla=True).has_fla
-    said = []
-    with fla.excused("its layer", said.append):
-        raise ImportError("no transformers")
-    assert said == ["fla: its layer is not measured: ImportError: no transformers"]
+    assert not replace(HERE, device=torch.device("cuda")).has_fla
 
 
 class StandIn(torch.nn.Module):
@@ -171,7 +149,7 @@ def stand_in(monkeypatch):
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(benchmark.Benchmark, "has_fla", True)
+    monkeypatch.setattr(Setting, "has_fla", True)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -180,8 +158,7 @@ def test_fla_is_measured_in_the_same_run():
     here = replace(HERE, say=said.append)
     makers = (ops.gsa_rows, ops.gla_rows, layers.layer_rows, layers.decode_rows)
     rows = {(row.name, row.impl) for make in makers for row in make(here)}
-    phases = ("forward", "train")
-    fla = "fla 0.6.0"
+    phases, fla = ("forward", "train"), "fla 0.6.0"
     theirs = {(f"{kind} {phase}", fla) for kind in ("gsa op", "gla op") for phase in phases}
     theirs |= {(f"{name} layer {phase}", fla) for name in ("gsa", "gla") for phase in phases}
     theirs |= {(f"{name} layer decode", f"{fla}, in a graph") for name in ("gsa", "gla")}
@@ -208,7 +185,7 @@ def test_an_fla_that_cannot_be_imported_leaves_our_rows(monkeypatch):
 @pytest.mark.usefixtures("stand_in")
 def test_flas_layers_can_take_the_place_of_our_mixers():
     model = recipe("tiny", "gsa").model.build()
-    fla.replace_mixers(model, 128, 2, 16)
+    fla.replace_mixers(model)
     tokens = torch.randint(257, (1, 8))
     model.loss(tokens, tokens).backward()
     for block in model.stack.blocks:
@@ -217,8 +194,8 @@ def test_flas_layers_can_take_the_place_of_our_mixers():
 
 
 @pytest.mark.gpu
-def test_a_gpu_measures_every_part(tmp_path):
-    parts = tuple(part for part in bench.PARTS if part != "fla")
-    rows = bench.bench(torch.device("cuda"), True, tmp_path / "gpu/bench.jsonl", parts=parts)
+def test_a_gpu_measures_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(Setting, "has_fla", False)
+    rows = bench.bench(torch.device("cuda"), True, tmp_path / "gpu/bench.jsonl")
     assert {row["impl"] for row in rows} >= {"triton", "triton, eager", "flash", "cudnn"}
     assert all(row["peak_gb"] > 0 for row in rows)

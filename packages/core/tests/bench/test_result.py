@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core import bench
 from mezzo_core.bench import OOM, Header, Result, Timing, origin
 from mezzo_core.errors import UserError
 
@@ -190,7 +189,3 @@ def test_a_folder_that_cannot_be_is_named_before_anything_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
         Result(tmp_path / "file" / "a.json", HEADER, HERE)
-
-
-def test_older_scripts_find_their_names():
-    assert bench.environment is bench.origin

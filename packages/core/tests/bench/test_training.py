@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.bench import OOM, Header, Result, origin, training
-from mezzo_core.bench.training import measure_run, steady_and_first, train_model, train_models
+from mezzo_core.bench.training import (
+    in_words,
+    measure_run,
+    steady_and_first,
+    train_model,
+    train_models,
+)
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
@@ -157,3 +163,19 @@ def test_the_first_step_is_what_the_warm_up_took_beyond_its_speed():
     assert steady_and_first(speeds, 100) == (100, pytest.approx(10))
     assert steady_and_first([50.0], 100) == (50, 2)
     assert steady_and_first([10.0, 50.0], 100) == (50, 10)
+
+
+def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):
+    found = measure_run(configs["Mean"], tmp_path, CPU)
+    monkeypatch.setattr(torch.Tensor, "backward", None)  # a step would fail
+    assert measure_run(configs["Mean"], tmp_path, CPU, resume=True) == found
+    with pytest.raises(TypeError):
+        measure_run(configs["Mean"], tmp_path, CPU)
+
+
+def test_a_run_is_told_in_words(configs):
+    words = in_words(configs["Mean"], CPU)
+    assert words == (
+        "C 16, 1 layers, T 16, 4 steps of 2 sequences (128 tokens of words.txt, tokenizer byte), "
+        "lr 0.003, warm-up 5% of the steps, fp32, torch.compile off"
+    )

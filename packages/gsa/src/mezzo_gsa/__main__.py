@@ -11,10 +11,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from mezzo_core.cli import Paper, make_app, run
 
         from mezzo_gsa.bench import bench
+        from mezzo_gsa.claims import REPRODUCTION
         from mezzo_gsa.convert.command import convert_command
         from mezzo_gsa.mqar.command import mqar
         from mezzo_gsa.recipes import RECIPES
-        from mezzo_gsa.reproduce import SCALES, reproduce
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         title="GSA: gated slot attention, its family, and Transformers fine-tuned into RNNs.",
         recipes=RECIPES,
         bench=bench,
-        reproduce=reproduce,
-        scales=SCALES,
+        reproduce=REPRODUCTION.reproduce,
+        scales=tuple(REPRODUCTION.scales),
     )
     app = make_app(paper)
     app.command(name="convert")(convert_command)

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 import typer
+from mezzo_core.bench import training
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn import generate
-from mezzo_core.papers import load_experiments
+from mezzo_core.papers.measurement import How, read_result
 from mezzo_core.testing.laws import check_segments, check_state_bytes
 from mezzo_core.train.loop import train
 from mezzo_gsa.mqar import sweep as sweeps
 from mezzo_gsa.mqar.command import mqar
 from mezzo_gsa.mqar.config import DROPOUT, MIXERS, SweepConfig
-from mezzo_gsa.mqar.sweep import RecallRun, best, read_runs, result_path, sweep, write_runs
+from mezzo_gsa.mqar.sweep import sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
-CPU = torch.device("cpu")
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
 TINY = SweepConfig(
     task=TASK,
@@ -40,10 +40,6 @@ def silent(line):
 def tiny_model(name, **changes):
     torch.manual_seed(0)
     return replace(TINY, **changes).run(name, 16, 1e-3).model.build().eval()
-
-
-def content(folder, name="mqar.json"):
-    return json.loads((folder / name).read_text(), parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("conv_width", [0, 3])
@@ -105,25 +101,25 @@ def test_the_first_layer_may_be_a_convolution_and_drops_embeddings_out():
     assert conv[1].state_bytes(16) == plain[1].state_bytes(16)
     for blocks in (plain, conv, tiny_model("attention").stack.blocks[1:]):
         assert [block.dropout.p for block in blocks] == [DROPOUT, 0]
-    for wrong in ({"conv_width": -1}, {"conv_width": 3, "num_layers": 1}):
-        with pytest.raises(UserError, match="conv_width must be 0 or more"):
-            replace(TINY, **wrong)
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "setting"),
+    ("change", "name"),
     [
-        ({"conv_width": 3}, "conv", "a causal convolution of 3 tokens, then 1 of"),
-        ({"init": "fan_in"}, "fan_in", "matrices of mixers started by fan_in"),
-        ({"conv_width": 3, "init": "fan_in"}, "conv_fan_in", "started by fan_in"),
+        ({"conv_width": 3}, "conv"),
+        ({"init": "fan_in"}, "fan_in"),
+        ({"conv_width": 3, "init": "fan_in"}, "conv_fan_in"),
     ],
 )
-def test_a_sweep_of_other_models_has_a_file_of_its_own(tmp_path, change, name, setting):
+def test_a_sweep_of_other_models_has_a_file_of_its_own(tmp_path, change, name):
     config = replace(TINY, models=("gla",))
-    for each in (config, replace(config, **change)):
-        assert len(sweep(each, tmp_path, silent, device="cpu")) == 1
-    assert setting in content(tmp_path, f"mqar_{name}.json")["setting"]
-    assert setting not in content(tmp_path)["setting"]
+    plain, other = (
+        sweep(each, tmp_path, silent, device="cpu") for each in (config, replace(config, **change))
+    )
+    assert (plain.path.name, other.path.name) == ("mqar.json", f"mqar_{name}.json")
+    for field, value in change.items():
+        assert f"{field} {value}, not" in other.header.setting
+        assert f"{field} {value}" not in plain.header.setting
 
 
 def test_a_run_trains_as_the_protocol_says(tmp_path):
@@ -140,12 +136,17 @@ def test_a_run_trains_as_the_protocol_says(tmp_path):
 
 def test_a_run_is_repeatable_and_says_what_it_is(tmp_path):
     config = replace(TINY, models=("gla",))
-    (first,), (again,) = (sweep(config, tmp_path / name, silent, device="cpu") for name in "ab")
-    assert replace(first, seconds=0.0) == replace(again, seconds=0.0)
-    assert (first.model, first.width, first.lr, first.steps) == ("gla", 16, 1e-3, 4)
-    assert first.parameters == sum(w.numel() for w in tiny_model("gla").parameters())
+    (first,), (again,) = (
+        sweep(config, tmp_path / name, silent, device="cpu").entries for name in "ab"
+    )
+    assert first["steps"] == again["steps"]
+    assert (first["model"], first["column"], first["seed"]) == ("GLA", "C=16", 123)
+    assert first["lr"] == 1e-3
+    assert first["parameters"] == sum(w.numel() for w in tiny_model("gla").parameters())
+    assert first["state_bytes"] == tiny_model("gla").state_bytes(16)
     log = (tmp_path / "a/mqar/gla_c16_lr0.001/log.jsonl").read_text().splitlines()
-    assert json.loads(log[-1])["val_accuracy"] == first.accuracy
+    assert json.loads(log[-1])["val_accuracy"] == first["value"]
+    assert [step for step, _ in first["steps"]["val"]] == [2, 4]
 
 
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path):
@@ -172,129 +173,110 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path):
 def test_a_loss_that_is_no_number_ends_a_run(tmp_path):
     lines = []
     config = replace(TINY, models=("attention",), learning_rates=(1e38, 1e-3))
-    diverged, other = sweep(config, tmp_path, lines.append, device="cpu")
-    assert (diverged.accuracy, diverged.steps) == (None, None)
-    assert "training diverged" in lines[0]
-    assert content(tmp_path)["rows"][0]["values"] == [other.accuracy]
-    assert best([diverged])["attention", 16] == diverged
+    (entry,) = sweep(config, tmp_path / "both", lines.append, device="cpu").entries
+    assert lines[0] == "attention C=16 lr 1e+38: diverged"
+    assert (entry["lr"], [run["accuracy"] for run in entry["others"]]) == (1e-3, ["diverged"])
+    only = replace(config, learning_rates=(1e38,))
+    (entry,) = sweep(only, tmp_path / "one", silent, device="cpu").entries
+    assert entry["value"] == "diverged"
 
 
 @pytest.mark.slow
 def test_attention_learns_to_recall(tmp_path):
     task = replace(TASK, train_rows=12_000, test_rows=200)
     config = replace(TINY, task=task, models=("attention",), widths=(64,), batch_size=64, epochs=6)
-    (run,) = sweep(config, tmp_path, silent, device="cpu")
-    assert run.accuracy > 0.99
-    assert run.steps < 6 * 187
+    (entry,) = sweep(config, tmp_path, silent, device="cpu").entries
+    assert entry["value"] > 0.99
+    assert entry["steps"]["val"][-1][0] < 6 * 187
 
 
 def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):
     lines = []
-    sweep(TINY, tmp_path / "results" / "here", lines.append, device="cpu")
-    assert any(re.match(r"gsa C=16 lr 0.001: accuracy 0\.\d{4} after 4 steps", x) for x in lines)
-    (experiment,) = load_experiments(tmp_path / "results")
-    assert experiment.ids == ("gsa.claim.mqar",)
-    assert not experiment.same_setting
-    assert experiment.measurement.columns == ("C=16",)
-    assert [row.model for row in experiment.measurement.rows] == ["attention", "gsa"]
+    result = sweep(TINY, tmp_path / "here", lines.append, device="cpu")
+    assert any(re.match(r"gsa C=16 lr 0.001: 0\.\d+$", line) for line in lines)
+    read = read_result(result.path)
+    assert (read.kind, read.how, read.columns) == ("recall", How.SCALED_DOWN, ("C=16",))
+    assert [model for _, model in read.rows] == ["Xfmr++", "GSA"]
+    assert {entry.seed for entry in read.entries} == {TASK.seed}
 
 
-def test_finished_runs_are_not_run_again_and_a_sweep_can_be_widened(tmp_path, monkeypatch):
-    sweep(TINY, tmp_path, silent, device="cpu")
-    done = []
+def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
+    stepped = []
 
     def watched(config, *arguments, **options):
-        done.append(config.name)
-        return train(config, *arguments, **options)
+        def on_step(row):
+            if config.optim.lr == dies:
+                raise KeyboardInterrupt
+            stepped.append((config.optim.lr, row["step"]))
 
-    monkeypatch.setattr(sweeps, "train", watched)
-    before = (tmp_path / "mqar.json").read_text()
-    assert (len(sweep(TINY, tmp_path, silent, device="cpu")), done) == (2, [])
-    assert (tmp_path / "mqar.json").read_text() == before
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    sweep(replace(TINY, widths=(32, 16), compile=True), tmp_path, silent, device="cpu")
-    assert done == ["mqar attention C=32 lr 0.001", "mqar gsa C=32 lr 0.001"]
-    assert content(tmp_path)["columns"] == ["C=16", "C=32"]
+        return train(config, *arguments, on_step=on_step, **options)
+
+    monkeypatch.setattr(training, "train", watched)
+    config = replace(TINY, models=("attention",), learning_rates=(1e-3, 1e-2))
+    dies = 1e-2
+    with pytest.raises(KeyboardInterrupt):
+        sweep(config, tmp_path, silent, device="cpu")
+    assert stepped == [(1e-3, step) for step in (1, 2, 3, 4)]
+    assert not (tmp_path / "mqar.json").exists()
+    dies = None
+    whole = sweep(config, tmp_path, silent, device="cpu")
+    assert stepped[4:] == [(1e-2, step) for step in (1, 2, 3, 4)]
+    before = whole.path.read_text()
+    assert sweep(config, tmp_path, silent, device="cpu").path.read_text() == before
+    assert len(stepped) == 8
 
 
-def test_a_folder_keeps_one_way_of_training(tmp_path):
+def test_a_result_keeps_one_way_of_training(tmp_path):
     config = replace(TINY, models=("attention",))
     sweep(config, tmp_path, silent, device="cpu")
-    other = replace(config, epochs=3, task=replace(TASK, seed=5))
-    with pytest.raises(UserError, match="runs with another seed, epochs: choose another folder"):
-        sweep(other, tmp_path, silent, device="cpu")
-    path = tmp_path / "mqar.json"
-    path.write_text(path.read_text().replace('"gpu": null', '"gpu": "NVIDIA H200"'))
-    with pytest.raises(UserError, match="runs with another gpu: choose another folder"):
-        sweep(config, tmp_path, silent, device="cpu")
-    for wrong in ("{}", '{"training": 3, "runs": []}', '{"training": {}, "runs": [{"lr": 1}]}'):
-        path.write_text(wrong)
-        with pytest.raises(UserError, match="no result of an MQAR sweep"):
-            sweep(config, tmp_path, silent, device="cpu")
-
-
-def finished(model="gsa", width=64, lr=1e-3, accuracy=0.5):
-    return RecallRun(model, width, lr, accuracy, 1, 1, 1, 1.0, None)
-
-
-def test_the_best_learning_rate_of_each_is_reported(tmp_path):
-    runs = [finished("gsa", 128, 1e-3, 0.7), finished("gla", 128, 1e-3, None)]
-    accuracies = {("gla", 64): (0.1, 0.3, 0.2), ("gsa", 64): (0.6, None, 0.4)}
-    for (model, width), each in accuracies.items():
-        runs += [
-            finished(model, width, *pair) for pair in zip((1e-4, 1e-3, 1e-2), each, strict=True)
-        ]
-    rates = {key: run.lr for key, run in best(runs).items()}
-    assert rates == {("gla", 64): 1e-3, ("gla", 128): 1e-3, ("gsa", 64): 1e-4, ("gsa", 128): 1e-3}
-    write_runs(TINY, tmp_path / "mqar.json", CPU, runs)
-    rows = {row["model"]: row["values"] for row in content(tmp_path)["rows"]}
-    assert rows == {"gsa": [0.6, 0.7], "gla": [0.3, "-"]}
-    assert read_runs(TINY, tmp_path / "mqar.json", CPU) == runs
-
-
-def test_the_whole_protocol_alone_is_the_same_setting(tmp_path):
-    whole = SweepConfig()
-    runs = [finished(*choice) for choice in whole.choices()]
-    fewer_rows = replace(whole, task=replace(whole.task, train_rows=20_000, train_pairs=(16, 64)))
-    for config, some, same in (
-        (whole, runs, True),
-        (whole, runs[1:], False),
-        (fewer_rows, runs, False),
+    for other in (
+        replace(config, epochs=3),
+        replace(config, task=replace(TASK, seed=5)),
+        replace(config, learning_rates=(1e-3, 1e-2)),
     ):
-        write_runs(config, tmp_path / "mqar.json", CPU, some)
-        found = content(tmp_path)
-        assert found["same_setting"] == same
-    assert "20,000 rows of 16, 64 pairs, batch 128" in found["setting"]
+        with pytest.raises(UserError, match="another setting"):
+            sweep(other, tmp_path, silent, device="cpu")
 
 
-def test_other_learning_rates_are_skipped_once_one_has_solved_the_task(tmp_path, monkeypatch):
-    class Trained:
-        steps = 1
+def test_the_best_learning_rate_of_each_is_reported(tmp_path, monkeypatch):
+    accuracies = {1e-4: 0.5, 1e-3: 0.995, 1e-2: 0.7}
 
-        def __init__(self, config, *arguments, **options):
-            self.val_accuracy = 0.995 if config.optim.lr == 1e-3 else 0.5
+    def trained(config, folder, device, *, resume):
+        return {"accuracy": accuracies[config.optim.lr], "perplexity": 1.0}
 
-    monkeypatch.setattr(sweeps, "train", Trained)
-    rates = (1e-4, 1e-3, 1e-2)
-    config = replace(TINY, models=("gsa",), learning_rates=rates, skip_solved=True)
+    monkeypatch.setattr(sweeps, "measure_run", trained)
+    config = replace(TINY, models=("gsa",), learning_rates=tuple(accuracies))
+    (entry,) = sweep(config, tmp_path, silent, device="cpu").entries
+    assert (entry["value"], entry["lr"]) == (0.995, 1e-3)
+    assert entry["others"] == [{"lr": 1e-2, "accuracy": 0.7}, {"lr": 1e-4, "accuracy": 0.5}]
     lines = []
-    runs = sweep(config, tmp_path / "skipping", lines.append, device="cpu")
-    assert [run.lr for run in runs] == [1e-4, 1e-3]
-    assert lines[-1] == "gsa C=16 lr 0.01: left out, another learning rate solved the task"
-    runs = sweep(replace(config, skip_solved=False), tmp_path / "all", silent, device="cpu")
-    assert [run.lr for run in runs] == [1e-4, 1e-3, 1e-2]
+    config = replace(config, skip_solved=True)
+    (entry,) = sweep(config, tmp_path / "skipping", lines.append, device="cpu").entries
+    assert [run["lr"] for run in entry["others"]] == [1e-4]
+    assert lines[2] == "gsa C=16: no other learning rates, as 0.001 solved it"
+
+
+def test_the_whole_protocol_alone_is_the_papers_setting():
+    whole = SweepConfig()
+    assert whole.header().how == "the paper's setting"
+    assert replace(whole, models=(*whole.models, "gsa_one_head"), compile=True).header().how == (
+        "the paper's setting"
+    )
+    for change in (
+        {"models": ("gsa",)},
+        {"widths": (64,)},
+        {"skip_solved": True},
+        {"task": replace(whole.task, train_pairs=(16, 64))},
+    ):
+        assert replace(whole, **change).header().how == "scaled down"
+    assert "Here: train_pairs (16, 64), not ()" in replace(whole, **change).header().setting
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"models": ("gas",)}, "no model is named 'gas'; did you mean gsa"),
-        ({"models": ()}, "models must be one or more different values"),
-        ({"widths": (64, 64)}, "widths must be one or more different values"),
-        ({"widths": (0,)}, "widths must be at least 1, got 0"),
-        ({"learning_rates": (0.0,)}, r"learning_rates must be positive, got 0\.0"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"task": MQARConfig(train_rows=100)}, "train_rows must fill a batch of 128, got 100"),
+        ({"task": MQARConfig(train_rows=100)}, "batch_size must be from 1 to train_rows = 100"),
         ({"precision": "fp16"}, "precision must be one of .* got 'fp16'"),
         ({"init": "fan"}, "init must be one of .*, got 'fan'"),
     ],
@@ -304,9 +286,19 @@ def test_a_sweep_that_cannot_be_is_named(options, message):
         SweepConfig(**options)
 
 
-def test_a_width_that_a_model_cannot_have_is_refused_before_anything_is_trained(tmp_path):
-    with pytest.raises(UserError, match="hgrn2 cannot have width 200: head_dim must divide"):
-        sweep(replace(TINY, models=("gsa", "hgrn2"), widths=(200,)), tmp_path, silent)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": ("gsa", "hgrn2"), "widths": (200,)}, "hgrn2 .* 200: head_dim must divide"),
+        ({"widths": (0,)}, "d_model must be"),
+        ({"learning_rates": (0.0,)}, "lr must be above 0"),
+        ({"epochs": 0}, "steps must be from 1"),
+        ({"conv_width": -1}, "width must be 1 or more, got -1"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        sweep(replace(TINY, **change), tmp_path, silent)
     assert not list(tmp_path.iterdir())
 
 
@@ -325,17 +317,14 @@ def test_the_command_sweeps_and_shows_states_beside_accuracies(tmp_path, capsys)
     shown = capsys.readouterr().out
     assert "state (bytes a row)" in shown
     assert f"{2 * 2 * 64 * 16 * 4:,}" in shown
-    training = content(tmp_path)["training"]
-    assert (training["epochs"], training["seed"]) == (1, 7)
+    setting = read_result(tmp_path / "mqar.json").setting
+    assert "seed 7, not 123" in setting
+    assert "epochs 1, not 64" in setting
 
 
 def test_the_command_answers_a_wrong_value_in_one_line(tmp_path, capsys):
     assert run_command("--num-pairs", 200, "--out", tmp_path) == 2
-    assert "error: num_pairs must be at most seq_len / 4" in capsys.readouterr().err
-
-
-def test_results_are_named_by_what_is_not_the_protocols(tmp_path):
-    assert result_path(TINY, tmp_path) == tmp_path / "mqar.json"
+    assert "error: num_pairs must be from 1 to seq_len / 4" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

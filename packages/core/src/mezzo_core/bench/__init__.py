@@ -32,5 +32,3 @@ from mezzo_core.bench.timing import attempt as attempt
 from mezzo_core.bench.timing import captured as captured
 from mezzo_core.bench.timing import measure as measure
 from mezzo_core.bench.timing import start_afresh as start_afresh
-
-environment = origin  # the name that older scripts use

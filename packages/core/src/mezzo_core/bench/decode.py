@@ -14,7 +14,7 @@ from mezzo_core.bench.timing import CAPTURE_WARMUP, Timing, captured, measure
 def time_step(
     layer: Layer, B: int, position: int, *, passes: int = 3, seconds: float = 0.05
 ) -> list[Timing]:
-    """Time x + mixer.step(norm(x)) for B rows that have all seen `position` tokens.
+    """Time a step of a layer for B rows that have all seen `position` tokens.
 
     The state is filled with random numbers, as its values do not change the time. A prefill would
     not fit: the state of a large batch fills the GPU. The host's work before a step
@@ -42,7 +42,7 @@ def time_step(
         mixer.before_step(state)
 
     # The steps before the capture run at the start of the state.
-    step = captured(lambda: x + mixer.step(layer.norm(x), state), weight.device)
+    step = captured(lambda: layer.step(x, state), weight.device)
     fill(state, position)
     return [
         measure(step, weight.device, seconds=seconds, warmup=1, before=back) for _ in range(passes)

@@ -1,13 +1,12 @@
 """The time of one layer as papers measure it: norm, mixer with its projections, residual."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mezzo_core.bench.timing import Timing, measure, start_afresh
-from mezzo_core.device import autocast
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractMixer, MixerConfig
 
@@ -19,23 +18,30 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Layer(nn.Module):
-    """A norm, a mixer and the residual around them."""
+    """A norm, a mixer and the residual around them; or the mixer `alone`."""
 
-    def __init__(self, mixer: AbstractMixer, d_model: int) -> None:
+    def __init__(self, mixer: AbstractMixer, d_model: int, *, alone: bool = False) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.norm = nn.RMSNorm(d_model, eps=1e-6).requires_grad_(not alone)
         self.mixer = mixer
+        self.alone = alone
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix (B, T, C) along time, without a state."""
-        return x + self.mixer(self.norm(x))[0]
+        return self.mixer(x)[0] if self.alone else x + self.mixer(self.norm(x))[0]
+
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Decode one token (B, 1, C) of each row in place."""
+        return self.mixer.step(x, state) if self.alone else x + self.mixer.step(self.norm(x), state)
 
 
-def build_layer(config: MixerConfig, d_model: int, device: torch.device) -> Layer:
+def build_layer(
+    config: MixerConfig, d_model: int, device: torch.device, *, alone: bool = False
+) -> Layer:
     """Build a layer on the device, with the same weights at each call."""
     torch.manual_seed(0)
     with device:
-        layer = Layer(config.build(d_model), d_model)
+        layer = Layer(config.build(d_model), d_model, alone=alone)
     layer.mixer.init_own_weights()
     return layer
 
@@ -66,13 +72,14 @@ def time_layer(
     passes: int = 3,
     seconds: float = 0.05,
 ) -> list[Timing]:
-    """Time a layer on float32 inputs (B, T, C), under bf16 autocast on a GPU, as models train.
+    """Time a layer on inputs (B, T, C).
 
-    "train" is a forward and the gradients of the input and of every weight, in new tensors at each
-    call. "forward" is a forward without gradients, as in a prefill.
+    Float32 weights run as models train: float32 inputs, and bf16 autocast on a GPU. Others run on
+    inputs of their own dtype. "train" is a forward and the gradients of the input and of every
+    weight, in new tensors at each call. "forward" is a forward without gradients, as in a prefill.
 
     Args:
-        layer: the layer, with float32 weights; check it first (`check_layer`).
+        layer: the layer; check it first (`check_layer`).
         run: the layer itself, or what `compiled` returned.
         phase: "forward" or "train".
         B: sequences of the batch.
@@ -83,13 +90,15 @@ def time_layer(
     Raises:
         torch.OutOfMemoryError: if the batch does not fit into the GPU.
     """
-    device = layer.norm.weight.device
-    x = torch.randn(B, T, len(layer.norm.weight), device=device, requires_grad=phase == "train")
-    inputs = (x, *layer.parameters())
+    weight, device = layer.norm.weight, layer.norm.weight.device
+    x = torch.randn(B, T, len(weight), device=device, dtype=weight.dtype)
+    x.requires_grad_(phase == "train")
+    inputs = (x, *(parameter for parameter in layer.parameters() if parameter.requires_grad))
     dout = torch.randn_like(x) if phase == "train" else None
 
     def forward() -> Tensor:
-        with autocast(device, "auto"):
+        mixed = weight.is_cuda and weight.dtype == torch.float32
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
             return run(x)
 
     def train() -> None:

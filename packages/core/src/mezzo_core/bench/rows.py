@@ -85,6 +85,6 @@ def describe(row: Row) -> str:
     host = "" if timing.host_ms is None else f", host {timing.host_ms:.3f} ms"
     peak = "" if timing.peak_gb is None else f", peak {timing.peak_gb:.2f} GB"
     return (
-        f"{row.name:24}{row.impl:24}{shape:36}{timing.ms:9.3f} ms "
+        f"{row.name:31} {row.impl:22} {shape:36}{timing.ms:9.3f} ms "
         f"({timing.ms_p20:.3f} to {timing.ms_p80:.3f}){host}{peak}"
     )

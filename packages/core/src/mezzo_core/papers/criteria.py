@@ -190,7 +190,8 @@ class Equal:
         if not ours.rows:
             return Judgement(Outcome.NOT_SETTLED, "nothing was counted")
         precision = " to the printed precision" if self.rounded else ""
-        return Judgement(Outcome.AGREES, f"all {len(ours.rows)} values are equal{precision}")
+        every = f"all {len(ours.rows)} values are" if len(ours.rows) > 1 else "the value is"
+        return Judgement(Outcome.AGREES, f"{every} equal{precision}")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,18 @@ Only the benchmarks use it, to compare with our ops and layers.
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from mezzo_core.bench import Contender, Layer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.lm import LM
 from torch import Tensor, nn
+
+from mezzo_gsa.gsa import GSA
 
 
 def is_installed() -> bool:
@@ -37,8 +41,8 @@ def excused(what: str, say: Callable[[str], None]) -> Iterator[None]:
         say(f"fla: {what} is not measured: {type(error).__name__}: {error}")
 
 
-def gsa_ops(scale: float) -> dict[str, Callable[..., Tensor]]:
-    """Return fla's op, by default and with the states kept for the backward.
+def gsa_contenders(ours: Contender, scale: float) -> Iterator[Contender]:
+    """Yield fla's op beside ours, by default and with the states kept for the backward.
 
     Its write strengths s = 1 - exp(g) are an argument, so computing them is not timed.
     """
@@ -47,7 +51,10 @@ def gsa_ops(scale: float) -> dict[str, Callable[..., Tensor]]:
     def run(level: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
         return chunk_gsa(q, k, v, s, g, scale=scale, checkpoint_level=level)[0]
 
-    return {title(): partial(run, 2), title("states kept"): partial(run, 0)}
+    s = -torch.expm1(ours.inputs["g"]).to(ours.inputs["q"].dtype)
+    theirs = replace(ours, impl=title(), run=partial(run, 2), inputs={**ours.inputs, "s": s})
+    yield theirs
+    yield replace(theirs, impl=title("states kept"), run=partial(run, 0), phases=("train",))
 
 
 def gla_op(scale: float) -> Callable[..., Tensor]:
@@ -57,10 +64,22 @@ def gla_op(scale: float) -> Callable[..., Tensor]:
     return lambda q, k, v, g: chunk_gla(q, k, v, g, scale=scale)[0]
 
 
+class FlaMixer(nn.Module):
+    """A layer of fla with the interface of a mixer, for training only."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: None = None, **_: Any) -> tuple[Tensor, None]:
+        """Mix (B, T, C) along time."""
+        return self.layer(x)[0], None
+
+
 def layers(
     d_model: int, num_heads: int, num_slots: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, nn.Module]:
-    """Return fla's layers of the paper's models.
+) -> dict[str, Layer]:
+    """Return fla's layers of the paper's models, alone.
 
     Raises:
         UserError: if a library that fla's layers need is not installed.
@@ -75,40 +94,31 @@ def layers(
 
     shared = {"hidden_size": d_model, "num_heads": num_heads, "layer_idx": 0}
     with device:
-        gsa = GatedSlotAttention(num_slots=num_slots, **shared)
-        gla = GatedLinearAttention(**shared)
-    return {"gsa": gsa.to(dtype), "gla": gla.to(dtype)}
+        mixers = {
+            "gsa": FlaMixer(GatedSlotAttention(num_slots=num_slots, **shared)),
+            "gla": FlaMixer(GatedLinearAttention(**shared)),
+        }
+        return {
+            name: Layer(mixer, d_model, alone=True).to(dtype)  # type: ignore[arg-type]
+            for name, mixer in mixers.items()
+        }
 
 
-def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    """Mix (B, T, C) along time, as in training."""
-    return layer(x)[0]
-
-
-def step(layer: nn.Module, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
+def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
     """Return a function that decodes x (1, 1, C) after a prompt (1, T, C)."""
     from fla.models.utils import Cache  # type: ignore[import-not-found, unused-ignore]
 
-    cache = Cache()
-    layer(prompt, past_key_values=cache, use_cache=True)
-    return partial(layer, x, past_key_values=cache, use_cache=True)
+    theirs, cache = layer.mixer.layer, Cache()
+    assert isinstance(theirs, nn.Module)
+    theirs(prompt, past_key_values=cache, use_cache=True)
+    return lambda: theirs(x, past_key_values=cache, use_cache=True)[0]
 
 
-class FlaMixer(nn.Module):
-    """A layer of fla with the interface of a mixer, for training only."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, state: None = None, **_: Any) -> tuple[Tensor, None]:
-        """Mix (B, T, C) along time."""
-        return run_layer(self.layer, x), None
-
-
-def replace_mixers(model: LM, d_model: int, num_heads: int, num_slots: int) -> None:
+def replace_mixers(model: LM) -> None:
     """Replace the mixers of a GSA model by fla's layers."""
     weight = model.embed.weight
     for block in [part for part in model.modules() if isinstance(part, Block)]:
-        made = layers(d_model, num_heads, num_slots, weight.device, weight.dtype)
-        block.mixer = FlaMixer(made["gsa"])  # type: ignore[assignment]
+        ours = block.mixer
+        assert isinstance(ours, GSA)
+        sizes = (ours.d_model, ours.config.num_heads, ours.config.num_slots)
+        block.mixer = layers(*sizes, weight.device, weight.dtype)["gsa"].mixer

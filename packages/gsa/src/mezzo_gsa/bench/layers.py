@@ -1,136 +1,116 @@
-"""Benchmarks of one layer, a mixer with its projections: training, prefill and decoding step."""
+"""Benchmarks of one layer (training, prefill, decoding step) and of tiny models.
 
-from collections.abc import Callable, Iterator, Mapping
+A layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
+"""
+
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Literal, get_args
 
 import torch
-from mezzo_core.bench import Row, captured, measure
-from mezzo_core.layer_bench import Layer, check_layer
+from mezzo_core.bench import (
+    Layer,
+    Row,
+    attempt,
+    build_layer,
+    captured,
+    check_layer,
+    compiled,
+    measure,
+    time_layer,
+    time_step,
+)
+from mezzo_core.bench.layer import Run
+from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.contract import AbstractMixer, MixerConfig
-from torch import Tensor, nn
+from mezzo_core.nn.contract import MixerConfig
 
 from mezzo_gsa.bench import fla
-from mezzo_gsa.bench.benchmark import Benchmark, Contender, Shapes, timed
+from mezzo_gsa.bench.setting import Setting
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.recipes import PAPER_NAMES, recipe
 
-Run = Callable[[Tensor], Tensor]
-ROOM = 8
-"""Tokens reserved beyond the position, for the steps before a capture."""
+Phase = Literal["forward", "train"]
 
 
-def layers(shapes: Shapes) -> dict[str, MixerConfig]:
-    """Return the layers that are compared."""
-    return {
+def layer_rows(setting: Setting) -> Iterator[Row]:
+    """Time each layer, on a GPU compiled and eager; then fla's, eager."""
+    is_gpu = setting.device.type == "cuda"
+    for name, layer in _layers(setting).items():
+        impl = "sdpa" if name == "attention" else setting.impl
+        yield from _rows(setting, name, impl, layer, compiled(layer))
+        if is_gpu:
+            yield from _rows(setting, name, f"{impl}, eager", layer, layer)
+    if setting.has_fla:
+        with fla.excused("its layers", setting.say):
+            for name, layer in fla.layers(*_sizes(setting)).items():
+                yield from _rows(setting, name, fla.title(), layer, layer)
+
+
+def decode_rows(setting: Setting) -> Iterator[Row]:
+    """Time a decoding step of one sequence through each layer, in a CUDA graph."""
+    position, seconds = setting.shapes.position, setting.shapes.seconds
+    for name, layer in _layers(setting).items():
+        (timing,) = time_step(layer, 1, position, passes=1, seconds=seconds)
+        yield Row(f"{name} layer decode", setting.impl, _shape(setting, name, 1, 1), timing)
+    if setting.has_fla:
+        C = setting.shapes.d_model
+        with fla.excused("its layers' steps", setting.say), torch.no_grad():
+            for name, layer in fla.layers(*_sizes(setting)).items():
+                prompt, x = setting.normal(1, position, C), setting.normal(1, 1, C)
+                step = fla.step(layer, prompt, x)
+                graph = captured(step, setting.device)
+                for impl, work in {fla.title(): step, fla.title("in a graph"): graph}.items():
+                    timing = measure(work, setting.device, seconds=seconds)
+                    yield Row(f"{name} layer decode", impl, _shape(setting, name, 1, 1), timing)
+
+
+def model_rows(setting: Setting) -> Iterator[Row]:
+    """Time training steps of the paper's architectures at the tiny recipes' size."""
+    (B, T), seconds = setting.shapes.batches[0], setting.shapes.seconds
+    for architecture in PAPER_NAMES:
+        name, model = f"tiny_{architecture}", recipe("tiny", architecture).model
+        yield model_row(name, setting.impl, model, B, T, setting.device, seconds)
+
+
+def _layers(setting: Setting) -> Mapping[str, Layer]:
+    """Return the layers that are compared, after a check of each."""
+    shapes = setting.shapes
+    configs: dict[str, MixerConfig] = {
         "gsa": GSAConfig(num_heads=shapes.num_heads, num_slots=shapes.slots[0]),
         "gla": GLAConfig(num_heads=shapes.num_heads),
         "attention": AttentionConfig(head_dim=shapes.attention_dim),
     }
+    layers = {
+        name: build_layer(config, shapes.d_model, setting.device, alone=True)
+        for name, config in configs.items()
+    }
+    for layer in layers.values():
+        check_layer(layer)
+        layer.to(setting.dtype)
+    return layers
 
 
-def layer_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time each layer, with weights in the benchmark's dtype; then fla's layers, eagerly."""
-    for name, config in layers(benchmark.shapes).items():
-        mixer = build(config, benchmark)
-        for impl, run in forms(config, mixer, benchmark).items():
-            yield from _rows(benchmark, name, impl, run, mixer)
-    if benchmark.has_fla:
-        with fla.excused("its layers", benchmark.say):
-            for name, layer in _fla_layers(benchmark).items():
-                yield from _rows(benchmark, name, fla.title(), partial(fla.run_layer, layer), layer)
+def _rows(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Iterator[Row]:
+    """Time the phases at the first two batches; what does not fit is said and left out."""
+    phase: Phase
+    for B, T in setting.shapes.batches[:2]:
+        for phase in get_args(Phase):
+            seconds = setting.shapes.seconds
+            work = partial(time_layer, layer, run, phase, B, T, passes=1, seconds=seconds)
+            found = attempt(work)
+            if isinstance(found, str):
+                setting.say(f"{name} layer {phase} ({impl}) at B {B}, T {T}: out of memory")
+            else:
+                yield Row(f"{name} layer {phase}", impl, _shape(setting, name, B, T), found[0])
 
 
-def decode_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time a decoding step of one sequence through each layer, in a CUDA graph."""
-    for name, config in layers(benchmark.shapes).items():
-        mixer = build(config, benchmark)
-        prompt, x = _prompt_and_token(benchmark)
-        with torch.no_grad():
-            state = mixer.reserve(mixer(prompt, mixer.init_state(1))[1], ROOM)
-            step = captured(partial(mixer.step, x, state), benchmark.device)
-            rewind = partial(_rewind, state, benchmark.shapes.position)
-            timing = measure(
-                step, benchmark.device, seconds=benchmark.shapes.seconds, before=rewind
-            )
-        yield Row(f"{name} layer decode", benchmark.impl, _shape(benchmark, name, 1, 1), timing)
-    if benchmark.has_fla:
-        with fla.excused("its layers' steps", benchmark.say), torch.no_grad():
-            for name, layer in _fla_layers(benchmark).items():
-                yield from _fla_decode_rows(benchmark, name, layer)
+def _sizes(setting: Setting) -> tuple[int, int, int, torch.device, torch.dtype]:
+    shapes = setting.shapes
+    return shapes.d_model, shapes.num_heads, shapes.slots[0], setting.device, setting.dtype
 
 
-def _fla_decode_rows(benchmark: Benchmark, name: str, layer: nn.Module) -> Iterator[Row]:
-    step = fla.step(layer, *_prompt_and_token(benchmark))
-    shape, seconds = _shape(benchmark, name, 1, 1), benchmark.shapes.seconds
-    eager = measure(step, benchmark.device, seconds=seconds)
-    yield Row(f"{name} layer decode", fla.title(), shape, eager)
-    timing = measure(captured(step, benchmark.device), benchmark.device, seconds=seconds)
-    yield Row(f"{name} layer decode", fla.title("in a graph"), shape, timing)
-
-
-def build(config: MixerConfig, benchmark: Benchmark) -> AbstractMixer:
-    """Build a mixer and check its results against float32 on the CPU.
-
-    Raises:
-        UserError: if the results are wrong.
-    """
-    torch.manual_seed(0)
-    with benchmark.device:
-        layer = Layer(config.build(benchmark.shapes.d_model), benchmark.shapes.d_model)
-    check_layer(layer)
-    return layer.mixer.to(benchmark.dtype)
-
-
-def forms(config: MixerConfig, mixer: AbstractMixer, benchmark: Benchmark) -> Mapping[str, Run]:
-    """Return the ways to run a layer: compiled and eager; on a CPU only eager."""
-    impl = "sdpa" if isinstance(config, AttentionConfig) else benchmark.impl
-    if benchmark.device.type != "cuda":
-        return {impl: partial(_mix, mixer)}
-    # Reset the compiler: past its limit of recompilations it would run layers eagerly.
-    torch.compiler.reset()
-    compiled = torch.compile(mixer, dynamic=False)
-    return {impl: partial(_mix, compiled), f"{impl}, eager": partial(_mix, mixer)}
-
-
-def _rows(benchmark: Benchmark, name: str, impl: str, run: Run, layer: nn.Module) -> Iterator[Row]:
-    for B, T in benchmark.shapes.batches[:2]:
-        x = benchmark.normal(B, T, benchmark.shapes.d_model)
-        yield from timed(
-            benchmark,
-            Contender(
-                f"{name} layer",
-                impl,
-                _shape(benchmark, name, B, T),
-                run=lambda x, **parameters: run(x),
-                inputs={"x": x, **dict(layer.named_parameters())},
-            ),
-        )
-
-
-def _fla_layers(benchmark: Benchmark) -> Mapping[str, nn.Module]:
-    shapes = benchmark.shapes
-    sizes = (shapes.d_model, shapes.num_heads, shapes.slots[0])
-    return fla.layers(*sizes, benchmark.device, benchmark.dtype)
-
-
-def _shape(benchmark: Benchmark, name: str, B: int, T: int) -> dict[str, int]:
-    shape = {"B": B, "T": T, "C": benchmark.shapes.d_model}
-    return {**shape, "M": benchmark.shapes.slots[0]} if name == "gsa" else shape
-
-
-def _prompt_and_token(benchmark: Benchmark) -> tuple[Tensor, Tensor]:
-    C = benchmark.shapes.d_model
-    return benchmark.normal(1, benchmark.shapes.position, C), benchmark.normal(1, 1, C)
-
-
-def _mix(mixer: Callable[[Tensor], tuple[Tensor, Any]], x: Tensor) -> Tensor:
-    return mixer(x)[0]
-
-
-def _rewind(state: Any, position: int) -> None:
-    """Set the lengths of a state, which are its only integer tensors."""
-    for field in state:
-        if not field.is_floating_point():
-            field.fill_(position)
+def _shape(setting: Setting, name: str, B: int, T: int) -> dict[str, int]:
+    shape = {"B": B, "T": T, "C": setting.shapes.d_model}
+    return {**shape, "M": setting.shapes.slots[0]} if name == "gsa" else shape

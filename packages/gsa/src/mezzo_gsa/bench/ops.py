@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from mezzo_core.bench import Row
+from mezzo_core.bench import Contender, Row
 from mezzo_core.errors import UserError
 from mezzo_core.testing import assert_close, grads
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mezzo_gsa.bench import fla
-from mezzo_gsa.bench.benchmark import Benchmark, Contender, timed
+from mezzo_gsa.bench.setting import Setting
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops import chunk_gla, chunk_gsa, recurrent_gla, recurrent_gsa
@@ -32,95 +32,84 @@ FLA_RTOL = 2e-2
 """A tolerance that tells whether fla computes the same function."""
 
 
-def gsa_rows(benchmark: Benchmark) -> Iterator[Row]:
-    """Time chunk_gsa, then its forms in eager PyTorch at a small shape."""
-    shapes = benchmark.shapes
-    chunked = _gsa(partial(chunk_gsa, impl="reference"), benchmark)
-    ours, definition = _gsa(chunk_gsa, benchmark), _gsa(recurrent_gsa, benchmark)
-    keeping = _gsa(partial(chunk_gsa, keep_states=True), benchmark)
-    cases = [(batch, shapes.slots[0]) for batch in shapes.batches]
-    cases += [(shapes.batches[0], M) for M in shapes.slots[1:]]
+def gsa_rows(setting: Setting) -> Iterator[Row]:
+    """Time chunk_gsa, with steep gates too, then its forms in eager PyTorch at a small shape."""
+    shapes, impl, first = setting.shapes, setting.impl, setting.shapes.batches[0]
+    scale = shapes.head_dim**-0.5
+    ours, definition = _op(chunk_gsa, scale), _op(recurrent_gsa, scale)
+    chunked = _op(partial(chunk_gsa, impl="reference"), scale)
+    keeping = _op(partial(chunk_gsa, keep_states=True), scale)
     for M in shapes.slots:
-        check_op("chunk_gsa", ours, definition, gsa_inputs(benchmark, 1, CHECKED_TOKENS, M))
-    for (B, T), M in cases:
-        inputs = gsa_inputs(benchmark, B, T, M)
-        shape = _gsa_shape(benchmark, B, T, M)
-        if benchmark.impl != "reference":
-            check_op(f"chunk_gsa at {shape}", ours, chunked, inputs)
-            check_op(f"chunk_gsa, states kept, at {shape}", keeping, chunked, inputs)
-        contender = Contender("gsa op", benchmark.impl, shape, ours, inputs)
-        yield from timed(benchmark, contender)
-        impl = f"{benchmark.impl}, states kept"
-        yield from timed(benchmark, replace(contender, impl=impl, run=keeping, phases=("train",)))
-        if benchmark.has_fla:
-            with fla.excused("its GSA op", benchmark.say):
-                yield from _fla_gsa_rows(benchmark, contender, chunked)
-    yield from _steep_rows(benchmark, ours, chunked)
-    B, T = shapes.reference
-    inputs = gsa_inputs(benchmark, B, T, shapes.slots[0])
-    shape = _gsa_shape(benchmark, B, T, shapes.slots[0])
-    for impl, form in {"by chunks": chunked, "by tokens": definition}.items():
-        yield from timed(benchmark, Contender("gsa op", f"reference, {impl}", shape, form, inputs))
+        inputs = gsa_contender(setting, ours, (1, CHECKED_TOKENS), M).inputs
+        check_op("chunk_gsa", ours, definition, inputs)
+    cases = [(batch, shapes.slots[0]) for batch in shapes.batches]
+    for batch, M in [*cases, *((first, M) for M in shapes.slots[1:])]:
+        contender = gsa_contender(setting, ours, batch, M)
+        yield from _checked_rows(setting, contender, chunked)
+        kept = replace(contender, impl=f"{impl}, states kept", run=keeping, phases=("train",))
+        yield from _checked_rows(setting, kept, chunked)
+        if setting.has_fla:
+            with fla.excused("its GSA op", setting.say):
+                for theirs in fla.gsa_contenders(contender, scale):
+                    yield from peer_rows(setting, theirs, chunked(**_upcast(contender.inputs)))
+    steep = gsa_contender(setting, ours, first, shapes.slots[0])
+    steep.inputs["g"][..., 0] -= STEEP
+    yield from _checked_rows(setting, replace(steep, impl=f"{impl}, steep"), chunked)
+    for form, run in {"by chunks": chunked, "by tokens": definition}.items():
+        slow = gsa_contender(setting, run, shapes.reference, shapes.slots[0])
+        yield from setting.time(replace(slow, impl=f"reference, {form}"))
 
 
-def _steep_rows(benchmark: Benchmark, ours: Op, chunked: Op) -> Iterator[Row]:
-    """Time chunk_gsa with gates by which one slot of each head forgets nearly all at each token."""
-    (B, T), M = benchmark.shapes.batches[0], benchmark.shapes.slots[0]
-    inputs, shape = gsa_inputs(benchmark, B, T, M), _gsa_shape(benchmark, B, T, M)
-    inputs["g"][..., 0] -= STEEP
-    if benchmark.impl != "reference":
-        check_op(f"chunk_gsa with steep gates at {shape}", ours, chunked, inputs)
-    yield from timed(
-        benchmark, Contender("gsa op", f"{benchmark.impl}, steep", shape, ours, inputs)
-    )
-
-
-def _fla_gsa_rows(benchmark: Benchmark, ours: Contender, chunked: Op) -> Iterator[Row]:
-    exact = chunked(**_upcast(ours.inputs))
-    s = -torch.expm1(ours.inputs["g"]).to(benchmark.dtype)
-    for impl, run in fla.gsa_ops(benchmark.shapes.head_dim**-0.5).items():
-        phases = ("train",) if "kept" in impl else ours.phases
-        inputs = {**ours.inputs, "s": s}
-        theirs = replace(ours, impl=impl, run=run, inputs=inputs, phases=phases)
-        yield from _peer_rows(benchmark, theirs, exact)
-
-
-def gla_rows(benchmark: Benchmark) -> Iterator[Row]:
+def gla_rows(setting: Setting) -> Iterator[Row]:
     """Time chunk_gla at the widths of the layer: K is half of V."""
-    K = benchmark.shapes.head_dim // 2
-    ours, definition = _gla(chunk_gla, K), _gla(recurrent_gla, K)
-    chunked = _gla(partial(chunk_gla, impl="reference"), K)
-    check_op("chunk_gla", ours, definition, gla_inputs(benchmark, 1, CHECKED_TOKENS))
-    for B, T in benchmark.shapes.batches:
-        inputs = gla_inputs(benchmark, B, T)
-        shape = {"B": B, "T": T, "H": benchmark.shapes.num_heads, "K": K, "V": 2 * K}
-        if benchmark.impl != "reference":
-            check_op(f"chunk_gla at {shape}", ours, chunked, inputs)
-        contender = Contender("gla op", benchmark.impl, shape, ours, inputs)
-        yield from timed(benchmark, contender)
-        if benchmark.has_fla:
-            with fla.excused("its GLA op", benchmark.say):
-                theirs = replace(contender, impl=fla.title(), run=fla.gla_op(K**-0.5))
-                yield from _peer_rows(benchmark, theirs, chunked(**_upcast(inputs)))
+    scale = (setting.shapes.head_dim // 2) ** -0.5
+    ours, definition = _op(chunk_gla, scale), _op(recurrent_gla, scale)
+    chunked = _op(partial(chunk_gla, impl="reference"), scale)
+    inputs = gla_contender(setting, ours, (1, CHECKED_TOKENS)).inputs
+    check_op("chunk_gla", ours, definition, inputs)
+    for batch in setting.shapes.batches:
+        contender = gla_contender(setting, ours, batch)
+        yield from _checked_rows(setting, contender, chunked)
+        if setting.has_fla:
+            with fla.excused("its GLA op", setting.say):
+                theirs = replace(contender, impl=fla.title(), run=fla.gla_op(scale))
+                yield from peer_rows(setting, theirs, chunked(**_upcast(contender.inputs)))
 
 
-def attention_rows(benchmark: Benchmark) -> Iterator[Row]:
+def attention_rows(setting: Setting) -> Iterator[Row]:
     """Time causal softmax attention with the same number of channels, by each torch kernel."""
-    D = benchmark.shapes.attention_dim
-    num_heads = benchmark.shapes.d_model // D
-    for B, T in benchmark.shapes.batches:
-        inputs = {name: benchmark.normal(B, num_heads, T, D) for name in "qkv"}
-        shape = {"B": B, "T": T, "H": num_heads, "D": D}
-        for impl, backend in sdpa_backends(benchmark.device).items():
+    D = setting.shapes.attention_dim
+    H = setting.shapes.d_model // D
+    backends = {"sdpa": SDPBackend.FLASH_ATTENTION}
+    if setting.device.type == "cuda":
+        backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    for B, T in setting.shapes.batches:
+        inputs = {name: setting.normal(B, H, T, D) for name in "qkv"}
+        shape = {"B": B, "T": T, "H": H, "D": D}
+        for impl, backend in backends.items():
             run = partial(_attention, backend)
-            yield from timed(benchmark, Contender("attention op", impl, shape, run, inputs))
+            yield from setting.time(Contender("attention op", impl, shape, run, inputs))
 
 
-def sdpa_backends(device: torch.device) -> dict[str, SDPBackend]:
-    """Return torch's kernels for softmax attention on a device, by their names in rows."""
-    if device.type != "cuda":
-        return {"sdpa": SDPBackend.FLASH_ATTENTION}
-    return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+def gsa_contender(setting: Setting, op: Op, batch: tuple[int, int], M: int) -> Contender:
+    """Return the op on random q, k, v (B, T, H, K), and g (B, T, H, M) like the layer's."""
+    (B, T), H, K = batch, setting.shapes.num_heads, setting.shapes.head_dim
+    inputs = {name: setting.normal(B, T, H, K) for name in "qkv"}
+    logits = torch.randn(B, T, H, M, device=setting.device)
+    shape = {"B": B, "T": T, "H": H, "K": K, "V": K, "M": M}
+    g = F.logsigmoid(logits) / GSAConfig().damping
+    return Contender("gsa op", setting.impl, shape, op, {**inputs, "g": g})
+
+
+def gla_contender(setting: Setting, op: Op, batch: tuple[int, int]) -> Contender:
+    """Return the op on random q, k (B, T, H, K), v (B, T, H, 2 K), and g (B, T, H, K)."""
+    (B, T), H, V = batch, setting.shapes.num_heads, setting.shapes.head_dim
+    widths = {"q": V // 2, "k": V // 2, "v": V}
+    inputs = {name: setting.normal(B, T, H, D) for name, D in widths.items()}
+    logits = torch.randn(B, T, H, V // 2, device=setting.device)
+    shape = {"B": B, "T": T, "H": H, "K": V // 2, "V": V}
+    g = F.logsigmoid(logits) / GLAConfig().damping
+    return Contender("gla op", setting.impl, shape, op, {**inputs, "g": g})
 
 
 def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) -> None:
@@ -137,51 +126,31 @@ def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) ->
     pairs = {"out": (out, exact), **{key: (ours[key], expected[key]) for key in expected}}
     try:
         for key, (found, true) in pairs.items():
-            rtol = special.get(key, usual)
-            assert_close(key, found.to(true.dtype), true, rtol=rtol)
+            assert_close(key, found.to(true.dtype), true, rtol=special.get(key, usual))
     except AssertionError as error:
         raise UserError(f"{name} is wrong here ({error}): no speed") from None
 
 
-def _peer_rows(benchmark: Benchmark, contender: Contender, exact: Tensor) -> Iterator[Row]:
+def peer_rows(setting: Setting, contender: Contender, exact: Tensor) -> Iterator[Row]:
     """Time another library's op, unless it fails or its results differ."""
-    with fla.excused(f"{contender.name} at {contender.shape}", benchmark.say):
+    with fla.excused(f"{contender.name} at {contender.shape}", setting.say):
         with torch.no_grad():
             out = contender.run(**contender.inputs)
         assert_close("its output", out.to(exact.dtype), exact, rtol=FLA_RTOL)
         del out
-        yield from timed(benchmark, contender)
+        yield from setting.time(contender)
 
 
-def gsa_inputs(benchmark: Benchmark, B: int, T: int, M: int) -> dict[str, Tensor]:
-    """Return random q, k, v (B, T, H, K), and g (B, T, H, M) like the layer's."""
-    H, K = benchmark.shapes.num_heads, benchmark.shapes.head_dim
-    inputs = {name: benchmark.normal(B, T, H, K) for name in "qkv"}
-    logits = torch.randn(B, T, H, M, device=benchmark.device)
-    return {**inputs, "g": F.logsigmoid(logits) / GSAConfig().damping}
+def _checked_rows(setting: Setting, contender: Contender, chunked: Op) -> Iterator[Row]:
+    """Time an op, after a comparison at this shape with the form in eager PyTorch."""
+    if setting.impl != "reference":
+        name = f"{contender.name}, {contender.impl}, at {contender.shape}"
+        check_op(name, contender.run, chunked, contender.inputs)
+    yield from setting.time(contender)
 
 
-def gla_inputs(benchmark: Benchmark, B: int, T: int) -> dict[str, Tensor]:
-    """Return random q, k (B, T, H, K) and v (B, T, H, 2 K), and g (B, T, H, K) like the layer's."""
-    H, V = benchmark.shapes.num_heads, benchmark.shapes.head_dim
-    widths = {"q": V // 2, "k": V // 2, "v": V}
-    inputs = {name: benchmark.normal(B, T, H, D) for name, D in widths.items()}
-    logits = torch.randn(B, T, H, V // 2, device=benchmark.device)
-    return {**inputs, "g": F.logsigmoid(logits) / GLAConfig().damping}
-
-
-def _gsa_shape(benchmark: Benchmark, B: int, T: int, M: int) -> dict[str, int]:
-    D = benchmark.shapes.head_dim
-    return {"B": B, "T": T, "H": benchmark.shapes.num_heads, "K": D, "V": D, "M": M}
-
-
-def _gsa(op: Callable[..., Any], benchmark: Benchmark) -> Op:
-    scale = benchmark.shapes.head_dim**-0.5
+def _op(op: Callable[..., Any], scale: float) -> Op:
     return lambda q, k, v, g: op(q, k, v, g, scale=scale).out
-
-
-def _gla(op: Callable[..., Any], K: int) -> Op:
-    return lambda q, k, v, g: op(q, k, v, g, scale=K**-0.5).out
 
 
 def _attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,40 +7,34 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from mezzo_gsa.mqar.config import MIXERS, SweepConfig
-from mezzo_gsa.mqar.sweep import best, result_path, sweep
+from mezzo_gsa.mqar.config import NAMES, SweepConfig
+from mezzo_gsa.mqar.sweep import sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK, WHOLE = MQARConfig(), SweepConfig()
-_MODEL = Option(help=f"Of {', '.join(MIXERS)}; repeat. Default: all but gsa_one_head.")
-_WIDTH = Option(help="Model width; repeat for several. Default: 64 to 512.")
-_LR = Option(help="Learning rate; repeat. Default: 1e-4 to 1e-2.")
-_SKIP = Option("--skip-solved", help="After a rate has solved it, try no others.")
-_PAIRS = Option(help="Pairs of rows to train on; repeat for several.")
-_CONV = Option(help="Tokens of a convolution as the first layer; 0: a mixer there too.")
-_DEVICE = Option(help="cpu, cuda or cuda:N. Default: a GPU if any.")
+MODELS, WIDTHS, RATES = list(WHOLE.models), list(WHOLE.widths), list(WHOLE.learning_rates)
 
 
 def mqar(
     out: Annotated[Path, Option(help="Folder of the result and of the runs.")] = Path("mqar"),
-    model: Annotated[list[str] | None, _MODEL] = None,
-    width: Annotated[list[int] | None, _WIDTH] = None,
-    lr: Annotated[list[float] | None, _LR] = None,
-    skip_solved: Annotated[bool, _SKIP] = False,
+    model: Annotated[list[str], Option(help=f"Of {', '.join(NAMES)}; repeat.")] = MODELS,
+    width: Annotated[list[int], Option(help="Model width; repeat.")] = WIDTHS,
+    lr: Annotated[list[float], Option(help="Learning rate; repeat.")] = RATES,
+    skip_solved: Annotated[bool, Option(help="After a rate has solved it, try no others.")] = False,
     seq_len: Annotated[int, Option(help="Tokens a row.")] = TASK.seq_len,
     num_pairs: Annotated[int, Option(help="Pairs a row.")] = TASK.num_pairs,
     vocab_size: Annotated[int, Option(help="Tokens known.")] = TASK.vocab_size,
-    train_pairs: Annotated[list[int] | None, _PAIRS] = None,
+    train_pairs: Annotated[list[int] | None, Option(help="Pairs to train on; repeat.")] = None,
     train_rows: Annotated[int, Option(help="Rows to train on.")] = TASK.train_rows,
     test_rows: Annotated[int, Option(help="Rows to test on.")] = TASK.test_rows,
     batch_size: Annotated[int, Option(help="Rows a step.")] = WHOLE.batch_size,
     epochs: Annotated[int, Option(help="At most.")] = WHOLE.epochs,
-    conv_width: Annotated[int, _CONV] = WHOLE.conv_width,
+    conv_width: Annotated[int, Option(help="Tokens of a convolution as the first layer.")] = 0,
     init: Annotated[str, Option(help="Start of weights: zoology or fan_in.")] = WHOLE.init,
     seed: Annotated[int, Option(help="Of weights and order.")] = TASK.seed,
-    precision: Annotated[str, Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
+    precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = WHOLE.precision,
     compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
-    device: Annotated[str | None, _DEVICE] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train GSA and other mixers on multi-query associative recall (MQAR), and compare them.
 
@@ -55,24 +49,24 @@ def mqar(
         test_rows=test_rows,
         seed=seed,
     )
-    words: dict[str, Any] = {"init": init, "precision": precision}  # checked by SweepConfig
+    checked_later: dict[str, Any] = {"init": init, "precision": precision}
     config = SweepConfig(
         task=task,
-        models=tuple(model or WHOLE.models),
-        widths=tuple(width or WHOLE.widths),
-        learning_rates=tuple(lr or WHOLE.learning_rates),
+        models=tuple(model),
+        widths=tuple(width),
+        learning_rates=tuple(lr),
         skip_solved=skip_solved,
         batch_size=batch_size,
         epochs=epochs,
         conv_width=conv_width,
         compile=compile,
-        **words,
+        **checked_later,
     )
     console = Console(soft_wrap=True)
-    runs = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)
+    result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)
     table = Table("model", "C", "accuracy", "lr", "state (bytes a row)")
-    for run in best(runs).values():
-        accuracy = "diverged" if run.accuracy is None else f"{run.accuracy:.4f}"
-        table.add_row(run.model, str(run.width), accuracy, f"{run.lr:g}", f"{run.state_bytes:,}")
+    for entry in result.entries:
+        shown = (entry["value"], entry["lr"], f"{entry['state_bytes']:,}")
+        table.add_row(entry["model"], entry["column"].removeprefix("C="), *map(str, shown))
     console.print(table)
-    console.print(f"{result_path(config, out)} has every run")
+    console.print(f"{result.path} has every run")

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-import torch
+from mezzo_core.bench import Header
 from mezzo_core.config_json import check_fields
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
@@ -17,13 +16,13 @@ from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, ShortConvConfig
 from mezzo_gsa.mqar.task import MQARConfig
+from mezzo_gsa.recipes import PAPER_NAMES
 from mezzo_gsa.retnet import RetNetConfig
 
 SOLVED = 0.99
 """A run ends when its accuracy is above this."""
 DROPOUT = 0.1
 """Of the embeddings."""
-
 MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
     "attention": lambda width, bound: AttentionConfig(head_dim=width, rope_base=None),
     "gsa": lambda width, bound: GSAConfig(num_heads=4),  # as in the paper's 1.3B model
@@ -34,6 +33,18 @@ MIXERS: dict[str, Callable[[int, float], MixerConfig]] = {
     "retnet": lambda width, bound: RetNetConfig(num_heads=1),
 }
 """The mixer of each name, from the model's width and the layer's lower bound of HGRN2's gates."""
+PROTOCOL = (
+    "MQAR by Zoology's protocol: T 512, 64 pairs, vocabulary 8,192; two layers of LayerNorm and "
+    "mixer with one head (GSA: four, or one where it says so; HGRN2: of width 128 at most), "
+    f"embedding tied, dropout {DROPOUT} on it; 100,000 rows, 3,000 test rows, batch 128, at most "
+    "64 epochs, AdamW with decay 0.1 of matrices, cosine to 0, the best of four learning rates, "
+    "fp32. Unlike Zoology's models: RMSNorm before the head, no biases in projections, no dropout "
+    "inside attention, no smaller start for output projections, no second normalized residual in "
+    "place of the MLP"
+)
+"""What the defaults are, for a result's setting."""
+NAMES = {name: PAPER_NAMES.get(name, "GSA, one head") for name in MIXERS}
+"""The names in the result."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +61,14 @@ class SweepConfig:
             the task already: the best accuracy could hardly change.
         batch_size: rows a step.
         epochs: at most; accuracy is measured after each.
-        num_layers: of the models.
         conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
             newer protocol has it (3); 0: a mixer there too.
         init: "zoology" draws all matrices from N(0, 0.02); for "fan_in" see `MixerOnlyConfig`.
-        precision: as of `TrainConfig`; the protocol's is "fp32".
+        precision: as of `TrainConfig`.
         compile: use torch.compile.
 
     Raises:
-        UserError: if a list is empty or repeats itself, or a value is unknown or out of its range.
+        UserError: if a model is unknown, or the rows do not fill a batch.
     """
 
     task: MQARConfig = field(default_factory=MQARConfig)
@@ -68,41 +78,27 @@ class SweepConfig:
     skip_solved: bool = False
     batch_size: int = 128
     epochs: int = 64
-    num_layers: int = 2
     conv_width: int = 0
     init: Literal["zoology", "fan_in"] = "zoology"
-    precision: Precision = "auto"
+    precision: Precision = "fp32"
     compile: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("models", "widths", "learning_rates"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"{name} must be one or more different values, got {values}")
         for model in self.models:
             if model not in MIXERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, MIXERS)}")
-        for lr in self.learning_rates:
-            if not lr > 0:
-                raise UserError(f"learning_rates must be positive, got {lr}")
-        counts = {name: getattr(self, name) for name in ("batch_size", "epochs", "num_layers")}
-        for name, count in {**counts, "widths": min(self.widths)}.items():
-            if count < 1:
-                raise UserError(f"{name} must be at least 1, got {count}")
-        if self.conv_width < 0 or (self.conv_width and self.num_layers == 1):
+        if not 1 <= self.batch_size <= self.task.train_rows:
             raise UserError(
-                f"conv_width must be 0 or more, and 0 in models of one layer, got {self.conv_width}"
-            )
-        if self.task.train_rows < self.batch_size:
-            raise UserError(
-                f"train_rows must fill a batch of {self.batch_size}, got {self.task.train_rows}"
+                f"batch_size must be from 1 to train_rows = {self.task.train_rows}, "
+                f"got {self.batch_size}"
             )
 
-    def choices(self) -> list[tuple[str, int, float]]:
-        """Return model, width and learning rate of every run, narrow models first."""
-        runs = product(sorted(self.widths), self.models, self.learning_rates)
-        return [(model, width, lr) for width, model, lr in runs]
+    @property
+    def name(self) -> str:
+        """Of the result: "mqar", with "_conv" or "_fan_in" for what is not the protocol's."""
+        conv = "_conv" if self.conv_width else ""
+        return f"mqar{conv}{'' if self.init == 'zoology' else f'_{self.init}'}"
 
     def run(self, model: str, width: int, lr: float) -> TrainConfig:
         """Return one training: the mixer's name in `MIXERS`, the width C, the learning rate."""
@@ -126,30 +122,31 @@ class SweepConfig:
         )
 
     def _blocks(self, model: str, width: int) -> tuple[BlockConfig, ...]:
-        mixers = [MIXERS[model](width, bound) for bound in lower_bounds(self.num_layers)]
+        mixers = [MIXERS[model](width, bound) for bound in lower_bounds(2)]
         if self.conv_width:
             mixers[0] = ShortConvConfig(self.conv_width)
         first, *others = (MixerOnlyConfig(each, fan_in=self.init == "fan_in") for each in mixers)
         layers = (replace(first, dropout=DROPOUT), *others)
         return (PositionsConfig(self.task.seq_len), *layers) if model == "attention" else layers
 
-    def in_words(self, device: torch.device) -> str:
-        """Say what was trained, for a result measured on this device."""
-        task, layers = self.task, f"{self.num_layers} layers"
-        if self.conv_width:
-            others = self.num_layers - 1
-            layers = f"a causal convolution of {self.conv_width} tokens, then {others}"
-        few = f" of {', '.join(map(str, task.train_pairs))} pairs" if task.train_pairs else ""
-        auto = "bf16" if device.type == "cuda" else "fp32"
-        products = auto if self.precision == "auto" else self.precision
-        return (
-            f"MQAR, T {task.seq_len}, {task.num_pairs} pairs, vocabulary {task.vocab_size}; "
-            f"{layers} of LayerNorm and mixer with one head (gsa: four; HGRN2: of width "
-            f"128 at most), embedding tied, dropout {DROPOUT} on it, matrices of mixers started by "
-            f"{self.init}; {task.train_rows:,} rows{few}, batch {self.batch_size}, at most "
-            f"{self.epochs} epochs, AdamW with decay 0.1 of matrices, cosine to 0; "
-            f"{task.test_rows:,} test rows, the best learning rate; {products} products. Unlike "
-            "Zoology's models: RMSNorm before the head, no biases in projections, no dropout "
-            "inside attention, no smaller start for output projections, no second normalized "
-            "residual in place of the MLP"
+    def header(self) -> Header:
+        """Return the head of the result: the protocol, and what is not as there."""
+        whole = SweepConfig()
+        changes = [
+            f"{each.name} {getattr(ours, each.name)}, not {getattr(protocols, each.name)}"
+            for ours, protocols in ((self.task, whole.task), (self, whole))
+            for each in fields(protocols)
+            if getattr(ours, each.name) != getattr(protocols, each.name)
+            and each.name not in ("task", "models", "compile")
+        ]
+        is_whole = not changes and set(whole.models) <= set(self.models)
+        return Header(
+            kind="recall",
+            title="Figure 3a: recall (MQAR)",
+            setting=PROTOCOL + (f". Here: {'; '.join(changes)}" if changes else ""),
+            how="the paper's setting" if is_whole else "scaled down",
+            columns=tuple(f"C={width}" for width in sorted(self.widths)),
+            models=tuple(NAMES[model] for model in self.models),
+            unit="accuracy",
+            better="higher",
         )

@@ -71,29 +71,26 @@ class MQARConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("num_pairs", "train_rows", "test_rows"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seq_len % 2:
-            raise UserError(f"seq_len must be even, got {self.seq_len}")
-        if 4 * self.num_pairs > self.seq_len:
-            raise UserError(
-                f"num_pairs must be at most seq_len / 4 = {self.seq_len // 4} (two tokens a pair, "
-                f"two a question), got {self.num_pairs}"
-            )
-        if self.vocab_size <= self.seq_len:
-            raise UserError(
-                f"vocab_size must be above seq_len = {self.seq_len}, got {self.vocab_size}"
-            )
-        if not self.power > 0:
-            raise UserError(f"power must be positive, got {self.power}")
-        for pairs in self.train_pairs:
-            if not 1 <= pairs <= self.num_pairs:
-                raise UserError(
-                    f"train_pairs must be from 1 to num_pairs = {self.num_pairs}, got {pairs}"
-                )
-        if self.seed < 0:
-            raise UserError(f"seed must be 0 or more, got {self.seed}")
+        most = self.seq_len // 4
+        rules = {
+            "seq_len": (self.seq_len % 2 == 0, "even"),
+            "num_pairs": (
+                1 <= self.num_pairs <= most,
+                f"from 1 to seq_len / 4 = {most} (two tokens a pair, two a question)",
+            ),
+            "vocab_size": (self.vocab_size > self.seq_len, f"above seq_len = {self.seq_len}"),
+            "power": (self.power > 0, "positive"),
+            "train_rows": (self.train_rows >= 1, "at least 1"),
+            "train_pairs": (
+                all(1 <= pairs <= self.num_pairs for pairs in self.train_pairs),
+                f"from 1 to num_pairs = {self.num_pairs}",
+            ),
+            "test_rows": (self.test_rows >= 1, "at least 1"),
+            "seed": (self.seed >= 0, "0 or more"),
+        }
+        for name, (is_met, allowed) in rules.items():
+            if not is_met:
+                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1

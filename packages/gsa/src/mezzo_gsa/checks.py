@@ -8,31 +8,30 @@ from functools import partial
 import torch
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.papers import Finding
-from mezzo_core.reproduction import checks
+from mezzo_core.papers import checks
+from mezzo_core.papers.claims import Check
+from mezzo_core.papers.criteria import Judgement
 from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops import GSAState, chunk_gla, chunk_gsa, recurrent_gsa, step_gsa_
-from mezzo_gsa.reproduction.definition import gsa_by_definition
 
 T, H, M, D = 75, 2, 6, 8
 equality = partial(checks.equality, tolerance=1e-12)
 
 
-def definition() -> Finding:
+def definition() -> Judgement:
     """The op by chunks equals the paper's recurrence."""
     q, k, v, g = _inputs()
     return equality(
-        "gsa.check.definition",
         f"GSA by chunks is the recurrence of section 3.1, T = {T} not a multiple of a chunk",
         chunk_gsa(q, k, v, g).out[0],
         gsa_by_definition(q[0], k[0], v[0], g[0].exp()),
     )
 
 
-def forms_agree() -> Finding:
+def forms_agree() -> Judgement:
     """The forms by chunks, token by token and in place give the same outputs and final states."""
     q, k, v, g = _inputs()
     out, state = chunk_gsa(q, k, v, g)
@@ -40,14 +39,13 @@ def forms_agree() -> Finding:
     memory = GSAState(*(torch.zeros_like(field) for field in state))
     steps = [step_gsa_(q[:, t], k[:, t], v[:, t], g[:, t], None, memory) for t in range(T)]
     return equality(
-        "gsa.check.forms_agree",
         "by chunks, token by token, and step by step in place are one function, states included",
         torch.cat([x.flatten() for x in (out, *state, out, *state)]),
         torch.cat([x.flatten() for x in (slow, *after, torch.stack(steps, 1), *memory)]),
     )
 
 
-def second_pass_is_gla() -> Finding:
+def second_pass_is_gla() -> Judgement:
     """With the weights of the slots as queries, the second pass is gated linear attention."""
     q, k, v, g = _inputs()
     s = -torch.expm1(g)
@@ -57,14 +55,13 @@ def second_pass_is_gla() -> Finding:
         keys.append(memory)
     weights = torch.einsum("bthmd,bthd->bthm", torch.stack(keys, 1), q).softmax(-1)
     return equality(
-        "gsa.check.second_pass_is_gla",
         "GSA's second pass is gated linear attention with the slots' weights for queries",
         chunk_gsa(q, k, v, g).out,
         chunk_gla(weights, s, v, g).out,
     )
 
 
-def gates_at_one() -> Finding:
+def gates_at_one() -> Judgement:
     """Gates at 1 write nothing: every token reads the initial memory."""
     q, k, v, g = _inputs()
     memory = GSAState(*_normal((1, H, M, D), (1, H, M, D)))
@@ -72,43 +69,50 @@ def gates_at_one() -> Finding:
     weights = torch.einsum("bhmd,bthd->bthm", memory.k, q).softmax(-1)
     expected = torch.einsum("bthm,bhmd->bthd", weights, memory.v)
     return equality(
-        "gsa.check.gates_at_one",
         "with gates at 1 the memory stays, and queries read it by softmax",
         torch.cat([x.flatten() for x in (out, *after)]),
         torch.cat([x.flatten() for x in (expected, *memory)]),
     )
 
 
-def gates_at_zero() -> Finding:
+def gates_at_zero() -> Judgement:
     """Gates at 0 keep only the current token: all slots hold it, and the output is its value."""
     q, k, v, g = _inputs()
     return equality(
-        "gsa.check.gates_at_zero",
         "with gates at 0 all slots hold the current token: the output is v",
         chunk_gsa(q, k, v, torch.full_like(g, -50.0)).out,
         v,
     )
 
 
-def one_slot_a_token() -> Finding:
+def one_slot_a_token() -> Judgement:
     """Without decay and with a slot for each token, the last output is softmax attention."""
     q, k, v, _ = _inputs()
     s = torch.eye(T, dtype=torch.float64)[None, :, None].expand(1, T, H, T)
     weights = torch.einsum("bhd,bshd->bhs", q[:, -1], k).softmax(-1)
     return equality(
-        "gsa.check.one_slot_a_token",
         f"with {T} slots, one for each token and none fading, the last output is softmax attention",
         chunk_gsa(q, k, v, None, s).out[:, -1],
         torch.einsum("bhs,bshd->bhd", weights, v),
     )
 
 
-def decode_equals_prefill() -> Finding:
-    """Logits step by step, after a prefill that ends inside a chunk, equal those of a forward."""
-    hybrid = (GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16))
-    model = LMConfig(vocab_size=64, d_model=64, mixers=hybrid)
-    id = "gsa.check.decode_equals_prefill"
-    return checks.decode_equals_prefill(id, model, "GSA and attention layers")
+def gsa_by_definition(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """Compute section 3.1's recurrence slot by slot, without any code of `mezzo_gsa.ops`.
+
+    The queries, keys and values are (T, H, D), the forget gates alpha (T, H, M), in [0, 1].
+    """
+    outputs = torch.zeros_like(v)
+    for h in range(H):
+        keys, values = v.new_zeros(M, D), v.new_zeros(M, D)
+        for t in range(T):
+            for i in range(M):
+                keep = alpha[t, h, i]
+                keys[i] = keep * keys[i] + (1 - keep) * k[t, h]
+                values[i] = keep * values[i] + (1 - keep) * v[t, h]
+            weights = torch.exp(keys @ q[t, h])
+            outputs[t, h] = (weights / weights.sum()) @ values
+    return outputs
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,12 +126,19 @@ def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-CHECKS = {
-    "gsa.check.definition": definition,
-    "gsa.check.forms_agree": forms_agree,
-    "gsa.check.second_pass_is_gla": second_pass_is_gla,
-    "gsa.check.gates_at_one": gates_at_one,
-    "gsa.check.gates_at_zero": gates_at_zero,
-    "gsa.check.one_slot_a_token": one_slot_a_token,
-    "gsa.check.decode_equals_prefill": decode_equals_prefill,
-}
+_HYBRID = LMConfig(
+    vocab_size=64,
+    d_model=64,
+    mixers=(GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16)),
+)
+CHECKS = (
+    Check("gsa.check.definition", definition),
+    Check("gsa.check.forms_agree", forms_agree),
+    Check("gsa.check.second_pass_is_gla", second_pass_is_gla),
+    Check("gsa.check.gates_at_one", gates_at_one),
+    Check("gsa.check.gates_at_zero", gates_at_zero),
+    Check("gsa.check.one_slot_a_token", one_slot_a_token),
+    checks.decode_equals_prefill(
+        "gsa.check.decode_equals_prefill", _HYBRID, "GSA and attention layers"
+    ),
+)

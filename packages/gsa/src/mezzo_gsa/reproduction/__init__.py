@@ -1,1 +1,0 @@
-"""`mezzo-gsa reproduce`: exact checks, tiny trainings, and the claims they answer."""
