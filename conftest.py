@@ -12,13 +12,14 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 import pytest
 import torch
 from hypothesis import settings
-from mezzo_core.testing.interpreter import repair_interpreter
+from mezzo_core.testing.interpreter import repair_interpreter, speed_up_interpreter
 
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     repair_interpreter()
+    speed_up_interpreter()
 
 # Tests of ops run with every shape in a public signature checked; see tests/test_shape_types.py.
 if find_spec("jaxtyping") and find_spec("beartype"):

@@ -177,7 +177,7 @@ LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 # Few processes import the libraries, and several, so that workers share the compiling.
 NAMES = [*FORMS, *LAWS]
-PROCESSES = 4
+PROCESSES = 3
 
 
 @pytest.mark.slow

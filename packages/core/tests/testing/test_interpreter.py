@@ -71,3 +71,30 @@ def test_a_comparison_of_two_numbers_masks_a_block(device):
         out = untouched.clone()
         masked_kernel[(1,)](x, out, 3, number, 8)
         assert out.tolist() == expected
+
+
+@triton.jit
+def doubled(x):
+    return x * 2
+
+
+@triton.jit
+def doubling_kernel(p_x, times):
+    x = tl.load(p_x)
+    for _ in range(times):
+        x = doubled(x)
+    tl.store(p_x, x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_a_launch_patches_the_language_once_for_all_its_calls(monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch, patches, needed = interpreter._patch_builtin, [], []
+    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *x: (patches.append(x), patch(*x)))
+    for times in (1, 10):
+        patches.clear()
+        x = torch.ones(1)
+        doubling_kernel[(1,)](x, times)
+        assert x == 2**times
+        needed.append(len(patches))
+    assert needed[0] == needed[1] > 0

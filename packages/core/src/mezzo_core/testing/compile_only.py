@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def compile_apart(compile: Callable[[str], None], names: Sequence[str]) -> None:
     Raises:
         RuntimeError: if one failed, naming it; its process has printed why.
     """
+    for module in ("torch._dynamo", "triton.compiler.code_generator"):
+        import_module(module)  # else each process would, at its first launch
     for name in names:
         if os.fork() == 0:
             compile(name)

@@ -1,8 +1,9 @@
-"""Kill training at chosen moments: CONFIG OUT EVENT...; one process is forked for each.
+"""Kill training at chosen moments: CONFIG OUT EVERY; one process is forked for each.
 
-An event is something that changes the folder OUT/EVENT (a file opened for writing, a rename, a
-removal, a new folder); the run dies just before its EVENT-th, and is then started again. Prints how
-each first run ended, as JSON. EVENT 0 never comes: that run is left alone.
+An event is something that changes the folder OUT/N (a file opened for writing, a rename, a removal,
+a new folder). A first run, in OUT/0, is left alone and counted. For every EVERY-th event N, from
+the second on, a run dies just before its N-th event, and is then started again. Prints how each run
+ended, as JSON.
 """
 
 import json
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 # What a run imports late is imported here once, not in every fork.
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401
 from mezzo_core.config_json import from_json
 from mezzo_core.train.loop import train
@@ -45,10 +48,11 @@ def run(out, die_at):
     return os.waitpid(child, 0)[1], int(seen or 0)
 
 
-ended = {}
-for event in map(int, sys.argv[3:]):
-    out = str(Path(sys.argv[2]) / str(event))
-    status, seen = run(out, event)
-    again = run(out, 0)[0]
-    ended[event] = {"signal": os.WTERMSIG(status), "events": seen, "again": again}
+out, every = Path(sys.argv[2]), int(sys.argv[3])
+_, events = run(str(out / "0"), 0)
+ended = {0: {"events": events}}
+for event in range(2, events + 1, every):
+    status, _ = run(str(out / str(event)), event)
+    again, _ = run(str(out / str(event)), 0)
+    ended[event] = {"signal": os.WTERMSIG(status), "again": again}
 sys.stdout.write(json.dumps(ended))
