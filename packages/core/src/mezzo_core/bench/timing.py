@@ -122,7 +122,7 @@ def _time_alone(fn: Callable[[], object], reset: Callable[[], object]) -> tuple[
 def _timing(
     times: list[float], host_ms: float | None = None, peak_gb: float | None = None
 ) -> Timing:
-    fifths = statistics.quantiles(times, n=5)
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
     return Timing(statistics.median(times), fifths[0], fifths[-1], host_ms, peak_gb)
 
 
