@@ -159,7 +159,8 @@ class Ratio:
                 else Outcome.DIFFERS
             )
             bounds = describe_bounds(low, high)
-            words.append(f"{text} at {place} (expected {bounds})")
+            expected = "" if outcomes[-1] is Outcome.AGREES else f" (expected {bounds})"
+            words.append(f"{text} at {place}{expected}")
             details.append(f"{place}: {text}, expected {bounds}: {outcomes[-1].value}")
         what = self.what or f"{self.above} over {self.below}"
         summary = f"{what}: {', '.join(words) or 'not measured where the paper has it'}"
