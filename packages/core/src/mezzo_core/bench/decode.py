@@ -16,9 +16,8 @@ def time_step(
 ) -> list[Timing]:
     """Time a step of a layer for B rows that have all seen `position` tokens.
 
-    The state is filled with random numbers, as its values do not change the time. A prefill would
-    not fit: the state of a large batch fills the GPU. The host's work before a step
-    (`before_step`) is not timed.
+    The state is filled with random numbers, as its values do not change the time, and a prefill of
+    a large batch would not fit. The host's work before a step (`before_step`) is not timed.
 
     Args:
         layer: with weights of the dtype in which it decodes; check it first (`check_layer`).

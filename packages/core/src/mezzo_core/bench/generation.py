@@ -1,7 +1,7 @@
 """The speed of generation: the most tokens a second, and the latency of one sequence."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -14,24 +14,18 @@ from mezzo_core.bench.timing import attempt, captured, measure
 from mezzo_core.nn.generate import Decoder, Sampler
 from mezzo_core.nn.lm import LM
 
-BATCH_STEP = 8
-"""Batches are multiples of this. A prefill takes 1, 2, 4 or 8 rows, which divide them."""
-MARGIN = 0.88
-"""Share of the memory that states may take; the rest is for activations and a prefill."""
-PREFILL_TOKENS = 16_384
-"""About how many tokens are prefilled at once; more would only cost memory."""
+BATCH_STEP = 8  # batches are multiples of it; a prefill takes 1, 2, 4 or 8 rows, which divide them
+MARGIN = 0.88  # share of the memory for states; the rest is for activations and a prefill
+PREFILL_TOKENS = 16_384  # about how many are prefilled at once; more would only cost memory
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast a batch generates.
+    """How fast a batch of B rows generates.
 
-    Attributes:
-        tokens_per_second: the new tokens of all rows over the time of their steps.
-        with_prompt: the same, over the time of the prompts and the steps.
-        B: rows of the batch.
-        prefill_ms: time of the prompts of all rows.
-        decode_ms: time of a step at the first, the middle and the last position.
+    `tokens_per_second` counts the new tokens of all rows over the time of their steps,
+    `with_prompt` over that of the prompts (`prefill_ms`) too. `decode_ms` is the time of a step at
+    the first, the middle and the last position.
     """
 
     tokens_per_second: float
@@ -86,8 +80,8 @@ def _time(
     """Time the prompts and the steps of a batch.
 
     The prefill is timed for a few rows, together with copying their state into that of all rows,
-    and is multiplied by the number of such groups. Greedy steps are timed at the first, the middle
-    and the last position, as the time of a step grows linearly with the position.
+    and is multiplied by the number of such groups. The time of a step grows linearly with the
+    position.
     """
     device, prompt = model.embed.weight.device, context - new_tokens
     rows = min(BATCH_STEP, 2 ** max(0, (PREFILL_TOKENS // prompt).bit_length() - 1))
@@ -101,20 +95,17 @@ def _time(
         for part, whole in zip(few, tree_leaves(state), strict=True):
             whole[:rows].copy_(part)
 
-    def step() -> None:
-        tokens.copy_(model.step(tokens, state).argmax(-1))
-
     def back(position: int) -> None:
         rewind(state, position)
         model.before_step(state)
 
-    replay = captured(step, device)
+    step = captured(lambda: tokens.copy_(model.step(tokens, state).argmax(-1)), device)
     fill(state, prompt)
     results = []
     for _ in range(passes):
         prefill_ms = measure(prefill, device, seconds=0.0, warmup=1, least=2).ms * batch / rows
         decode_ms = tuple(
-            measure(replay, device, seconds=seconds, warmup=1, before=partial(back, position)).ms
+            measure(step, device, seconds=seconds, warmup=1, before=partial(back, position)).ms
             for position in (prompt, prompt + new_tokens // 2, context - 1)
         )
         new, steps_ms = batch * new_tokens, new_tokens * fmean(decode_ms)
@@ -151,18 +142,21 @@ def time_latency(
 def _generate(model: LM, prompt: int, marks: Sequence[int]) -> dict[int, float]:
     """Return the seconds from the prompt's start to its end (0), and to each count of tokens."""
     device = model.embed.weight.device
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     tokens = torch.randint(model.vocab_size, (1, prompt), device=device)
-    wait()
-    start = time.perf_counter()
+    start, seconds = _now(device), {}
     logits, state = model(tokens, model.init_state(1), last_only=True)
     state = model.reserve(state, max(marks))
     decoder = Decoder(model, state, logits[:, -1].argmax(-1), Sampler())
-    wait()
-    seconds = {0: time.perf_counter() - start}
+    seconds[0] = _now(device) - start
     for count in range(2, max(marks) + 1):  # the prompt gave the first
         decoder.step()
         if count in marks:
-            wait()
-            seconds[count] = time.perf_counter() - start
+            seconds[count] = _now(device) - start
     return seconds
+
+
+def _now(device: torch.device) -> float:
+    """Return the clock's seconds when the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
