@@ -1,7 +1,7 @@
 """Measuring, once for all papers. `.training` and `.training_step` need mezzo-core[train]."""
 
-from mezzo_core.bench.decode import time_step as time_step
 from mezzo_core.bench.generation import time_latency as time_latency
+from mezzo_core.bench.generation import time_step as time_step
 from mezzo_core.bench.generation import time_throughput as time_throughput
 from mezzo_core.bench.layer import Layer as Layer
 from mezzo_core.bench.layer import build_layer as build_layer

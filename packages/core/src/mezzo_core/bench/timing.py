@@ -58,20 +58,23 @@ def measure(
         before()
         fn()
     if device.type == "cuda":
-        return _measure_cuda(fn, seconds, least, before)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < end:
-        before()
-        start = time.perf_counter()
-        fn()
-        times.append((time.perf_counter() - start) * 1e3)
-    return Timing(*_middle(times))
+        times, *host_and_memory = _measure_cuda(fn, seconds, least, before)
+    else:
+        times, host_and_memory = [], []
+        end = time.perf_counter() + seconds
+        while len(times) < least or time.perf_counter() < end:
+            before()
+            start = time.perf_counter()
+            fn()
+            times.append((time.perf_counter() - start) * 1e3)
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return Timing(statistics.median(times), fifths[0], fifths[-1], *host_and_memory)
 
 
 def _measure_cuda(
     fn: Callable[[], object], seconds: float, least: int, before: Callable[[], object]
-) -> Timing:
+) -> tuple[list[float], float, float]:
+    """Return the milliseconds of the calls, the host's for one, and the peak of the memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     host, whole = [], []  # seconds until the host is free again, and until the GPU is done too
@@ -96,13 +99,7 @@ def _measure_cuda(
         last.record()
     torch.cuda.synchronize()
     times = [first.elapsed_time(last) for first, last in pairs]
-    return Timing(*_middle(times), statistics.median(host) * 1e3, peak_gb)
-
-
-def _middle(times: list[float]) -> tuple[float, float, float]:
-    """Return the median, and the 20th and 80th percentiles."""
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return statistics.median(times), fifths[0], fifths[-1]
+    return times, statistics.median(host) * 1e3, peak_gb
 
 
 def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:

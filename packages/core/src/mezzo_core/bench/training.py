@@ -1,6 +1,7 @@
 """Trains models and measures how well and how fast: each model once with each seed."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,8 +43,8 @@ def train_models(
     """
     for seed in seeds:
         for model, config in configs.items():
-            column = result.header.columns[0]
-            train_model(result, replace(config, seed=seed), folder, device, model, column)
+            run, column = replace(config, seed=seed), result.header.columns[0]
+            train_model(result, run, folder, device, model, column)
 
 
 def train_model(
@@ -149,5 +150,4 @@ def _loss_before(config: TrainConfig, folder: Path, device: torch.device) -> flo
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:
     """Keep at most POINTS points at equal distances, the last one among them."""
-    stride = -(-len(points) // POINTS)
-    return points[::-1][:: max(1, stride)][::-1]
+    return points[::-1][:: math.ceil(len(points) / POINTS) or 1][::-1]
