@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import decode
+from mezzo_core.bench import generation
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.papers.measurement import How, read_result
@@ -94,7 +94,7 @@ def test_a_file_without_any_wanted_model_is_no_measurement(tmp_path):
 
 
 def test_a_batch_that_does_not_fit_is_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "free_memory", lambda device: 200_000)
+    monkeypatch.setattr(generation, "free_memory", lambda device: 200_000)
     ours = MEASURERS["table8"](replace(SMALL, positions=(64,)), tmp_path, quiet)
     assert ours.typical("Attention", "64", "B=64") == "OOM"
     assert isinstance(ours.typical("RNN", "64", "B=64"), float)

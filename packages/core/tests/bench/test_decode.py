@@ -5,13 +5,13 @@ from importlib import import_module
 import pytest
 import torch
 from mezzo_core.bench import OOM, attempt, build_layer, time_step
-from mezzo_core.bench.decode import fill, free_memory
+from mezzo_core.bench.generation import fill, free_memory
 from mezzo_core.nn.attention import Attention, AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 
 CPU = torch.device("cpu")
 CONFIG = AttentionConfig(head_dim=8)
-decode = import_module("mezzo_core.bench.decode")
+generation = import_module("mezzo_core.bench.generation")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_host_works_before_every_step(layer, monkeypatch):
 
 
 def test_a_state_that_does_not_fit_is_not_tried(layer, monkeypatch):
-    monkeypatch.setattr(decode, "free_memory", lambda device: 2 * layer.mixer.state_bytes(23))
+    monkeypatch.setattr(generation, "free_memory", lambda device: 2 * layer.mixer.state_bytes(23))
     assert attempt(lambda: time_step(layer, 3, 20, passes=1)) == OOM
     assert len(attempt(lambda: time_step(layer, 2, 20, passes=1, seconds=0.0))) == 1
     monkeypatch.undo()

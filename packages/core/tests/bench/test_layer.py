@@ -1,23 +1,24 @@
 """A layer is timed whole, in each phase, and only if it computes correctly."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from mezzo_core.bench import (
     Layer,
     build_layer,
-    check,
     check_layer,
     check_mixers,
     compiled,
     time_layer,
 )
-from mezzo_core.bench import layer as layer_module
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention, AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
+layer_module = import_module("mezzo_core.bench.layer")
 C = 16
 CONFIG = AttentionConfig(head_dim=8)
 
@@ -77,14 +78,14 @@ def test_a_layer_that_decodes_wrongly_is_refused(layer, monkeypatch):
 
 @pytest.mark.parametrize("what", ["the output in training", "the input's gradient"])
 def test_a_layer_that_trains_wrongly_is_refused(layer, monkeypatch, what):
-    right = check._train
+    right = layer_module._train
     wrong = {what: 1.1}
 
     def train(which, x, dout, *, autocast):
         found = right(which, x, dout, autocast=autocast)
         return found if which is not layer else {k: v * wrong.get(k, 1) for k, v in found.items()}
 
-    monkeypatch.setattr(check, "_train", train)
+    monkeypatch.setattr(layer_module, "_train", train)
     with pytest.raises(UserError, match=f"{what} is wrong"):
         check_layer(layer)
 
@@ -93,14 +94,14 @@ def test_a_layer_that_trains_wrongly_is_refused(layer, monkeypatch, what):
 def test_a_wrong_output_is_refused_and_the_references_own_error_is_not(layer, factor):
     exact = torch.randn(2, 8, C)
     low = exact * 1.01
-    check._compare(layer, "the output", exact * 1.02, exact, low)
+    layer_module._compare(layer, "the output", exact * 1.02, exact, low)
     with pytest.raises(UserError, match="the output is wrong"):
-        check._compare(layer, "the output", exact * factor, exact, low)
+        layer_module._compare(layer, "the output", exact * factor, exact, low)
 
 
 def test_each_kind_of_layer_of_a_model_is_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setattr(check, "check_layer", checked.append)
+    monkeypatch.setattr(layer_module, "check_layer", checked.append)
     mixers = (CONFIG, RunningMeanConfig(), CONFIG)
     check_mixers(LMConfig(vocab_size=11, d_model=C, mixers=mixers), CPU)
     assert [type(each.mixer).__name__ for each in checked] == ["Attention", "RunningMean"]

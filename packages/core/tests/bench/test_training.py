@@ -13,7 +13,6 @@ from mezzo_core.bench.training import (
     in_words,
     measure_run,
     steady_and_first,
-    train_model,
     train_models,
 )
 from mezzo_core.data import DataConfig
@@ -125,15 +124,6 @@ def test_a_killed_experiment_trains_only_what_is_missing(configs, result, tmp_pa
         assert 1 < entry["value"] < 257
         assert {"parameters", "tokens_per_second", "steps"} <= set(entry)
         assert "peak_gb" not in entry
-
-
-def test_a_recall_tasks_value_is_its_accuracy(configs, tmp_path):
-    header = replace(HEADER, kind="recall", unit="accuracy", better="higher")
-    result = Result(tmp_path / "mqar.json", header, HERE)
-    train_model(result, configs["Mean"], tmp_path / "run", CPU, "Mean", "Val. PPL", lr=3e-3)
-    (entry,) = entries(result)
-    assert 0 <= entry["value"] < 1 < entry["perplexity"]
-    assert entry["lr"] == 3e-3
 
 
 @pytest.mark.parametrize(

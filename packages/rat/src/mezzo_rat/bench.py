@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import torch
 from mezzo_core.bench import Row, attempt, run, say
-from mezzo_core.bench.check import check_layer
-from mezzo_core.bench.layer import build_layer, compiled, time_layer
+from mezzo_core.bench.layer import build_layer, check_layer, compiled, time_layer
 from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig

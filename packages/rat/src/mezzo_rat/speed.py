@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 import torch
 from mezzo_core.bench import Header, Result, Timing, attempt, origin, start_afresh
-from mezzo_core.bench.check import check_layer, check_mixers
-from mezzo_core.bench.decode import time_step
-from mezzo_core.bench.generation import time_throughput
-from mezzo_core.bench.layer import build_layer, compiled, time_layer
+from mezzo_core.bench.generation import time_step, time_throughput
+from mezzo_core.bench.layer import build_layer, check_layer, check_mixers, compiled, time_layer
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.papers.measurement import Measurement, read_result

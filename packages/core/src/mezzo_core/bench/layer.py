@@ -1,5 +1,9 @@
-"""The time of one layer as papers measure it: norm, mixer with its projections, residual."""
+"""The time of one layer as papers measure it: norm, mixer with its projections, residual.
 
+A layer is checked before it is timed: a wrong result has no speed.
+"""
+
+import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -7,14 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.bench.timing import Timing, measure, start_afresh
+from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+from mezzo_core.nn.lm import LMConfig
 
 RECOMPILATIONS = 64
 """More than the lengths of a table: past torch's own limit (8), `fullgraph=True` raises an error,
 and without it the code runs eagerly."""
-Run = Callable[[Tensor], Tensor]
-"""A layer, or its compiled form."""
+FACTOR = 3.0
+"""A layer's error may be this many times that of the reference in bf16 on the CPU."""
+TOKENS, DECODED = 160, 20  # of a check: two chunks of 128, ten of 16; the last 20 are decoded too
+Run = Callable[[Tensor], Tensor]  # a layer, or its compiled form
+Phase = Literal["forward", "train"]
 
 
 class Layer(nn.Module):
@@ -47,12 +56,10 @@ def build_layer(
 
 
 def compiled(layer: Layer) -> Run:
-    """Compile a layer in one graph: torch raises an error instead of running it eagerly.
+    """Compile a layer in one graph, or return it as it is on a CPU; forget earlier compiled code.
 
-    Code that was compiled earlier is forgotten. Shapes are symbolic, so that not every length
-    compiles anew; the kernels of our ops are the same for all lengths. torch chooses its attention
-    kernel by the length, so attention is compiled for each length. On a CPU the layer itself is
-    returned.
+    Shapes are symbolic, so that not every length compiles anew; the kernels of our ops are the same
+    for all lengths. But torch chooses its attention kernel by the length.
     """
     if not layer.norm.weight.is_cuda:
         return layer
@@ -63,14 +70,7 @@ def compiled(layer: Layer) -> Run:
 
 
 def time_layer(
-    layer: Layer,
-    run: Run,
-    phase: Literal["forward", "train"],
-    B: int,
-    T: int,
-    *,
-    passes: int = 3,
-    seconds: float = 0.05,
+    layer: Layer, run: Run, phase: Phase, B: int, T: int, *, passes: int = 3, seconds: float = 0.05
 ) -> list[Timing]:
     """Time a layer on inputs (B, T, C).
 
@@ -107,3 +107,59 @@ def time_layer(
     work = train if phase == "train" else torch.no_grad()(forward)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
         return [measure(work, device, seconds=seconds, warmup=1, least=2) for _ in range(passes)]
+
+
+def check_mixers(config: LMConfig, device: torch.device) -> None:
+    """Check each kind of layer of a model that is described by its mixers; see `check_layer`."""
+    for mixer in dict.fromkeys(config.mixers):
+        check_layer(build_layer(mixer, config.d_model, device))
+
+
+def check_layer(layer: Layer) -> None:
+    """Check training under bf16 autocast and decoding with bf16 weights, against float32.
+
+    The references of all ops run on the CPU, in float32, which is taken as exact, and in bf16.
+
+    Raises:
+        UserError: if an output or the input's gradient is wrong; the message names it.
+    """
+    reference = copy.deepcopy(layer).float().cpu()
+    x, dout = (torch.randn(2, TOKENS, len(layer.norm.weight)) for _ in range(2))
+    exact = _train(reference, x, dout, autocast=False)
+    low, ours = (_train(each, x, dout, autocast=True) for each in (reference, layer))
+    for name in exact:
+        _compare(layer, name, ours[name], exact[name], low[name])
+    with torch.no_grad():
+        half = reference.bfloat16()
+        low_out = half.mixer(half.norm(x.bfloat16()))[0][:, -DECODED:]
+        decoded = _decode(copy.deepcopy(layer).bfloat16(), x.bfloat16())
+    expected = exact["the output in training"][:, -DECODED:]
+    _compare(layer, "the output in decoding", decoded, expected, low_out)
+
+
+def _train(layer: Layer, x: Tensor, dout: Tensor, *, autocast: bool) -> dict[str, Tensor]:
+    """Return the output and the input's gradient, without the residual, which would hide errors."""
+    device = layer.norm.weight.device
+    x = x.to(device).requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        out = layer.mixer(layer.norm(x))[0]
+    (dx,) = torch.autograd.grad(out, x, dout.to(out))
+    return {"the output in training": out.detach(), "the input's gradient": dx}
+
+
+def _decode(layer: Layer, x: Tensor) -> Tensor:
+    """Prefill all but the last tokens, and decode these in place: (B, DECODED, C)."""
+    x = layer.norm(x.to(layer.norm.weight.device))
+    _, state = layer.mixer(x[:, :-DECODED], layer.mixer.init_state(len(x)))
+    state = layer.mixer.reserve(state, DECODED)
+    last = x[:, -DECODED:].split(1, dim=1)
+    return torch.cat([layer.mixer.step(token, state) for token in last], 1)
+
+
+def _compare(layer: Layer, name: str, ours: Tensor, exact: Tensor, low: Tensor) -> None:
+    error, usual = (float((x.float().cpu() - exact).norm() / exact.norm()) for x in (ours, low))
+    if not error <= FACTOR * usual + 1e-4:  # not ">", so that NaN fails
+        raise UserError(
+            f"{type(layer.mixer).__name__}: {name} is wrong here (error {error:.1e}, "
+            f"the reference's in bf16 {usual:.1e}): no speed"
+        )

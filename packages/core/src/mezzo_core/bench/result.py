@@ -10,16 +10,33 @@ follows the value are details of the same measurement.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mezzo_core.bench.header import Header
+from mezzo_core.config_json import check_fields
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json, write_whole
 
-Key = tuple[str, str, str, int]
-"""Model, column, group and seed of an entry."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file measures; columns, models and groups are names in the paper's order."""
+
+    kind: Literal["speed", "training", "recall"]
+    title: str  # the table or figure, in words
+    setting: str  # what was measured, in words
+    how: Literal["the paper's setting", "other hardware", "scaled down"]
+    columns: tuple[str, ...]
+    models: tuple[str, ...]
+    unit: str  # of the values
+    better: Literal["lower", "higher"]
+    groups: tuple[str, ...] = ()  # none if there is only one
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Result:
@@ -30,11 +47,7 @@ class Result:
     """
 
     def __init__(
-        self,
-        path: Path,
-        header: Header,
-        origin: Mapping[str, Any],
-        say: Callable[[str], None] = lambda line: None,
+        self, path: Path, header: Header, origin: Mapping[str, Any], say: Say = lambda line: None
     ) -> None:
         """Read the file, if it exists, and create its folder, before anything is measured.
 
@@ -54,10 +67,18 @@ class Result:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{path.parent}: cannot be made ({error.strerror})") from error
-        self.entries: list[dict[str, Any]] = []
-        self._keys: set[Key] = set()
-        if path.exists():
-            self._read()
+        content = read_json(path) if path.exists() else {**self._head, "entries": []}
+        advice = "remove it, or write elsewhere"
+        try:
+            self.entries: list[dict[str, Any]] = list(content["entries"])
+            self._keys = set(map(_key, self.entries))
+            theirs = {name: content[name] for name in self._head}
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path} is no result file ({error!r}): {advice}") from error
+        for name, ours in self._head.items():
+            if name != "date" and theirs[name] != ours:
+                was = f"{theirs[name]!r}, not {ours!r}"
+                raise UserError(f"{path} has another {name} ({was}): {advice}")
 
     def has(self, model: str, column: str, group: str = "", seed: int = 0) -> bool:
         """Tell whether the file has this entry."""
@@ -101,17 +122,15 @@ class Result:
         pass, `field` is the value, and the other fields become details.
         """
         names = {"group": group, "model": model, "column": column}
-        found = [{field: passes}] if isinstance(passes, str) else [asdict(each) for each in passes]
+        found = [{field: passes}] if isinstance(passes, str) else map(asdict, passes)
         self._add(
             {**names, "seed": seed, "value": each.pop(field), **details, **each}
             for seed, each in enumerate(found)
         )
 
     def _add(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        new = [
-            {name: _rounded(part) for name, part in entry.items() if part not in (None, "")}
-            for entry in entries
-        ]
+        told = [{k: part for k, part in each.items() if part not in (None, "")} for each in entries]
+        new = json.loads(json.dumps(told, allow_nan=False), parse_float=_rounded)
         header, names = self.header, _key(new[0])
         known = (header.models, header.columns, header.groups or ("",))
         for name, allowed in zip(names, known, strict=False):
@@ -120,7 +139,7 @@ class Result:
         if names in self._keys:
             raise ValueError(f"{self.path.name} has {names} already")
         lines = [f" {json.dumps(name)}: {json.dumps(part)}," for name, part in self._head.items()]
-        rows = (f"  {json.dumps(entry, allow_nan=False)}" for entry in (*self.entries, *new))
+        rows = (f"  {json.dumps(entry)}" for entry in (*self.entries, *new))
         text = "\n".join(["{", *lines, ' "entries": [', ",\n".join(rows), " ]", "}", ""])
         try:
             write_whole(self.path, text)
@@ -132,29 +151,11 @@ class Result:
         place = ", ".join(str(name) for name in names if name != "")
         self._say(f"{self.path.stem}: {place}: {values} {header.unit}")
 
-    def _read(self) -> None:
-        content, advice = read_json(self.path), "remove it, or write elsewhere"
-        try:
-            self.entries = list(content["entries"])
-            self._keys = set(map(_key, self.entries))
-            theirs = {name: content[name] for name in self._head}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.path} is no result file ({error!r}): {advice}") from error
-        for name, ours in self._head.items():
-            if name != "date" and theirs[name] != ours:
-                raise UserError(
-                    f"{self.path} has another {name} ({theirs[name]!r}, not {ours!r}): {advice}"
-                )
 
-
-def _key(entry: Mapping[str, Any]) -> Key:
+def _key(entry: Mapping[str, Any]) -> tuple[str, str, str, int]:
     return entry["model"], entry["column"], entry.get("group", ""), entry["seed"]
 
 
-def _rounded(value: Any) -> Any:
-    """Round to five significant digits: further ones would be noise."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, Mapping):
-        return {name: _rounded(part) for name, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+def _rounded(number: str) -> float:
+    """Read a number to five significant digits: further ones would be noise."""
+    return float(f"{float(number):.5g}")

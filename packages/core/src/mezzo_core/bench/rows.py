@@ -5,34 +5,28 @@ shape, those of `Timing`, tflops, and those of `origin`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mezzo_core.bench.origin import origin
-from mezzo_core.bench.timing import Timing
+from mezzo_core.bench.result import Say
+from mezzo_core.bench.timing import Timing, measure
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        name: "<package or op> <op|layer|model> <forward|train|decode>".
-        impl: the implementation.
-        shape: sizes by the glossary's letters.
-        timing: what was measured.
-        flops: of one call; None if they are not counted.
-    """
-
-    name: str
-    impl: str
-    shape: dict[str, int]
+    name: str  # "<package or op> <op|layer|model> <forward|train|decode>"
+    impl: str  # the implementation
+    shape: dict[str, int]  # sizes by the glossary's letters
     timing: Timing
-    flops: float | None = None
+    flops: float | None = None  # of one call; None if they are not counted
 
     def to_json(self, origin: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row as JSON values, with the machine and the software."""
@@ -46,9 +40,19 @@ class Row:
             **origin,
         }
 
+    def __str__(self) -> str:
+        timing = self.timing
+        shape = " ".join(f"{letter}{size}" for letter, size in self.shape.items())
+        host = "" if timing.host_ms is None else f", host {timing.host_ms:.3f} ms"
+        peak = "" if timing.peak_gb is None else f", peak {timing.peak_gb:.2f} GB"
+        return (
+            f"{self.name:31} {self.impl:22} {shape:36}{timing.ms:9.3f} ms "
+            f"({timing.ms_p20:.3f} to {timing.ms_p80:.3f}){host}{peak}"
+        )
+
 
 def run(
-    rows: Iterable[Row], device: torch.device, out: Path | None, say: Callable[[str], None]
+    rows: Iterable[Row], device: torch.device, out: Path | None, say: Say
 ) -> list[dict[str, Any]]:
     """Describe each row as soon as it is measured, and append it to a file.
 
@@ -61,30 +65,55 @@ def run(
     Returns:
         The rows as JSON values.
     """
-    where = origin(device)
-    written = []
+    where, written = origin(device), []
     for row in rows:
         written.append(row.to_json(where))
-        say(describe(row))
+        say(str(row))
         if out is not None:
-            append(out, written[-1:])
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(written[-1]) + "\n")
     return written
 
 
-def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a .jsonl file, one object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+@dataclass(frozen=True)
+class Contender:
+    """An op, or any function of tensors, that is timed: its forward, and with its backward.
+
+    "train" computes the gradients of all inputs: parameters are used as they are, other tensors are
+    detached.
+    """
+
+    name: str  # of its rows, without the phase
+    impl: str
+    shape: dict[str, int]
+    run: Callable[..., Tensor]  # called with `inputs` by name
+    inputs: Mapping[str, Tensor]
+    phases: Sequence[str] = ("forward", "train")  # those that are timed
 
 
-def describe(row: Row) -> str:
-    """Return a row as a line of text."""
-    timing = row.timing
-    shape = " ".join(f"{letter}{size}" for letter, size in row.shape.items())
-    host = "" if timing.host_ms is None else f", host {timing.host_ms:.3f} ms"
-    peak = "" if timing.peak_gb is None else f", peak {timing.peak_gb:.2f} GB"
-    return (
-        f"{row.name:31} {row.impl:22} {shape:36}{timing.ms:9.3f} ms "
-        f"({timing.ms_p20:.3f} to {timing.ms_p80:.3f}){host}{peak}"
-    )
+def timed(contender: Contender, device: torch.device, seconds: float, say: Say) -> Iterator[Row]:
+    """Time a contender; a phase that does not fit into the GPU is said and left out."""
+    leaves = {
+        name: x if x.requires_grad else x.detach().requires_grad_()
+        for name, x in contender.inputs.items()
+    }
+
+    def forward() -> Tensor:
+        return contender.run(**leaves)
+
+    with torch.no_grad():
+        dout = torch.randn_like(forward())
+
+    def train() -> None:
+        torch.autograd.grad(forward(), tuple(leaves.values()), dout, allow_unused=True)
+
+    works = {"forward": torch.no_grad()(forward), "train": train}
+    for phase in contender.phases:
+        name = f"{contender.name} {phase}"
+        try:
+            timing = measure(works[phase], device, seconds=seconds)
+        except torch.OutOfMemoryError:
+            say(f"{name} ({contender.impl}) at {contender.shape}: out of memory")
+            continue
+        yield Row(name, contender.impl, contender.shape, timing)

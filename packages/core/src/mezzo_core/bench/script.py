@@ -19,26 +19,16 @@ from mezzo_core.errors import UserError, nearest, printable
 
 @dataclass(frozen=True)
 class Options:
-    """What a command line selects.
+    """What a command line selects; what follows `dry_run` is for trainings."""
 
-    Attributes:
-        out: folder of the result files.
-        models: the models to measure, in the order of the paper.
-        device: the GPU; the CPU in a dry run.
-        dry_run: whether this is a rehearsal at toy size.
-        data, tokenizer: the text to train on, as in `DataConfig`.
-        seeds: of the trainings.
-        runs: scratch folder of the trainings.
-    """
-
-    out: Path
-    models: tuple[str, ...]
-    device: torch.device
-    dry_run: bool
-    data: str = "embedded"
+    out: Path  # folder of the result files
+    models: tuple[str, ...]  # the models to measure, in the order of the paper
+    device: torch.device  # the GPU; the CPU in a dry run
+    dry_run: bool  # whether this is a rehearsal at toy size
+    data: str = "embedded"  # the text to train on, as in `DataConfig`
     tokenizer: str = "byte"
     seeds: tuple[int, ...] = (0, 1, 2)
-    runs: Path = Path("runs/experiments")
+    runs: Path = Path("runs/experiments")  # scratch folder
 
 
 def run_script(
@@ -61,8 +51,26 @@ def run_script(
     Returns:
         The exit code: 0, or 2 after a mistake that the user can mend, which is told in one line.
     """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the results")
+    add("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
+    add("--dry-run", action="store_true", help="toy sizes, on a CPU")
+    if trains:
+        add("--data", default=Options.data, help="a file, a folder or a glob of text")
+        add("--tokenizer", default=Options.tokenizer)
+        add("--seeds", nargs="+", type=int, default=Options.seeds)
+        add("--runs", type=Path, default=Options.runs, help="scratch")
+    found = vars(parser.parse_args(words))
+    found["seeds"] = tuple(found.get("seeds", Options.seeds))
     try:
-        measure(_parse(description, tuple(models), trains, words))
+        for name in found["models"]:
+            if name not in models:
+                raise UserError(f"no model is named {name!r}{nearest(name, models)}")
+        if not (found["dry_run"] or torch.cuda.is_available()):
+            raise UserError("this needs a CUDA GPU: --dry-run rehearses it on a CPU")
+        found["models"] = tuple(name for name in models if name in found["models"])
+        measure(Options(**found, device=torch.device("cpu" if found["dry_run"] else "cuda")))
     except UserError as error:
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return 2
@@ -73,28 +81,3 @@ def say(line: str) -> None:
     """Write a line to the standard output at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _parse(
-    description: str, models: tuple[str, ...], trains: bool, words: Sequence[str] | None
-) -> Options:
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on a CPU")
-    if trains:
-        usual = Options
-        parser.add_argument("--data", default=usual.data, help="a file, a folder or a glob of text")
-        parser.add_argument("--tokenizer", default=usual.tokenizer)
-        parser.add_argument("--seeds", nargs="+", type=int, default=usual.seeds)
-        parser.add_argument("--runs", type=Path, default=usual.runs, help="scratch")
-    found = vars(parser.parse_args(words))
-    for name in found["models"]:
-        if name not in models:
-            raise UserError(f"no model is named {name!r}{nearest(name, models)}")
-    if not (found["dry_run"] or torch.cuda.is_available()):
-        raise UserError("this needs a CUDA GPU: --dry-run rehearses it on a CPU")
-    found["models"] = tuple(name for name in models if name in found["models"])
-    if trains:
-        found["seeds"] = tuple(found["seeds"])
-    return Options(**found, device=torch.device("cpu" if found["dry_run"] else "cuda"))

@@ -10,11 +10,8 @@ from typing import TypeVar
 
 import torch
 
-OOM = "OOM"
-"""Stands for the result of a measurement that does not fit into the GPU."""
-
-FLUSHED_BYTES = 2**29
-"""Size of the buffer that is overwritten to flush the L2 cache: ten times that of a Hopper GPU."""
+OOM = "OOM"  # stands for the result of a measurement that does not fit into the GPU
+FLUSHED_BYTES = 2**29  # are overwritten to flush the L2 cache: ten times that of a Hopper GPU
 AHEAD = 16
 """Flushes before a timed call. They take a Hopper GPU 2 ms, in which the host can queue the call's
 kernels. Otherwise, the time of an op with many short kernels would be that of Python's launches."""
@@ -25,22 +22,13 @@ Pass = TypeVar("Pass")
 
 @dataclass(frozen=True)
 class Timing:
-    """The time and the memory of one call.
+    """The time and the memory of one call; those of the host and the memory are None on a CPU."""
 
-    Attributes:
-        ms: median over the timed calls, in milliseconds.
-        ms_p20, ms_p80: the 20th and 80th percentiles.
-        host_ms: how long the host is busy with one call, without waiting for the GPU's work. Until
-            then it can do nothing else, whatever the GPU does. None on a CPU.
-        peak_gb: the most memory that was allocated, in GB. None on a CPU, where torch does not
-            count it.
-    """
-
-    ms: float
-    ms_p20: float
+    ms: float  # median over the timed calls
+    ms_p20: float  # the 20th percentile
     ms_p80: float
-    host_ms: float | None = None
-    peak_gb: float | None = None
+    host_ms: float | None = None  # how long the host is busy, without waiting for the GPU's work
+    peak_gb: float | None = None  # the most memory that was allocated, in GB
 
 
 def measure(
@@ -50,7 +38,7 @@ def measure(
     seconds: float = 0.5,
     warmup: int = 2,
     least: int = 5,
-    before: Callable[[], object] | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Time `fn` for about `seconds` after `warmup` calls.
 
@@ -60,70 +48,58 @@ def measure(
 
     Args:
         fn: the function to time.
-        device: the device on which `fn` computes.
+        device: where `fn` computes.
         seconds: time to spend on the timed calls.
         warmup: number of calls before the timed ones.
         least: minimum number of timed calls, at least two.
-        before: called before each call of `fn` without being timed, to restore tensors that `fn`
-            overwrites.
+        before: called untimed before each call of `fn`, to restore what `fn` overwrites.
     """
-    reset = before or (lambda: None)
     for _ in range(warmup):
-        reset()
+        before()
         fn()
     if device.type == "cuda":
-        return _measure_cuda(fn, seconds, least, reset)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < end:
-        reset()
-        start = time.perf_counter()
-        fn()
-        times.append((time.perf_counter() - start) * 1e3)
-    return _timing(times)
+        times, *host_and_memory = _measure_cuda(fn, seconds, least, before)
+    else:
+        times, host_and_memory = [], []
+        end = time.perf_counter() + seconds
+        while len(times) < least or time.perf_counter() < end:
+            before()
+            start = time.perf_counter()
+            fn()
+            times.append((time.perf_counter() - start) * 1e3)
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return Timing(statistics.median(times), fifths[0], fifths[-1], *host_and_memory)
 
 
 def _measure_cuda(
-    fn: Callable[[], object], seconds: float, least: int, reset: Callable[[], object]
-) -> Timing:
+    fn: Callable[[], object], seconds: float, least: int, before: Callable[[], object]
+) -> tuple[list[float], float, float]:
+    """Return the milliseconds of the calls, the host's for one, and the peak of the memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    alone = [_time_alone(fn, reset) for _ in range(least)]
+    host, whole = [], []  # seconds until the host is free again, and until the GPU is done too
+    for _ in range(least):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        fn()
+        host.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        whole.append(time.perf_counter() - start)
     peak_gb = torch.cuda.max_memory_allocated() / 1e9
-    host, whole = (statistics.median(times) for times in zip(*alone, strict=True))
-    calls = max(least, min(MOST_CALLS, int(seconds / whole)))
+    calls = max(least, min(MOST_CALLS, int(seconds / statistics.median(whole))))
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    events = [
-        [torch.cuda.Event(enable_timing=True) for _ in range(calls)] for _ in ("start", "end")
-    ]
-    for first, last in zip(*events, strict=True):
-        reset()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    for first, last in pairs:
+        before()
         for _ in range(AHEAD):
             flush.zero_()
         first.record()
         fn()
         last.record()
     torch.cuda.synchronize()
-    times = [first.elapsed_time(last) for first, last in zip(*events, strict=True)]
-    return _timing(times, host * 1e3, peak_gb)
-
-
-def _time_alone(fn: Callable[[], object], reset: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds until the host is free again, and until the GPU is done too."""
-    reset()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    fn()
-    host = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return host, time.perf_counter() - start
-
-
-def _timing(
-    times: list[float], host_ms: float | None = None, peak_gb: float | None = None
-) -> Timing:
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return Timing(statistics.median(times), fifths[0], fifths[-1], host_ms, peak_gb)
+    times = [first.elapsed_time(last) for first, last in pairs]
+    return times, statistics.median(host) * 1e3, peak_gb
 
 
 def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:

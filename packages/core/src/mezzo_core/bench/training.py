@@ -1,6 +1,7 @@
 """Trains models and measures how well and how fast: each model once with each seed."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +19,10 @@ from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import DivergenceError, train
 
-DIVERGED = "diverged"
-"""Stands for the result of a training whose loss exploded."""
+DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
 """Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
-POINTS = 100
-"""The most points of a stored curve."""
-VALUES = {"training": "perplexity", "recall": "accuracy"}
-"""What the value of an entry is, by the kind of the result."""
+POINTS = 100  # at most, of a stored curve
 
 
 def train_models(
@@ -46,35 +43,28 @@ def train_models(
     """
     for seed in seeds:
         for model, config in configs.items():
-            column = result.header.columns[0]
-            train_model(result, replace(config, seed=seed), folder, device, model, column)
+            run, column = replace(config, seed=seed), result.header.columns[0]
+            train_model(result, run, folder, device, model, column)
 
 
 def train_model(
-    result: Result,
-    config: TrainConfig,
-    folder: Path,
-    device: torch.device,
-    model: str,
-    column: str,
-    **details: Any,
+    result: Result, config: TrainConfig, folder: Path, device: torch.device, model: str, column: str
 ) -> None:
     """Train one model with the seed of its configuration and add it, unless the result has it.
 
-    Its value is the validation perplexity, or the accuracy for a recall task; OOM or DIVERGED stand
-    for a training that does not fit into the GPU, or whose loss exploded.
+    Its value is the validation perplexity; OOM or DIVERGED stand for a training that does not fit
+    into the GPU, or whose loss exploded.
     """
     if result.has(model, column, seed=config.seed):
         return
-    field = VALUES[result.header.kind]
     try:
         found = measure_run(config, folder, device)
     except torch.OutOfMemoryError:
-        found = {field: OOM}
+        found = {"perplexity": OOM}
     except DivergenceError:
-        found = {field: DIVERGED}
-    value = found.pop(field)
-    result.add(value, model=model, column=column, seed=config.seed, **details, **found)
+        found = {"perplexity": DIVERGED}
+    value = found.pop("perplexity")
+    result.add(value, model=model, column=column, seed=config.seed, **found)
 
 
 def measure_run(
@@ -127,13 +117,12 @@ def in_words(config: TrainConfig, device: torch.device) -> str:
     model, data, optim = config.model, config.data, config.optim
     assert isinstance(data, DataConfig)
     tokens = config.steps * config.batch_size * config.seq_len
-    precision = "bf16" if device.type == "cuda" else "fp32"
     return (
         f"C {model.d_model}, {len(model.mixers)} layers, T {config.seq_len}, {config.steps} steps "
         f"of {config.batch_size} sequences ({tokens:,} tokens of {Path(data.source).name}, "
         f"tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, warm-up "
-        f"{optim.warmup_fraction:.0%} of the steps, {precision}, torch.compile "
-        f"{'on' if config.compile else 'off'}"
+        f"{optim.warmup_fraction:.0%} of the steps, {'bf16' if device.type == 'cuda' else 'fp32'}, "
+        f"torch.compile {'on' if config.compile else 'off'}"
     )
 
 
@@ -141,11 +130,8 @@ def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[flo
     """Return the tokens a second after the warm-up, and the seconds until the first step ended.
 
     The loop reads a GPU's clock only every few steps. So the time of the first step (compiling,
-    first allocations) is that of the steps of the warm-up, less all but one at steady speed.
-
-    Args:
-        speeds: tokens a second of each step; of WARMUP steps or fewer, only the last is steady.
-        tokens_per_step: of the whole batch.
+    first allocations) is that of the steps of the warm-up, less all but one at steady speed. Of
+    WARMUP steps or fewer, only the last is steady.
     """
     warmup = min(WARMUP, len(speeds) - 1)
     steady = statistics.median(speeds[warmup:])
@@ -164,5 +150,4 @@ def _loss_before(config: TrainConfig, folder: Path, device: torch.device) -> flo
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:
     """Keep at most POINTS points at equal distances, the last one among them."""
-    stride = -(-len(points) // POINTS)
-    return points[::-1][:: max(1, stride)][::-1]
+    return points[::-1][:: math.ceil(len(points) / POINTS) or 1][::-1]

@@ -31,14 +31,13 @@ def time_training(model: LM, B: int, T: int, *, passes: int = 3) -> list[Trainin
         torch.OutOfMemoryError: if the batch does not fit into the GPU.
     """
     step, device = training_step(model, B, T), model.embed.weight.device
+    found = []
     with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
-        timings = [
-            measure(step, device, seconds=0.0, warmup=0 if i else 2, least=2) for i in range(passes)
-        ]
-    return [
-        TrainingSpeed(B * T / timing.ms * 1e3, timing.ms, timing.host_ms, timing.peak_gb)
-        for timing in timings
-    ]
+        for i in range(passes):
+            timing = measure(step, device, seconds=0.0, warmup=0 if i else 2, least=2)
+            speed = B * T / timing.ms * 1e3
+            found.append(TrainingSpeed(speed, timing.ms, timing.host_ms, timing.peak_gb))
+    return found
 
 
 def training_step(model: LM, B: int, T: int) -> Callable[[], None]:
