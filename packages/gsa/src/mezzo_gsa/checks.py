@@ -98,10 +98,7 @@ def one_slot_a_token() -> Judgement:
 
 
 def gsa_by_definition(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """Compute section 3.1's recurrence slot by slot, without any code of `mezzo_gsa.ops`.
-
-    The queries, keys and values are (T, H, D), the forget gates alpha (T, H, M), in [0, 1].
-    """
+    """Compute section 3.1's recurrence slot by slot: q, k, v (T, H, D), gates alpha (T, H, M)."""
     outputs = torch.zeros_like(v)
     for h in range(H):
         keys, values = v.new_zeros(M, D), v.new_zeros(M, D)
@@ -131,13 +128,9 @@ _HYBRID = LMConfig(
     d_model=64,
     mixers=(GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16)),
 )
+METHOD = (definition, forms_agree, second_pass_is_gla, gates_at_one, gates_at_zero)
 CHECKS = (
-    Check("gsa.check.definition", definition),
-    Check("gsa.check.forms_agree", forms_agree),
-    Check("gsa.check.second_pass_is_gla", second_pass_is_gla),
-    Check("gsa.check.gates_at_one", gates_at_one),
-    Check("gsa.check.gates_at_zero", gates_at_zero),
-    Check("gsa.check.one_slot_a_token", one_slot_a_token),
+    *(Check(f"gsa.check.{each.__name__}", each) for each in (*METHOD, one_slot_a_token)),
     checks.decode_equals_prefill(
         "gsa.check.decode_equals_prefill", _HYBRID, "GSA and attention layers"
     ),
