@@ -86,14 +86,14 @@ def test_a_layer_that_decodes_wrongly_is_not_timed(monkeypatch):
 
 
 def test_a_layer_that_does_not_fit_is_said_and_the_rest_is_timed(monkeypatch):
-    right, said = layers.time_layer, []
+    right, said = layers.bench.time_layer, []
 
     def full(layer, run, phase, B, T, **options):
         if (phase, T) == ("train", 48):
             raise torch.OutOfMemoryError
         return right(layer, run, phase, B, T, **options)
 
-    monkeypatch.setattr(layers, "time_layer", full)
+    monkeypatch.setattr(layers.bench, "time_layer", full)
     rows = list(layers.layer_rows(replace(HERE, say=said.append)))
     assert len(rows) == 3 * 3
     assert said[0] == "gsa layer train (reference) at B 1, T 48: out of memory"
