@@ -28,7 +28,7 @@ from mezzo_core.papers.trainings import CPU, SMOKE
 
 from mezzo_gsa import counts
 from mezzo_gsa.checks import CHECKS
-from mezzo_gsa.mqar.config import SOLVED
+from mezzo_gsa.mqar.sweep import SOLVED
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
 
 XFMR, RETNET, GLA, GSA = (PAPER_NAMES[name] for name in ("attention", "retnet", "gla", "gsa"))

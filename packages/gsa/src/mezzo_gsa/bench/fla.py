@@ -91,10 +91,11 @@ def layers(d_model: int, num_heads: int, num_slots: int, like: Tensor) -> dict[s
         raise UserError(f"fla's layers cannot be imported: {error}") from error
 
     shared = {"hidden_size": d_model, "num_heads": num_heads, "layer_idx": 0}
-    theirs = {
-        "gsa": GatedSlotAttention(num_slots=num_slots, **shared),
-        "gla": GatedLinearAttention(**shared),
-    }
+    with like.device:
+        theirs = {
+            "gsa": GatedSlotAttention(num_slots=num_slots, **shared),
+            "gla": GatedLinearAttention(**shared),
+        }
     return {
         name: Layer(FlaMixer(layer), d_model, alone=True).to(like)  # type: ignore[arg-type]
         for name, layer in theirs.items()
