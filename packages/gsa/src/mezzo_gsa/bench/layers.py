@@ -5,11 +5,10 @@ A layer is the mixer alone, with weights and inputs of one dtype, as fla's bench
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
 
 import torch
 from mezzo_core import bench
-from mezzo_core.bench import Layer, Row
+from mezzo_core.bench import Contender, Layer, Row
 from mezzo_core.bench.layer import Run
 from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
@@ -21,21 +20,19 @@ from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
 
-PHASES: tuple[Literal["forward", "train"], ...] = ("forward", "train")
-
 
 def layer_rows(setting: Setting) -> Iterator[Row]:
     """Time each layer, on a GPU compiled and eager; then fla's, eager."""
     is_gpu = setting.device.type == "cuda"
     for name, layer in _layers(setting).items():
         impl = "sdpa" if name == "attention" else setting.impl
-        yield from _rows(setting, name, impl, layer, bench.compiled(layer))
+        yield from _time(setting, name, impl, layer, bench.compiled(layer))
         if is_gpu:
-            yield from _rows(setting, name, f"{impl}, eager", layer, layer)
+            yield from _time(setting, name, f"{impl}, eager", layer, layer)
     if setting.has_fla:
         with fla.excused("its layers", setting.say):
             for name, layer in _fla_layers(setting).items():
-                yield from _rows(setting, name, fla.title(), layer, layer)
+                yield from _time(setting, name, fla.title(), layer, layer)
 
 
 def decode_rows(setting: Setting) -> Iterator[Row]:
@@ -84,16 +81,14 @@ def _fla_layers(setting: Setting) -> dict[str, Layer]:
     return fla.layers(shapes.d_model, shapes.num_heads, shapes.slots[0], like)
 
 
-def _rows(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Iterator[Row]:
-    """Time the phases at the first two batches; what does not fit is said and left out."""
+def _time(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Iterator[Row]:
+    """Time a layer at the first two batches."""
     for B, T in setting.shapes.batches[:2]:
-        for phase in PHASES:
-            work = partial(bench.time_layer, layer, run, phase, B, T, passes=1)
-            found = bench.attempt(partial(work, seconds=setting.shapes.seconds))
-            if isinstance(found, str):
-                setting.say(f"{name} layer {phase} ({impl}) at B {B}, T {T}: out of memory")
-            else:
-                yield Row(f"{name} layer {phase}", impl, _shape(setting, name, B, T), found[0])
+        x, weights = setting.normal(B, T, setting.shapes.d_model), layer.mixer.named_parameters()
+        inputs, shape = {"x": x, **dict(weights)}, _shape(setting, name, B, T)
+        yield from setting.time(
+            Contender(f"{name} layer", impl, shape, lambda x, **weights: run(x), inputs)
+        )
 
 
 def _shape(setting: Setting, name: str, B: int, T: int) -> dict[str, int]:
