@@ -19,13 +19,10 @@ from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.claims import REPRODUCTION
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
 
-TABLE = REPRODUCTION.published.table("gsa.table2")
-NAMES = {
-    **ABLATION,
-    "gsa_spread": "GSA, slots started apart",
-    "attention": PAPER_NAMES["attention"],
-}
-"""The paper's name for each row, by the recipe's; two rows are not in the paper."""
+COLUMNS = REPRODUCTION.published.table("gsa.table2").columns
+OTHERS = {"gsa_spread": "GSA, slots started apart", "attention": PAPER_NAMES["attention"]}
+NAMES = ABLATION | OTHERS
+"""The paper's name for each row, by the recipe's, and two rows that are not in the paper."""
 SMALL = Hyperparameters(
     vocab_size=50_257,
     d_model=384,
@@ -47,31 +44,16 @@ SMALL = Hyperparameters(
     compile=True,
 )
 """14M weights in the blocks, 19M in the embedding, which the head shares."""
-TOY = replace(
-    tiny(),
-    d_model=32,
-    num_layers=2,
-    num_slots=64,
-    seq_len=64,
-    batch_size=2,
-    eval_batches=2,
-    steps=2,
-)
+TOY_SIZES = {"d_model": 32, "num_layers": 2, "num_slots": 64, "seq_len": 64, "batch_size": 2}
+TOY = replace(tiny(), **TOY_SIZES, eval_batches=2, steps=2)
 
 
 def measure(options: Options) -> None:
     """Train one row after another, seed by seed."""
     configs = {NAMES[name]: configure(name, options) for name in options.models}
-    header = Header(
-        kind="training",
-        title="Table 2: ablation study, at a small size",
-        setting=in_words(configure("gsa", options), options.device),
-        how="scaled down",
-        columns=TABLE.columns,
-        models=tuple(NAMES.values()),
-        unit="perplexity",
-        better="lower",
-    )
+    title, names = "Table 2: ablation study, at a small size", tuple(NAMES.values())
+    words = in_words(configure("gsa", options), options.device)
+    header = Header("training", title, words, "scaled down", COLUMNS, names, "perplexity", "lower")
     result = Result(options.out / "ablation.json", header, origin(options.device), say)
     train_models(result, configs, options.seeds, options.runs, options.device)
 

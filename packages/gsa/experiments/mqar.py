@@ -15,8 +15,7 @@ import sys
 from dataclasses import replace
 
 from mezzo_core.bench import Options, run_script, say
-from mezzo_gsa.mqar.config import NAMES, SweepConfig
-from mezzo_gsa.mqar.sweep import sweep
+from mezzo_gsa.mqar.sweep import NAMES, SweepConfig, sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK = MQARConfig(

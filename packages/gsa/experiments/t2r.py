@@ -12,7 +12,6 @@ also trained from nothing, with the tokens of the fine-tuning and the Transforme
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
@@ -26,12 +25,8 @@ from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.convert import TARGETS, convert
 
 TRANSFORMER, CONTROL = "Transformer", "GSA from nothing"
-CONVERTED = {
-    "GSA": "gsa",
-    "GSA, slots started apart": "gsa_spread",
-    "GLA": "gla",
-    "RetNet": "retnet",
-}
+SPREAD = "GSA, slots started apart"
+CONVERTED = {"GSA": "gsa", SPREAD: "gsa_spread", "GLA": "gla", "RetNet": "retnet"}
 """The target of each model that is converted."""
 MODELS = (TRANSFORMER, *CONVERTED, CONTROL)
 COLUMN = "Val. PPL"
@@ -44,7 +39,6 @@ FULL = TrainConfig(
         mlp=MLPConfig("swiglu"),
         norm_eps=1e-5,
     ),
-    data=DataConfig(),
     optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.1, weight_decay=0.01),
     seq_len=1024,
     batch_size=32,
@@ -68,24 +62,20 @@ TOY = replace(
     compile=False,
 )
 TUNE_STEPS, TOY_TUNE_STEPS = 150, 10
-TUNE_LR = 0.3
-"""The learning rate of a fine-tuning, over the Transformer's."""
+TUNE_LR = 0.3  # of a fine-tuning, over the Transformer's
 
 
 def measure(options: Options) -> None:
     """Train, convert and fine-tune, seed after seed."""
     words = in_words(configure(TRANSFORMER, 0, options), options.device)
     steps = TOY_TUNE_STEPS if options.dry_run else TUNE_STEPS
+    title = "Section 4.2: a Transformer fine-tuned into RNNs, at a small size"
+    setting = (
+        f"the Transformer with grouped keys, {words}; then each target {steps} such steps at "
+        f"{TUNE_LR:g} times this lr, and GSA from nothing {steps} steps at this lr"
+    )
     header = Header(
-        kind="training",
-        title="Section 4.2: a Transformer fine-tuned into RNNs, at a small size",
-        setting=f"the Transformer with grouped keys, {words}; then each target {steps} such steps "
-        f"at {TUNE_LR:g} times this lr, and GSA from nothing {steps} steps at this lr",
-        how="scaled down",
-        columns=(COLUMN,),
-        models=MODELS,
-        unit="perplexity",
-        better="lower",
+        "training", title, setting, "scaled down", (COLUMN,), MODELS, "perplexity", "lower"
     )
     result = Result(options.out / "t2r.json", header, origin(options.device), say)
     for seed in options.seeds:
@@ -94,7 +84,7 @@ def measure(options: Options) -> None:
                 config, work = configure(model, seed, options), options.runs / "work"
                 train_model(result, config, work, options.device, model, COLUMN)
                 if model == TRANSFORMER:
-                    kept = transformer(seed, options)
+                    kept = options.runs / f"transformer-{seed}"
                     shutil.rmtree(kept, ignore_errors=True)
                     shutil.copytree(work / "model", kept)
 
@@ -106,7 +96,7 @@ def configure(model: str, seed: int, options: Options) -> TrainConfig:
     if model == TRANSFORMER:
         return config
     target = CONVERTED.get(model, "gsa")
-    source, described, extra = load_model(transformer(seed, options))
+    source, described, extra = load_model(options.runs / f"transformer-{seed}")
     new, weights = convert(described, source.state_dict(), TARGETS[target], seed=seed)
     steps = TOY_TUNE_STEPS if options.dry_run else TUNE_STEPS
     config = replace(config, model=new, steps=steps, eval_every=steps // 10, checkpoint_every=steps)
@@ -118,11 +108,6 @@ def configure(model: str, seed: int, options: Options) -> TrainConfig:
     save_model(built, new, start, extra, weights=weights)
     lr = TUNE_LR * config.optim.lr
     return replace(config, optim=replace(config.optim, lr=lr, min_lr=lr / 10), init_from=str(start))
-
-
-def transformer(seed: int, options: Options) -> Path:
-    """Return the folder of a seed's Transformer."""
-    return options.runs / f"transformer-{seed}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from mezzo_core.bench import Contender
+from mezzo_core.bench import Contender, Layer
 from mezzo_core.errors import UserError
 from mezzo_gsa import bench
 from mezzo_gsa.bench import fla, layers, ops
@@ -86,17 +86,19 @@ def test_a_layer_that_decodes_wrongly_is_not_timed(monkeypatch):
 
 
 def test_a_layer_that_does_not_fit_is_said_and_the_rest_is_timed(monkeypatch):
-    right, said = layers.time_layer, []
+    right, said = Layer.forward, []
 
-    def full(layer, run, phase, B, T, **options):
-        if (phase, T) == ("train", 48):
+    def full(layer, x):
+        if torch.is_grad_enabled() and x.shape[1] == 48:
             raise torch.OutOfMemoryError
-        return right(layer, run, phase, B, T, **options)
+        return right(layer, x)
 
-    monkeypatch.setattr(layers, "time_layer", full)
+    monkeypatch.setattr(Layer, "forward", full)
     rows = list(layers.layer_rows(replace(HERE, say=said.append)))
     assert len(rows) == 3 * 3
-    assert said[0] == "gsa layer train (reference) at B 1, T 48: out of memory"
+    assert said[0] == (
+        "gsa layer train (reference) at {'B': 1, 'T': 48, 'C': 16, 'M': 4}: out of memory"
+    )
 
 
 def test_another_librarys_op_is_timed_only_if_it_computes_the_same():

@@ -26,8 +26,8 @@ def definition() -> Judgement:
     q, k, v, g = _inputs()
     return equality(
         f"GSA by chunks is the recurrence of section 3.1, T = {T} not a multiple of a chunk",
-        chunk_gsa(q, k, v, g).out[0],
-        gsa_by_definition(q[0], k[0], v[0], g[0].exp()),
+        chunk_gsa(q, k, v, g).out,
+        torch.einsum("bthm,bthmd->bthd", _slot_weights(q, k, g), _memories(v, g)),
     )
 
 
@@ -48,16 +48,10 @@ def forms_agree() -> Judgement:
 def second_pass_is_gla() -> Judgement:
     """With the weights of the slots as queries, the second pass is gated linear attention."""
     q, k, v, g = _inputs()
-    s = -torch.expm1(g)
-    keys, memory = [], torch.zeros(1, H, M, D, dtype=torch.float64)
-    for t in range(T):
-        memory = g[:, t, :, :, None].exp() * memory + s[:, t, :, :, None] * k[:, t, :, None]
-        keys.append(memory)
-    weights = torch.einsum("bthmd,bthd->bthm", torch.stack(keys, 1), q).softmax(-1)
     return equality(
         "GSA's second pass is gated linear attention with the slots' weights for queries",
         chunk_gsa(q, k, v, g).out,
-        chunk_gla(weights, s, v, g).out,
+        chunk_gla(_slot_weights(q, k, g), -torch.expm1(g), v, g).out,
     )
 
 
@@ -97,22 +91,19 @@ def one_slot_a_token() -> Judgement:
     )
 
 
-def gsa_by_definition(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """Compute section 3.1's recurrence slot by slot, without any code of `mezzo_gsa.ops`.
+def _memories(x: Tensor, g: Tensor) -> Tensor:
+    """Compute section 3.1's memory after each token, (1, T, H, M, D), without code of our ops."""
+    memory, found = torch.zeros(1, H, M, D, dtype=torch.float64), []
+    for t in range(T):
+        keep = g[:, t, :, :, None].exp()
+        memory = keep * memory + (1 - keep) * x[:, t, :, None]
+        found.append(memory)
+    return torch.stack(found, 1)
 
-    The queries, keys and values are (T, H, D), the forget gates alpha (T, H, M), in [0, 1].
-    """
-    outputs = torch.zeros_like(v)
-    for h in range(H):
-        keys, values = v.new_zeros(M, D), v.new_zeros(M, D)
-        for t in range(T):
-            for i in range(M):
-                keep = alpha[t, h, i]
-                keys[i] = keep * keys[i] + (1 - keep) * k[t, h]
-                values[i] = keep * values[i] + (1 - keep) * v[t, h]
-            weights = torch.exp(keys @ q[t, h])
-            outputs[t, h] = (weights / weights.sum()) @ values
-    return outputs
+
+def _slot_weights(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Return how much each token's query reads each slot, (1, T, H, M)."""
+    return torch.einsum("bthmd,bthd->bthm", _memories(k, g), q).softmax(-1)
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,13 +122,9 @@ _HYBRID = LMConfig(
     d_model=64,
     mixers=(GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16)),
 )
+METHOD = (definition, forms_agree, second_pass_is_gla, gates_at_one, gates_at_zero)
 CHECKS = (
-    Check("gsa.check.definition", definition),
-    Check("gsa.check.forms_agree", forms_agree),
-    Check("gsa.check.second_pass_is_gla", second_pass_is_gla),
-    Check("gsa.check.gates_at_one", gates_at_one),
-    Check("gsa.check.gates_at_zero", gates_at_zero),
-    Check("gsa.check.one_slot_a_token", one_slot_a_token),
+    *(Check(f"gsa.check.{each.__name__}", each) for each in (*METHOD, one_slot_a_token)),
     checks.decode_equals_prefill(
         "gsa.check.decode_equals_prefill", _HYBRID, "GSA and attention layers"
     ),

@@ -1,14 +1,14 @@
 """What the paper says of weights, states and hyperparameters, counted in our untrained recipes."""
 
 import torch
-from mezzo_core.nn.contract import AbstractMixer
+from mezzo_core.nn.lm import LM
 from mezzo_core.papers.checks import beside_printed
-from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.measurement import Entry, How, Measurement, entries
 from mezzo_core.papers.published import Claim
 from mezzo_core.train.config import TrainConfig
 
 from mezzo_gsa.convert.recipe import t2r
-from mezzo_gsa.gsa import GSA
+from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import PAPER_NAMES, RECIPES
 
 SIZES = {"1.3B": "1p3b", "2.7B": "2p7b"}
@@ -25,46 +25,44 @@ T2R_ROUNDED = {"warm-up steps": 1e-6, "training length": 0.03, "batch tokens": 0
 
 def state_size(claim: Claim) -> Measurement:
     """Count the numbers in the states of all layers, at both sizes."""
-    printed = claim.labelled()
-    numbers = [
-        Entry(name, column, value, group=size)
-        for size, prefix in SIZES.items()
-        for architecture, name in PAPER_NAMES.items()
-        if name in printed
-        for column, value in (
-            ("printed", printed[name]),
-            ("ours", _state_numbers(RECIPES[f"{prefix}_{architecture}"]())),
-        )
-    ]
+    columns, printed, found = ("printed", "ours"), claim.labelled(), list[Entry]()
+    for size, prefix in SIZES.items():
+        for architecture, name in PAPER_NAMES.items():
+            if name in printed:
+                model = _model(f"{prefix}_{architecture}")
+                states = model.init_state(1)
+                numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())
+                ours = numbers / (len(states) * model.stack.d_model)
+                found += entries({name: (printed[name], ours)}, columns, size)
     setting = (
         "floating-point numbers in the states of all layers over L d, counted in their tensors; "
         "Mamba is not in this package"
     )
-    return Measurement(tuple(numbers), ("printed", "ours"), setting, How.PAPER, unit="Ld")
+    return Measurement(tuple(found), columns, setting, How.PAPER, unit="Ld")
 
 
 def state_details(claim: Claim) -> Measurement:
     """Compare the widths behind the sizes of the states, counted in the states' tensors."""
-    states = {name: _first_mixer(RECIPES[f"1p3b_{name}"]()).init_state(1) for name in PAPER_NAMES}
+    first = {name: _model(f"1p3b_{name}").init_state(1)[0] for name in PAPER_NAMES}
     ours = {
-        "RetNet query/key head dimension": states["retnet"].h.shape[2],
-        "GLA query/key head dimension": states["gla"].h.shape[2],
-        "HGRN2 head dimension": states["hgrn2"].h.shape[2],
-        "GSA slots": states["gsa"].k.shape[2],
+        "RetNet query/key head dimension": first["retnet"].h.shape[2],
+        "GLA query/key head dimension": first["gla"].h.shape[2],
+        "HGRN2 head dimension": first["hgrn2"].h.shape[2],
+        "GSA slots": first["gsa"].k.shape[2],
     }
     return beside_printed(claim, ours, "recipes 1p3b_retnet, 1p3b_gla, 1p3b_hgrn2, 1p3b_gsa")
 
 
 def gate_params(claim: Claim) -> Measurement:
     """Count the weights of one GSA layer of the 1.3B model."""
-    mixer = _gsa(RECIPES["1p3b_gsa"]())
-    d = mixer.d_model
-    H, M = mixer.config.num_heads, mixer.config.num_slots
-    weights = sum(weight.numel() for weight in mixer.parameters() if weight.ndim == 2)
+    config = RECIPES["1p3b_gsa"]()
+    gsa, d = _gsa(config), config.model.d_model
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in gsa.build(d).parameters() if weight.ndim == 2)
     ours = {
-        "slots m": M,
-        "heads H": H,
-        "H x m": H * M,
+        "slots m": gsa.num_slots,
+        "heads H": gsa.num_heads,
+        "H x m": gsa.num_heads * gsa.num_slots,
         "model dimension d": d,
         "total parameters": weights / d**2,
         "overhead": weights / d**2 - 4,
@@ -74,9 +72,7 @@ def gate_params(claim: Claim) -> Measurement:
 
 def damping(claim: Claim) -> Measurement:
     """Compare the damping of the gate."""
-    return beside_printed(
-        claim, {"tau": _gsa(RECIPES["1p3b_gsa"]()).config.damping}, "recipe 1p3b_gsa"
-    )
+    return beside_printed(claim, {"tau": _gsa(RECIPES["1p3b_gsa"]()).damping}, "recipe 1p3b_gsa")
 
 
 def setup_lm(claim: Claim) -> Measurement:
@@ -84,16 +80,16 @@ def setup_lm(claim: Claim) -> Measurement:
     small, large = (RECIPES[f"{prefix}_gsa"]() for prefix in SIZES.values())
     tokens = small.steps * small.batch_size * small.seq_len
     ours = {
-        "small model parameters": _parameters(small),
-        "large model parameters": _parameters(large),
+        "small model parameters": _model("1p3b_gsa").num_parameters(),
+        "large model parameters": _model("2p7b_gsa").num_parameters(),
         "tokens": tokens,
         "weight decay": small.optim.weight_decay,
         "peak learning rate": small.optim.lr,
         "final learning rate": small.optim.min_lr,
         "warm-up tokens": small.optim.warmup_fraction * tokens,
-        "heads 1.3B": _gsa(small).config.num_heads,
-        "heads 2.7B": _gsa(large).config.num_heads,
-        "slots": _gsa(small).config.num_slots,
+        "heads 1.3B": _gsa(small).num_heads,
+        "heads 2.7B": _gsa(large).num_heads,
+        "slots": _gsa(small).num_slots,
     }
     return beside_printed(claim, ours, "recipes 1p3b_gsa, 2p7b_gsa")
 
@@ -110,25 +106,13 @@ def setup_t2r(claim: Claim) -> Measurement:
     return beside_printed(claim, ours, "recipe t2r_gsa")
 
 
-def _state_numbers(config: TrainConfig) -> float:
-    """Return how many floating-point numbers a model's state has, in units of L d."""
+def _model(recipe: str) -> LM:
+    """Build a recipe's model without memory for its weights."""
     with torch.device("meta"):
-        states = config.model.build().init_state(1)
-    numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())
-    return numbers / (len(states) * config.model.d_model)
+        return RECIPES[recipe]().model.build()
 
 
-def _parameters(config: TrainConfig) -> int:
-    with torch.device("meta"):
-        return config.model.build().num_parameters()
-
-
-def _first_mixer(config: TrainConfig) -> AbstractMixer:
-    with torch.device("meta"):
-        return config.model.mixers[0].build(config.model.d_model)
-
-
-def _gsa(config: TrainConfig) -> GSA:
-    mixer = _first_mixer(config)
-    assert isinstance(mixer, GSA)
+def _gsa(config: TrainConfig) -> GSAConfig:
+    mixer = config.model.mixers[0]
+    assert isinstance(mixer, GSAConfig)
     return mixer

@@ -18,8 +18,7 @@ from mezzo_core.testing.laws import check_segments, check_state_bytes
 from mezzo_core.train.loop import train
 from mezzo_gsa.mqar import sweep as sweeps
 from mezzo_gsa.mqar.command import mqar
-from mezzo_gsa.mqar.config import DROPOUT, MIXERS, SweepConfig
-from mezzo_gsa.mqar.sweep import sweep
+from mezzo_gsa.mqar.sweep import DROPOUT, MIXERS, SweepConfig, sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)

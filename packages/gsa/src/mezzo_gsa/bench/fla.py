@@ -76,10 +76,8 @@ class FlaMixer(nn.Module):
         return self.layer(x)[0], None
 
 
-def layers(
-    d_model: int, num_heads: int, num_slots: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, Layer]:
-    """Return fla's layers of the paper's models, alone.
+def layers(d_model: int, num_heads: int, num_slots: int, like: Tensor) -> dict[str, Layer]:
+    """Return fla's layers of the paper's models, alone, of the dtype and device of a tensor.
 
     Raises:
         UserError: if a library that fla's layers need is not installed.
@@ -93,15 +91,15 @@ def layers(
         raise UserError(f"fla's layers cannot be imported: {error}") from error
 
     shared = {"hidden_size": d_model, "num_heads": num_heads, "layer_idx": 0}
-    with device:
-        mixers = {
-            "gsa": FlaMixer(GatedSlotAttention(num_slots=num_slots, **shared)),
-            "gla": FlaMixer(GatedLinearAttention(**shared)),
+    with like.device:
+        theirs = {
+            "gsa": GatedSlotAttention(num_slots=num_slots, **shared),
+            "gla": GatedLinearAttention(**shared),
         }
-        return {
-            name: Layer(mixer, d_model, alone=True).to(dtype)  # type: ignore[arg-type]
-            for name, mixer in mixers.items()
-        }
+    return {
+        name: Layer(FlaMixer(layer), d_model, alone=True).to(like)  # type: ignore[arg-type]
+        for name, layer in theirs.items()
+    }
 
 
 def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
@@ -116,9 +114,8 @@ def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
 
 def replace_mixers(model: LM) -> None:
     """Replace the mixers of a GSA model by fla's layers."""
-    weight = model.embed.weight
     for block in [part for part in model.modules() if isinstance(part, Block)]:
         ours = block.mixer
         assert isinstance(ours, GSA)
         sizes = (ours.d_model, ours.config.num_heads, ours.config.num_slots)
-        block.mixer = layers(*sizes, weight.device, weight.dtype)["gsa"].mixer
+        block.mixer = layers(*sizes, like=model.embed.weight)["gsa"].mixer

@@ -3,23 +3,12 @@
 A layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Literal, get_args
 
 import torch
-from mezzo_core.bench import (
-    Layer,
-    Row,
-    attempt,
-    build_layer,
-    captured,
-    check_layer,
-    compiled,
-    measure,
-    time_layer,
-    time_step,
-)
+from mezzo_core import bench
+from mezzo_core.bench import Contender, Layer, Row
 from mezzo_core.bench.layer import Run
 from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
@@ -31,50 +20,47 @@ from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
 
-Phase = Literal["forward", "train"]
-
 
 def layer_rows(setting: Setting) -> Iterator[Row]:
     """Time each layer, on a GPU compiled and eager; then fla's, eager."""
     is_gpu = setting.device.type == "cuda"
     for name, layer in _layers(setting).items():
         impl = "sdpa" if name == "attention" else setting.impl
-        yield from _rows(setting, name, impl, layer, compiled(layer))
+        yield from _time(setting, name, impl, layer, bench.compiled(layer))
         if is_gpu:
-            yield from _rows(setting, name, f"{impl}, eager", layer, layer)
+            yield from _time(setting, name, f"{impl}, eager", layer, layer)
     if setting.has_fla:
         with fla.excused("its layers", setting.say):
-            for name, layer in fla.layers(*_sizes(setting)).items():
-                yield from _rows(setting, name, fla.title(), layer, layer)
+            for name, layer in _fla_layers(setting).items():
+                yield from _time(setting, name, fla.title(), layer, layer)
 
 
 def decode_rows(setting: Setting) -> Iterator[Row]:
     """Time a decoding step of one sequence through each layer, in a CUDA graph."""
-    position, seconds = setting.shapes.position, setting.shapes.seconds
+    C, position = setting.shapes.d_model, setting.shapes.position
+    measure = partial(bench.measure, device=setting.device, seconds=setting.shapes.seconds)
     for name, layer in _layers(setting).items():
-        (timing,) = time_step(layer, 1, position, passes=1, seconds=seconds)
+        (timing,) = bench.time_step(layer, 1, position, passes=1, seconds=setting.shapes.seconds)
         yield Row(f"{name} layer decode", setting.impl, _shape(setting, name, 1, 1), timing)
     if setting.has_fla:
-        C = setting.shapes.d_model
         with fla.excused("its layers' steps", setting.say), torch.no_grad():
-            for name, layer in fla.layers(*_sizes(setting)).items():
-                prompt, x = setting.normal(1, position, C), setting.normal(1, 1, C)
-                step = fla.step(layer, prompt, x)
-                graph = captured(step, setting.device)
+            for name, layer in _fla_layers(setting).items():
+                step = fla.step(layer, setting.normal(1, position, C), setting.normal(1, 1, C))
+                graph = bench.captured(step, setting.device)
                 for impl, work in {fla.title(): step, fla.title("in a graph"): graph}.items():
-                    timing = measure(work, setting.device, seconds=seconds)
-                    yield Row(f"{name} layer decode", impl, _shape(setting, name, 1, 1), timing)
+                    shape = _shape(setting, name, 1, 1)
+                    yield Row(f"{name} layer decode", impl, shape, measure(work))
 
 
 def model_rows(setting: Setting) -> Iterator[Row]:
     """Time training steps of the paper's architectures at the tiny recipes' size."""
     (B, T), seconds = setting.shapes.batches[0], setting.shapes.seconds
     for architecture in PAPER_NAMES:
-        name, model = f"tiny_{architecture}", recipe("tiny", architecture).model
-        yield model_row(name, setting.impl, model, B, T, setting.device, seconds)
+        config = recipe("tiny", architecture)
+        yield model_row(config.name, setting.impl, config.model, B, T, setting.device, seconds)
 
 
-def _layers(setting: Setting) -> Mapping[str, Layer]:
+def _layers(setting: Setting) -> dict[str, Layer]:
     """Return the layers that are compared, after a check of each."""
     shapes = setting.shapes
     configs: dict[str, MixerConfig] = {
@@ -82,33 +68,27 @@ def _layers(setting: Setting) -> Mapping[str, Layer]:
         "gla": GLAConfig(num_heads=shapes.num_heads),
         "attention": AttentionConfig(head_dim=shapes.attention_dim),
     }
-    layers = {
-        name: build_layer(config, shapes.d_model, setting.device, alone=True)
-        for name, config in configs.items()
-    }
-    for layer in layers.values():
-        check_layer(layer)
-        layer.to(setting.dtype)
+    layers = {}
+    for name, config in configs.items():
+        layers[name] = bench.build_layer(config, shapes.d_model, setting.device, alone=True)
+        bench.check_layer(layers[name])
+        layers[name].to(setting.dtype)
     return layers
 
 
-def _rows(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Iterator[Row]:
-    """Time the phases at the first two batches; what does not fit is said and left out."""
-    phase: Phase
+def _fla_layers(setting: Setting) -> dict[str, Layer]:
+    shapes, like = setting.shapes, setting.normal(0)
+    return fla.layers(shapes.d_model, shapes.num_heads, shapes.slots[0], like)
+
+
+def _time(setting: Setting, name: str, impl: str, layer: Layer, run: Run) -> Iterator[Row]:
+    """Time a layer at the first two batches."""
     for B, T in setting.shapes.batches[:2]:
-        for phase in get_args(Phase):
-            seconds = setting.shapes.seconds
-            work = partial(time_layer, layer, run, phase, B, T, passes=1, seconds=seconds)
-            found = attempt(work)
-            if isinstance(found, str):
-                setting.say(f"{name} layer {phase} ({impl}) at B {B}, T {T}: out of memory")
-            else:
-                yield Row(f"{name} layer {phase}", impl, _shape(setting, name, B, T), found[0])
-
-
-def _sizes(setting: Setting) -> tuple[int, int, int, torch.device, torch.dtype]:
-    shapes = setting.shapes
-    return shapes.d_model, shapes.num_heads, shapes.slots[0], setting.device, setting.dtype
+        x, weights = setting.normal(B, T, setting.shapes.d_model), layer.mixer.named_parameters()
+        inputs, shape = {"x": x, **dict(weights)}, _shape(setting, name, B, T)
+        yield from setting.time(
+            Contender(f"{name} layer", impl, shape, lambda x, **weights: run(x), inputs)
+        )
 
 
 def _shape(setting: Setting, name: str, B: int, T: int) -> dict[str, int]:

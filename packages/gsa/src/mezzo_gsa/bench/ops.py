@@ -24,8 +24,8 @@ from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops import chunk_gla, chunk_gsa, recurrent_gla, recurrent_gsa
 
 Op = Callable[..., Tensor]
-CHECKED_TOKENS = 200
-"""T of the comparison with the definition: whole chunks and a part of a chunk."""
+CHECKED = (1, 200)
+"""(B, T) of the comparison with the definition: whole chunks and a part of a chunk."""
 STEEP = 2.0
 """Subtracted from a log gate, so that a slot keeps at most exp(-2) of its memory at a token."""
 FLA_RTOL = 2e-2
@@ -34,46 +34,50 @@ FLA_RTOL = 2e-2
 
 def gsa_rows(setting: Setting) -> Iterator[Row]:
     """Time chunk_gsa, with steep gates too, then its forms in eager PyTorch at a small shape."""
-    shapes, impl, first = setting.shapes, setting.impl, setting.shapes.batches[0]
-    scale = shapes.head_dim**-0.5
+    shapes, impl = setting.shapes, setting.impl
+    K, (first, *_), (usual, *others) = shapes.head_dim, shapes.batches, shapes.slots
+    scale = K**-0.5
     ours, definition = _op(chunk_gsa, scale), _op(recurrent_gsa, scale)
-    chunked = _op(partial(chunk_gsa, impl="reference"), scale)
-    keeping = _op(partial(chunk_gsa, keep_states=True), scale)
+    chunked = _op(chunk_gsa, scale, impl="reference")
+
+    def contender(batch: tuple[int, int], M: int) -> Contender:
+        made = _contender(setting, "gsa op", ours, K, M, GSAConfig().damping, batch)
+        return replace(made, shape={**made.shape, "M": M})
+
     for M in shapes.slots:
-        inputs = gsa_contender(setting, ours, (1, CHECKED_TOKENS), M).inputs
-        check_op("chunk_gsa", ours, definition, inputs)
-    cases = [(batch, shapes.slots[0]) for batch in shapes.batches]
-    for batch, M in [*cases, *((first, M) for M in shapes.slots[1:])]:
-        contender = gsa_contender(setting, ours, batch, M)
-        yield from _checked_rows(setting, contender, chunked)
-        kept = replace(contender, impl=f"{impl}, states kept", run=keeping, phases=("train",))
+        check_op("chunk_gsa", ours, definition, contender(CHECKED, M).inputs)
+    for batch, M in [*((batch, usual) for batch in shapes.batches), *((first, M) for M in others)]:
+        each = contender(batch, M)
+        yield from _checked_rows(setting, each, chunked)
+        keeping = _op(chunk_gsa, scale, keep_states=True)
+        kept = replace(each, impl=f"{impl}, states kept", run=keeping, phases=("train",))
         yield from _checked_rows(setting, kept, chunked)
         if setting.has_fla:
             with fla.excused("its GSA op", setting.say):
-                for theirs in fla.gsa_contenders(contender, scale):
-                    yield from peer_rows(setting, theirs, chunked(**_upcast(contender.inputs)))
-    steep = gsa_contender(setting, ours, first, shapes.slots[0])
+                for theirs in fla.gsa_contenders(each, scale):
+                    yield from peer_rows(setting, theirs, chunked(**_upcast(each.inputs)))
+    steep = replace(contender(first, usual), impl=f"{impl}, steep")
     steep.inputs["g"][..., 0] -= STEEP
-    yield from _checked_rows(setting, replace(steep, impl=f"{impl}, steep"), chunked)
+    yield from _checked_rows(setting, steep, chunked)
     for form, run in {"by chunks": chunked, "by tokens": definition}.items():
-        slow = gsa_contender(setting, run, shapes.reference, shapes.slots[0])
-        yield from setting.time(replace(slow, impl=f"reference, {form}"))
+        slow = contender(shapes.reference, usual)
+        yield from setting.time(replace(slow, impl=f"reference, {form}", run=run))
 
 
 def gla_rows(setting: Setting) -> Iterator[Row]:
     """Time chunk_gla at the widths of the layer: K is half of V."""
-    scale = (setting.shapes.head_dim // 2) ** -0.5
+    K = setting.shapes.head_dim // 2
+    scale = K**-0.5
     ours, definition = _op(chunk_gla, scale), _op(recurrent_gla, scale)
-    chunked = _op(partial(chunk_gla, impl="reference"), scale)
-    inputs = gla_contender(setting, ours, (1, CHECKED_TOKENS)).inputs
-    check_op("chunk_gla", ours, definition, inputs)
-    for batch in setting.shapes.batches:
-        contender = gla_contender(setting, ours, batch)
-        yield from _checked_rows(setting, contender, chunked)
+    chunked = _op(chunk_gla, scale, impl="reference")
+    contender = partial(_contender, setting, "gla op", ours, K, K, GLAConfig().damping)
+    check_op("chunk_gla", ours, definition, contender(CHECKED).inputs)
+    for each in map(contender, setting.shapes.batches):
+        yield from _checked_rows(setting, each, chunked)
         if setting.has_fla:
             with fla.excused("its GLA op", setting.say):
-                theirs = replace(contender, impl=fla.title(), run=fla.gla_op(scale))
-                yield from peer_rows(setting, theirs, chunked(**_upcast(contender.inputs)))
+                theirs = replace(each, impl=fla.title(), run=fla.gla_op(scale))
+                yield from peer_rows(setting, theirs, chunked(**_upcast(each.inputs)))
 
 
 def attention_rows(setting: Setting) -> Iterator[Row]:
@@ -83,33 +87,17 @@ def attention_rows(setting: Setting) -> Iterator[Row]:
     backends = {"sdpa": SDPBackend.FLASH_ATTENTION}
     if setting.device.type == "cuda":
         backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+    def attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
     for B, T in setting.shapes.batches:
         inputs = {name: setting.normal(B, H, T, D) for name in "qkv"}
         shape = {"B": B, "T": T, "H": H, "D": D}
         for impl, backend in backends.items():
-            run = partial(_attention, backend)
+            run = partial(attention, backend)
             yield from setting.time(Contender("attention op", impl, shape, run, inputs))
-
-
-def gsa_contender(setting: Setting, op: Op, batch: tuple[int, int], M: int) -> Contender:
-    """Return the op on random q, k, v (B, T, H, K), and g (B, T, H, M) like the layer's."""
-    (B, T), H, K = batch, setting.shapes.num_heads, setting.shapes.head_dim
-    inputs = {name: setting.normal(B, T, H, K) for name in "qkv"}
-    logits = torch.randn(B, T, H, M, device=setting.device)
-    shape = {"B": B, "T": T, "H": H, "K": K, "V": K, "M": M}
-    g = F.logsigmoid(logits) / GSAConfig().damping
-    return Contender("gsa op", setting.impl, shape, op, {**inputs, "g": g})
-
-
-def gla_contender(setting: Setting, op: Op, batch: tuple[int, int]) -> Contender:
-    """Return the op on random q, k (B, T, H, K), v (B, T, H, 2 K), and g (B, T, H, K)."""
-    (B, T), H, V = batch, setting.shapes.num_heads, setting.shapes.head_dim
-    widths = {"q": V // 2, "k": V // 2, "v": V}
-    inputs = {name: setting.normal(B, T, H, D) for name, D in widths.items()}
-    logits = torch.randn(B, T, H, V // 2, device=setting.device)
-    shape = {"B": B, "T": T, "H": H, "K": V // 2, "V": V}
-    g = F.logsigmoid(logits) / GLAConfig().damping
-    return Contender("gla op", setting.impl, shape, op, {**inputs, "g": g})
 
 
 def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) -> None:
@@ -141,6 +129,17 @@ def peer_rows(setting: Setting, contender: Contender, exact: Tensor) -> Iterator
         yield from setting.time(contender)
 
 
+def _contender(
+    setting: Setting, name: str, op: Op, K: int, M: int, damping: float, batch: tuple[int, int]
+) -> Contender:
+    """Return an op on random q, k (B, T, H, K), v (B, T, H, V), and g (B, T, H, M) as a layer's."""
+    (B, T), H, V = batch, setting.shapes.num_heads, setting.shapes.head_dim
+    inputs = {name: setting.normal(B, T, H, D) for name, D in {"q": K, "k": K, "v": V}.items()}
+    logits = torch.randn(B, T, H, M, device=setting.device)
+    inputs["g"] = F.logsigmoid(logits) / damping
+    return Contender(name, setting.impl, {"B": B, "T": T, "H": H, "K": K, "V": V}, op, inputs)
+
+
 def _checked_rows(setting: Setting, contender: Contender, chunked: Op) -> Iterator[Row]:
     """Time an op, after a comparison at this shape with the form in eager PyTorch."""
     if setting.impl != "reference":
@@ -149,13 +148,8 @@ def _checked_rows(setting: Setting, contender: Contender, chunked: Op) -> Iterat
     yield from setting.time(contender)
 
 
-def _op(op: Callable[..., Any], scale: float) -> Op:
-    return lambda q, k, v, g: op(q, k, v, g, scale=scale).out
-
-
-def _attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def _op(op: Callable[..., Any], scale: float, **options: Any) -> Op:
+    return lambda q, k, v, g: op(q, k, v, g, scale=scale, **options).out
 
 
 def _upcast(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,18 +17,12 @@ class Shapes:
     batches: tuple[tuple[int, int], ...]
     """(B, T). Ops take all of them, layers the first two, models and other M the first."""
     num_heads: int
-    head_dim: int
-    """K = V."""
-    attention_dim: int
-    """Width of softmax attention's heads."""
-    slots: tuple[int, ...]
-    """M of the ops; layers use the first."""
-    reference: tuple[int, int]
-    """(B, T) of the forms in eager PyTorch."""
-    position: int
-    """Of the token that is decoded."""
-    seconds: float
-    """For each timing."""
+    head_dim: int  # K = V
+    attention_dim: int  # of a head of softmax attention
+    slots: tuple[int, ...]  # M of the ops; layers use the first
+    reference: tuple[int, int]  # (B, T) of the forms in eager PyTorch
+    position: int  # of the token that is decoded
+    seconds: float  # for each timing
 
     @property
     def d_model(self) -> int:

@@ -23,10 +23,9 @@ class MixerOnlyConfig:
 
     Attributes:
         mixer: what mixes along time.
-        dropout: share of what comes in that training sets to zero, before norm and residual. On
-            the first layer it is the dropout of the embeddings.
-        fan_in: start the mixer's matrices from N(0, columns^-1/2), so that what they give has a
-            deviation of one at any width, instead of `init_std`.
+        dropout: share of what comes in that training sets to zero, before norm and residual.
+        fan_in: start the mixer's matrices from N(0, columns^-1/2), not `init_std`, so that what
+            they give has a deviation of one at any width.
     """
 
     mixer: MixerConfig
@@ -39,11 +38,7 @@ class MixerOnlyConfig:
             raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
 
     def build(self, d_model: int) -> "MixerOnly":
-        """Build the block, on torch's default device.
-
-        Raises:
-            ValueError: if the mixer refuses this width.
-        """
+        """Build the block, on torch's default device; a ValueError if the mixer refuses C."""
         return MixerOnly(self.mixer.build(d_model), d_model, self)
 
 
@@ -60,10 +55,9 @@ class MixerOnly(AbstractMixerBlock):
 
     def init_own_weights(self) -> None:
         """Start the mixer's matrices by their columns, if so configured."""
-        if self.fan_in:
-            for layer in self.mixer.modules():
-                if isinstance(layer, nn.Linear):
-                    nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        for layer in self.mixer.modules():
+            if self.fan_in and isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(
         self,
@@ -215,17 +209,16 @@ class Positions(AbstractBlock):
                 outputs of those that are too many mean nothing).
         """
         self.check_input(x, state, cu_seqlens, lengths)
-        T = x.shape[1]
-        start = None if state is None else state.tokens
-        place = sequence_positions(T, cu_seqlens, start, x.device)
-        is_real = torch.ones_like(place, dtype=torch.bool)
+        T, last = x.shape[1], self.num_positions - 1
+        place = sequence_positions(T, cu_seqlens, None if state is None else state.tokens, x.device)
+        is_over = place > last
         if lengths is not None:
-            is_real = torch.arange(T, device=x.device) < lengths[:, None]
+            is_over = is_over & (torch.arange(T, device=x.device) < lengths[:, None])
         # Looking at values would stop a GPU's stream or break a graph.
         is_seen = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_seen and (is_real & (place >= self.num_positions)).any():
+        if is_seen and is_over.any():
             raise ValueError(f"a sequence is longer than the {self.num_positions} positions of x")
-        y = x + self.embed(place.clamp(max=self.num_positions - 1))
+        y = x + self.embed(place.clamp(max=last))
         if state is None:
             return y, None
         return y, Seen(state.tokens + (T if lengths is None else lengths))

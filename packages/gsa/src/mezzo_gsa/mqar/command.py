@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from mezzo_gsa.mqar.config import NAMES, SweepConfig
-from mezzo_gsa.mqar.sweep import sweep
+from mezzo_gsa.mqar.sweep import NAMES, SweepConfig, sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK, WHOLE = MQARConfig(), SweepConfig()

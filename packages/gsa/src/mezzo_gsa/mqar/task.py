@@ -29,15 +29,10 @@ TRAIN_SEED, TEST_SEED = 843828734, 3062119789
 
 
 class MQARRows(NamedTuple):
-    """Rows of the task.
+    """Rows of the task, int64."""
 
-    Attributes:
-        inputs: (B, T) int64 tokens; 0 stands where there is neither pair nor question.
-        targets: (B, T) int64, at each question the value to answer, and -100 everywhere else.
-    """
-
-    inputs: NDArray[np.int64]
-    targets: NDArray[np.int64]
+    inputs: NDArray[np.int64]  # (B, T); 0 where there is neither pair nor question
+    targets: NDArray[np.int64]  # (B, T); at each question the value, everywhere else -100
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,16 @@ class MQARConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        most = self.seq_len // 4
+        T, P, most = self.seq_len, self.num_pairs, self.seq_len // 4
+        why, shares = "two tokens a pair, two a question", max(1, len(self.train_pairs))
+        few = all(1 <= pairs <= P for pairs in self.train_pairs)
         rules = {
-            "seq_len": (self.seq_len % 2 == 0, "even"),
-            "num_pairs": (
-                1 <= self.num_pairs <= most,
-                f"from 1 to seq_len / 4 = {most} (two tokens a pair, two a question)",
-            ),
-            "vocab_size": (self.vocab_size > self.seq_len, f"above seq_len = {self.seq_len}"),
+            "seq_len": (T % 2 == 0, "even"),
+            "num_pairs": (1 <= P <= most, f"from 1 to seq_len / 4 = {most} ({why})"),
+            "vocab_size": (self.vocab_size > T, f"above seq_len = {T}"),
             "power": (self.power > 0, "positive"),
-            "train_rows": (self.train_rows >= 1, "at least 1"),
-            "train_pairs": (
-                all(1 <= pairs <= self.num_pairs for pairs in self.train_pairs),
-                f"from 1 to num_pairs = {self.num_pairs}",
-            ),
+            "train_rows": (self.train_rows >= shares, f"at least {shares}"),
+            "train_pairs": (few, f"from 1 to num_pairs = {P}"),
             "test_rows": (self.test_rows >= 1, "at least 1"),
             "seed": (self.seed >= 0, "0 or more"),
         }
@@ -118,19 +109,7 @@ class MQARConfig:
         return train, self.generate(self.test_rows, TEST_SEED)
 
     def generate(self, num_rows: int, seed: int) -> MQARRows:
-        """Draw rows; 100,000 of the default size take about ten seconds.
-
-        Args:
-            num_rows: B.
-            seed: from 0 to 2**32 - 1, of numpy's legacy generator.
-
-        Raises:
-            UserError: if an argument is out of its range.
-        """
-        if num_rows < 1:
-            raise UserError(f"num_rows must be at least 1, got {num_rows}")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+        """Draw rows from numpy's legacy generator; 100,000 usual ones take about ten seconds."""
         P, first_value = self.num_pairs, self.vocab_size // 2
         random = np.random.RandomState(seed)
         # The order of the draws is part of the task: all keys, all values, then all places.
@@ -186,16 +165,11 @@ class MQARData(BatchSource):
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the test rows, in order; rows of filler without targets complete the last batch."""
         check_batch_size(batch_size)
-        firsts = range(0, len(self._test.inputs), batch_size)
-        return (self._test_batch(first, batch_size) for first in firsts)
-
-    def _test_batch(self, first: int, batch_size: int) -> Batch:
-        inputs, targets = (part[first : first + batch_size] for part in self._test)
-        missing = ((0, batch_size - len(inputs)), (0, 0))
-        return Batch(
-            torch.from_numpy(np.pad(inputs, missing)),
-            torch.from_numpy(np.pad(targets, missing, constant_values=NO_TARGET)),
-        )
+        inputs, targets = self._test
+        missing = ((0, -len(inputs) % batch_size), (0, 0))
+        parts = (np.pad(inputs, missing), np.pad(targets, missing, constant_values=NO_TARGET))
+        batches = (torch.from_numpy(part).split(batch_size) for part in parts)
+        return map(Batch, *batches)
 
 
 def _draw(
