@@ -153,7 +153,7 @@ def test_bounds_say_about_and_at_least():
     assert judgement.summary == "how slow b is: 500 at PPL"
     judgement = criterion(CLAIM, measured(a=(1,), b=(1,)))
     assert judgement.outcome is DIFFERS
-    assert judgement.summary == "how slow b is: 1 at PPL (expected at least 2)"
+    assert judgement.summary == "how slow b is: 1 at PPL (less than expected: at least 2)"
 
 
 def test_up_to_x_times_is_about_the_highest_ratio():

@@ -129,8 +129,6 @@ def test_a_word_stands_for_all_numbers_of_its_cell():
 
 
 def test_numbers_without_seeds_are_given_by_model():
-    by_name = entries({"a": {"y": 2.0}}, ("x", "y"))
-    assert by_name == (Entry("a", "y", 2.0),)
     assert entries({"a": [1.0, 2.0]}, ("x", "y"), "g")[1] == Entry("a", "y", 2.0, "g")
     with pytest.raises(ValueError, match="zip"):
         entries({"a": [1.0]}, ("x", "y"))

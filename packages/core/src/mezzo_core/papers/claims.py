@@ -13,7 +13,7 @@ in the list. It decides what came out, and the rest is shown beside it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mezzo_core.papers.criteria import Criterion, Judgement, Outcome
 from mezzo_core.papers.measurement import How, Measurement
@@ -22,33 +22,22 @@ from mezzo_core.papers.published import Claim, Published, Table
 Kind = Literal["table", "claim", "check"]
 
 
-class Run(Protocol):
-    """Where evidence comes from in one `reproduce` run; see `mezzo_core.papers.reproduction`."""
+@dataclass(frozen=True)
+class Run:
+    """Where evidence comes from in one `reproduce` run, which trains and measures when asked."""
 
-    @property
-    def results(self) -> Mapping[str, Measurement]:
-        """The committed results by "MACHINE/NAME"."""
-
-    def trained(self, models: Sequence[str], by_length: bool) -> Measurement | None:
-        """Return the numbers of this run's tiny trainings; they run when first asked for."""
-
-    def measured(self, name: str) -> Measurement | None:
-        """Return what this run measures under a name; None at a scale that does not measure."""
+    results: Mapping[str, Measurement]  # the committed ones, by "MACHINE/NAME"
+    trained: Callable[[Sequence[str], bool], Measurement | None]  # the models; by length?
+    measured: Callable[[str], Measurement | None]  # by name; None where this scale has none
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A way to a measurement, and what the measurement must show.
-
-    Attributes:
-        find: returns the measurement; None where this run or this package has none.
-        criterion: decides what came out.
-        note: said after the outcome, such as what is left out.
-    """
+    """A way to a measurement, if this run or package has it, and what it must show."""
 
     find: Callable[[Run, Table | Claim], Measurement | None]
     criterion: Criterion
-    note: str = ""
+    note: str = ""  # said after the outcome, such as what is left out
 
 
 def result(name: str, criterion: Criterion, note: str = "") -> Evidence:
@@ -80,79 +69,46 @@ def counted(count: Callable[[Any], Measurement], criterion: Criterion, note: str
     return Evidence(lambda run, printed: count(printed), criterion, note)
 
 
-@dataclass(frozen=True, init=False)
 class Answer:
-    """What answers one table or claim.
-
-    Attributes:
-        id: of the table or claim.
-        evidence: ways to answer it.
-        otherwise: what it would need; said where no evidence is at hand.
-    """
-
-    id: str
-    evidence: tuple[Evidence, ...]
-    otherwise: str
+    """What answers the table or claim of an id, and what it would need where no evidence is."""
 
     def __init__(self, id: str, *evidence: Evidence, otherwise: str = "") -> None:
         if not (evidence or otherwise):
             raise ValueError(f"{id}: say what answers it, or what it would need")
-        for name, value in (("id", id), ("evidence", evidence), ("otherwise", otherwise)):
-            object.__setattr__(self, name, value)
+        self.id, self.evidence, self.otherwise = id, evidence, otherwise
 
 
 @dataclass(frozen=True)
 class Check:
-    """A statement of the method that needs no training: two tensors are equal, or counts are.
+    """A statement of the method that needs no training: two tensors are equal, or counts are."""
 
-    Attributes:
-        id: PAPER.check.NAME.
-        work: returns what came out.
-    """
-
-    id: str
+    id: str  # PAPER.check.NAME
     work: Callable[[], Judgement]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is reported about one table, claim or check.
-
-    Attributes:
-        id, kind: of the table, claim or check.
-        how: how it was run.
-        outcome: what came out; None if it was not attempted.
-        summary: one sentence.
-        measurements: our numbers; those that decided come first.
-        details: a line for each comparison.
-    """
+    """What is reported about one table, claim or check; `outcome` is None if not attempted."""
 
     id: str
     kind: Kind
     how: How
     outcome: Outcome | None
-    summary: str
-    measurements: tuple[Measurement, ...] = ()
-    details: tuple[str, ...] = ()
-
-
-NEAREST = (How.PAPER, How.OTHER_HARDWARE, How.SCALED_DOWN)
+    summary: str  # one sentence
+    measurements: tuple[Measurement, ...] = ()  # those that decided come first
+    details: tuple[str, ...] = ()  # a line for each comparison
 
 
 def find(answer: Answer, published: Published, run: Run) -> Finding:
     """Return the finding for one table or claim."""
     printed = published.entry(answer.id)
     kind: Kind = "table" if isinstance(printed, Table) else "claim"
-    found = [
-        (measurement, evidence)
-        for evidence in answer.evidence
-        if (measurement := evidence.find(run, printed)) is not None
-    ]
-    if not found:
+    found = [(each.find(run, printed), each) for each in answer.evidence]
+    judged = [(e.criterion(printed, m), m, e.note) for m, e in found if m is not None]
+    if not judged:
         summary = answer.otherwise or "this run has no numbers for it"
         return Finding(answer.id, kind, How.NOT_ATTEMPTED, None, summary)
-    found.sort(key=lambda each: NEAREST.index(each[0].how))
-    judged = [(e.criterion(printed, m), m, e.note) for m, e in found]
+    judged.sort(key=lambda each: list(How).index(each[1].how))
     (first, decisive, note), *others = judged
     beside = (
         f"beside it, {describe_source(m)}: {j.outcome.value}, {j.summary}{n}" for j, m, n in others

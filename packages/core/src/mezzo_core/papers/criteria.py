@@ -31,6 +31,10 @@ class Outcome(str, Enum):
     NOT_SETTLED = "not settled"
 
 
+AGREES, DIFFERS, NOT_SETTLED = Outcome
+OF_PAIRS = {AGREES: "as printed", DIFFERS: "the other way", NOT_SETTLED: "not settled"}
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What came out, in one clause, with a line of text for each comparison behind it."""
@@ -45,18 +49,12 @@ Criterion = Callable[[Table | Claim, Measurement], Judgement]
 
 @dataclass(frozen=True)
 class InOrder:
-    """The names stand in this order, best first, in every measured column.
+    """The names stand in this order, best first, in every measured column."""
 
-    Attributes:
-        names: best first; empty: the claim's own ordering. Names without numbers are skipped.
-        columns, groups: those that count; empty: all.
-        exact: the numbers have no noise.
-    """
-
-    names: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # empty: the claim's ordering; names without numbers are skipped
+    columns: tuple[str, ...] = ()  # those that count; empty: all
     groups: tuple[str, ...] = ()
-    exact: bool = False
+    exact: bool = False  # the numbers have no noise
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the neighbours of the order in each column."""
@@ -86,48 +84,35 @@ class AsPrinted:
         """Compare each column with that of the printed table."""
         assert isinstance(printed, Table)
         pairs: list[Pair] = []
+        groups = self.groups or dict.fromkeys(row.group for row in printed.rows)
         for column in self.columns or printed.columns:
             better = printed.direction(column)
             if column not in ours.columns or better not in ("lower", "higher"):
                 continue
-            for name, group, values in self._columns(printed, column):
-                if name in ours.groups or self.across_groups:
+            lists: dict[str | None, dict[str, float]] = {
+                g: printed.column(column, g) for g in groups
+            }
+            if self.across_groups:
+                lists = {None: {m: v for values in lists.values() for m, v in values.items()}}
+            for group, values in lists.items():
+                if group is None or group in ours.groups:
                     order = sorted(values, key=values.__getitem__, reverse=better == "higher")
                     pairs += compare_order(
                         order, ours, column, group, better=better, printed=values
                     )
         return judge_pairs(pairs)
 
-    def _columns(
-        self, printed: Table, column: str
-    ) -> Iterator[tuple[str, str | None, dict[str, float]]]:
-        """Yield (name, our group or None for any, the printed numbers) for each list to compare."""
-        groups = dict.fromkeys(row.group for row in printed.rows)
-        if self.across_groups:
-            yield "", None, {m: v for g in groups for m, v in printed.column(column, g).items()}
-            return
-        for group in self.groups or groups:
-            yield group, group, printed.column(column, group)
-
 
 @dataclass(frozen=True)
 class Ratio:
-    """One model's number over another's lies within bounds, in the columns that are named.
-
-    Attributes:
-        above, below: the models that are divided.
-        bounds: (lowest, highest) by column; see `about` and `at_least`.
-        groups: those that count; empty: all that were measured.
-        what: what the ratio is, in words.
-        best: only the highest of the ratios counts, as in "up to 4 times".
-    """
+    """One model's number over another's lies within bounds, in the columns that are named."""
 
     above: str
     below: str
-    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    groups: tuple[str, ...] = ()
-    what: str = ""
-    best: bool = False
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by column
+    groups: tuple[str, ...] = ()  # those that count; empty: all that were measured
+    what: str = ""  # what the ratio is, in words
+    best: bool = False  # only the highest of the ratios counts, as in "up to 4 times"
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the ratio of each seed or pass with the bounds."""
@@ -137,30 +122,23 @@ class Ratio:
             for column in ours.columns
             if (paired := pair_seeds(ours, self.above, self.below, column, group))
         }
-        middle = {place: statistics.median(found) for place, found in ratios.items()}
         groups = self.groups or ours.groups
         counting = [(g, column) for g, column in ratios if g in groups and column in self.bounds]
         if self.best:
-            counting = sorted(counting, key=middle.__getitem__)[-1:]
+            counting = sorted(counting, key=lambda place: statistics.median(ratios[place]))[-1:]
         outcomes, words, details = [], [], []
-        for group, column in ratios:
-            text = f"{middle[group, column]:.3g}"
-            place = describe_place(group, column)
+        for (group, column), found in ratios.items():
+            text, place = f"{statistics.median(found):.3g}", describe_place(group, column)
             if (group, column) not in counting:
                 details.append(f"{place}: {text}, not compared")
                 continue
             low, high = self.bounds[column]
-            inside = [low <= ratio <= high for ratio in ratios[group, column]]
-            outcomes.append(
-                Outcome.AGREES
-                if all(inside)
-                else Outcome.NOT_SETTLED
-                if any(inside)
-                else Outcome.DIFFERS
-            )
-            bounds = describe_bounds(low, high)
-            expected = "" if outcomes[-1] is Outcome.AGREES else f" (expected {bounds})"
-            words.append(f"{text} at {place}{expected}")
+            bounds = f"at least {low:.3g}" if math.isinf(high) else f"{low:.3g} to {high:.3g}"
+            inside = [low <= ratio <= high for ratio in found]
+            outcomes.append(AGREES if all(inside) else NOT_SETTLED if any(inside) else DIFFERS)
+            side = "more" if statistics.median(found) > high else "less"
+            differs = f" ({side} than expected: {bounds})"
+            words.append(f"{text} at {place}{differs if outcomes[-1] is DIFFERS else ''}")
             details.append(f"{place}: {text}, expected {bounds}: {outcomes[-1].value}")
         what = self.what or f"{self.above} over {self.below}"
         summary = f"{what}: {', '.join(words) or 'not measured where the paper has it'}"
@@ -178,21 +156,21 @@ class Equal:
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare each row."""
-        wrong, details = [], []
+        wrong = {}
         for group, label in ours.rows:
             theirs, found = (ours.typical(label, c, group) for c in ("printed", "ours"))
             assert isinstance(theirs, int | float)
             assert isinstance(found, int | float)
             if abs(found - theirs) > self.rounded.get(label, 1e-12) * abs(theirs):
-                wrong.append(label)
-                details.append(f"{label}: printed {theirs:g}, ours {found:g}")
+                wrong[group, label] = f"{label}: printed {theirs:g}, ours {found:g}"
         if wrong:
-            return Judgement(Outcome.DIFFERS, f"other values of {', '.join(wrong)}", tuple(details))
+            labels = ", ".join(label for _, label in wrong)
+            return Judgement(DIFFERS, f"other values of {labels}", tuple(wrong.values()))
         if not ours.rows:
-            return Judgement(Outcome.NOT_SETTLED, "nothing was counted")
-        precision = " to the printed precision" if self.rounded else ""
+            return Judgement(NOT_SETTLED, "nothing was counted")
         every = f"all {len(ours.rows)} values are" if len(ours.rows) > 1 else "the value is"
-        return Judgement(Outcome.AGREES, f"{every} equal{precision}")
+        precision = " to the printed precision" if self.rounded else ""
+        return Judgement(AGREES, f"{every} equal{precision}")
 
 
 @dataclass(frozen=True)
@@ -223,16 +201,10 @@ class Pair:
     outcome: Outcome
 
     def __str__(self) -> str:
-        words = {
-            Outcome.AGREES: "as printed",
-            Outcome.DIFFERS: "the other way",
-            Outcome.NOT_SETTLED: "not settled",
-        }
+        place = f"{self.place}: " if self.place else ""
         spread = "" if self.spread is None else f", spread {self.spread:.2g}"
-        return (
-            f"{self.place + ': ' if self.place else ''}{self.better} before {self.worse}: "
-            f"{words[self.outcome]} (gap {self.gap:+.3g}{spread})"
-        )
+        said = f"{OF_PAIRS[self.outcome]} (gap {self.gap:+.3g}{spread})"
+        return f"{place}{self.better} before {self.worse}: {said}"
 
 
 def compare_order(
@@ -258,48 +230,33 @@ def compare_order(
     """
     sign = 1.0 if (better or ours.better) == "higher" else -1.0
     groups = {model: g for g, model in ours.rows} if group is None else {}
-
-    def numbers(name: str) -> dict[int, float]:
-        return ours.by_seed(name, column, groups.get(name, group or ""))
-
-    for first, second in pairwise(name for name in names if numbers(name)):
-        if printed is not None and printed[first] == printed[second]:
-            continue
-        a, b = numbers(first), numbers(second)
+    place = describe_place(group or "", column)
+    numbers = {name: ours.by_seed(name, column, groups.get(name, group or "")) for name in names}
+    for first, second in pairwise(name for name in names if numbers[name]):
+        a, b = numbers[first], numbers[second]
         gaps = [sign * (a[seed] - b[seed]) for seed in sorted(a.keys() & b.keys())]
-        if not gaps:
+        if not gaps or (printed is not None and printed[first] == printed[second]):
             continue
         gap = statistics.fmean(gaps)
-        if gap == 0 or not (exact or is_settled(gaps)):
-            outcome = Outcome.NOT_SETTLED
-        else:
-            outcome = Outcome.AGREES if gap > 0 else Outcome.DIFFERS
+        settled = gap != 0 and (exact or is_settled(gaps))
+        outcome = NOT_SETTLED if not settled else AGREES if gap > 0 else DIFFERS
         spread = max(gaps) - min(gaps) if len(gaps) > 1 else None
-        yield Pair(first, second, describe_place(group or "", column), gap, spread, outcome)
+        yield Pair(first, second, place, gap, spread, outcome)
 
 
 def judge_pairs(pairs: Sequence[Pair]) -> Judgement:
     """Return AGREES if all pairs do, DIFFERS if any differs, else NOT_SETTLED."""
-    counts = {o: sum(pair.outcome is o for pair in pairs) for o in Outcome}
-    words = {
-        Outcome.AGREES: "as printed",
-        Outcome.DIFFERS: "the other way",
-        Outcome.NOT_SETTLED: "not settled",
-    }
-    parts = [f"{count} {words[outcome]}" for outcome, count in counts.items() if count]
-    against = [pair for pair in pairs if pair.outcome is Outcome.DIFFERS]
-    shown = ", ".join(f"{pair.worse} before {pair.better}{_at(pair)}" for pair in against[:3])
-    more = ", ..." if len(against) > 3 else ""
+    outcomes = [pair.outcome for pair in pairs]
+    parts = [f"{outcomes.count(o)} {words}" for o, words in OF_PAIRS.items() if o in outcomes]
     summary = f"of {len(pairs)} neighbours {', '.join(parts) or 'none was measured'}"
-    return Judgement(
-        combine([pair.outcome for pair in pairs]),
-        summary + (f" (ours: {shown}{more})" if against else ""),
-        tuple(map(str, pairs)),
-    )
-
-
-def _at(pair: Pair) -> str:
-    return f" at {pair.place}" if pair.place else ""
+    against = [
+        f"{pair.worse} before {pair.better}{pair.place and f' at {pair.place}'}"
+        for pair in pairs
+        if pair.outcome is DIFFERS
+    ]
+    if against:
+        summary += f" (ours: {', '.join(against[:3])}{', ...' if len(against) > 3 else ''})"
+    return Judgement(combine(outcomes), summary, tuple(map(str, pairs)))
 
 
 def pair_seeds(
@@ -312,10 +269,9 @@ def pair_seeds(
 
 def combine(outcomes: Sequence[Outcome]) -> Outcome:
     """Return DIFFERS if any does, AGREES if all do, else (or if there are none) NOT_SETTLED."""
-    if Outcome.DIFFERS in outcomes:
-        return Outcome.DIFFERS
-    agree = bool(outcomes) and all(outcome is Outcome.AGREES for outcome in outcomes)
-    return Outcome.AGREES if agree else Outcome.NOT_SETTLED
+    if DIFFERS in outcomes:
+        return DIFFERS
+    return AGREES if set(outcomes) == {AGREES} else NOT_SETTLED
 
 
 def is_settled(gaps: Sequence[float]) -> bool:
@@ -335,13 +291,6 @@ def about(value: Value, within: float = 0.25) -> tuple[float, float]:
 def at_least(value: Value) -> tuple[float, float]:
     """Return the bounds for "at least X times"."""
     return float(value), math.inf
-
-
-def describe_bounds(low: float, high: float) -> str:
-    """Write bounds in words."""
-    if math.isinf(high):
-        return f"at least {low:.3g}"
-    return f"{low:.3g} to {high:.3g}"
 
 
 def describe_place(group: str, column: str) -> str:

@@ -9,37 +9,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mezzo_core.papers.checks import layer_costs
 from mezzo_core.papers.criteria import describe_place
-from mezzo_core.papers.measurement import Measurement, printed_measurement
+from mezzo_core.papers.measurement import Measurement
 from mezzo_core.papers.published import Published
-from mezzo_core.papers.report import Figure
-
-if TYPE_CHECKING:
-    from mezzo_core.papers.reproduction import Reproduction, Run
 
 MARKERS = "osD^vPX*<>pd"
 Looks = dict[str, dict[str, Any]]
-
-
-def report_figures(paper: "Reproduction", run: "Run", folder: Path) -> list[Figure]:
-    """Draw what this run trained and measured, and what a layer costs, into an existing folder."""
-    printed = {table.id: printed_measurement(table) for table in paper.published.tables}
-    names = [*model_names(paper.published, run.results.values()), *paper.models, *paper.layers]
-    drawn: dict[str, Measurement] = {}
-    if run.trainings.done:
-        drawn["trainings"] = run.trainings.measurement((), by_length=False)
-    if paper.layers:
-        drawn["costs"] = layer_costs(paper.layers, paper.layers_width)
-    drawn |= {name: ours for name, ours in run.timed.items() if ours}
-    figures = []
-    for name, ours in drawn.items():
-        path = folder / f"{name}.png"
-        draw_result(ours, path, names, printed.get(f"{paper.name}.{name}"))
-        figures.append(Figure(path, ours.title or name, ours.setting))
-    return figures
 
 
 def model_names(published: Published, results: Iterable[Measurement]) -> list[str]:

@@ -7,7 +7,7 @@ each. The numbers of a `reproduce` run, counted, timed or from tiny trainings, h
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -18,7 +18,7 @@ from mezzo_core.papers.published import Claim, Row, Table, Value
 
 
 class How(str, Enum):
-    """How a table or claim was run."""
+    """How a table or claim was run, the nearest to the paper first."""
 
     PAPER = "the paper's setting"
     OTHER_HARDWARE = "other hardware"
@@ -44,31 +44,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers that can be compared with each other: of one setting, machine and commit.
-
-    Attributes:
-        entries: the numbers.
-        columns: names of the columns, in the paper's order.
-        setting: what was measured, in words.
-        how: how this relates to the paper's own setting.
-        unit: of the values.
-        better: "lower" or "higher".
-        kind: "count", "speed", "training", "recall" or "timings".
-        title: what it measures, in a few words.
-        origin: gpu, torch, commit, date and the like; empty for numbers of this run.
-        source: the result file that it was read from, such as "nvidia-h200/speed_table6".
-    """
+    """Numbers that can be compared with each other: of one setting, machine and commit."""
 
     entries: tuple[Entry, ...]
-    columns: tuple[str, ...]
-    setting: str
+    columns: tuple[str, ...]  # in the paper's order
+    setting: str  # what was measured, in words
     how: How = How.SCALED_DOWN
     unit: str = ""
-    better: str = "lower"
-    kind: str = "count"
+    better: str = "lower"  # or "higher"
+    kind: str = "count"  # or "speed", "training", "recall" or "timings"
     title: str = ""
-    origin: Mapping[str, Any] = field(default_factory=dict)
-    source: str = ""
+    origin: Mapping[str, Any] = field(default_factory=dict)  # gpu, commit, ...; empty: of this run
+    source: str = ""  # the result file, such as "nvidia-h200/speed_table6"
 
     @property
     def machine(self) -> str:
@@ -85,6 +72,11 @@ class Measurement:
         """The groups of rows, in the order of the entries."""
         return list(dict.fromkeys(entry.group for entry in self.entries))
 
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of all entries, in order."""
+        return sorted({entry.seed for entry in self.entries})
+
     def cell(self, model: str, column: str, group: str = "") -> list[Entry]:
         """Return the entries of one cell, one for each seed, in the order of the seeds."""
         found = [e for e in self.entries if (e.model, e.column, e.group) == (model, column, group)]
@@ -93,18 +85,15 @@ class Measurement:
     def by_seed(self, model: str, column: str, group: str = "") -> dict[int, float]:
         """Return the numbers of one cell by their seeds; empty if the cell has words."""
         values = {entry.seed: entry.value for entry in self.cell(model, column, group)}
-        if any(isinstance(value, str) for value in values.values()):
-            return {}
-        return {seed: float(value) for seed, value in values.items()}
+        numbers = {s: float(v) for s, v in values.items() if not isinstance(v, str)}
+        return numbers if len(numbers) == len(values) else {}
 
     def typical(self, model: str, column: str, group: str = "") -> Value | None:
         """Return the mean over seeds, or the median over passes; a word as it is, None if empty."""
         values = [entry.value for entry in self.cell(model, column, group)]
         words = [value for value in values if isinstance(value, str)]
-        if not values or words:
-            return words[0] if words else None
-        if len(values) == 1:
-            return values[0]
+        if words or len(values) < 2:
+            return next(iter(words or values), None)
         middle = statistics.median if self.kind in ("speed", "timings") else statistics.fmean
         return middle(map(float, values))
 
@@ -113,24 +102,15 @@ class Measurement:
         values = self.by_seed(model, column, group).values()
         return max(values) - min(values) if len(values) > 1 else None
 
-    @property
-    def seeds(self) -> list[int]:
-        """The seeds of all entries, in order."""
-        return sorted({entry.seed for entry in self.entries})
-
 
 def entries(
-    values: Mapping[str, Mapping[str, Value]] | Mapping[str, Sequence[Value]],
-    columns: Sequence[str],
-    group: str = "",
+    values: Mapping[str, Sequence[Value]], columns: Sequence[str], group: str = ""
 ) -> tuple[Entry, ...]:
     """Return entries for numbers without seeds, given by model, one for each column."""
     return tuple(
         Entry(model, column, value, group)
         for model, row in values.items()
-        for column, value in (
-            row.items() if isinstance(row, Mapping) else zip(columns, row, strict=True)
-        )
+        for column, value in zip(columns, row, strict=True)
     )
 
 
@@ -139,23 +119,19 @@ def printed_measurement(printed: Table | Claim) -> Measurement:
 
     Rows that a table derives from others (ratios) are left out.
     """
-    columns = printed.columns if isinstance(printed, Table) else ("",)
-    rows = (
-        [row for row in printed.rows if row.kind != "ratio"]
-        if isinstance(printed, Table)
-        else [Row(label, (value,)) for label, value in printed.labelled().items()]
-    )
+    if isinstance(printed, Table):
+        columns, setting = printed.columns, printed.setting
+        rows = [row for row in printed.rows if row.kind != "ratio"]
+    else:
+        columns, setting = ("",), printed.text
+        rows = [Row(label, (value,)) for label, value in printed.labelled().items()]
     return Measurement(
-        entries=tuple(
-            Entry(row.model, column, value, row.group)
-            for row in rows
-            for column, value in zip(columns, row.values, strict=True)
-        ),
-        columns=columns,
-        setting=printed.setting if isinstance(printed, Table) else printed.text,
-        how=How.PAPER,
-        unit=printed.unit,
-        better=printed.better,
+        sum((entries({row.model: row.values}, columns, row.group) for row in rows), ()),
+        columns,
+        setting,
+        How.PAPER,
+        printed.unit,
+        printed.better,
         title=printed.id,
         source=printed.id,
     )
@@ -173,24 +149,28 @@ def read_results(folder: Path) -> dict[str, Measurement]:
 
 
 def read_result(path: Path) -> Measurement:
-    """Read one result file.
+    """Read one result file; its entries come in the order of the header's groups and models.
 
     Raises:
         UserError: if it is no result; the message names the file and the error.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        groups, models = content.get("groups") or [""], content["models"]
+        found = [_entry(entry, content["columns"]) for entry in content["entries"]]
+        seen = set()
+        for entry in found:
+            if (key := (entry.model, entry.column, entry.group, entry.seed)) in seen:
+                raise ValueError(f"two entries of {key}")
+            seen.add(key)
+        found.sort(key=lambda entry: (groups.index(entry.group), models.index(entry.model)))
         return Measurement(
-            entries=tuple(sorted(_entries(content), key=_place(content))),
+            entries=tuple(found),
             columns=tuple(content["columns"]),
-            setting=content["setting"],
             how=How(content["how"]),
-            unit=content["unit"],
-            better=content["better"],
-            kind=content["kind"],
-            title=content["title"],
             origin=_origin(content),
             source=f"{path.parent.name}/{path.stem}",
+            **{key: content[key] for key in ("setting", "unit", "better", "kind", "title")},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no result file: {error!r}") from error
@@ -232,21 +212,10 @@ def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _place(content: Mapping[str, Any]) -> Callable[[Entry], tuple[int, int]]:
-    """Return the order of the entries: groups and models as in the header, which has all."""
-    groups, models = list(content.get("groups") or [""]), list(content["models"])
-    return lambda entry: (groups.index(entry.group), models.index(entry.model))
-
-
-def _entries(content: Mapping[str, Any]) -> Iterator[Entry]:
-    fields, seen = ("model", "column", "value", "group", "seed"), set()
-    for entry in content["entries"]:
-        known = {name: entry[name] for name in fields if name in entry}
-        details = {name: value for name, value in entry.items() if name not in fields}
-        if entry["column"] not in content["columns"]:
-            raise ValueError(f"no column is named {entry['column']!r}")
-        read = Entry(**known, details=details)
-        if (key := (read.model, read.column, read.group, read.seed)) in seen:
-            raise ValueError(f"two entries of {key}")
-        seen.add(key)
-        yield read
+def _entry(content: Mapping[str, Any], columns: Sequence[str]) -> Entry:
+    details = dict(content)
+    fields = ("model", "column", "value", "group", "seed")
+    known = {key: details.pop(key) for key in fields if key in details}
+    if known["column"] not in columns:
+        raise ValueError(f"no column is named {known['column']!r}")
+    return Entry(**known, details=details)

@@ -11,8 +11,9 @@ Such a file has only the paper's numbers, none of ours. Its rules are:
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,19 +30,11 @@ Value = float | int | str
 class Printed(float):
     """A number that is shown as it is written in the file: 77.00 stays 77.00."""
 
-    def __new__(cls, text: str) -> "Printed":
-        """Parse the text and keep it."""
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
-    text: str
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def __str__(self) -> str:
         return self.text
-
-
-Record = TypeVar("Record", "Row", "Table", "Claim")
 
 
 @dataclass(frozen=True)
@@ -52,8 +45,6 @@ class Row:
     values: tuple[Value, ...]
     group: str = ""
     kind: str = ""
-    unit: str = ""
-    better: str = ""
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
     @property
@@ -84,22 +75,10 @@ class Table:
 
     def column(self, name: str, group: str = "") -> dict[str, float]:
         """Return the numbers of one column by model, without ratios and cells without a number."""
-        if name not in self.columns:
-            raise ValueError(f"{self.id} has no column {name!r}, only {', '.join(self.columns)}")
         place = self.columns.index(name)
-        return {
-            row.model: float(row.values[place])
-            for row in self.rows
-            if row.kind != "ratio" and row.group == group and not isinstance(row.values[place], str)
-        }
-
-    def ordering(self, column: str, group: str = "") -> tuple[str, ...]:
-        """Return the models by one column, best first; empty if neither direction is better."""
-        direction = self.direction(column)
-        if direction not in ("lower", "higher"):
-            return ()
-        values = self.column(column, group)
-        return tuple(sorted(values, key=lambda m: values[m], reverse=direction == "higher"))
+        rows = [row for row in self.rows if row.kind != "ratio" and row.group == group]
+        cells = {row.model: row.values[place] for row in rows}
+        return {model: float(v) for model, v in cells.items() if not isinstance(v, str)}
 
     def direction(self, column: str) -> str:
         """Return which values are better in this column: "lower", "higher" or "none"."""
@@ -131,6 +110,9 @@ class Claim:
         return dict(zip(self.labels, self.values, strict=True))
 
 
+Record = TypeVar("Record", Row, Table, Claim)
+
+
 @dataclass(frozen=True)
 class Published:
     """A paper's tables and claims, in the order of the file."""
@@ -142,15 +124,14 @@ class Published:
     claims: tuple[Claim, ...]
 
     @property
-    def ids(self) -> tuple[str, ...]:
-        """All ids, those of tables first."""
-        return (*(table.id for table in self.tables), *(claim.id for claim in self.claims))
+    def by_id(self) -> dict[str, Table | Claim]:
+        """All tables, then all claims, by their ids."""
+        return {table.id: table for table in self.tables} | {c.id: c for c in self.claims}
 
     @property
-    def by_id(self) -> dict[str, Table | Claim]:
-        """All tables and claims by their ids."""
-        every: list[Table | Claim] = [*self.tables, *self.claims]
-        return {each.id: each for each in every}
+    def ids(self) -> tuple[str, ...]:
+        """All ids, those of tables first."""
+        return tuple(self.by_id)
 
     def entry(self, id: str) -> Table | Claim:
         """Return the table or claim of this id; a KeyError if the paper has none."""
@@ -184,35 +165,34 @@ def load_published(path: Path) -> Published:
         title=paper.get("title", path.stem),
         authors=authors if isinstance(authors, str) else ", ".join(authors),
         code=paper.get("code", "not stated"),
-        tables=tuple(_table(entry) for entry in content.get("table", [])),
-        claims=tuple(_claim(entry) for entry in content.get("claim", [])),
+        tables=tuple(map(_table, content.get("table", []))),
+        claims=tuple(map(_claim, content.get("claim", []))),
     )
-    repeated = {id for id in published.ids if published.ids.count(id) > 1}
-    if repeated:
-        raise UserError(f"{path}: ids used more than once: {', '.join(sorted(repeated))}")
+    ids = Counter([t.id for t in published.tables] + [c.id for c in published.claims])
+    if repeated := sorted(id for id, count in ids.items() if count > 1):
+        raise UserError(f"{path}: ids used more than once: {', '.join(repeated)}")
     return published
 
 
 def _table(entry: dict[str, Any]) -> Table:
-    rows = tuple(_row(row, entry.get("id", "a table")) for row in entry.get("rows", []))
-    table = _record(Table, {**entry, "rows": rows}, entry.get("id", "a table"))
+    where = entry.get("id", "a table")
+    rows = tuple(_row(row, f"{where}, a row") for row in entry.get("rows", []))
+    table = _record(Table, {**entry, "rows": rows}, where)
+    width = len(table.columns)
     for row in rows:
-        if len(row.values) != len(table.columns):
-            raise UserError(
-                f"{table.id}: {row.name} has {len(row.values)} values "
-                f"for {len(table.columns)} columns"
-            )
-    for key in ("column_metric", "column_unit", "column_better", "column_names", "column_shots"):
-        if len(getattr(table, key)) not in (0, len(table.columns)):
-            raise UserError(f"{table.id}: {key} is not parallel to columns")
+        if len(row.values) != width:
+            raise UserError(f"{where}: {row.name} has {len(row.values)} values for {width} columns")
+    for key, values in vars(table).items():
+        if key.startswith("column_") and len(values) not in (0, width):
+            raise UserError(f"{where}: {key} is not parallel to columns")
     return table
 
 
 def _row(entry: dict[str, Any], where: str) -> Row:
-    known = {field.name for field in dataclasses.fields(Row)} - {"attributes"}
-    attributes = {key: value for key, value in entry.items() if key not in known}
-    fields = {key: value for key, value in entry.items() if key in known}
-    return _record(Row, {**fields, "attributes": attributes}, f"{where}, a row")
+    fields = ("model", "values", "group", "kind")
+    known: dict[str, Any] = {key: value for key, value in entry.items() if key in fields}
+    attributes = {key: value for key, value in entry.items() if key not in fields}
+    return _record(Row, {**known, "attributes": attributes}, where)
 
 
 def _claim(entry: dict[str, Any]) -> Claim:
@@ -223,17 +203,12 @@ def _claim(entry: dict[str, Any]) -> Claim:
 
 
 def _record(kind: type[Record], entry: dict[str, Any], where: str) -> Record:
+    """Build a row, table or claim, whose fields the keys must be; lists become tuples."""
     known = {field.name: field for field in dataclasses.fields(kind)}
+    required = [n for n, f in known.items() if f.default is f.default_factory is MISSING]
     unknown = sorted(set(entry) - set(known))
-    required = [
-        name
-        for name, field in known.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
     missing = sorted(set(required) - set(entry))
     if unknown or missing:
         raise UserError(f"{where}: unknown keys {unknown or 'none'}, missing {missing or 'none'}")
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-    }
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     return kind(**fields)

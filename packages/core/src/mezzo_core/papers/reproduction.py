@@ -6,9 +6,8 @@ A package describes its paper once, as a `Reproduction`; everything else is here
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as ConsoleTable
 
 from mezzo_core.bench.origin import origin
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.contract import MixerConfig
-from mezzo_core.papers.claims import Answer, Check, Finding, Kind, check_complete, find
+from mezzo_core.papers.checks import layer_costs
+from mezzo_core.papers.claims import Answer, Check, Finding, Kind, Run, check_complete, find
 from mezzo_core.papers.criteria import Outcome
-from mezzo_core.papers.figures import report_figures
-from mezzo_core.papers.measurement import How, Measurement, read_results
+from mezzo_core.papers.figures import draw_result, model_names
+from mezzo_core.papers.measurement import How, Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Published, load_published
-from mezzo_core.papers.report import PaperReport, Report, prepare_folder, write_report
+from mezzo_core.papers.report import Figure, PaperReport, Report, prepare_folder, write_report
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
 
@@ -39,50 +40,31 @@ Measurer = Callable[[Any, Path, Say], Measurement | None]
 class Scale:
     """How much one reproduction runs.
 
-    Attributes:
-        budget: of the tiny trainings.
-        sizes: given to the paper's measurers; None: nothing is measured.
-        sample_tokens: length of the text that a tiny model writes.
-        threads: of this process; None keeps torch's choice. On a busy machine, threads that wait
-            for each other make tiny work slow.
-        needs_gpu: whether the sizes are for a GPU.
+    On a busy machine, threads that wait for each other make tiny work slow.
     """
 
-    budget: Budget
-    sizes: Any = None
-    sample_tokens: int = 400
-    threads: int | None = None
-    needs_gpu: bool = False
+    budget: Budget  # of the tiny trainings
+    sizes: Any = None  # given to the paper's measurers; None: nothing is measured
+    sample_tokens: int = 400  # length of the text that a tiny model writes
+    threads: int | None = None  # of this process; None keeps torch's choice
+    needs_gpu: bool = False  # whether the sizes are for a GPU
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper: what it says, what answers it, and what is trained and measured for that.
+    """A paper: what it says, what answers it, and what is trained and measured for that."""
 
-    Attributes:
-        name: of the package, without "mezzo_".
-        module: the file of a module in the package's top folder, `__file__` of claims.py.
-        answers: one for each table and claim, in the paper's order.
-        checks: of the method.
-        models: the recipes of the tiny trainings, by the paper's names.
-        sample: the model that writes a sample text.
-        scales: by the name that `--scale` takes, the default first.
-        measurers: what a run can measure besides, by name.
-        layers: the layers whose costs are drawn, of width `layers_width`, by the paper's names.
-        notes: what a reader must know about the tiny trainings.
-    """
-
-    name: str
-    module: str
-    answers: Sequence[Answer]
-    checks: Sequence[Check]
-    models: Mapping[str, TrainConfig]
-    sample: str
-    scales: Mapping[str, Scale]
-    measurers: Mapping[str, Measurer] = field(default_factory=dict)
-    layers: Mapping[str, MixerConfig] = field(default_factory=dict)
+    name: str  # of the package, without "mezzo_"
+    module: str  # the file of a module in the package's top folder, `__file__` of claims.py
+    answers: Sequence[Answer]  # one for each table and claim, in the paper's order
+    checks: Sequence[Check]  # of the method
+    models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
+    sample: str  # the model that writes a sample text
+    scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
+    measurers: Mapping[str, Measurer] = field(default_factory=dict)  # what else a run can measure
+    layers: Mapping[str, MixerConfig] = field(default_factory=dict)  # those whose costs are drawn
     layers_width: int = 2048
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 
     @property
     def published(self) -> Published:
@@ -123,72 +105,60 @@ class Reproduction:
                 raise UserError(f"no table or claim is named {id!r}{nearest(id, known)}")
         if scale not in self.scales:
             raise UserError(f"no scale is named {scale!r}{nearest(scale, self.scales)}")
-        chosen = self.scales[scale]
-        if chosen.needs_gpu and not torch.cuda.is_available():
+        if self.scales[scale].needs_gpu and not torch.cuda.is_available():
             raise UserError(f"--scale {scale} needs a CUDA GPU, and torch sees none here")
-        folder = prepare_folder(out, self.name)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.scales[scale].threads or threads)
+        try:
+            return self._report(only or known, self.scales[scale], prepare_folder(out, self.name))
+        finally:
+            torch.set_num_threads(threads)
+
+    def _report(self, ids: Sequence[str], scale: Scale, folder: Path) -> PaperReport:
+        """Train and measure under a progress bar what the answers ask for, each once."""
+        published, results = self.published, read_results(self.results_folder)
         console = Console(stderr=True)
-        with _threads(chosen.threads), _progress(console) as watch:
-            run = Run(self, chosen, folder, watch, console)
-            findings = [
-                _guarded(answer.id, partial(find, answer, published, run))
-                for answer in self.answers
-                if not only or answer.id in only
-            ]
-            findings += [
-                _guarded(check.id, partial(_finding, check))
-                for check in self.checks
-                if not only or check.id in only
-            ]
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bars:
+            task = bars.add_task("counting and checking")
+
+            def watch(name: str, done: int, of: int) -> None:
+                bars.update(task, description=name, completed=done, total=of)
+
+            trainings = Trainings(self.models, scale.budget, folder / "runs", watch)
+            say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            timed: dict[str, Measurement | None] = {}
+
+            def measured(name: str) -> Measurement | None:
+                if name not in timed and scale.sizes is not None:
+                    watch(f"measuring {name}", 0, 1)
+                    timed[name] = None  # also if it fails
+                    timed[name] = self.measurers[name](scale.sizes, folder / "speed", say)
+                return timed.get(name)
+
+            run = Run(results, trainings.measurement, measured)
+            work = {each.id: partial(find, each, published, run) for each in self.answers}
+            work |= {check.id: partial(_judge, check) for check in self.checks}
+            findings = [_guarded(id, work[id]) for id in work if id in ids]
             watch("figures", 1, 1)
-            trainings = run.trainings
-            done = trainings.done
-            return PaperReport(
-                name=self.name,
-                published=published,
-                findings=findings,
-                figures=report_figures(self, run, folder / "figures"),
-                samples=[write_sample(trainings, self.sample, chosen.sample_tokens)]
-                if done
-                else [],
-                results=run.results,
-                notes=(trainings.setting, *self.notes) if done else (),
-            )
-
-
-class Run:
-    """One reproduction: its committed results, and what it trains and measures itself, once."""
-
-    def __init__(
-        self,
-        paper: Reproduction,
-        scale: Scale,
-        folder: Path,
-        watch: Callable[[str, int, int], None],
-        console: Console,
-    ) -> None:
-        self.results = read_results(paper.results_folder)
-        self.trainings = Trainings(paper.models, scale.budget, folder / "runs", watch)
-        self._paper, self._scale, self._folder = paper, scale, folder
-        self._watch, self._console = watch, console
-        self.timed: dict[str, Measurement | None] = {}
-
-    def trained(self, models: Sequence[str], by_length: bool) -> Measurement | None:
-        """See `mezzo_core.papers.claims.Run`."""
-        return self.trainings.measurement(models, by_length)
-
-    def measured(self, name: str) -> Measurement | None:
-        """See `mezzo_core.papers.claims.Run`."""
-        if name not in self.timed:
-            self._watch(f"measuring {name}", 0, 1)
-            self.timed[name] = None
-            if self._scale.sizes is not None:
-                measurer = self._paper.measurers[name]
-                self.timed[name] = measurer(self._scale.sizes, self._folder / "speed", self._say)
-        return self.timed[name]
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            drawn: dict[str, Measurement | None] = {}
+            if trainings.done:
+                drawn["trainings"] = trainings.measurement((), by_length=False)
+            if self.layers:
+                drawn["costs"] = layer_costs(self.layers, self.layers_width)
+            names = [*model_names(published, results.values()), *self.models, *self.layers]
+            printed = {table.id: printed_measurement(table) for table in published.tables}
+            figures = []
+            for name, ours in (drawn | timed).items():
+                if ours:
+                    path = folder / "figures" / f"{name}.png"
+                    draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
+                    figures.append(Figure(path, ours.title or name, ours.setting))
+            report = PaperReport(self.name, published, findings, figures, results=results)
+            if not trainings.done:
+                return report
+            sample = write_sample(trainings, self.sample, scale.sample_tokens)
+            return replace(report, samples=[sample], notes=(trainings.setting, *self.notes))
 
 
 def reproduce_papers(
@@ -203,13 +173,9 @@ def reproduce_papers(
     for paper in papers:
         known = scale if len(papers) == 1 or scale in paper.scales else next(iter(paper.scales))
         reports.append(paper.report(only, known, out))
-    whole = Report(
-        papers=reports,
-        scale=scale,
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        seconds=time.perf_counter() - start,
-        origin=origin(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-    )
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    seconds = time.perf_counter() - start
+    whole = Report(reports, scale, command, seconds, origin(choose_device(None, None)))
     write_report(whole, out)
     for report in reports:
         _show(report)
@@ -217,11 +183,9 @@ def reproduce_papers(
     return reports
 
 
-def _finding(check: Check) -> Finding:
-    judgement = check.work()
-    return Finding(
-        check.id, "check", How.PAPER, judgement.outcome, judgement.summary, (), judgement.details
-    )
+def _judge(check: Check) -> Finding:
+    found = check.work()
+    return Finding(check.id, "check", How.PAPER, found.outcome, found.summary, (), found.details)
 
 
 def _guarded(id: str, work: Callable[[], Finding]) -> Finding:
@@ -250,28 +214,3 @@ def _show(report: PaperReport) -> None:
     console.print(table)
     if left_out := len(report.findings) - len(shown):
         console.print(f"{left_out} more were not attempted; the report says why.")
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Set torch's number of threads in this context; None leaves it unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar; running work reports its progress to the yielded function."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as bars:
-        task = bars.add_task("counting and checking")
-
-        def watch(name: str, done: int, of: int) -> None:
-            bars.update(task, description=name, completed=done, total=of)
-
-        yield watch

@@ -1,6 +1,5 @@
 """The tiny trainings of a `reproduce` run: recipes with a small budget, with several seeds."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import torch
 
 from mezzo_core.bench.training import measure_run
 from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.device import choose_device
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.generate import generate
@@ -30,23 +30,15 @@ PROMPT = "Elizabeth was "
 
 @dataclass(frozen=True)
 class Budget:
-    """The size of each training of a reproduction.
+    """The size of each training of a reproduction."""
 
-    Attributes:
-        seeds: seeds of the weights; every model is trained once with each.
-        steps, batch_size, seq_len: as in `TrainConfig`.
-        eval_batches: validation batches of an evaluation; None reads the whole validation part.
-        test_lengths: further lengths T at which the trained models are evaluated.
-        parallel: train one model on each core, rather than one model on all cores.
-    """
-
-    seeds: tuple[int, ...]
-    steps: int
+    seeds: tuple[int, ...]  # of the weights; every model is trained once with each
+    steps: int  # and batch_size and seq_len: as in `TrainConfig`
     batch_size: int
     seq_len: int
-    eval_batches: int | None = None
-    test_lengths: tuple[int, ...] = ()
-    parallel: bool = True
+    eval_batches: int | None = None  # of an evaluation; None reads the whole validation part
+    test_lengths: tuple[int, ...] = ()  # further T at which the trained models are evaluated
+    parallel: bool = True  # train one model on each core, rather than one model on all cores
 
 
 CPU = Budget(seeds=(0, 1, 2), steps=200, batch_size=2, seq_len=512)
@@ -57,73 +49,40 @@ SMOKE = Budget(seeds=(0,), steps=3, batch_size=1, seq_len=64, eval_batches=1, pa
 
 @dataclass(frozen=True)
 class Training:
-    """One training: a model, by the paper's name, with a seed.
-
-    The data keeps its own seed. So all runs read the same tokens in the same order, and are
-    evaluated on the same text.
-    """
+    """One training of a model, by the paper's name, into a folder."""
 
     model: str
-    recipe: TrainConfig
-    budget: Budget
-    seed: int
-    runs: Path
-
-    @property
-    def folder(self) -> Path:
-        """`runs/RECIPE` for the first seed, `runs/RECIPE-seedN` for the others."""
-        first = self.seed == self.budget.seeds[0]
-        return self.runs / (self.recipe.name if first else f"{self.recipe.name}-seed{self.seed}")
-
-    @property
-    def config(self) -> TrainConfig:
-        """The recipe with the budget and the seed."""
-        budget = self.budget
-        return replace(
-            self.recipe,
-            steps=budget.steps,
-            batch_size=budget.batch_size,
-            seq_len=budget.seq_len,
-            micro_batch_size=None,
-            seed=self.seed,
-            eval_every=budget.steps,
-            eval_batches=budget.eval_batches,
-            checkpoint_every=budget.steps,
-            keep_checkpoints=1,
-        )
+    config: TrainConfig
+    folder: Path
+    test_lengths: tuple[int, ...]
 
     def run(self) -> dict[str, Any]:
-        """Train, then evaluate at each test length; return the results."""
-        found = measure_run(self.config, self.folder, torch.device(_device()))
-        return {**found, "loss_at": self._losses_by_length()}
+        """Train, then evaluate at each test length T; return the results.
+
+        Their `loss_at` is in nats a token by T, in windows of T. All lengths read the same text:
+        the first WINDOWS windows of the longest length.
+        """
+        found = measure_run(self.config, self.folder, choose_device(None, None))
+        model, _, _ = load_model(self.folder / "model", device=torch.device("cpu"))
+        found["loss_at"] = {}
+        for T in self.test_lengths:
+            text = self.config.data.build(T, None)
+            batches = islice(text.validation_batches(1), WINDOWS * max(self.test_lengths) // T)
+            found["loss_at"][T] = evaluate(model, batches).loss
+        return found
 
     def steps_done(self) -> int:
         """Return how many steps a training in progress has logged."""
         log = self.folder / "log.jsonl"
-        text = log.read_text(encoding="utf-8") if log.exists() else ""
-        # The last line may be half written.
-        lines = (line for line in text.splitlines(keepends=True) if line.endswith("\n"))
-        return sum("loss" in json.loads(line) for line in lines)
-
-    def _losses_by_length(self) -> dict[int, float]:
-        """Return the validation loss in nats a token by test length T, in windows of T.
-
-        All lengths read the same text: the first WINDOWS windows of the longest length.
-        """
-        lengths = self.budget.test_lengths
-        if not lengths:
-            return {}
-        model, _, _ = load_model(self.folder / "model", device=torch.device("cpu"))
-        losses = {}
-        for length in lengths:
-            text = self.config.data.build(length, None)
-            batches = islice(text.validation_batches(1), WINDOWS * max(lengths) // length)
-            losses[length] = evaluate(model, batches).loss
-        return losses
+        return log.read_text(encoding="utf-8").count('"loss":') if log.exists() else 0
 
 
 class Trainings:
-    """The trainings of one reproduction, which run once, when the first claim asks for them."""
+    """The trainings of one reproduction, which run once, when the first claim asks for them.
+
+    The data keeps its own seed. So all runs read the same tokens in the same order, and are
+    evaluated on the same text.
+    """
 
     def __init__(
         self,
@@ -137,42 +96,52 @@ class Trainings:
         Args:
             models: recipes by the paper's names of the models.
             budget: of each training.
-            runs: folder of all runs; runs of an earlier reproduction there are replaced.
+            runs: folder of all runs: RECIPE for the first seed, RECIPE-seedN for the others; runs
+                of an earlier reproduction there are replaced.
             watch: called with a name, and how many of how many steps are done.
         """
-        self.budget = budget
-        self.all = [
-            Training(model, recipe, budget, seed, runs)
-            for seed in budget.seeds
-            for model, recipe in models.items()
-        ]
-        self._watch = watch
-        self._found: list[dict[str, Any]] | None = None
-        self._error: Exception | None = None
+        self.budget, self._watch = budget, watch
+        self._found: list[dict[str, Any]] | Exception | None = None
+        self.all = []
+        for seed in budget.seeds:
+            for model, recipe in models.items():
+                config = replace(
+                    recipe,
+                    steps=budget.steps,
+                    batch_size=budget.batch_size,
+                    seq_len=budget.seq_len,
+                    micro_batch_size=None,
+                    seed=seed,
+                    eval_every=budget.steps,
+                    eval_batches=budget.eval_batches,
+                    checkpoint_every=budget.steps,
+                    keep_checkpoints=1,
+                )
+                name = recipe.name + (f"-seed{seed}" if seed != budget.seeds[0] else "")
+                self.all.append(Training(model, config, runs / name, budget.test_lengths))
 
     @property
     def done(self) -> bool:
         """Whether the trainings have run."""
-        return self._found is not None
+        return isinstance(self._found, list)
 
     def results(self) -> Iterator[tuple[Training, dict[str, Any]]]:
         """Yield each training with its results; the first call trains.
 
         Trainings that fail raise their error at each call, and are not started again.
         """
-        if self._error is not None:
-            raise self._error
         if self._found is None:
             try:
                 self._found = self._train()
             except Exception as error:
-                self._error = error
-                raise
+                self._found = error
+        if isinstance(self._found, Exception):
+            raise self._found
         return zip(self.all, self._found, strict=True)
 
     def measurement(self, models: Sequence[str], by_length: bool) -> Measurement:
         """Return the perplexity or the loss by test length of some models, or of all."""
-        entries, columns = [], [f"T={T}" for T in self.budget.test_lengths]
+        entries = []
         for training, found in self.results():
             if models and training.model not in models:
                 continue
@@ -181,16 +150,16 @@ class Trainings:
                 values = {f"T={T}": loss for T, loss in found["loss_at"].items()}
             details = {name: found[name] for name in ("parameters", "steps")}
             entries += [
-                Entry(training.model, column, value, seed=training.seed, details=details)
+                Entry(training.model, column, value, seed=training.config.seed, details=details)
                 for column, value in values.items()
             ]
+        words = "; loss over the same text in windows of T" if by_length else ""
         return Measurement(
-            entries=tuple(entries),
-            columns=tuple(columns) if by_length else (PERPLEXITY,),
-            setting=self.setting
-            + ("; loss over the same text in windows of T" if by_length else ""),
-            how=How.SCALED_DOWN,
-            unit="nats a byte" if by_length else "perplexity a byte",
+            tuple(entries),
+            tuple(f"T={T}" for T in self.budget.test_lengths) if by_length else (PERPLEXITY,),
+            self.setting + words,
+            How.SCALED_DOWN,
+            "nats a byte" if by_length else "perplexity a byte",
             kind="training",
             title="The tiny trainings",
         )
@@ -215,25 +184,23 @@ class Trainings:
         """
         for training in self.all:
             shutil.rmtree(training.folder, ignore_errors=True)
-        total = len(self.all) * self.budget.steps
-        watch = self._watch
+        name, total = "training the tiny models", len(self.all) * self.budget.steps
         # Several processes slow each other down on one GPU, so there one training runs at a time.
-        if _device() == "cuda" or not self.budget.parallel:
+        if torch.cuda.is_available() or not self.budget.parallel:
             found: list[dict[str, Any]] = []
             for training in self.all:
-                watch("training the tiny models", len(found) * self.budget.steps, total)
+                self._watch(name, len(found) * self.budget.steps, total)
                 found.append(training.run())
             return found
         workers = min(_available_cores(), MAX_PROCESSES, len(self.all))
         context = get_context("spawn")
         with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
             futures = [pool.submit(Training.run, training) for training in self.all]
-            while wait(futures, timeout=0.5, return_when=FIRST_EXCEPTION).not_done:
-                if any(future.done() and future.exception() for future in futures):
+            while (state := wait(futures, 0.5, FIRST_EXCEPTION)).not_done:
+                if any(future.exception() for future in state.done):
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
-                done = sum(training.steps_done() for training in self.all)
-                watch("training the tiny models", done, total)
+                self._watch(name, sum(training.steps_done() for training in self.all), total)
             return [future.result() for future in futures]
 
 
@@ -250,12 +217,9 @@ def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
         stop_tokens=(tokenizer.eos_token,),
         seed=0,
     )
-    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {training.seed}"
+    seed = training.config.seed
+    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {seed}"
     return Sample(title, PROMPT, tokenizer.decode(tokens))
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _available_cores() -> int:
