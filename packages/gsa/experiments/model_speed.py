@@ -20,7 +20,6 @@ from mezzo_core.bench.training_step import time_training
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_gsa.bench import fla
 from mezzo_gsa.claims import GLA, GSA, KEPT, RETNET, XFMR
-from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import recipe
 
 FLA = "GSA, fla's layer"
@@ -66,8 +65,8 @@ def measure(options: Options) -> None:
         "generation": ("Figure 4c: generation", latency, counts, GENERATING, "s", "lower"),
     }
     results = {}
-    for name, (title, setting, columns, models, unit, better) in rows.items():
-        header = Header("speed", title, setting, how, columns, tuple(models), unit, better)
+    for name, (title, setting, columns, models, *unit) in rows.items():
+        header = Header("speed", title, setting, how, columns, tuple(models), *unit)
         path = options.out / f"speed_{name}.json"
         results[name] = Result(path, header, bench.origin(device), say)
     for name in options.models:
@@ -81,8 +80,8 @@ def measure(options: Options) -> None:
             model = build(config, device).bfloat16().eval()
             state_mb = model.state_bytes(sizes.prompt + max(sizes.new_tokens)) / 1e6
             found = bench.time_latency(model, sizes.prompt, sizes.new_tokens)
-            for column, passes in zip(counts, found.values(), strict=True):
-                place = {"model": name, "column": column, "state_mb": state_mb}
+            for count, passes in found.items():
+                place = {"model": name, "column": f"N={count}", "state_mb": state_mb}
                 results["generation"].add_passes(passes, "seconds", **place)
 
 
@@ -91,9 +90,7 @@ def configure(name: str, sizes: Sizes) -> LMConfig:
     config = recipe(sizes.models, MODELS[name]).model
     if name != KEPT:
         return config
-    (gsa,) = set(config.mixers)
-    assert isinstance(gsa, GSAConfig)
-    return replace(config, mixers=(replace(gsa, keep_states=True),) * len(config.mixers))
+    return replace(config, mixers=tuple(replace(gsa, keep_states=True) for gsa in config.mixers))
 
 
 def build(config: LMConfig, device: torch.device) -> LM:

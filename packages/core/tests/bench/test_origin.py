@@ -11,7 +11,7 @@ from mezzo_core.bench import commit, origin
 MODULE = import_module("mezzo_core.bench.origin")  # the package's `origin` is the function
 AUTHOR = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 GPU_KEYS = ["gpu", "driver", "cuda", "ptxas"]
-KEYS = [*GPU_KEYS, "cpu", "system", "python", "torch", "triton", "commit", "date"]
+KEYS = [*GPU_KEYS, "cpu", "system", "python", "torch", "triton", "mezzo_core", "commit", "date"]
 
 
 def git(folder, *arguments):

@@ -117,11 +117,7 @@ def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-_HYBRID = LMConfig(
-    vocab_size=64,
-    d_model=64,
-    mixers=(GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16)),
-)
+_HYBRID = LMConfig(64, 64, (GSAConfig(num_heads=4, num_slots=8), AttentionConfig(head_dim=16)))
 METHOD = (definition, forms_agree, second_pass_is_gla, gates_at_one, gates_at_zero)
 CHECKS = (
     *(Check(f"gsa.check.{each.__name__}", each) for each in (*METHOD, one_slot_a_token)),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from mezzo_core import __version__
+
 _THIS_FILE = Path(__file__)
 
 
@@ -18,7 +20,8 @@ def origin(device: torch.device) -> dict[str, str | None]:
 
     Returns:
         gpu, driver, cuda and ptxas (None on a CPU), cpu (processor and torch's threads), system,
-        python, torch, triton, commit (see `commit`) and date (of today, in UTC).
+        python, torch, triton, mezzo_core (its version: a wheel has no commit), commit (see
+        `commit`) and date (of today, in UTC).
     """
     gpu = device.type == "cuda"
     triton = next((found.version for found in metadata.distributions(name="triton")), None)
@@ -33,6 +36,7 @@ def origin(device: torch.device) -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton,
+        "mezzo_core": __version__,
         "commit": commit(),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }

@@ -39,28 +39,12 @@ def mqar(
 
     Without options: Zoology's full protocol, many GPU hours. A folder goes on where it was left.
     """
+    pairs, swept = tuple(train_pairs or ()), (tuple(model), tuple(width), tuple(lr))
     task = MQARConfig(
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        num_pairs=num_pairs,
-        train_rows=train_rows,
-        train_pairs=tuple(train_pairs or ()),
-        test_rows=test_rows,
-        seed=seed,
+        vocab_size, seq_len, num_pairs, TASK.power, train_rows, pairs, test_rows, seed
     )
-    checked_later: dict[str, Any] = {"init": init, "precision": precision}
-    config = SweepConfig(
-        task=task,
-        models=tuple(model),
-        widths=tuple(width),
-        learning_rates=tuple(lr),
-        skip_solved=skip_solved,
-        batch_size=batch_size,
-        epochs=epochs,
-        conv_width=conv_width,
-        compile=compile,
-        **checked_later,
-    )
+    checked_later: dict[str, Any] = {"init": init, "precision": precision, "compile": compile}
+    config = SweepConfig(task, *swept, skip_solved, batch_size, epochs, conv_width, **checked_later)
     console = Console(soft_wrap=True)
     result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)
     table = Table("model", "C", "accuracy", "lr", "state (bytes a row)")

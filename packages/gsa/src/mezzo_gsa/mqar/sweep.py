@@ -171,7 +171,7 @@ def sweep(
         out: the folder of the result.
         say: called with a line of text as the sweep goes on.
         runs: the folder of the runs' folders; None: `out`.
-        device: "cpu" or "cuda"; None takes a GPU if there is one.
+        device: None takes a GPU if there is one.
 
     Raises:
         UserError: if a model cannot have a width, `out` has the result of another sweep or cannot
@@ -193,9 +193,8 @@ def sweep(
             folder = (runs or out) / config.name / f"{model}_c{width}_lr{lr:g}"
             found.append(_run(config.run(model, width, lr), folder, chosen))
             say(f"{model} C={width} lr {lr:g}: {found[-1]['accuracy']}")
-        found.sort(key=_accuracy, reverse=True)
-        best = found.pop(0)
-        best |= {"state_bytes": state_bytes[width, model], "others": found or None}
+        best, *others = sorted(found, key=_accuracy, reverse=True)
+        best |= {"state_bytes": state_bytes[width, model], "others": others or None}
         result.add(best.pop("accuracy"), **place, seed=config.task.seed, **best)
     return result
 
