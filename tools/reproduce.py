@@ -15,12 +15,10 @@ from mezzo_core.errors import UserError
 from mezzo_core.papers.reproduction import Reproduction, reproduce_papers
 from rich.console import Console
 
-ROOT = Path(__file__).parents[1]
-
 
 def papers() -> list[Reproduction]:
     """Return the papers of all packages that have a `claims.py`."""
-    found = sorted(ROOT.glob("packages/*/src/*/claims.py"))
+    found = sorted(Path(__file__).parents[1].glob("packages/*/src/*/claims.py"))
     return [import_module(f"{path.parent.name}.claims").REPRODUCTION for path in found]
 
 

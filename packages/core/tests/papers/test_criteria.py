@@ -119,7 +119,7 @@ def test_a_table_is_compared_by_column_in_its_own_direction_without_ties():
     worse = joined(ours, measured(column="Acc", a=(7, 7)))
     mirrored = joined(measured(a=(2, 2), b=(1, 1)), measured(column="Acc", a=(8, 8), b=(9, 9)))
     assert outcome(AsPrinted(), mirrored, TABLE) is DIFFERS
-    assert outcome(AsPrinted(("Acc",)), worse, TABLE) is DIFFERS
+    assert outcome(AsPrinted(), worse, TABLE) is DIFFERS
     assert outcome(AsPrinted(), measured(column="other", a=(1,), b=(2,)), TABLE) is NOT_SETTLED
     assert outcome(AsPrinted(), NOISY, TABLE) is NOT_SETTLED
 

@@ -122,7 +122,6 @@ def paper(tmp_path):
         },
         measurers={"speed": time_layers},
         layers=mixers,
-        layers_width=16,
     )
 
 

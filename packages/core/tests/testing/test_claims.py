@@ -37,7 +37,6 @@ def check(id, *evidence, **examples):
     [
         ("t", AsPrinted()),
         ("t", AsPrinted(across_groups=True)),
-        ("t", AsPrinted(("Acc",), ("g",))),
         ("t", InOrder(("b", "a"), columns=("PPL",), groups=("g", "h"))),
         ("c", InOrder()),
         ("c", InOrder(exact=True)),

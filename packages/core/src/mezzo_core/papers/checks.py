@@ -65,18 +65,15 @@ def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Mea
 
     Labels that we have no value for (number of GPUs) are named in the setting.
     """
-    everything = claim.labelled()
-    left_out = [label for label in everything if label not in ours]
-    rows = {label: (value, ours[label]) for label, value in everything.items() if label in ours}
-    words = f"; left out: {', '.join(left_out)}" if left_out else ""
-    columns = ("printed", "ours")
-    return Measurement(
-        entries(rows, columns), columns, f"{setting}{words}; nothing was trained", How.PAPER
-    )
+    rows = {label: (v, ours[label]) for label, v in claim.labelled().items() if label in ours}
+    left_out = ", ".join(label for label in claim.labels if label not in ours)
+    words = f"; left out: {left_out}" if left_out else ""
+    columns, setting = ("printed", "ours"), f"{setting}{words}; nothing was trained"
+    return Measurement(entries(rows, columns), columns, setting, How.PAPER)
 
 
-def layer_costs(layers: Mapping[str, MixerConfig], width: int) -> Measurement:
-    """Compute what one layer of each kind costs by length, from its formulas."""
+def layer_costs(layers: Mapping[str, MixerConfig], width: int = 2048) -> Measurement:
+    """Compute what one layer of C = `width` of each kind costs by length, from its formulas."""
     entries = []
     for name, config in layers.items():
         with torch.device("meta"):

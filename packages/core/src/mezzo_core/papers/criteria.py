@@ -12,9 +12,9 @@ no pair is settled. Counts have no noise (`exact`).
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import pairwise, product
 
 from mezzo_core.papers.measurement import Measurement
 from mezzo_core.papers.published import Claim, Table, Value
@@ -72,34 +72,28 @@ class InOrder:
 class AsPrinted:
     """In every column that we measured too, the models stand in the printed order.
 
-    Neighbours with equal printed numbers are not compared. `columns` and `groups` limit what
-    counts; `across_groups` compares the rows of all groups with each other.
+    Neighbours with equal printed numbers are not compared. `across_groups` compares the rows of all
+    groups with each other.
     """
 
-    columns: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
     across_groups: bool = False
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare each column with that of the printed table."""
         assert isinstance(printed, Table)
+        if self.across_groups:
+            printed = replace(printed, rows=tuple(replace(row, group="") for row in printed.rows))
+            ours = replace(ours, entries=tuple(replace(e, group="") for e in ours.entries))
         pairs: list[Pair] = []
-        groups = self.groups or dict.fromkeys(row.group for row in printed.rows)
-        for column in self.columns or printed.columns:
+        groups = dict.fromkeys(row.group for row in printed.rows)
+        for column, group in product(printed.columns, groups):
             better = printed.direction(column)
-            if column not in ours.columns or better not in ("lower", "higher"):
-                continue
-            lists: dict[str | None, dict[str, float]] = {
-                g: printed.column(column, g) for g in groups
-            }
-            if self.across_groups:
-                lists = {None: {m: v for values in lists.values() for m, v in values.items()}}
-            for group, values in lists.items():
-                if group is None or group in ours.groups:
-                    order = sorted(values, key=values.__getitem__, reverse=better == "higher")
-                    pairs += compare_order(
-                        order, ours, column, group, better=better, printed=values
-                    )
+            known = column in ours.columns and group in ours.groups
+            if known and better in ("lower", "higher"):
+                values = printed.column(column, group)
+                order = sorted(values, key=values.__getitem__, reverse=better == "higher")
+                found = compare_order(order, replace(ours, better=better), column, group)
+                pairs += [pair for pair in found if values[pair.better] != values[pair.worse]]
         return judge_pairs(pairs)
 
 
@@ -208,40 +202,26 @@ class Pair:
 
 
 def compare_order(
-    names: Sequence[str],
-    ours: Measurement,
-    column: str,
-    group: str | None = "",
-    *,
-    better: str = "",
-    exact: bool = False,
-    printed: Mapping[str, float] | None = None,
+    names: Sequence[str], ours: Measurement, column: str, group: str = "", *, exact: bool = False
 ) -> Iterator[Pair]:
-    """Compare the neighbours of an order, best first, in one column of ours.
+    """Compare the neighbours of an order, best first, in one column and group of ours.
 
     Args:
         names: the order; names without numbers are skipped.
         ours: our numbers.
         column: a column of ours.
-        group: a group of ours; None: each model in the group that it has.
-        better: "lower" or "higher"; empty: the measurement's own.
+        group: a group of ours.
         exact: one number decides.
-        printed: the paper's numbers; neighbours with equal ones are not compared.
     """
-    sign = 1.0 if (better or ours.better) == "higher" else -1.0
-    groups = {model: g for g, model in ours.rows} if group is None else {}
-    place = describe_place(group or "", column)
-    numbers = {name: ours.by_seed(name, column, groups.get(name, group or "")) for name in names}
-    for first, second in pairwise(name for name in names if numbers[name]):
-        a, b = numbers[first], numbers[second]
-        gaps = [sign * (a[seed] - b[seed]) for seed in sorted(a.keys() & b.keys())]
-        if not gaps or (printed is not None and printed[first] == printed[second]):
-            continue
-        gap = statistics.fmean(gaps)
-        settled = gap != 0 and (exact or is_settled(gaps))
-        outcome = NOT_SETTLED if not settled else AGREES if gap > 0 else DIFFERS
-        spread = max(gaps) - min(gaps) if len(gaps) > 1 else None
-        yield Pair(first, second, place, gap, spread, outcome)
+    sign, place = 1 if ours.better == "higher" else -1, describe_place(group, column)
+    for first, second in pairwise(name for name in names if ours.by_seed(name, column, group)):
+        gaps = [sign * (a - b) for a, b in pair_seeds(ours, first, second, column, group)]
+        if gaps:
+            gap = statistics.fmean(gaps)
+            settled = gap != 0 and (exact or is_settled(gaps))
+            outcome = NOT_SETTLED if not settled else AGREES if gap > 0 else DIFFERS
+            spread = max(gaps) - min(gaps) if len(gaps) > 1 else None
+            yield Pair(first, second, place, gap, spread, outcome)
 
 
 def judge_pairs(pairs: Sequence[Pair]) -> Judgement:
@@ -283,9 +263,9 @@ def is_settled(gaps: Sequence[float]) -> bool:
     return abs(statistics.fmean(gaps)) > critical * error
 
 
-def about(value: Value, within: float = 0.25) -> tuple[float, float]:
+def about(value: Value) -> tuple[float, float]:
     """Return the bounds for "about X times": a quarter below to a quarter above."""
-    return float(value) * (1 - within), float(value) * (1 + within)
+    return float(value) * 0.75, float(value) * 1.25
 
 
 def at_least(value: Value) -> tuple[float, float]:

@@ -7,7 +7,7 @@ names which the caller gives.
 import colorsys
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +40,31 @@ def draw_result(
         models: all models of the paper, whose order gives the colours.
         theirs: the paper's numbers, drawn beside ours.
     """
+    from matplotlib import color_sequences
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     both = [each for each in (ours, theirs) if each]
-    looks = _looks((*models, *(entry.model for each in both for entry in each.entries)))
+    names = (*models, *(entry.model for each in both for entry in each.entries))
+    looks: Looks = {}
+    for i, name in enumerate(dict.fromkeys(names)):
+        # The models after the first ten go around the circle of hues, in a darker tone.
+        dark = colorsys.hsv_to_rgb((0.6 + (i - 10) * 0.618) % 1, 1, 0.5)
+        color = color_sequences["tab10"][i] if i < 10 else dark
+        looks[name] = {"color": color, "marker": MARKERS[i % len(MARKERS)]}
     lines = ours.kind != "training" and len(ours.columns) > 1 and all(map(_number, ours.columns))
     figure = _draw_lines(both, looks) if lines else _draw_dots(ours, looks)
+    for axes in figure.axes:
+        if not axes.has_data():
+            axes.remove()
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110)
     return figure
 
 
-def _looks(names: Sequence[str]) -> Looks:
-    from matplotlib import color_sequences
-
-    first = color_sequences["tab10"]
-    return {
-        name: {
-            # The models after the first ten go around the circle of hues, in a darker tone.
-            "color": first[i]
-            if i < 10
-            else colorsys.hsv_to_rgb((0.6 + (i - 10) * 0.618) % 1, 1, 0.5),
-            "marker": MARKERS[i % len(MARKERS)],
-        }
-        for i, name in enumerate(dict.fromkeys(names))
-    }
-
-
 def _panels(rows: int, columns: int, height: float) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib.figure import Figure
 
-    figure = Canvas(figsize=(max(4.4 * columns, 6), height * rows), layout="constrained")
+    figure = Figure(figsize=(max(4.4 * columns, 6), height * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for each in axes:
         each.grid(alpha=0.25)
@@ -82,20 +76,17 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
     """Draw a panel for each group, ours above the paper's; where one group is all, beside it."""
     across = max(len(each.groups) for each in both)
     figure, axes = _panels(*((len(both), across) if across > 1 else (1, len(both))), 3.8)
-    panels = {
-        axes[across * i + j]: (each, group)
-        for i, each in enumerate(both)
-        for j, group in enumerate(each.groups)
-    }
-    for unused in set(axes) - set(panels):
-        unused.remove()
-    for place, (each, group) in panels.items():
+    shown = {}
+    places = [(i, j, group) for i, m in enumerate(both) for j, group in enumerate(m.groups)]
+    for i, j, group in places:
+        place, each = axes[across * i + j], both[i]
         xs = [_number(column) for column in each.columns]
-        for _, model in (row for row in each.rows if row[0] == group):
+        for model in (model for g, model in each.rows if g == group):
             values = [each.typical(model, column, group) for column in each.columns]
             # Words such as OOM, and what was not measured, are gaps in the line.
             ys = [math.nan if isinstance(y, str | None) else float(y) for y in values]
-            place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
+            (line,) = place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
+            shown[model] = line
         place.set_xscale("log", base=2)
         names = [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs]
         place.set_xticks(xs, names, fontsize=8)
@@ -109,53 +100,44 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             place.yaxis.set_major_formatter("{x:,g}")
             low, high = place.get_ylim()
             place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")
-        whose = ("the paper's" if each is not both[0] else "ours") if len(both) > 1 else ""
+        whose = ("the paper's" if i else "ours") if len(both) > 1 else ""
         place.set_title(", ".join(filter(None, (whose, group if each.unit else ""))))
-    shown = {line.get_label(): line for place in panels for line in place.get_lines()}
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
     return figure
 
 
 def _draw_dots(ours: Measurement, looks: Looks) -> Any:
-    """Draw a panel for the losses of the first seed, if there are any, and one for each column."""
+    """Draw the losses of the first seed, if there are any, then a panel for each column.
+
+    It has a line for each row with a dot for each seed or pass, the first row on top.
+    """
     curves = {
         entry.model: entry.details["steps"]["train"]
         for entry in ours.entries
         if entry.seed == ours.seeds[0] and entry.details.get("steps", {}).get("train")
     }
-    panels = [*([None] if curves else []), *ours.columns]
-    across = min(len(panels), 3)
-    figure, axes = _panels(-(-len(panels) // across), across, 1.2 + 0.25 * max(len(ours.rows), 8))
-    for unused in axes[len(panels) :]:
-        unused.remove()
-    for place, column in zip(axes, panels, strict=False):
-        if column is None:
-            _draw_curves(place, curves, looks)
-        else:
-            _draw_column(place, ours, column, looks)
+    panels = len(ours.columns) + bool(curves)
+    across = min(panels, 3)
+    figure, axes = _panels(-(-panels // across), across, 1.2 + 0.25 * max(len(ours.rows), 8))
+    if curves:
+        first = axes.pop(0)
+        for model, points in curves.items():
+            steps, losses = zip(*points, strict=True)
+            first.plot(steps, losses, label=model, linewidth=1.2, color=looks[model]["color"])
+        first.set_xlabel("step")
+        first.set_ylabel("training loss (nats a token), first seed")
+        first.legend(frameon=False, fontsize=8)
+    for place, column in zip(axes, ours.columns, strict=False):
+        names = []
+        for y, (group, model) in enumerate(ours.rows):
+            values = ours.by_seed(model, column, group).values()
+            place.plot(values, [y] * len(values), linestyle="", alpha=0.8, **looks[model])
+            word = ours.typical(model, column, group)
+            names.append(f"{model}: {word}" if isinstance(word, str) else model)
+        place.set_yticks(range(len(names)), names)
+        place.set_ylim(len(names) - 0.5, -0.5)
+        place.set_xlabel(describe_place("", column) + (f" ({ours.unit})" if ours.unit else ""))
     return figure
-
-
-def _draw_curves(axes: Any, curves: Mapping[str, Any], looks: Looks) -> None:
-    for model, points in curves.items():
-        steps, losses = zip(*points, strict=True)
-        axes.plot(steps, losses, label=model, linewidth=1.2, color=looks[model]["color"])
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss (nats a token), first seed")
-    axes.legend(frameon=False, fontsize=8)
-
-
-def _draw_column(axes: Any, ours: Measurement, column: str, looks: Looks) -> None:
-    """Draw a line for each row with a dot for each seed or pass, the first row on top."""
-    names = []
-    for place, (group, model) in enumerate(ours.rows):
-        values = ours.by_seed(model, column, group).values()
-        axes.plot(values, [place] * len(values), linestyle="", alpha=0.8, **looks[model])
-        word = ours.typical(model, column, group)
-        names.append(f"{model}: {word}" if isinstance(word, str) else model)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(describe_place("", column) + (f" ({ours.unit})" if ours.unit else ""))
 
 
 def _number(column: str) -> int:

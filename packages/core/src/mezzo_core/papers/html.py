@@ -4,6 +4,7 @@ import base64
 import re
 from collections.abc import Sequence
 from html import escape
+from itertools import zip_longest
 
 from mezzo_core.papers import tables
 from mezzo_core.papers.claims import Finding
@@ -104,15 +105,17 @@ def _filter() -> str:
 
 def _paper(paper: PaperReport) -> tuple[str, str]:
     """Return a paper's table of contents, and its parts."""
-    found = [(f.kind, _finding(f, paper.published.by_id.get(f.id))) for f in paper.findings]
+    found = {"table": "", "claim": "", "check": ""}
+    for finding in paper.findings:
+        found[finding.kind] += _finding(finding, paper.published.by_id.get(finding.id))
     parts = {
         "What came out": _grid(tables.tally_grid(paper.findings)) + _lines(paper.notes),
         "Every table, claim and check": _grid(tables.overview_grid(paper.findings), paper.findings),
         "Figures": "".join(map(_figure, paper.figures)),
         "A sample": "".join(map(_sample, paper.samples)),
-        "Tables": "".join(section for kind, section in found if kind == "table"),
-        "Claims": "".join(section for kind, section in found if kind == "claim"),
-        "Checks of the method": "".join(section for kind, section in found if kind == "check"),
+        "Tables": found["table"],
+        "Claims": found["claim"],
+        "Checks of the method": found["check"],
         "Committed results": "".join(
             f"<h3>{escape(f'{ours.source}: {ours.title}')}</h3>{_grid(tables.measured_grid(ours))}"
             for ours in paper.results.values()
@@ -132,7 +135,7 @@ def _finding(finding: Finding, printed: Table | Claim | None) -> str:
     """Return what the paper says, what came out, and our numbers beside the paper's."""
     says = f"<blockquote>{escape(tables.statement(printed))}</blockquote>" if printed else ""
     grids = [tables.published_grid(printed)] if printed else []
-    grids += [tables.measured_grid(measurement) for measurement in finding.measurements]
+    grids += map(tables.measured_grid, finding.measurements)
     outcome = f"<b>{tables.describe_outcome(finding.outcome)}</b> ({finding.how.value}): "
     return (
         f'<section id="{escape(finding.id)}" {_data(finding)}><h3>{escape(finding.id)}</h3>{says}'
@@ -159,15 +162,12 @@ def _grid(grid: Grid, findings: Sequence[Finding] = ()) -> str:
     """Return a table; with findings, each row is one's and leads to it."""
     if not grid.rows:
         return ""
-    rows = [[escape(cell) for cell in row] for row in grid.rows]
-    marks = [""] * len(rows)
-    for i, finding in enumerate(findings):
-        rows[i][0] = f'<a href="#{rows[i][0]}">{rows[i][0]}</a>'
-        marks[i] = f" {_data(finding)}"
-    body = "".join(
-        f"<tr{mark}><td>{'</td><td>'.join(row)}</td></tr>"
-        for mark, row in zip(marks, rows, strict=True)
-    )
+    body = ""
+    for row, finding in zip_longest(grid.rows, findings):
+        first, *others = map(escape, row)
+        link = f'<a href="#{first}">{first}</a>' if finding else first
+        mark = f" {_data(finding)}" if finding else ""
+        body += f"<tr{mark}><td>{'</td><td>'.join((link, *others))}</td></tr>"
     header = "".join(f"<th>{escape(cell)}</th>" for cell in grid.header)
     return (
         f'<div class="scroll"><table class="{"words" if grid.words else "numbers"}">'

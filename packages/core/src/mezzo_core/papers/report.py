@@ -1,10 +1,9 @@
 """The content of a report, and the way to its files: report.md, report.html and report.json."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +64,9 @@ def tally(findings: Sequence[Finding]) -> dict[tuple[How, Outcome | None], int]:
 
 
 def prepare_folder(out: Path, paper: str) -> Path:
-    """Create the report's folder without files of an older report, and return `out/paper`.
+    """Create `out/paper` for a paper's figures, runs and speeds, and return it.
 
-    The returned folder is for the paper's figures, runs and speeds. Its older figures and speeds
-    are removed; other files stay.
+    Older reports in `out`, and older figures and speeds, are removed; other files stay.
 
     Raises:
         UserError: if `out` cannot be written.
@@ -76,8 +74,8 @@ def prepare_folder(out: Path, paper: str) -> Path:
     folder = out / paper
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("report.md", "report.html", "report.json"):
-            (out / name).unlink(missing_ok=True)
+        for suffix in ("md", "html", "json"):
+            (out / f"report.{suffix}").unlink(missing_ok=True)
         for name in ("figures", "speed"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "figures").mkdir()
@@ -87,43 +85,30 @@ def prepare_folder(out: Path, paper: str) -> Path:
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write report.md, report.html and report.json into `out`, where the figures already are.
-
-    The HTML page contains its figures and loads no other files.
-    """
+    """Write report.md, report.html and report.json into `out`, where the figures already are."""
     from mezzo_core.papers.html import to_html
     from mezzo_core.papers.markdown import to_markdown
 
-    (out / "report.md").write_text(to_markdown(report, out), encoding="utf-8")
-    (out / "report.html").write_text(to_html(report), encoding="utf-8")
-    content = json.dumps(to_json(report), indent=1, ensure_ascii=False)
-    (out / "report.json").write_text(content + "\n", encoding="utf-8")
+    content = json.dumps(_to_json(report), indent=1, ensure_ascii=False) + "\n"
+    texts = {"md": to_markdown(report, out), "html": to_html(report), "json": content}
+    for suffix, text in texts.items():
+        (out / f"report.{suffix}").write_text(text, encoding="utf-8")
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON."""
-    return {
-        "scale": report.scale,
-        "command": report.command,
-        "seconds": round(report.seconds, 1),
-        "origin": dict(report.origin),
-        "papers": [
-            {
-                "name": paper.name,
-                "title": paper.published.title,
-                "notes": list(paper.notes),
-                "findings": [_finding_to_json(finding) for finding in paper.findings],
-                "samples": [dataclasses.asdict(sample) for sample in paper.samples],
-            }
-            for paper in report.papers
-        ],
-    }
-
-
-def _finding_to_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding without the curves of its trainings, which each claim would repeat."""
-    content = dataclasses.asdict(finding)
-    for measurement in content["measurements"]:
-        for entry in measurement["entries"]:
+def _to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON, without the curves of trainings, which each claim would repeat."""
+    papers: list[dict[str, Any]] = [
+        {
+            "name": paper.name,
+            "title": paper.published.title,
+            "notes": paper.notes,
+            "findings": [asdict(finding) for finding in paper.findings],
+            "samples": [asdict(sample) for sample in paper.samples],
+        }
+        for paper in report.papers
+    ]
+    for finding in (finding for paper in papers for finding in paper["findings"]):
+        for entry in (e for ours in finding["measurements"] for e in ours["entries"]):
             entry["details"].pop("steps", None)
-    return content
+    content = {name: value for name, value in vars(report).items() if name != "papers"}
+    return {**content, "seconds": round(report.seconds, 1), "papers": papers}

@@ -63,7 +63,6 @@ class Reproduction:
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
     measurers: Mapping[str, Measurer] = field(default_factory=dict)  # what else a run can measure
     layers: Mapping[str, MixerConfig] = field(default_factory=dict)  # those whose costs are drawn
-    layers_width: int = 2048
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 
     @property
@@ -145,7 +144,7 @@ class Reproduction:
             if trainings.done:
                 drawn["trainings"] = trainings.measurement((), by_length=False)
             if self.layers:
-                drawn["costs"] = layer_costs(self.layers, self.layers_width)
+                drawn["costs"] = layer_costs(self.layers)
             names = [*model_names(published, results.values()), *self.models, *self.layers]
             printed = {table.id: printed_measurement(table) for table in published.tables}
             figures = []

@@ -28,14 +28,10 @@ def tally_grid(findings: Sequence[Finding]) -> Grid:
     """Return how many tables and claims were run in which way (rows), and what came out."""
     counts = tally(findings)
     outcomes = [outcome for outcome in (*Outcome, None) if outcome in {o for _, o in counts}]
-    return Grid(
-        "Tables and claims, by how they were run and what came out",
-        ("", *(describe_outcome(outcome) for outcome in outcomes)),
-        tuple(
-            (how.value, *(str(counts.get((how, outcome), "")) for outcome in outcomes))
-            for how in dict.fromkeys(how for how, _ in counts)
-        ),
-    )
+    ways = dict.fromkeys(how for how, _ in counts)
+    rows = ((how.value, *(str(counts.get((how, o), "")) for o in outcomes)) for how in ways)
+    header = ("", *map(describe_outcome, outcomes))
+    return Grid("Tables and claims, by how they were run and what came out", header, tuple(rows))
 
 
 def overview_grid(findings: Sequence[Finding]) -> Grid:
@@ -82,10 +78,10 @@ def measured_grid(ours: Measurement) -> Grid:
     titles = [t for t in FURTHER if any(t in each for row in found.values() for each in row)]
     rows = []
     for (group, model), details in found.items():
+        highest = (max((d[t] for d in details if t in d), default=None) for t in titles)
         cells = [_cell(ours, model, column, group) for column in ours.columns]
-        for title in titles:
-            cells.append(format_value(max((d[title] for d in details if title in d), default=None)))
-        rows.append((f"{model} ({group})" if group else model, *cells))
+        name = f"{model} ({group})" if group else model
+        rows.append((name, *cells, *map(format_value, highest)))
     return Grid(_caption(ours, rows, titles), ("", *ours.columns, *titles), tuple(rows))
 
 
@@ -125,15 +121,14 @@ def _caption(ours: Measurement, rows: Sequence[Sequence[str]], further: Sequence
 
 
 def _origin(ours: Measurement) -> Iterator[str]:
-    if ours.origin:
-        yield ours.origin["gpu"] or f"CPU ({ours.origin['cpu']})"
-        for name in ("torch", "triton", "driver", "commit"):
-            if ours.origin.get(name):
-                yield f"{name} {ours.origin[name]}"
+    if origin := ours.origin:
+        yield origin["gpu"] or f"CPU ({origin['cpu']})"
+        names = ("torch", "triton", "driver", "commit")
+        yield from (f"{name} {origin[name]}" for name in names if origin.get(name))
         commits = {e.details["commit"] for e in ours.entries if e.details.get("commit")}
-        if older := sorted(commits - {ours.origin["commit"]}):
+        if older := sorted(commits - {origin["commit"]}):
             yield f"parts at {', '.join(older)}"
-        yield ours.origin["date"]
+        yield origin["date"]
     if ours.kind == "speed":
         yield f"passes: {len(ours.seeds)}"
     elif ours.kind in ("training", "recall"):

@@ -23,6 +23,7 @@ from mezzo_core.papers.report import Sample
 from mezzo_core.train.config import TrainConfig
 
 MAX_PROCESSES = 6  # each takes about a gigabyte for torch, a model and its activations
+SIZES = ("steps", "batch_size", "seq_len", "eval_batches")
 WINDOWS = 4
 PERPLEXITY = "Val. PPL"
 PROMPT = "Elizabeth was "
@@ -105,18 +106,9 @@ class Trainings:
         self.all = []
         for seed in budget.seeds:
             for model, recipe in models.items():
-                config = replace(
-                    recipe,
-                    steps=budget.steps,
-                    batch_size=budget.batch_size,
-                    seq_len=budget.seq_len,
-                    micro_batch_size=None,
-                    seed=seed,
-                    eval_every=budget.steps,
-                    eval_batches=budget.eval_batches,
-                    checkpoint_every=budget.steps,
-                    keep_checkpoints=1,
-                )
+                changes = {key: getattr(budget, key) for key in SIZES}
+                config = replace(recipe, **changes, seed=seed, micro_batch_size=None)
+                config = replace(config, eval_every=budget.steps, checkpoint_every=budget.steps)
                 name = recipe.name + (f"-seed{seed}" if seed != budget.seeds[0] else "")
                 self.all.append(Training(model, config, runs / name, budget.test_lengths))
 
