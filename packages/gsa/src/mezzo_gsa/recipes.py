@@ -144,6 +144,7 @@ def tiny() -> Hyperparameters:
         seq_len=512,
         batch_size=8,
         steps=300,
+        eval_batches=20,
         data=DataConfig(),
         optim=OptimConfig(lr=3e-3, warmup_fraction=0.2),
     )

@@ -129,6 +129,7 @@ def tiny() -> Hyperparameters:
         optim=OptimConfig(lr=3e-3, warmup_fraction=SHORT_RUN),
         batch_size=8,
         steps=300,
+        eval_batches=20,
     )
 
 
