@@ -71,6 +71,14 @@ def to_html(report: Report) -> str:
         words=True,
     )
     papers = [_paper(paper) for paper in report.papers]
+    outcomes = [("outcome", tables.describe_outcome(outcome)) for outcome in (*Outcome, None)]
+    ways = [("how", how.value) for how in How if how is not How.NOT_ATTEMPTED]
+    # The checkboxes stay hidden where no script runs.
+    boxes = "".join(
+        f'<label><input type="checkbox" name="{name}" value="{_slug(words)}" checked="checked"/> '
+        f"{escape(words)}</label>"
+        for name, words in (*outcomes, *ways)
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -83,24 +91,12 @@ def to_html(report: Report) -> str:
 <h1>Reproduction report</h1>
 <nav><ul>{"".join(contents for contents, _ in papers)}</ul></nav>
 {_grid(machine)}
-{_filter()}
+<form id="filter" hidden="hidden">Show: {boxes}</form>
 {"".join(body for _, body in papers)}
 <script>{SCRIPT}</script>
 </body>
 </html>
 """
-
-
-def _filter() -> str:
-    """Return the checkboxes, which stay hidden where no script runs."""
-    outcomes = [("outcome", tables.describe_outcome(outcome)) for outcome in (*Outcome, None)]
-    ways = [("how", how.value) for how in How if how is not How.NOT_ATTEMPTED]
-    boxes = "".join(
-        f'<label><input type="checkbox" name="{name}" value="{_slug(words)}" checked="checked"/> '
-        f"{escape(words)}</label>"
-        for name, words in (*outcomes, *ways)
-    )
-    return f'<form id="filter" hidden="hidden">Show: {boxes}</form>'
 
 
 def _paper(paper: PaperReport) -> tuple[str, str]:

@@ -186,19 +186,19 @@ def read_timings(path: Path) -> Measurement:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            model = f"{row['name']} ({row['impl']})"
             shape = " ".join(f"{letter}{size}" for letter, size in row["shape"].items())
             details = {**row, "shape": shape, "range": (row["ms_p20"], row["ms_p80"])}
-            entries.append(Entry(model, shape, row["ms"], details=details))
+            name = f"{row['name']} ({row['impl']})"
+            entries.append(Entry(name, shape, row["ms"], details=details))
             origin = _origin(row)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}, line {number}: no row of a bench: {error!r}") from error
     return Measurement(
-        entries=tuple(entries),
-        columns=tuple(dict.fromkeys(entry.column for entry in entries)),
-        setting="medians of repeated calls",
-        how=How.OTHER_HARDWARE,
-        unit="ms",
+        tuple(entries),
+        tuple(dict.fromkeys(entry.column for entry in entries)),
+        "medians of repeated calls",
+        How.OTHER_HARDWARE,
+        "ms",
         kind="timings",
         title=f"Ops, layers and models one at a time ({path.stem})",
         origin=origin,

@@ -207,9 +207,8 @@ def _show(report: PaperReport) -> None:
     console = Console()
     table = ConsoleTable("table, claim or check", "how it was run", "outcome", "in one sentence")
     shown = [f for f in report.findings if f.outcome is not None or len(report.findings) == 1]
-    for finding in shown:
-        outcome = finding.outcome.value if finding.outcome else "-"
-        table.add_row(finding.id, finding.how.value, outcome, finding.summary)
+    for f in shown:
+        table.add_row(f.id, f.how.value, f.outcome.value if f.outcome else "-", f.summary)
     console.print(table)
     if left_out := len(report.findings) - len(shown):
         console.print(f"{left_out} more were not attempted; the report says why.")

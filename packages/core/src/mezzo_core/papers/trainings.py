@@ -81,8 +81,10 @@ class Training:
 class Trainings:
     """The trainings of one reproduction, which run once, when the first claim asks for them.
 
-    The data keeps its own seed. So all runs read the same tokens in the same order, and are
-    evaluated on the same text.
+    The models are recipes by the paper's names. The data keeps its own seed, so all runs read the
+    same tokens in the same order, and are evaluated on the same text. The run of the first seed is
+    in `runs/RECIPE`, that of another in `runs/RECIPE-seedN`; older runs there are replaced. `watch`
+    is called with a name, and how many of how many steps are done.
     """
 
     def __init__(
@@ -92,15 +94,6 @@ class Trainings:
         runs: Path,
         watch: Callable[[str, int, int], None],
     ) -> None:
-        """Describe the trainings.
-
-        Args:
-            models: recipes by the paper's names of the models.
-            budget: of each training.
-            runs: folder of all runs: RECIPE for the first seed, RECIPE-seedN for the others; runs
-                of an earlier reproduction there are replaced.
-            watch: called with a name, and how many of how many steps are done.
-        """
         self.budget, self._watch = budget, watch
         self._found: list[dict[str, Any]] | Exception | None = None
         self.all = []
@@ -184,7 +177,9 @@ class Trainings:
                 self._watch(name, len(found) * self.budget.steps, total)
                 found.append(training.run())
             return found
-        workers = min(_available_cores(), MAX_PROCESSES, len(self.all))
+        mine = hasattr(os, "sched_getaffinity")  # the cores that this process may use
+        cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
+        workers = min(cores, MAX_PROCESSES, len(self.all))
         context = get_context("spawn")
         with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
             futures = [pool.submit(Training.run, training) for training in self.all]
@@ -212,10 +207,3 @@ def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
     seed = training.config.seed
     title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {seed}"
     return Sample(title, PROMPT, tokenizer.decode(tokens))
-
-
-def _available_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
