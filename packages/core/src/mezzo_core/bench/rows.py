@@ -102,11 +102,12 @@ def timed(contender: Contender, device: torch.device, seconds: float, say: Say) 
     def forward() -> Tensor:
         return contender.run(**leaves)
 
-    with torch.no_grad():
-        dout = torch.randn_like(forward())
+    dout: list[Tensor] = []  # of the first call, which is not timed
 
     def train() -> None:
-        torch.autograd.grad(forward(), tuple(leaves.values()), dout, allow_unused=True)
+        out = forward()
+        dout[:] = dout or [torch.randn_like(out)]
+        torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=True)
 
     works = {"forward": torch.no_grad()(forward), "train": train}
     for phase in contender.phases:
