@@ -202,7 +202,7 @@ REPRODUCTION = Reproduction(
     },
     sample=GSA,
     scales={
-        "cpu": Scale(replace(CPU, steps=160, eval_batches=30)),
+        "cpu": Scale(CPU),
         "smoke": Scale(SMOKE, sample_tokens=20, threads=1),
     },
     layers={name: RECIPES[f"1p3b_{a}"]().model.mixers[0] for a, name in PAPER_NAMES.items()},

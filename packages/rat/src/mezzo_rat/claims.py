@@ -315,7 +315,7 @@ ANSWERS = (
 )
 
 # 18 trainings; 32 batches are 40% of the validation part.
-_CPU = replace(trainings.CPU, steps=160, eval_batches=32, test_lengths=(256, 512, 1024, 2048))
+_CPU = replace(trainings.CPU, test_lengths=(256, 512, 1024, 2048))
 _SMOKE = replace(trainings.SMOKE, test_lengths=(64, 128))
 REPRODUCTION = Reproduction(
     name="rat",

@@ -14,6 +14,7 @@ import torch
 from mezzo_core.bench import Header, Result, Timing, attempt, origin, start_afresh
 from mezzo_core.bench.generation import time_step, time_throughput
 from mezzo_core.bench.layer import build_layer, check_layer, check_mixers, compiled, time_layer
+from mezzo_core.bench.result import Say
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.papers.measurement import Measurement, read_result
@@ -21,8 +22,6 @@ from mezzo_core.papers.measurement import Measurement, read_result
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
 from mezzo_rat.recipes import PAPER_NAMES, recipe
-
-Say = Callable[[str], None]
 
 
 def paper_layers(head_dim: int) -> dict[str, MixerConfig]:

@@ -1,7 +1,7 @@
 """The rows of bench.jsonl: single speeds of ops, layers and models, that a `bench` command prints.
 
 A row is one JSON object on a line, with the keys kind ("op", "layer" or "model"), name, impl,
-shape, those of `Timing`, tflops, and those of `origin`.
+shape, those of `Timing`, and those of `origin`.
 """
 
 import json
@@ -26,7 +26,6 @@ class Row:
     impl: str  # the implementation
     shape: dict[str, int]  # sizes by the glossary's letters
     timing: Timing
-    flops: float | None = None  # of one call; None if they are not counted
 
     def to_json(self, origin: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row as JSON values, with the machine and the software."""
@@ -36,7 +35,6 @@ class Row:
             "impl": self.impl,
             "shape": self.shape,
             **asdict(self.timing),
-            "tflops": None if self.flops is None else self.flops / self.timing.ms / 1e9,
             **origin,
         }
 

@@ -101,7 +101,7 @@ class Finding:
 
 def find(answer: Answer, published: Published, run: Run) -> Finding:
     """Return the finding for one table or claim."""
-    printed = published.entry(answer.id)
+    printed = published.by_id[answer.id]
     kind: Kind = "table" if isinstance(printed, Table) else "claim"
     found = [(each.find(run, printed), each) for each in answer.evidence]
     judged = [(e.criterion(printed, m), m, e.note) for m, e in found if m is not None]

@@ -133,10 +133,6 @@ class Published:
         """All ids, those of tables first."""
         return tuple(self.by_id)
 
-    def entry(self, id: str) -> Table | Claim:
-        """Return the table or claim of this id; a KeyError if the paper has none."""
-        return self.by_id[id]
-
     def table(self, id: str) -> Table:
         """Return the table of this id; a KeyError if the paper has none."""
         return {table.id: table for table in self.tables}[id]

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as ConsoleTable
 
 from mezzo_core.bench.origin import origin
+from mezzo_core.bench.result import Say
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.contract import MixerConfig
@@ -31,7 +32,6 @@ from mezzo_core.papers.report import Figure, PaperReport, Report, prepare_folder
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
 
-Say = Callable[[str], None]
 Measurer = Callable[[Any, Path, Say], Measurement | None]
 """Measures something at a scale's sizes, into a folder; None if the sizes leave it out."""
 

@@ -31,7 +31,7 @@ def check_claims(paper: Reproduction, examples: Mapping[str, Sequence[Measuremen
     """
     published, wrong, used = paper.published, [], set()
     for answer in paper.answers:
-        printed = published.entry(answer.id)
+        printed = published.by_id[answer.id]
         for evidence in answer.evidence:
             count = evidence.find(NO_RUN, printed)
             for criterion in _parts(evidence.criterion):
