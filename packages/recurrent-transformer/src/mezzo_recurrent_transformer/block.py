@@ -1,0 +1,144 @@
+"""One layer of the Recurrent Transformer, as a block."""
+
+from dataclasses import dataclass
+
+import torch
+from mezzo_core.nn.attention import KVCache
+from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.decode_attention import append_token_, decode_attention
+from torch import Tensor
+
+from mezzo_recurrent_transformer.layer import AbstractLayer, LayerConfig, weight_flops
+from mezzo_recurrent_transformer.ops.recurrent_layers import (
+    LayerWeights,
+    Past,
+    recurrent_layers,
+)
+
+
+@dataclass(frozen=True)
+class RecurrentBlockConfig(LayerConfig):
+    """Describes a `RecurrentBlock`; further attributes are those of `LayerConfig`.
+
+    Attributes:
+        persistent_norm: whether the persistent pair is made from normalized outputs. False is the
+            paper's ablation, which learns badly and only at small rates.
+        block_size: b, the tokens that run at once: a token attends to the temporary pairs of its
+            own block up to itself, and to the persistent pairs of the blocks before. 1 is the
+            paper's model; with b as long as the sequence it is a Transformer.
+    """
+
+    persistent_norm: bool = True
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size("RecurrentBlockConfig", "block_size", self.block_size)
+
+    def build(self, d_model: int) -> "RecurrentBlock":
+        """Build the block, on torch's default device; a ValueError if head_dim does not divide."""
+        return RecurrentBlock(d_model, self)
+
+
+class RecurrentBlock(AbstractLayer):
+    """A layer that attends to keys and values of its own outputs (section "The RT layer").
+
+    For many layers, `RecurrentStackConfig` builds a stack that runs them at once: the same results
+    in a fraction of the time.
+    """
+
+    config: RecurrentBlockConfig
+
+    def forward(
+        self,
+        x: Tensor,
+        state: KVCache | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, KVCache | None]:
+        """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
+        self.check_input(x, state, cu_seqlens, lengths)
+        z, states = run_layers((self,), x, None if state is None else (state,), cu_seqlens, lengths)
+        return z, None if states is None else states[0]
+
+    def step(self, x: Tensor, state: KVCache) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        self.check_step(x, state)
+        self._check_room(state)
+        q, k, v = (part[:, 0] for part in self._project(self.attention_norm(x)))
+        # The temporary pair takes the token's slot until its persistent pair is known.
+        q = append_token_(q, k, v, *state, rope_base=None)
+        out = decode_attention(q, *state, alibi_slopes=self.slopes())
+        z = self._finish(x, out.to(x.dtype).flatten(1)[:, None])
+        q, k, v = (part[:, 0] for part in self._project(self._persistent(z)))
+        state.lengths.sub_(1)
+        append_token_(q, k, v, *state, rope_base=None)
+        return z
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs per token: 2 a weight, and 4C for each key that it sees.
+
+        The matrices of keys and values count twice, for the temporary and the persistent pair.
+        """
+        seen = 4 * self.d_model * (num_tokens + 1) / 2
+        return weight_flops(self, (self.wk, self.wv)) + seen
+
+    def _persistent(self, z: Tensor) -> Tensor:
+        return self.attention_norm(z) if self.config.persistent_norm else z
+
+
+def run_layers(
+    layers: tuple[RecurrentBlock, ...],
+    x: Tensor,
+    states: tuple[KVCache, ...] | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, tuple[KVCache, ...] | None]:
+    """Run layers of one configuration, all at once; arguments as `AbstractStack.forward` says."""
+    first = layers[0]
+    config = first.config
+    past = None
+    if states is not None:
+        k, v = (torch.stack(parts) for parts in zip(*(state[:2] for state in states), strict=True))
+        past = Past(k, v, states[0].lengths)
+    z, after = recurrent_layers(
+        x,
+        stack_weights(layers),
+        num_heads=first.num_heads,
+        residual_scale=config.residual_scale,
+        norm=config.norm,
+        eps=config.norm_eps,
+        persistent_norm=config.persistent_norm,
+        block_size=config.block_size,
+        alibi_slopes=first.slopes(),
+        past=past,
+        cu_seqlens=cu_seqlens,
+        lengths=lengths,
+    )
+    if after is None:
+        return z, None
+    return z, tuple(
+        KVCache(k, v, after.lengths.clone()) for k, v in zip(after.k, after.v, strict=True)
+    )
+
+
+def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
+    """Return the layers' weights, stacked; gradients flow back to each layer's own."""
+
+    def stacked(*path: str) -> Tensor:
+        return torch.stack([layer.get_parameter(".".join((*path, "weight"))) for layer in layers])
+
+    has_norms = layers[0].config.norm != "none"
+    return LayerWeights(
+        wq=stacked("wq"),
+        wk=stacked("wk"),
+        wv=stacked("wv"),
+        wo=stacked("wo"),
+        up=stacked("mlp", "up"),
+        down=stacked("mlp", "down"),
+        n1=stacked("attention_norm") if has_norms else None,
+        n2=stacked("mlp_norm") if has_norms else None,
+        q_norm=stacked("q_norm") if has_norms else None,
+        k_norm=stacked("k_norm") if has_norms else None,
+    )

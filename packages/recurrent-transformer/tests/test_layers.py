@@ -1,0 +1,45 @@
+"""The three sizes of the model keep the contract."""
+
+import pytest
+import torch
+from mezzo_core.nn import BlocksConfig
+from mezzo_core.testing.arguments import check_module_arguments
+from mezzo_core.testing.laws import LAWS
+from mezzo_recurrent_transformer import (
+    RecurrentBlockConfig,
+    RecurrentStackConfig,
+    TransformerBlockConfig,
+    scaled,
+)
+from torch import nn
+
+C = 16
+BLOCK = RecurrentBlockConfig(head_dim=4, hidden=24)
+PARTS = {
+    "block": BLOCK,
+    "layer norm": RecurrentBlockConfig(head_dim=8, norm="layer", alibi=None),
+    "no norm": RecurrentBlockConfig(head_dim=16, norm="none", residual_scale=0.2, alibi="press"),
+    "raw persistent pair": RecurrentBlockConfig(head_dim=4, persistent_norm=False),
+    "stack": RecurrentStackConfig(3, BLOCK),
+    "plain stack": BlocksConfig(scaled(BLOCK, 2, "init")),
+    "transformer": TransformerBlockConfig(head_dim=4),
+}
+
+
+@pytest.fixture(params=PARTS)
+def part(request):
+    torch.manual_seed(0)
+    part = PARTS[request.param].build(C)
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.3)
+    return part
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept(part, law):
+    LAWS[law](part)
+
+
+def test_arguments_replaced_are_refused_by_name(part):
+    check_module_arguments(part)
