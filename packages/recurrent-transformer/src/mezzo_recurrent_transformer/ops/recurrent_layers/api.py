@@ -1,13 +1,22 @@
 """The public op `recurrent_layers`: checks its arguments and chooses an implementation."""
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating, check_lengths, check_number, check_size
+from mezzo_core.ops.impl import triton_runs_on
+from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
-from mezzo_recurrent_transformer.ops.recurrent_layers.reference import recurrent_layer_reference
+from mezzo_recurrent_transformer.ops.recurrent_layers.op import differentiable_recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.reference import recurrent_layers_reference
+
+OP = "recurrent_layers"
+RecurrentImpl = Literal["auto", "reference", "eager", "triton"]
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Past(NamedTuple):
@@ -16,6 +25,7 @@ class Past(NamedTuple):
     k: Float[Tensor, "n B S H D"]
     """Keys. Token p of a row is in slot p; slots beyond a row's newest token hold anything."""
     v: Float[Tensor, "n B S H D"]
+    """Values, in the same slots."""
     lengths: Int[Tensor, " B"]
     """int64, the number of tokens that each row has had."""
 
@@ -24,9 +34,9 @@ class RecurrentOutput(NamedTuple):
     """What `recurrent_layers` returns."""
 
     z: Float[Tensor, "B T C"]
-    """The output of the last layer."""
+    """The output of the last layer, in the dtype of x."""
     past: Past | None
-    """With a slot more for each token of x; None if no past was given."""
+    """With T slots more than the given one; None if none was given."""
 
 
 def recurrent_layers(
@@ -43,35 +53,192 @@ def recurrent_layers(
     past: Past | None = None,
     cu_seqlens: Int[Tensor, " borders"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
-    impl: str = "auto",
+    impl: RecurrentImpl = "auto",
 ) -> RecurrentOutput:
-    form = Form(num_heads, residual_scale, norm, eps, persistent_norm, block_size)
-    slopes = x.new_zeros(num_heads) if alibi_slopes is None else alibi_slopes
+    """Run n layers of a Recurrent Transformer at once, as a wavefront along the sequence.
+
+    `recurrent_layer_reference` is the definition of one layer (section "The Recurrent Transformer
+    layer"). Differentiable in x, in all weights, and in the keys and values of `past`, also through
+    the `past` that is returned; there is no double backward. For the backward the inputs and outputs
+    of the layers are kept, and nothing else.
+
+    Products are computed in the dtype of the weights, or in that of autocast; the residual stream,
+    norms, softmax and sums in float32 (float64 for float64).
+
+    Args:
+        x: (B, T, C), the input of the first layer.
+        weights: of all layers, stacked.
+        num_heads: H; heads have width D = C / H, and logits are scaled by D^-1/2.
+        residual_scale: r, the factor of attention and MLP in the residual stream.
+        norm: "rms", "layer" (with weight, without bias), or "none".
+        eps: epsilon of the norms.
+        persistent_norm: whether the persistent pair is made from n1(z), or from z itself.
+        block_size: b, see `Form.block_size`.
+        alibi_slopes: (H,), ALiBi adds -slope * distance to the logits; None for none.
+        past: the pairs of earlier tokens; needs `block_size` 1.
+        cu_seqlens: (S + 1,) borders of sequences packed in one row (B = 1), from 0 to T, never
+            decreasing. On a GPU the call waits for it, to run sequences side by side; its values
+            are checked on the CPU only.
+        lengths: (B,) int64, the real tokens of each row; the rest is padding on the right, whose
+            outputs are meaningless. Needs a past.
+        impl: "reference" (one token after another, by autograd), "eager" (tiles, PyTorch),
+            "triton" (tiles, kernels; not in float64), or "auto".
+
+    Raises:
+        TypeError: if a tensor or an option is of the wrong kind.
+        ValueError: if shapes, devices or options disagree; the message names the argument.
+    """
+    form = _checked_form(x, num_heads, residual_scale, norm, eps, persistent_norm, block_size)
+    weights = _checked_weights(weights, x, norm)
+    slopes = _checked_slopes(alibi_slopes, x, num_heads)
+    _check_past(past, x, weights, form)
     if cu_seqlens is not None:
-        borders = cu_seqlens.tolist()
-        parts = [
-            recurrent_layers(
-                x[:, a:b], weights, num_heads=num_heads, residual_scale=residual_scale, norm=norm,
-                eps=eps, persistent_norm=persistent_norm, block_size=block_size,
-                alibi_slopes=alibi_slopes, impl=impl,
-            ).z
-            for a, b in zip(borders, borders[1:])
-        ]
-        return RecurrentOutput(torch.cat(parts, 1), None)
-    T = x.shape[1]
-    if lengths is not None:
-        x = x.masked_fill((torch.arange(T, device=x.device) >= lengths[:, None])[..., None], 0)
-    n = weights.wq.shape[0]
-    ks, vs = [], []
-    for i in range(n):
-        one = LayerWeights(*(None if w is None else w[i] for w in weights))
-        p = None if past is None else (past.k[i], past.v[i], past.lengths)
-        x, k, v = recurrent_layer_reference(x, one, form, slopes, p)
         if past is not None:
-            slot = (past.lengths[:, None] + torch.arange(T, device=x.device))[..., None, None].expand_as(k)
-            ks.append(torch.cat([past.k[i], torch.zeros_like(k)], 1).scatter(1, slot, k))
-            vs.append(torch.cat([past.v[i], torch.zeros_like(v)], 1).scatter(1, slot, v))
+            raise ValueError(f"{OP}: cu_seqlens packs sequences that begin here: past must be None")
+        check_cu_seqlens(OP, cu_seqlens, x)
+        check_borders(OP, cu_seqlens, x.shape[1])
+    if lengths is not None:
+        if past is None:
+            raise ValueError(f"{OP}: lengths needs a past")
+        check_lengths(OP, lengths, x)
+        padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+        x = x.masked_fill(padding[..., None], 0)  # it may hold NaN
+    device = x.device.type
+    dtype = weights.wq.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    chosen = _resolve(impl, x, dtype, num_heads)
+    if chosen == "reference":
+        z, after = recurrent_layers_reference(x, weights, form, slopes, past, cu_seqlens)
+    else:
+        z, _, *after = differentiable_recurrent_layers(
+            x,
+            *Matrices.of(weights, dtype),
+            slopes,
+            *(past or (None, None, None)),
+            cu_seqlens,
+            *form,
+            chosen,
+        )
     if past is None:
-        return RecurrentOutput(x, None)
-    new = Past(torch.stack(ks), torch.stack(vs), past.lengths + (T if lengths is None else lengths))
-    return RecurrentOutput(x, new)
+        return RecurrentOutput(z, None)
+    k, v = after
+    return RecurrentOutput(z, Past(k, v, past.lengths + _added(x, lengths)))
+
+
+def _added(x: Tensor, lengths: Tensor | None) -> Tensor | int:
+    return x.shape[1] if lengths is None else lengths
+
+
+def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
+    """Turn the caller's `impl` into what computes."""
+    if not isinstance(impl, str) or impl not in get_args(RecurrentImpl):
+        raise ValueError(f"{OP}: impl must be one of {get_args(RecurrentImpl)}, got {impl!r}")
+    unsupported = None
+    if dtype not in TRITON_DTYPES or x.dtype not in TRITON_DTYPES:
+        unsupported = "float64; supported: float32, bfloat16, float16"
+    elif x.shape[2] // num_heads not in (16, 32, 64, 128):
+        unsupported = f"heads of width {x.shape[2] // num_heads}; supported: 16, 32, 64, 128"
+    if impl == "auto":
+        return "triton" if x.is_cuda and unsupported is None else "eager"
+    if impl == "triton" and not triton_runs_on(x.device):
+        raise ValueError(f'{OP}: impl="triton" needs CUDA tensors, got tensors on {x.device}')
+    if impl == "triton" and unsupported is not None:
+        raise ValueError(f'{OP}: impl="triton" does not support {unsupported}')
+    return impl
+
+
+def _checked_form(
+    x: Any, num_heads: Any, scale: Any, norm: Any, eps: Any, persistent: Any, block_size: Any
+) -> Form:
+    check_floating(OP, "x", x)
+    if x.ndim != 3:
+        raise ValueError(f"{OP}: x must be (B, T, C), got {tuple(x.shape)}")
+    check_size(OP, "num_heads", num_heads)
+    if x.shape[2] < 1 or x.shape[2] % num_heads:
+        raise ValueError(f"{OP}: num_heads must divide C = {x.shape[2]}, got {num_heads}")
+    check_number(OP, "residual_scale", scale)
+    if not isinstance(norm, str) or norm not in get_args(Norm):
+        raise ValueError(f"{OP}: norm must be one of {get_args(Norm)}, got {norm!r}")
+    check_number(OP, "eps", eps, positive=True)
+    if not isinstance(persistent, bool):
+        raise TypeError(f"{OP}: persistent_norm must be a bool, got {type(persistent).__name__}")
+    check_size(OP, "block_size", block_size)
+    return Form(num_heads, float(scale), norm, float(eps), persistent, block_size)
+
+
+def _checked_weights(weights: Any, x: Tensor, norm: Norm) -> LayerWeights:
+    """Check all weights; return them without those of norms if there are no norms."""
+    if not isinstance(weights, LayerWeights):
+        raise TypeError(f"{OP}: weights must be LayerWeights, got {type(weights).__name__}")
+    C = x.shape[2]
+    for name in ("wq", "up"):
+        check_floating(OP, f"weights.{name}", getattr(weights, name))
+        if getattr(weights, name).ndim != 3:
+            raise ValueError(
+                f"{OP}: weights.{name} must have 3 axes, got {tuple(getattr(weights, name).shape)}"
+            )
+    n, F = weights.wq.shape[0], weights.up.shape[1]
+    if n < 1:
+        raise ValueError(f"{OP}: weights must be of at least one layer")
+    square, vector = (n, C, C), (n, C)
+    shapes = {name: square for name in ("wq", "wk", "wv", "wo")}
+    shapes |= {"up": (n, F, C), "down": (n, C, F)}
+    shapes |= {name: vector for name in ("n1", "n2", "q_norm", "k_norm")}
+    for name, shape in shapes.items():
+        weight = getattr(weights, name)
+        if shape == vector and norm == "none":
+            if weight is not None:
+                raise ValueError(f'{OP}: weights.{name} must be None with norm "none"')
+            continue
+        check_floating(OP, f"weights.{name}", weight)
+        if weight.shape != shape:
+            raise ValueError(f"{OP}: weights.{name} must be {shape}, got {tuple(weight.shape)}")
+        if weight.device != x.device:
+            raise ValueError(f"{OP}: weights.{name} is on {weight.device}, x on {x.device}")
+        if shape != vector and weight.dtype != weights.wq.dtype:
+            raise TypeError(
+                f"{OP}: weights.{name} must have the dtype of weights.wq, {weights.wq.dtype}, "
+                f"got {weight.dtype}"
+            )
+    return weights
+
+
+def _checked_slopes(slopes: Any, x: Tensor, num_heads: int) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if slopes is None:
+        return torch.zeros(num_heads, dtype=dtype, device=x.device)
+    check_floating(OP, "alibi_slopes", slopes)
+    if slopes.shape != (num_heads,) or slopes.device != x.device:
+        raise ValueError(
+            f"{OP}: alibi_slopes must be ({num_heads},) on {x.device}, "
+            f"got {tuple(slopes.shape)} on {slopes.device}"
+        )
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{OP}: alibi_slopes has no gradient: detach it")
+    return slopes.to(dtype)
+
+
+def _check_past(past: Any, x: Tensor, weights: LayerWeights, form: Form) -> None:
+    if past is None:
+        return
+    if not isinstance(past, Past):
+        raise TypeError(f"{OP}: past must be a Past, got {type(past).__name__}")
+    if form.block_size != 1:
+        raise ValueError(f"{OP}: a past needs block_size 1, got {form.block_size}")
+    (B, _, C), H = x.shape, form.num_heads
+    for name, value in (("past.k", past.k), ("past.v", past.v)):
+        check_floating(OP, name, value)
+        sizes = (weights.wq.shape[0], B, past.k.shape[2] if past.k.ndim == 5 else 0, H, C // H)
+        if value.shape != sizes or value.device != x.device:
+            raise ValueError(
+                f"{OP}: {name} must be (n, B, S, H, D) = {sizes} on {x.device}, "
+                f"got {tuple(value.shape)} on {value.device}"
+            )
+    if not isinstance(past.lengths, Tensor) or past.lengths.dtype != torch.int64:
+        raise TypeError(f"{OP}: past.lengths must be an int64 tensor")
+    if past.lengths.shape != (B,) or past.lengths.device != x.device:
+        raise ValueError(
+            f"{OP}: past.lengths must be ({B},) on {x.device}, "
+            f"got {tuple(past.lengths.shape)} on {past.lengths.device}"
+        )

@@ -73,3 +73,30 @@ def recurrent_layer_reference(
     if T == 0:
         return x, kt, vt
     return torch.stack(z, 1), torch.cat(k, 1), torch.cat(v, 1)
+
+
+def recurrent_layers_reference(
+    x: Tensor,
+    weights: LayerWeights,
+    form: Form,
+    slopes: Tensor,
+    past: tuple[Tensor, Tensor, Tensor] | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Run n layers one after another; return z, and with a past its k and v with T slots more."""
+    if cu_seqlens is not None:
+        sequences = x.split(cu_seqlens.diff().tolist(), 1)
+        z = [recurrent_layers_reference(s, weights, form, slopes, None, None)[0] for s in sequences]
+        return torch.cat(z, 1), None
+    T = x.shape[1]
+    grown: list[list[Tensor]] = [[], []]
+    for i in range(len(weights.wq)):
+        layer = LayerWeights(*(None if w is None else w[i] for w in weights))
+        its = None if past is None else (past[0][i], past[1][i], past[2])
+        x, *pair = recurrent_layer_reference(x, layer, form, slopes, its)
+        if its is not None:
+            slot = (its[2][:, None] + torch.arange(T, device=x.device))[..., None, None]
+            for all_layers, old, new in zip(grown, its[:2], pair, strict=True):
+                room = torch.cat([old.to(new.dtype), torch.zeros_like(new)], 1)
+                all_layers.append(room.scatter(1, slot.expand_as(new), new))
+    return x, None if past is None else (torch.stack(grown[0]), torch.stack(grown[1]))

@@ -1,0 +1,69 @@
+"""The two sets of parts of the tiled algorithm: PyTorch's operations, or Triton kernels."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_recurrent_transformer.ops.recurrent_layers import eager
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import LayerWeights
+
+
+def parts_of(impl: str) -> ModuleType:
+    """Return the module with the parts for an `impl`, "eager" or "triton"."""
+    if impl == "eager":
+        return eager
+    from mezzo_recurrent_transformer.ops.recurrent_layers import triton
+
+    return triton
+
+
+class Matrices(NamedTuple):
+    """The weights of some layers in the dtype of the products; those of one input side by side."""
+
+    qkv: Tensor
+    """(n, 3C, C)."""
+    o: Tensor
+    """(n, C, C)."""
+    up: Tensor
+    """(n, F, C)."""
+    down: Tensor
+    """(n, C, F)."""
+    n1: Tensor | None
+    n2: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    @classmethod
+    def of(cls, w: LayerWeights, dtype: torch.dtype) -> "Matrices":
+        """Return copies of the weights, laid out for the products."""
+        qkv = torch.cat([w.wq, w.wk, w.wv], 1).to(dtype)
+        rest = (x.to(dtype) for x in (w.wo, w.up, w.down))
+        return cls(qkv, *rest, w.n1, w.n2, w.q_norm, w.k_norm)
+
+    def of_layers(self, first: int, end: int) -> "Matrices":
+        """Return the weights of layers `first` to `end`."""
+        return Matrices(*(None if w is None else w[first:end] for w in self))
+
+    @property
+    def kv(self) -> Tensor:
+        """(m, 2C, C)."""
+        return self.qkv[:, self.qkv.shape[2] :]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ of each layer: (m, ..., K) and (m, N, K) to (m, ..., N)."""
+    rows = x.flatten(1, -2)
+    return torch.bmm(rows, weight.mT).unflatten(1, x.shape[1:-1])
+
+
+def add_outer(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight of `product` to `total` (m, N, K), in its precision."""
+    rows_dy, rows_x = dy.flatten(1, -2), x.flatten(1, -2)
+    if total.dtype == dy.dtype:
+        total.baddbmm_(rows_dy.mT, rows_x)
+    elif total.is_cuda:
+        torch.baddbmm(total, rows_dy.mT, rows_x, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.bmm(rows_dy.mT, rows_x)
