@@ -7,11 +7,12 @@ import torch
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Later, past_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Later, past_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Stored, project, take_inputs
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, add_outer, product
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.room import Room
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, padded
 
 
 class Gradients(NamedTuple):
@@ -23,17 +24,6 @@ class Gradients(NamedTuple):
     """In float32 (float64 for float64)."""
     past: tuple[Tensor, Tensor] | None
     """Of k and v (n, B, P, C)."""
-
-
-class Persistent(NamedTuple):
-    """The persistent pairs of a tile, with what their gradients need."""
-
-    normed: Tensor
-    """(m, S, B, C): n1(z), or z itself."""
-    raw: Tensor
-    """(m, S, B, C): the keys before their norm."""
-    k: Tensor
-    v: Tensor
 
 
 def backward(
@@ -68,94 +58,87 @@ def backward(
     H, r = form.num_heads, form.residual_scale
     x, z, dz = (padded(t, Tp) for t in (x, z, dz))
 
+    room = Room.of(BackwardBuffers, x, weights, S, form, slopes)
     stored = Stored.of(*(past or (None, None, None)), tuple(z.shape), weights.o)
     for tile in tiling:
-        w = weights.of_layers(tile.first, tile.end)
-        pairs = persistent_pairs(tiling.view(z, tile), w, form, parts)
-        stored.put(pairs.k, pairs.v, tile, tiling)
+        buffers, w = room.of_layers(tile.first, tile.end)
+        buffers.z.copy_(tiling.view(z, tile))
+        persistent_pairs(buffers, w, form, parts)
+        stored.put(buffers.attending.k, buffers.attending.v, tile, tiling)
 
     q_all, do_all = (weights.o.new_zeros(n, B, Tp, C) for _ in range(2))
     lse_all, delta_all = (weights.o.new_zeros(n, B, Tp, H, dtype=acc) for _ in range(2))
     dx = weights.o.new_empty(x.shape, dtype=acc)
+    # Gradients of the inputs of each layer's last tile: of the outputs of the layer below.
     passed = weights.o.new_empty(n, S, B, C, dtype=acc)
-    """Gradients of the inputs of each layer's last tile: of the outputs of the layer below."""
     sums = Matrices(*(None if w is None else torch.zeros_like(w, dtype=acc) for w in weights))
     for tile in reversed(list(tiling)):
         first, end = tile.first, tile.end
-        w, sums_here = weights.of_layers(first, end), sums.of_layers(first, end)
+        buffers, w = room.of_layers(first, end)
+        at, keys = buffers.attending, stored.before(tile, S)
         # The tile's forward once more; all its keys are known, so nothing waits for anything.
-        inputs, outputs = take_inputs(x, z, tile, tiling), tiling.view(z, tile).contiguous()
-        projected = project(inputs, w, form, parts)
-        q, kt, vt = projected[2:]
-        pairs = persistent_pairs(outputs, w, form, parts)
-        keys = stored.before(tile, S)
-        o, lse = parts.attend_tile(q, kt, vt, pairs.k, pairs.v, keys, slopes, form)
-        h, hn = parts.add_normed(inputs, product(o, w.o), r, w.n2, form, acc, dtype)
-        u = product(hn, w.up)
+        take_inputs(x, z, tile, tiling, buffers.inputs)
+        buffers.z.copy_(tiling.view(z, tile))
+        normed, raw = project(buffers.inputs, w, form, parts, at)
+        pairs_normed = persistent_pairs(buffers, w, form, parts)
+        parts.attend_tile(at, keys, slopes, form)
+        mlp_normed = torch.empty_like(at.q)
+        parts.add_normed(buffers.inputs, product(at.o, w.o), r, w.n2, form, buffers.h, mlp_normed)
+        product(mlp_normed, w.up, buffers.u)
 
         # What comes from the layer above, and from later tokens.
-        above = torch.empty_like(h)
-        above[:-1] = passed[first + 1 : end]
+        buffers.above[:-1] = passed[first + 1 : end]
         if end == n:
             begin = (tile.step - n + 1) * S
-            above[-1] = dz[:, begin : begin + S].transpose(0, 1)
+            buffers.above[-1] = dz[:, begin : begin + S].transpose(0, 1)
         else:
-            above[-1] = passed[end]
-        later = Later(
-            *(t[first:end] for t in (q_all, do_all, lse_all, delta_all)),
-            (tile.step - first + 1) * S,
-        )
-        dk, dv = parts.pairs_bwd(pairs.k, pairs.v, later, slopes, form)
+            buffers.above[-1] = passed[end]
+        queries = (q_all, do_all, lse_all, delta_all)
+        later = Later(*(t[first:end] for t in queries), (tile.step - first + 1) * S)
+        parts.pairs_bwd(at.k, at.v, later, slopes, form, buffers.dk, buffers.dv)
         if dpairs is not None:
-            for total, given in zip((dk, dv), dpairs, strict=True):
-                total += stored.take(given, tile, tiling)
-        ran = run_tile_bwd(
-            above, dk, dv, q, pairs, o, lse, outputs, h, u, w, slopes, form, parts
-        )
+            buffers.dk.add_(stored.take(dpairs[0], tile, tiling))
+            buffers.dv.add_(stored.take(dpairs[1], tile, tiling))
+        room.run(run_tile_bwd, tile, parts)
 
         # Queries, temporary pairs and weights need no order.
-        dq, dkt, dvt = parts.attend_tile_bwd(
-            ran.do, ran.delta, q, kt, vt, pairs.k, pairs.v, lse, keys, slopes, form
-        )
-        for total, part in zip(
-            (q_all, do_all, lse_all, delta_all), (q, ran.do, lse, ran.delta), strict=True
-        ):
+        parts.head_products(buffers.do, at.o, buffers.delta)
+        dq, dkt, dvt = (torch.empty_like(at.q) for _ in range(3))
+        parts.attend_tile_bwd(at, buffers.do, buffers.delta, keys, slopes, form, dq, dkt, dvt)
+        for total, part in zip(queries, (at.q, buffers.do, at.lse, buffers.delta), strict=True):
             tiling.view(total, tile).copy_(part)
-        q_raw, k_raw, _ = projected.raw.chunk(3, -1)
-        draw = torch.cat(
-            [
-                parts.normed_bwd(dq, q_raw, w.q_norm, form, None, 1.0, dtype)[1],
-                parts.normed_bwd(dkt, k_raw, w.k_norm, form, None, 1.0, dtype)[1],
-                dvt.to(dtype),
-            ],
-            -1,
-        )
+        draw, (q_raw, k_raw, _) = torch.empty_like(raw), raw.chunk(3, -1)
+        dq_raw, dk_raw, dv_raw = draw.chunk(3, -1)
+        parts.normed_bwd(dq, q_raw, w.q_norm, form, None, 1.0, None, dq_raw)
+        parts.normed_bwd(dkt, k_raw, w.k_norm, form, None, 1.0, None, dk_raw)
+        dv_raw.copy_(dvt)
         dnormed = product(draw, w.qkv.mT)
-        dinputs, _ = parts.normed_bwd(dnormed, inputs, w.n1, form, ran.dh, 1.0, dtype)
-        passed[first:end] = dinputs
+        here = passed[first:end]
+        parts.normed_bwd(dnormed, buffers.inputs, w.n1, form, buffers.dh, 1.0, here, None)
         if first == 0:
             begin = tile.step * S
-            dx[:, begin : begin + S] = dinputs[0].transpose(0, 1)
-        add_outer(sums_here.qkv, draw, projected.normed)
-        add_outer(sums_here.kv, ran.dpair, pairs.normed)
-        add_outer(sums_here.o, ran.dh_scaled, o)
-        add_outer(sums_here.up, ran.du, hn)
-        add_outer(sums_here.down, ran.dz_scaled, parts.gelu(u))
-        if form.norm != "none":
-            for total, dy, rows in (
-                (sums_here.n1, dnormed, inputs),
-                (sums_here.n1, ran.dnormed, outputs if form.persistent_norm else None),
-                (sums_here.n2, ran.dhn, h),
-                (sums_here.q_norm, dq, q_raw),
-                (sums_here.k_norm, dkt, k_raw),
-                (sums_here.k_norm, ran.dk, pairs.raw),
-            ):
-                if rows is not None:
-                    total += parts.norm_weight_grad(dy, rows, form)
+            dx[:, begin : begin + S] = here[0].transpose(0, 1)
+
+        total = sums.of_layers(first, end)
+        parts.gelu(buffers.u, buffers.u)
+        add_outer(total.qkv, draw, normed)
+        add_outer(total.kv, buffers.dpair, pairs_normed)
+        add_outer(total.o, buffers.dh_scaled, at.o)
+        add_outer(total.up, buffers.du, mlp_normed)
+        add_outer(total.down, buffers.dz_scaled, buffers.u)
+        if form.norm == "none":
+            continue
+        parts.add_norm_weight_grad(dnormed, buffers.inputs, form, total.n1)
+        if form.persistent_norm:
+            parts.add_norm_weight_grad(buffers.dnormed, buffers.z, form, total.n1)
+        parts.add_norm_weight_grad(buffers.dhn, buffers.h, form, total.n2)
+        parts.add_norm_weight_grad(dq, q_raw, form, total.q_norm)
+        parts.add_norm_weight_grad(dkt, k_raw, form, total.k_norm)
+        parts.add_norm_weight_grad(buffers.dk, buffers.raw, form, total.k_norm)
 
     dpast = None
     if past is not None:
-        later = Later(q_all[:, :, :T], do_all[:, :, :T], lse_all[:, :, :T], delta_all[:, :, :T], 0)
+        later = Later(*(t[:, :, :T] for t in queries), 0)
         dpast = past_bwd(past, later, slopes, form)
         if dpairs is not None:
             seen = torch.arange(past[0].shape[2], device=x.device) < past[2][:, None]
@@ -164,109 +147,113 @@ def backward(
     return Gradients(dx[:, :T], sums, dpast)
 
 
-def persistent_pairs(outputs: Tensor, w: Matrices, form: Form, parts: ModuleType) -> Persistent:
-    """Make the persistent pairs of a tile's outputs (m, S, B, C)."""
-    if form.persistent_norm:
-        normed = parts.normed(outputs, w.n1, form, w.o.dtype)
-    else:
-        normed = outputs.to(w.o.dtype).contiguous()
-    kv = product(normed, w.kv)
-    return Persistent(normed, kv[..., : kv.shape[-1] // 2], *parts.split_pair(kv, w.k_norm, form))
+class BackwardBuffers(NamedTuple):
+    """What the steps of a tile read and write in reverse, (n, S, B, C) with n layers."""
 
-
-class Ran(NamedTuple):
-    """What the steps of a tile found, in reverse; all (m, S, B, C), `du` with F channels."""
-
-    do: Tensor
-    """Of the attention outputs."""
-    delta: Tensor
-    """(m, S, B, H) float32: do · o of each head."""
+    inputs: Tensor
+    attending: Attending
+    z: Tensor
+    raw: Tensor
+    """The persistent keys before their norm."""
+    h: Tensor
+    """The residual stream between attention and MLP, float32."""
+    u: Tensor
+    """(n, S, B, F), before the MLP's activation."""
+    above: Tensor
+    """Float32, the gradient of z that comes from above."""
     dk: Tensor
-    """Of the normalized persistent keys, float32."""
+    """Float32, of the persistent keys; at first what comes from the tokens after the tile."""
+    dv: Tensor
+    do: Tensor
+    """Written, as all that follow: of the attention outputs."""
+    delta: Tensor
+    """(n, S, B, H) float32: do · o of each head."""
     dpair: Tensor
-    """(m, S, B, 2C): of the products with Wk and Wv."""
+    """(n, S, B, 2C): of the products with Wk and Wv."""
     dnormed: Tensor
     """Of n1(z)."""
     dz_scaled: Tensor
-    """r dz, rounded."""
+    """r dz."""
     du: Tensor
     dhn: Tensor
     """Of n2(h)."""
     dh: Tensor
     """Float32."""
     dh_scaled: Tensor
-    """r dh, rounded."""
+    """r dh."""
+
+    @classmethod
+    def of(cls, x: Tensor, weights: Matrices, S: int, form: Form) -> "BackwardBuffers":
+        """Make buffers for inputs like x (B, T, C)."""
+        (B, _, C), n, F = x.shape, weights.o.shape[0], weights.up.shape[1]
+        acc = accumulation_dtype(weights.o.dtype)
+
+        def empty(channels: int = C, dtype: torch.dtype = weights.o.dtype) -> Tensor:
+            return x.new_empty(n, S, B, channels, dtype=dtype)
+
+        H = form.num_heads
+        return cls(
+            inputs=empty(dtype=x.dtype),
+            attending=Attending(*(empty() for _ in range(6)), empty(H, acc)),
+            z=empty(dtype=x.dtype),
+            raw=empty(),
+            h=empty(dtype=acc),
+            u=empty(F),
+            above=empty(dtype=acc),
+            dk=empty(dtype=acc),
+            dv=empty(dtype=acc),
+            do=empty(),
+            delta=empty(H, acc),
+            dpair=empty(2 * C),
+            dnormed=empty(),
+            dz_scaled=empty(),
+            du=empty(F),
+            dhn=empty(),
+            dh=empty(dtype=acc),
+            dh_scaled=empty(),
+        )
+
+    def of_layers(self, first: int, end: int) -> "BackwardBuffers":
+        """Return the buffers of layers `first` to `end`."""
+        chosen = slice(first, end)
+        attending = Attending(*(t[chosen] for t in self.attending))
+        rest = self._replace(attending=self.inputs)  # replaced below
+        return BackwardBuffers(*(t[chosen] for t in rest))._replace(attending=attending)
+
+
+def persistent_pairs(
+    buffers: BackwardBuffers, w: Matrices, form: Form, parts: ModuleType
+) -> Tensor:
+    """Write the persistent pairs of a tile's z, and the keys before their norm; return n1(z)."""
+    at = buffers.attending
+    normed = torch.empty_like(at.q)
+    parts.normed(buffers.z, w.n1, form.of_pairs(), normed)
+    kv = product(normed, w.kv)
+    parts.split_pair(kv, w.k_norm, form, at.k, at.v)
+    buffers.raw.copy_(kv[..., : kv.shape[-1] // 2])
+    return normed
 
 
 def run_tile_bwd(
-    above: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    q: Tensor,
-    pairs: Persistent,
-    o: Tensor,
-    lse: Tensor,
-    outputs: Tensor,
-    h: Tensor,
-    u: Tensor,
-    w: Matrices,
-    slopes: Tensor,
-    form: Form,
-    parts: ModuleType,
-) -> Ran:
-    """Run the steps of a tile backwards, one after another.
-
-    Args:
-        above: (m, S, B, C) float32, the gradient of the outputs that comes from above.
-        dk: likewise, of the persistent keys, from the tokens after the tile.
-        dv: likewise, of the persistent values.
-        q: queries.
-        pairs: persistent pairs.
-        o: attention outputs.
-        lse: (m, S, B, H).
-        outputs: z.
-        h: the residual stream between attention and MLP.
-        u: (m, S, B, F), before the MLP's activation.
-        w: the weights.
-        slopes: (H,) of ALiBi.
-        form: the options.
-        parts: `eager` or `triton`.
-    """
-    b, r, dtype = form.block_size, form.residual_scale, q.dtype
-    m, S, B, C = q.shape
-    ran = Ran(
-        do=torch.zeros_like(q),
-        delta=torch.zeros_like(lse),
-        dk=torch.empty_like(dk),
-        dpair=q.new_empty(m, S, B, 2 * C),
-        dnormed=torch.empty_like(q),
-        dz_scaled=torch.empty_like(q),
-        du=torch.empty_like(u),
-        dhn=torch.empty_like(q),
-        dh=torch.empty_like(above),
-        dh_scaled=torch.empty_like(q),
-    )
-    for step in reversed(range(S // b)):
+    buffers: BackwardBuffers, w: Matrices, slopes: Tensor, form: Form, parts: ModuleType
+) -> None:
+    """Run the steps of a tile backwards, one after another."""
+    t, r, b = buffers, form.residual_scale, form.block_size
+    dz = torch.empty_like(t.h[:, :b])
+    for step in reversed(range(t.z.shape[1] // b)):
         rows = slice(step * b, (step + 1) * b)
-        dk_here, dv_here = parts.pairs_step_bwd(
-            dk, dv, q, pairs.k, pairs.v, ran.do, ran.delta, lse, slopes, form, step
+        parts.pairs_step_bwd(
+            t.attending, t.do, t.delta, t.raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )
-        ran.dk[:, rows] = dk_here
-        ran.dpair[:, rows, :, :C] = parts.normed_bwd(
-            dk_here, pairs.raw[:, rows], w.k_norm, form, None, 1.0, dtype
-        )[1]
-        ran.dpair[:, rows, :, C:] = dv_here
-        dnormed = product(ran.dpair[:, rows], w.kv.mT)
-        plain = form if form.persistent_norm else form._replace(norm="none")
-        dz, dz_scaled = parts.normed_bwd(
-            dnormed, outputs[:, rows], w.n1, plain, above[:, rows], r, dtype
+        dn = product(t.dpair[:, rows], w.kv.mT, t.dnormed[:, rows])
+        plain = form.of_pairs()
+        parts.normed_bwd(
+            dn, t.z[:, rows], w.n1, plain, t.above[:, rows], r, dz, t.dz_scaled[:, rows]
         )
-        du = parts.gelu_bwd(u[:, rows], product(dz_scaled, w.down.mT))
-        dhn = product(du, w.up.mT)
-        dh, dh_scaled = parts.normed_bwd(dhn, h[:, rows], w.n2, form, dz, r, dtype)
-        do = product(dh_scaled, w.o.mT)
-        found = (do, parts.head_products(do, o[:, rows], form.num_heads))
-        ran.do[:, rows], ran.delta[:, rows] = found
-        ran.dnormed[:, rows], ran.dz_scaled[:, rows], ran.du[:, rows] = dnormed, dz_scaled, du
-        ran.dhn[:, rows], ran.dh[:, rows], ran.dh_scaled[:, rows] = dhn, dh, dh_scaled
-    return ran
+        dg = product(t.dz_scaled[:, rows], w.down.mT)
+        parts.gelu_bwd(t.u[:, rows], dg, t.du[:, rows])
+        dhn = product(t.du[:, rows], w.up.mT, t.dhn[:, rows])
+        parts.normed_bwd(
+            dhn, t.h[:, rows], w.n2, form, dz, r, t.dh[:, rows], t.dh_scaled[:, rows]
+        )
+        product(t.dh_scaled[:, rows], w.o.mT, t.do[:, rows])

@@ -33,163 +33,215 @@ class Keys(NamedTuple):
         return own[:, None].expand(m, B) + (0 if self.seen is None else self.seen)
 
 
-def normed(x: Tensor, weight: Tensor | None, form: Form, dtype: torch.dtype) -> Tensor:
+def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
     """Normalize rows (m, ..., C) by weights (m, C)."""
     if form.norm == "none":
-        return x.to(dtype, memory_format=torch.contiguous_format)
+        out.copy_(x)
+        return
     xhat, _ = _standardized(x, form)
-    return (xhat * _per_row(weight, x)).to(dtype)
+    out.copy_(xhat * _per_row(weight, x))
 
 
 def normed_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, form: Form, base: Tensor | None, scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return dx = base + the norm's input gradient, and scale * dx rounded to `dtype`."""
-    acc = accumulation_dtype(dtype)
-    dx = dy.to(acc)
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    form: Form,
+    base: Tensor | None,
+    scale: float,
+    dx: Tensor | None,
+    scaled: Tensor | None,
+) -> None:
+    """Write dx = base + the gradient of a norm's input, and `scaled` = scale * dx.
+
+    Args:
+        dy: (m, ..., C), the gradient of the norm's output.
+        x: likewise, its input.
+        weight: (m, C).
+        form: the options.
+        base: likewise, what is added; None for nothing.
+        scale: of `scaled`.
+        dx: written, if given.
+        scaled: written, if given.
+    """
+    found = dy.to(accumulation_dtype(dy.dtype))
     if form.norm != "none":
         xhat, rstd = _standardized(x, form)
-        g = dx * _per_row(weight, x)
-        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+        g = found * _per_row(weight, x)
+        found = g - xhat * (g * xhat).mean(-1, keepdim=True)
         if form.norm == "layer":
-            dx = dx - g.mean(-1, keepdim=True)
-        dx = dx * rstd
+            found = found - g.mean(-1, keepdim=True)
+        found = found * rstd
     if base is not None:
-        dx = base.to(acc) + dx
-    return dx, (scale * dx).to(dtype)
+        found = base + found
+    if dx is not None:
+        dx.copy_(found)
+    if scaled is not None:
+        scaled.copy_(scale * found)
 
 
-def norm_weight_grad(dy: Tensor, x: Tensor, form: Form) -> Tensor:
-    """Return the gradient (m, C) of a norm's weight, summed over all rows."""
+def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> None:
+    """Add the gradient of a norm's weight, summed over all rows, to `total` (m, C)."""
     xhat, _ = _standardized(x, form)
-    return (dy.to(xhat.dtype) * xhat).flatten(1, -2).sum(1)
+    total += (dy.to(xhat.dtype) * xhat).flatten(1, -2).sum(1)
 
 
 def add_normed(
-    x: Tensor, y: Tensor, scale: float, weight: Tensor | None, form: Form, keep: torch.dtype,
-    dtype: torch.dtype, is_normed: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return h = x + scale * y, rounded to `keep`, and h normalized (or not) in `dtype`."""
-    acc = accumulation_dtype(dtype)
-    h = (x.to(acc) + scale * y.to(acc)).to(keep)
-    return h, normed(h, weight, form, dtype) if is_normed else h.to(dtype)
+    x: Tensor, y: Tensor, scale: float, weight: Tensor | None, form: Form, h: Tensor, out: Tensor
+) -> None:
+    """Write h = x + scale * y, and h as it was rounded, normalized, into `out`."""
+    acc = accumulation_dtype(y.dtype)
+    h.copy_(x.to(acc) + scale * y.to(acc))
+    normed(h, weight, form, out)
 
 
-def split_pair(kv: Tensor, weight: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """Split Wk x and Wv x (m, ..., 2C) and normalize the keys."""
-    k, v = kv.chunk(2, -1)
-    return normed(k, weight, form, kv.dtype), v
+def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tensor) -> None:
+    """Split Wk n and Wv n (m, ..., 2C) into normalized keys and values (m, ..., C)."""
+    raw, values = kv.chunk(2, -1)
+    normed(raw, weight, form, k)
+    v.copy_(values)
 
 
-def gelu(u: Tensor) -> Tensor:
-    return F.gelu(u)
+def gelu(u: Tensor, out: Tensor) -> None:
+    """Write u Φ(u)."""
+    out.copy_(F.gelu(u))
 
 
-def gelu_bwd(u: Tensor, dg: Tensor) -> Tensor:
-    """Return du."""
+def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
+    """Write the gradient of u."""
     acc = accumulation_dtype(u.dtype)
     x = u.to(acc)
     density = torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
-    return (dg.to(acc) * (torch.special.ndtr(x) + x * density)).to(u.dtype)
+    out.copy_(dg.to(acc) * (torch.special.ndtr(x) + x * density))
 
 
-def attend_earlier(q: Tensor, keys: Keys, slopes: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write the sum of a * b (m, S, B, C) over each head, (m, S, B, H) in float32."""
+    H = out.shape[-1]
+    out.copy_((_heads(a, H) * _heads(b, H)).sum(-1))
+
+
+def attend_earlier(
+    q: Tensor, keys: Keys, slopes: Tensor, form: Form, o: Tensor, lse: Tensor
+) -> None:
     """Attend from a tile's queries (m, S, B, C) to all tokens before the tile.
 
-    Returns:
-        o (m, S, B, C), and the natural log-sum-exp (m, S, B, H) of the logits; both float32. With
-        nothing to see they are 0 and -inf.
+    Writes o (m, S, B, C) and the natural log-sum-exp (m, S, B, H) of the logits, both in float32.
+    With nothing to see they are 0 and -inf.
     """
     logits, v = _earlier_logits(q, keys, slopes, form)
-    lse = logits.logsumexp(-1)  # (m, B, H, S)
-    weights = torch.exp(logits - lse.nan_to_num(neginf=0.0)[..., None])
-    o = torch.einsum("mbhsl,mblhd->msbhd", weights, v)
-    return o.flatten(3), lse.permute(0, 3, 1, 2)
+    total = logits.logsumexp(-1)  # (m, B, H, S)
+    weights = torch.exp(logits - total.nan_to_num(neginf=0.0)[..., None])
+    o.copy_(torch.einsum("mbhsl,mblhd->msbhd", weights, v).flatten(3))
+    lse.copy_(total.permute(0, 3, 1, 2))
+
+
+class Attending(NamedTuple):
+    """What the attention of a tile's steps reads and writes, all (m, S, B, C)."""
+
+    q: Tensor
+    kt: Tensor
+    """Temporary keys; a token sees those of its own step up to itself."""
+    vt: Tensor
+    k: Tensor
+    """Persistent keys, written step by step."""
+    v: Tensor
+    o: Tensor
+    """Attention to the tokens before the tile, by `attend_earlier`."""
+    lse: Tensor
+    """(m, S, B, H), its log-sum-exp."""
 
 
 def attend_step(
-    q: Tensor, kt: Tensor, vt: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    slopes: Tensor, form: Form, step: int,
-) -> Tensor:
-    """Return the attention output of one step's tokens, (m, b, B, C).
+    tile: Attending,
+    kv: Tensor | None,
+    k_norm: Tensor | None,
+    slopes: Tensor,
+    form: Form,
+    step: int,
+    out: Tensor,
+) -> None:
+    """Write the attention output (m, b, B, C) of one step's tokens, [step b, (step + 1) b).
 
-    Args:
-        q: (m, S, B, C) queries of the tile; the step's are [step b, (step + 1) b).
-        kt: temporary keys; a token sees those of its own step up to itself.
-        vt: temporary values.
-        k: persistent keys; those before the step are there.
-        v: persistent values.
-        o: attention to all tokens before the tile, by `attend_earlier`.
-        lse: its log-sum-exp.
-        slopes: (H,) of ALiBi.
-        form: the options.
-        step: which step of the tile.
+    Before that, the persistent pairs of the step before are stored in the tile: they are the
+    products kv (m, b, B, 2C), whose keys are still to be normalized. None in the first step.
     """
-    b = form.block_size
-    begin, end = step * b, (step + 1) * b
-    rows = slice(begin, end)
-    return _merge(
-        q[:, rows],
-        torch.cat([k[:, :begin], kt[:, rows]], 1),
-        torch.cat([v[:, :begin], vt[:, rows]], 1),
-        o[:, rows],
-        lse[:, rows],
-        slopes,
-        form,
-        begin,
-    )[0].to(q.dtype)
-
-
-def attend_tile(
-    q: Tensor, kt: Tensor, vt: Tensor, k: Tensor, v: Tensor, keys: Keys, slopes: Tensor, form: Form
-) -> tuple[Tensor, Tensor]:
-    """Return the attention output of a whole tile in q's dtype, and its log-sum-exp (m, S, B, H).
-
-    The persistent pairs k and v (m, S, B, C) of the tile are all known: this is for the backward.
-    """
-    o, lse = attend_earlier(q, keys, slopes, form)
-    logits, values = _own_logits(q, kt, vt, k, v, slopes, form)
-    own = logits.logsumexp(-1).permute(0, 3, 1, 2)
-    total = torch.logaddexp(own, lse)
+    H, b = form.num_heads, form.block_size
+    begin, rows = step * b, slice(step * b, (step + 1) * b)
+    if kv is not None:
+        last = slice(begin - b, begin)
+        split_pair(kv, k_norm, form, tile.k[:, last], tile.v[:, last])
+    k = torch.cat([tile.k[:, :begin], tile.kt[:, rows]], 1)
+    v = torch.cat([tile.v[:, :begin], tile.vt[:, rows]], 1)
+    place = torch.arange(begin + b, device=k.device)
+    distance = place[begin:, None] - place
+    logits = _products(_heads(tile.q[:, rows], H), _heads(k, H)) - _bias(slopes, distance)
+    logits = logits.masked_fill(distance < 0, -torch.inf)
+    earlier = tile.lse[:, rows]
+    total = torch.logaddexp(logits.logsumexp(-1).permute(0, 3, 1, 2), earlier)
     weights = torch.exp(logits - total.permute(0, 2, 3, 1)[..., None])
-    out = torch.einsum("mbhst,mtbhd->msbhd", weights, values).flatten(3)
-    out = out + o * _by_head(torch.exp(lse - total), o)
-    return out.to(q.dtype), total
+    found = torch.einsum("mbhqk,mkbhd->mqbhd", weights, _heads(v, H)).flatten(3)
+    out.copy_(found + tile.o[:, rows] * _by_head(torch.exp(earlier - total), found))
+
+
+def attend_tile(tile: Attending, keys: Keys, slopes: Tensor, form: Form) -> None:
+    """Write the attention output of a whole tile and its log-sum-exp into `tile.o`, `tile.lse`.
+
+    The persistent pairs of the tile are all known: this is for the backward. `tile.o` has the dtype
+    of q here.
+    """
+    dtype = tile.lse.dtype
+    o, lse = tile.o.new_empty(tile.o.shape, dtype=dtype), torch.empty_like(tile.lse)
+    attend_earlier(tile.q, keys, slopes, form, o, lse)
+    logits, values = _own_logits(tile, slopes, form)
+    total = torch.logaddexp(logits.logsumexp(-1).permute(0, 3, 1, 2), lse)
+    weights = torch.exp(logits - total.permute(0, 2, 3, 1)[..., None])
+    own = torch.einsum("mbhst,mtbhd->msbhd", weights, values).flatten(3)
+    tile.o.copy_(own + o * _by_head(torch.exp(lse - total), o))
+    tile.lse.copy_(total)
 
 
 def attend_tile_bwd(
-    do: Tensor, delta: Tensor, q: Tensor, kt: Tensor, vt: Tensor, k: Tensor, v: Tensor,
-    lse: Tensor, keys: Keys, slopes: Tensor, form: Form,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dkt and dvt of a tile (m, S, B, C), in float32.
+    tile: Attending,
+    do: Tensor,
+    delta: Tensor,
+    keys: Keys,
+    slopes: Tensor,
+    form: Form,
+    dq: Tensor,
+    dkt: Tensor,
+    dvt: Tensor,
+) -> None:
+    """Write the gradients of a tile's queries and temporary pairs, (m, S, B, C).
 
     Args:
+        tile: as `attend_tile` left it.
         do: gradient of the attention outputs, (m, S, B, C).
         delta: (m, S, B, H), do · o of each head.
-        q: queries; kt, vt, k and v as in `attend_tile`.
-        lse: from `attend_tile`.
         keys: the tokens before the tile.
         slopes: (H,) of ALiBi.
         form: the options.
+        dq: written.
+        dkt: written.
+        dvt: written.
     """
-    H, S = form.num_heads, q.shape[1]
-    scale = (q.shape[-1] // H) ** -0.5
+    H, S = form.num_heads, do.shape[1]
+    scale = (do.shape[-1] // H) ** -0.5
     do_, delta_ = _heads(do, H), delta.permute(0, 2, 3, 1)[..., None]
-    logits, values = _earlier_logits(q, keys, slopes, form)
-    p = torch.exp(logits - lse.permute(0, 2, 3, 1)[..., None])
+    lse = tile.lse.permute(0, 2, 3, 1)[..., None]
+    logits, values = _earlier_logits(tile.q, keys, slopes, form)
+    p = torch.exp(logits - lse)
     ds = p * (torch.einsum("msbhd,mblhd->mbhsl", do_, values) - delta_) * scale
-    earlier = _by_slot(keys.k[:, :, : p.shape[-1]], H)
-    earlier = earlier.masked_fill((logits[:, :, 0, 0] == -torch.inf)[..., None, None], 0)
-    dq = torch.einsum("mbhsl,mblhd->msbhd", ds, earlier)
-    logits, values = _own_logits(q, kt, vt, k, v, slopes, form)
-    p = torch.exp(logits - lse.permute(0, 2, 3, 1)[..., None])
+    hidden = (logits[:, :, 0, 0] == -torch.inf)[..., None, None]
+    earlier = _heads(keys.k[:, :, : p.shape[-1]], H).masked_fill(hidden, 0)
+    found = torch.einsum("mbhsl,mblhd->msbhd", ds, earlier)
+    logits, values = _own_logits(tile, slopes, form)
+    p = torch.exp(logits - lse)
     ds = p * (torch.einsum("msbhd,mtbhd->mbhst", do_, values) - delta_) * scale
-    both = torch.cat([_heads(k, H), _heads(kt, H)], 1)
-    dq = dq + torch.einsum("mbhst,mtbhd->msbhd", ds, both)
-    dkt = torch.einsum("mbhst,msbhd->mtbhd", ds[..., S:], _heads(q, H))
-    dvt = torch.einsum("mbhst,msbhd->mtbhd", p[..., S:], do_)
-    return dq.flatten(3), dkt.flatten(3), dvt.flatten(3)
+    both = torch.cat([_heads(tile.k, H), _heads(tile.kt, H)], 1)
+    dq.copy_((found + torch.einsum("mbhst,mtbhd->msbhd", ds, both)).flatten(3))
+    dkt.copy_(torch.einsum("mbhst,msbhd->mtbhd", ds[..., S:], _heads(tile.q, H)).flatten(3))
+    dvt.copy_(torch.einsum("mbhst,msbhd->mtbhd", p[..., S:], do_).flatten(3))
 
 
 class Later(NamedTuple):
@@ -206,9 +258,9 @@ class Later(NamedTuple):
 
 
 def pairs_bwd(
-    k: Tensor, v: Tensor, later: Later, slopes: Tensor, form: Form
-) -> tuple[Tensor, Tensor]:
-    """Return what all later tokens add to dk and dv of a tile's persistent pairs, in float32.
+    k: Tensor, v: Tensor, later: Later, slopes: Tensor, form: Form, dk: Tensor, dv: Tensor
+) -> None:
+    """Write what the tokens after a tile give to dk and dv of its persistent pairs, in float32.
 
     Args:
         k: (m, S, B, C).
@@ -216,6 +268,8 @@ def pairs_bwd(
         later: the queries of all tokens.
         slopes: (H,) of ALiBi.
         form: the options.
+        dk: written, (m, S, B, C); 0 if no tokens come after the tile.
+        dv: likewise.
     """
     m, S, _, C = k.shape
     H, Tp = form.num_heads, later.q.shape[2]
@@ -229,10 +283,9 @@ def pairs_bwd(
     logits = torch.einsum("mbqhd,msbhd->mbhqs", q, _heads(k, H)) * (C // H) ** -0.5
     logits = logits - _bias(slopes, distance[:, None, None])
     p = torch.exp(logits - lse).masked_fill(hidden, 0)
-    dv = torch.einsum("mbhqs,mbqhd->msbhd", p, do)
     ds = p * (torch.einsum("mbqhd,msbhd->mbhqs", do, _heads(v, H)) - delta) * (C // H) ** -0.5
-    dk = torch.einsum("mbhqs,mbqhd->msbhd", ds, q)
-    return dk.flatten(3), dv.flatten(3)
+    dk.copy_(torch.einsum("mbhqs,mbqhd->msbhd", ds, q).flatten(3))
+    dv.copy_(torch.einsum("mbhqs,mbqhd->msbhd", p, do).flatten(3))
 
 
 def past_bwd(
@@ -265,35 +318,51 @@ def past_bwd(
 
 
 def pairs_step_bwd(
-    dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor,
-    lse: Tensor, slopes: Tensor, form: Form, step: int,
-) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of one step's persistent pairs, (m, b, B, C), in float32.
+    tile: Attending,
+    do: Tensor,
+    delta: Tensor,
+    raw: Tensor,
+    k_norm: Tensor | None,
+    slopes: Tensor,
+    form: Form,
+    step: int,
+    dk: Tensor,
+    dv: Tensor,
+    dpair: Tensor,
+) -> None:
+    """Finish the gradients of one step's persistent pairs, and go back through the keys' norm.
 
-    To dk and dv (m, S, B, C), by `pairs_bwd`, it adds what the tile's own later steps contribute;
-    their do and delta are known.
+    Args:
+        tile: as `attend_tile` left it.
+        do: (m, S, B, C), gradients of the attention outputs of the tile's later steps.
+        delta: (m, S, B, H), do · o of each head: known for the steps after the next one; that of
+            the next step is written.
+        raw: (m, S, B, C), the persistent keys before their norm.
+        k_norm: (m, C), its weight.
+        slopes: (H,) of ALiBi.
+        form: the options.
+        step: which step; its tokens are [step b, (step + 1) b).
+        dk: (m, S, B, C) float32, from the tokens after the tile; what the tile's later steps give
+            is added in the step's tokens.
+        dv: likewise.
+        dpair: written for the step's tokens, (m, S, B, 2C): the gradient of Wk n and Wv n.
     """
-    b, H = form.block_size, form.num_heads
-    rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, q.shape[1])
-    if after.start == after.stop:
-        return dk[:, rows], dv[:, rows]
-    q_, do_ = _heads(q[:, after], H), _heads(do[:, after], H)
-    k_, v_ = _heads(k[:, rows], H), _heads(v[:, rows], H)
-    lse_, delta_ = (x[:, after].permute(0, 2, 3, 1)[..., None] for x in (lse, delta))
-    place = torch.arange(q.shape[1], device=q.device)
-    distance = place[after, None] - place[rows]
-    p = torch.exp(_products(q_, k_) - _bias(slopes, distance) - lse_)
-    scale = (q.shape[-1] // H) ** -0.5
-    ds = p * (torch.einsum("mqbhd,msbhd->mbhqs", do_, v_) - delta_) * scale
-    return (
-        dk[:, rows] + torch.einsum("mbhqs,mqbhd->msbhd", ds, q_).flatten(3),
-        dv[:, rows] + torch.einsum("mbhqs,mqbhd->msbhd", p, do_).flatten(3),
-    )
-
-
-def head_products(a: Tensor, b: Tensor, num_heads: int) -> Tensor:
-    """Return the sum of a * b over each head, (m, S, B, C) to (m, S, B, H), in float32."""
-    return (_heads(a, num_heads) * _heads(b, num_heads)).sum(-1)
+    b, H, C, S = form.block_size, form.num_heads, do.shape[-1], do.shape[1]
+    rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, S)
+    if after.start < S:
+        new = slice(after.start, after.start + b)
+        head_products(do[:, new], tile.o[:, new], delta[:, new])
+        q_, do_ = _heads(tile.q[:, after], H), _heads(do[:, after], H)
+        k_, v_ = _heads(tile.k[:, rows], H), _heads(tile.v[:, rows], H)
+        lse, delta_ = (x[:, after].permute(0, 2, 3, 1)[..., None] for x in (tile.lse, delta))
+        place = torch.arange(S, device=do.device)
+        p = torch.exp(_products(q_, k_) - _bias(slopes, place[after, None] - place[rows]) - lse)
+        ds = p * (torch.einsum("mqbhd,msbhd->mbhqs", do_, v_) - delta_) * (C // H) ** -0.5
+        dk[:, rows] += torch.einsum("mbhqs,mqbhd->msbhd", ds, q_).flatten(3)
+        dv[:, rows] += torch.einsum("mbhqs,mqbhd->msbhd", p, do_).flatten(3)
+    here = dpair[:, rows]
+    normed_bwd(dk[:, rows], raw[:, rows], k_norm, form, None, 1.0, None, here[..., :C])
+    here[..., C:] = dv[:, rows]
 
 
 def _standardized(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -315,9 +384,6 @@ def _per_row(weight: Tensor | None, x: Tensor) -> Tensor:
 def _heads(x: Tensor, num_heads: int) -> Tensor:
     """Split the channels of (m, S, B, C) into heads, in float32 or float64."""
     return x.to(accumulation_dtype(x.dtype)).unflatten(-1, (num_heads, -1))
-
-
-_by_slot = _heads
 
 
 def _by_head(factor: Tensor, x: Tensor) -> Tensor:
@@ -353,35 +419,16 @@ def _earlier_logits(
     return logits.masked_fill(hidden[:, :, None, None], -torch.inf), v
 
 
-def _own_logits(
-    q: Tensor, kt: Tensor, vt: Tensor, k: Tensor, v: Tensor, slopes: Tensor, form: Form
-) -> tuple[Tensor, Tensor]:
-    """Return the logits (m, B, H, S, 2S) of a tile's own persistent and temporary pairs."""
-    H, S, b = form.num_heads, q.shape[1], form.block_size
-    place = torch.arange(S, device=q.device)
+def _own_logits(tile: Attending, slopes: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return the logits (m, B, H, S, 2S) of a tile's own persistent and temporary pairs, and v."""
+    H, S = form.num_heads, tile.q.shape[1]
+    place = torch.arange(S, device=tile.q.device)
     distance = place[:, None] - place
-    block = place // b
+    block = place // form.block_size
     persistent = block[:, None] > block
     temporary = (block[:, None] == block) & (distance >= 0)
-    visible = torch.cat([persistent, temporary], 1)
-    both = torch.cat([_heads(k, H), _heads(kt, H)], 1)
-    logits = _products(_heads(q, H), both) - _bias(slopes, torch.cat([distance, distance], 1))
-    values = torch.cat([_heads(v, H), _heads(vt, H)], 1)
-    return logits.masked_fill(~visible, -torch.inf), values
-
-
-def _merge(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, slopes: Tensor, form: Form, begin: int
-) -> tuple[Tensor, Tensor]:
-    """Attend from the tokens that start at `begin` of a tile to k, v; merge with o and lse."""
-    H = form.num_heads
-    place = torch.arange(k.shape[1], device=q.device)
-    distance = place[begin:, None] - place
-    logits = _products(_heads(q, H), _heads(k, H)) - _bias(slopes, distance)
-    logits = logits.masked_fill(distance < 0, -torch.inf)
-    own = logits.logsumexp(-1).permute(0, 3, 1, 2)
-    total = torch.logaddexp(own, lse)
-    weights = torch.exp(logits - total.permute(0, 2, 3, 1)[..., None])
-    values = _heads(v, H)
-    out = torch.einsum("mbhqk,mkbhd->mqbhd", weights, values).flatten(3)
-    return out + o * _by_head(torch.exp(lse - total), o), total
+    both = torch.cat([_heads(tile.k, H), _heads(tile.kt, H)], 1)
+    bias = _bias(slopes, torch.cat([distance, distance], 1))
+    logits = _products(_heads(tile.q, H), both) - bias
+    values = torch.cat([_heads(tile.v, H), _heads(tile.vt, H)], 1)
+    return logits.masked_fill(~torch.cat([persistent, temporary], 1), -torch.inf), values

@@ -50,3 +50,7 @@ class Form(NamedTuple):
     """Whether n1 is applied to z before the persistent pair; False is the paper's ablation."""
     block_size: int
     """b: tokens of one block attend to each other's temporary pairs; 1 is the paper's model."""
+
+    def of_pairs(self) -> "Form":
+        """Return the form for the norm before the persistent pair."""
+        return self if self.persistent_norm else self._replace(norm="none")

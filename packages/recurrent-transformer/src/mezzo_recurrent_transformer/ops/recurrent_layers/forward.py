@@ -4,11 +4,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Keys
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Keys
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, product
+from mezzo_recurrent_transformer.ops.recurrent_layers.room import Room
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, padded
 
 
@@ -74,6 +76,31 @@ class Stored(NamedTuple):
         return (self.seen[:, None] + place)[..., None].expand(-1, -1, self.k.shape[-1])
 
 
+class ForwardBuffers(NamedTuple):
+    """What the steps of a tile read and write, (n, S, B, C) with n layers."""
+
+    inputs: Tensor
+    attending: Attending
+    z: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, weights: Matrices, S: int, form: Form) -> "ForwardBuffers":
+        """Make buffers for inputs like x (B, T, C)."""
+        (B, _, C), n = x.shape, weights.o.shape[0]
+        acc = accumulation_dtype(weights.o.dtype)
+        inputs, z = (x.new_empty(n, S, B, C) for _ in range(2))
+        pairs = (weights.o.new_empty(n, S, B, C) for _ in range(5))
+        o = weights.o.new_empty(n, S, B, C, dtype=acc)
+        lse = weights.o.new_empty(n, S, B, form.num_heads, dtype=acc)
+        return cls(inputs, Attending(*pairs, o, lse), z)
+
+    def of_layers(self, first: int, end: int) -> "ForwardBuffers":
+        """Return the buffers of layers `first` to `end`."""
+        chosen = slice(first, end)
+        attending = Attending(*(t[chosen] for t in self.attending))
+        return ForwardBuffers(self.inputs[chosen], attending, self.z[chosen])
+
+
 def forward(
     x: Tensor,
     weights: Matrices,
@@ -100,74 +127,63 @@ def forward(
     shape = (n, B, tiling.padded, C)
     z = x.new_empty(shape)
     stored = Stored.of(*(past or (None, None, None)), shape, weights.o)
+    room = Room.of(ForwardBuffers, x, weights, tiling.S, form, slopes)
     for tile in tiling:
-        w = weights.of_layers(tile.first, tile.end)
-        inputs = take_inputs(x, z, tile, tiling)
-        q, kt, vt = project(inputs, w, form, parts)[2:]
-        o, lse = parts.attend_earlier(q, stored.before(tile, tiling.S), slopes, form)
-        outputs, k, v = run_tile(inputs, q, kt, vt, o, lse, w, slopes, form, parts)
-        tiling.view(z, tile).copy_(outputs)
-        stored.put(k, v, tile, tiling)
+        buffers, w = room.of_layers(tile.first, tile.end)
+        at = buffers.attending
+        take_inputs(x, z, tile, tiling, buffers.inputs)
+        project(buffers.inputs, w, form, parts, at)
+        parts.attend_earlier(at.q, stored.before(tile, tiling.S), room.slopes, form, at.o, at.lse)
+        room.run(run_tile, tile, parts)
+        tiling.view(z, tile).copy_(buffers.z)
+        stored.put(at.k, at.v, tile, tiling)
     return Forward(z, stored.k, stored.v)
 
 
-def take_inputs(x: Tensor, z: Tensor, tile: Tile, tiling: Tiling) -> Tensor:
-    """Return a tile's inputs (m, S, B, C): of x for the first layer, else of the layer below."""
+def take_inputs(x: Tensor, z: Tensor, tile: Tile, tiling: Tiling, out: Tensor) -> None:
+    """Write a tile's inputs (m, S, B, C): of x for the first layer, else of the layer below."""
     S, first = tiling.S, tile.first
-    inputs = x.new_empty(tile.end - first, S, *x.shape[::2])
     if first == 0:
-        inputs[0] = x[:, tile.step * S : (tile.step + 1) * S].transpose(0, 1)
+        out[0] = x[:, tile.step * S : (tile.step + 1) * S].transpose(0, 1)
         first = 1
     if first < tile.end:
-        below = tile._replace(first=first)
-        inputs[first - tile.first :] = tiling.view(z, below, -1)
-    return inputs
+        out[first - tile.first :] = tiling.view(z, tile._replace(first=first), -1)
 
 
-class Projected(NamedTuple):
-    """The projections of a tile's inputs."""
+def project(
+    inputs: Tensor, w: Matrices, form: Form, parts: ModuleType, out: Attending
+) -> tuple[Tensor, Tensor]:
+    """Write q, kt and vt of a tile's inputs (m, S, B, C).
 
-    normed: Tensor
-    """(m, S, B, C)."""
-    raw: Tensor
-    """(m, S, B, 3C): q, k and v before the norms of q and k."""
-    q: Tensor
-    kt: Tensor
-    vt: Tensor
-
-
-def project(inputs: Tensor, w: Matrices, form: Form, parts: ModuleType) -> Projected:
-    """Make queries and temporary pairs of a tile's inputs (m, S, B, C)."""
-    normed = parts.normed(inputs, w.n1, form, w.o.dtype)
+    Returns:
+        The normalized inputs; and q, k and v before the norms of q and k, (m, S, B, 3C).
+    """
+    normed = torch.empty_like(out.q)
+    parts.normed(inputs, w.n1, form, normed)
     raw = product(normed, w.qkv)
     q, k, v = raw.chunk(3, -1)
-    q, k = parts.normed(q, w.q_norm, form, q.dtype), parts.normed(k, w.k_norm, form, k.dtype)
-    return Projected(normed, raw, q, k, v.contiguous())
+    parts.normed(q, w.q_norm, form, out.q)
+    parts.normed(k, w.k_norm, form, out.kt)
+    out.vt.copy_(v)
+    return normed, raw
 
 
 def run_tile(
-    inputs: Tensor,
-    q: Tensor,
-    kt: Tensor,
-    vt: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    w: Matrices,
-    slopes: Tensor,
-    form: Form,
-    parts: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the steps of a tile one after another; return z, k and v (m, S, B, C)."""
-    z, k, v = torch.empty_like(inputs), torch.empty_like(q), torch.empty_like(q)
-    dtype, acc = q.dtype, o.dtype
-    r, b = form.residual_scale, form.block_size
+    buffers: ForwardBuffers, w: Matrices, slopes: Tensor, form: Form, parts: ModuleType
+) -> None:
+    """Run the steps of a tile one after another; write z and the persistent pairs."""
+    inputs, at, z = buffers
+    b, r = form.block_size, form.residual_scale
+    a, n = torch.empty_like(at.q[:, :b]), torch.empty_like(at.q[:, :b])
+    h = torch.empty_like(at.o[:, :b])
+    kv = None
     for step in range(inputs.shape[1] // b):
         rows = slice(step * b, (step + 1) * b)
-        a = parts.attend_step(q, kt, vt, k, v, o, lse, slopes, form, step)
-        h, n = parts.add_normed(inputs[:, rows], product(a, w.o), r, w.n2, form, acc, dtype)
-        mlp = product(parts.gelu(product(n, w.up)), w.down)
-        z[:, rows], n = parts.add_normed(
-            h, mlp, r, w.n1, form, inputs.dtype, dtype, form.persistent_norm
-        )
-        k[:, rows], v[:, rows] = parts.split_pair(product(n, w.kv), w.k_norm, form)
-    return z, k, v
+        parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
+        parts.add_normed(inputs[:, rows], product(a, w.o), r, w.n2, form, h, n)
+        u = product(n, w.up)
+        parts.gelu(u, u)
+        parts.add_normed(h, product(u, w.down), r, w.n1, form.of_pairs(), z[:, rows], n)
+        kv = product(n, w.kv)
+    assert kv is not None
+    parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])

@@ -52,10 +52,13 @@ class Matrices(NamedTuple):
         return self.qkv[:, self.qkv.shape[2] :]
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Return x Wᵀ of each layer: (m, ..., K) and (m, N, K) to (m, ..., N)."""
     rows = x.flatten(1, -2)
-    return torch.bmm(rows, weight.mT).unflatten(1, x.shape[1:-1])
+    if out is None:
+        return torch.bmm(rows, weight.mT).unflatten(1, x.shape[1:-1])
+    torch.bmm(rows, weight.mT, out=out.flatten(1, -2))
+    return out
 
 
 def add_outer(total: Tensor, dy: Tensor, x: Tensor) -> None:
