@@ -72,9 +72,7 @@ class AbstractLayer(AbstractBlock):
         super().__init__()
         check_size(type(config).__name__, "d_model", d_model)
         if d_model % config.head_dim:
-            raise ValueError(
-                f"head_dim must divide d_model, got {config.head_dim} and {d_model}"
-            )
+            raise ValueError(f"head_dim must divide d_model, got {config.head_dim} and {d_model}")
         self.d_model = d_model
         self.config = config
         self.num_heads = d_model // config.head_dim

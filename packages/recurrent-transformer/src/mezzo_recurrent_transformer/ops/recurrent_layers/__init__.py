@@ -2,7 +2,9 @@
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.api import Past as Past
 from mezzo_recurrent_transformer.ops.recurrent_layers.api import RecurrentOutput as RecurrentOutput
-from mezzo_recurrent_transformer.ops.recurrent_layers.api import recurrent_layers as recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers.api import (
+    recurrent_layers as recurrent_layers,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form as Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import LayerWeights as LayerWeights
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Norm as Norm

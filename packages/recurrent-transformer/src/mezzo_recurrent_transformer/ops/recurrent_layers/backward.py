@@ -11,7 +11,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, La
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Stored, project, take_inputs
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, add_outer, product
-from mezzo_recurrent_transformer.ops.recurrent_layers.room import Room
+from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, padded
 
 
@@ -58,7 +58,7 @@ def backward(
     H, r = form.num_heads, form.residual_scale
     x, z, dz = (padded(t, Tp) for t in (x, z, dz))
 
-    room = Room.of(BackwardBuffers, x, weights, S, form, slopes)
+    room = room_for(BackwardBuffers, x, weights, slopes, S, form)
     stored = Stored.of(*(past or (None, None, None)), tuple(z.shape), weights.o)
     for tile in tiling:
         buffers, w = room.of_layers(tile.first, tile.end)
@@ -253,7 +253,5 @@ def run_tile_bwd(
         dg = product(t.dz_scaled[:, rows], w.down.mT)
         parts.gelu_bwd(t.u[:, rows], dg, t.du[:, rows])
         dhn = product(t.du[:, rows], w.up.mT, t.dhn[:, rows])
-        parts.normed_bwd(
-            dhn, t.h[:, rows], w.n2, form, dz, r, t.dh[:, rows], t.dh_scaled[:, rows]
-        )
+        parts.normed_bwd(dhn, t.h[:, rows], w.n2, form, dz, r, t.dh[:, rows], t.dh_scaled[:, rows])
         product(t.dh_scaled[:, rows], w.o.mT, t.do[:, rows])

@@ -401,9 +401,7 @@ def _bias(slopes: Tensor, distance: Tensor) -> Tensor:
     return slopes[:, None, None] * distance.to(slopes.dtype)
 
 
-def _earlier_logits(
-    q: Tensor, keys: Keys, slopes: Tensor, form: Form
-) -> tuple[Tensor, Tensor]:
+def _earlier_logits(q: Tensor, keys: Keys, slopes: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """Return the logits (m, B, H, S, L) of the tokens before a tile, and their values."""
     H, S = form.num_heads, q.shape[1]
     before = keys.before(S)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Keys
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, product
-from mezzo_recurrent_transformer.ops.recurrent_layers.room import Room
+from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, padded
 
 
@@ -33,7 +33,11 @@ class Stored(NamedTuple):
 
     @classmethod
     def of(
-        cls, k: Tensor | None, v: Tensor | None, seen: Tensor | None, shape: tuple[int, ...],
+        cls,
+        k: Tensor | None,
+        v: Tensor | None,
+        seen: Tensor | None,
+        shape: tuple[int, ...],
         like: Tensor,
     ) -> "Stored":
         """Return room for (n, B, padded T, C) pairs after the past's (n, B, P, C)."""
@@ -52,10 +56,7 @@ class Stored(NamedTuple):
         given = padded(given, self.k.shape[2])
         slots = [self._slots(layer, tile, tiling.S) for layer in range(tile.first, tile.end)]
         return torch.stack(
-            [
-                given[tile.first + i].gather(1, slot).transpose(0, 1)
-                for i, slot in enumerate(slots)
-            ]
+            [given[tile.first + i].gather(1, slot).transpose(0, 1) for i, slot in enumerate(slots)]
         )
 
     def put(self, k: Tensor, v: Tensor, tile: Tile, tiling: Tiling) -> None:
@@ -127,7 +128,7 @@ def forward(
     shape = (n, B, tiling.padded, C)
     z = x.new_empty(shape)
     stored = Stored.of(*(past or (None, None, None)), shape, weights.o)
-    room = Room.of(ForwardBuffers, x, weights, tiling.S, form, slopes)
+    room = room_for(ForwardBuffers, x, weights, slopes, tiling.S, form)
     for tile in tiling:
         buffers, w = room.of_layers(tile.first, tile.end)
         at = buffers.attending

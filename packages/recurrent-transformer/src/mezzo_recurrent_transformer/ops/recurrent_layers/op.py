@@ -107,9 +107,7 @@ def _recurrent_layers_bwd(
     """Return dx, the gradients of the weights that there are, and those of k and v if there are."""
     call = Inputs.of(x, *arguments)
     acc = accumulation_dtype(call.weights.o.dtype)
-    sums = Matrices(
-        *(None if w is None else torch.zeros_like(w, dtype=acc) for w in call.weights)
-    )
+    sums = Matrices(*(None if w is None else torch.zeros_like(w, dtype=acc) for w in call.weights))
     dx, dpast = torch.zeros_like(x), None
     with torch.autocast(x.device.type, enabled=False):
         rest = (call.weights, call.slopes, call.past, call.form, parts_of(call.impl))

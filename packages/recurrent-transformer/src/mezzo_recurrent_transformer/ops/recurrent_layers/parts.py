@@ -38,7 +38,7 @@ class Matrices(NamedTuple):
     @classmethod
     def of(cls, w: LayerWeights, dtype: torch.dtype) -> "Matrices":
         """Return copies of the weights, laid out for the products."""
-        qkv = torch.cat([w.wq, w.wk, w.wv], 1).to(dtype)
+        qkv = torch.cat([x.to(dtype) for x in (w.wq, w.wk, w.wv)], 1)
         rest = (x.to(dtype) for x in (w.wo, w.up, w.down))
         return cls(qkv, *rest, w.n1, w.n2, w.q_norm, w.k_norm)
 

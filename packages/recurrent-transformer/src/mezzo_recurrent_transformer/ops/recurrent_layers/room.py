@@ -1,9 +1,17 @@
-"""Where the steps of a tile run: buffers, weights, and on a GPU CUDA graphs of the steps."""
+"""Where the steps of a tile run: buffers, weights, and on a GPU CUDA graphs of the steps.
 
+A tile has hundreds of small launches, for which the host would be too slow one by one. They depend
+neither on the length of the sequence nor on the place of the tile, so they are captured once and
+replayed for every tile. A graph reads and writes fixed memory: a room's buffers and its copy of the
+weights. Rooms are kept, by what they were made for.
+"""
+
+from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
@@ -11,27 +19,82 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile
 
 Buffers = Any
+Steps = Callable[[Any, Matrices, Tensor, Form, ModuleType], None]
+
+KEPT = 8
+"""Rooms that are kept, those used last."""
 
 
-class Room(NamedTuple):
+class Room:
     """Buffers for a tile of n layers, and the weights; a tile uses those of its layers."""
 
-    buffers: Buffers
-    weights: Matrices
-    slopes: Tensor
-    form: Form
-
-    @classmethod
-    def of(
-        cls, kind: Any, x: Tensor, weights: Matrices, S: int, form: Form, slopes: Tensor
-    ) -> "Room":
-        """Return a room of a kind of buffers, for inputs like x (B, T, C)."""
-        return cls(kind.of(x, weights, S, form), weights, slopes, form)
+    def __init__(self, buffers: Buffers, weights: Matrices, slopes: Tensor, form: Form) -> None:
+        self.buffers, self.weights, self.slopes, self.form = buffers, weights, slopes, form
 
     def of_layers(self, first: int, end: int) -> tuple[Buffers, Matrices]:
         """Return the buffers and the weights of layers `first` to `end`."""
         return self.buffers.of_layers(first, end), self.weights.of_layers(first, end)
 
-    def run(self, steps: Callable[..., None], tile: Tile, parts: ModuleType) -> None:
+    def run(self, steps: Steps, tile: Tile, parts: ModuleType) -> None:
         """Run all steps of a tile."""
         steps(*self.of_layers(tile.first, tile.end), self.slopes, self.form, parts)
+
+
+class KeptRoom(Room):
+    """A room with a CUDA graph for each range of layers."""
+
+    def __init__(self, buffers: Buffers, weights: Matrices, slopes: Tensor, form: Form) -> None:
+        copies = Matrices(*(None if w is None else torch.empty_like(w) for w in weights))
+        super().__init__(buffers, copies, torch.empty_like(slopes), form)
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.Stream()
+
+    def fill(self, weights: Matrices, slopes: Tensor) -> None:
+        """Copy the weights of a call."""
+        for own, given in zip((*self.weights, self.slopes), (*weights, slopes), strict=True):
+            if given is not None:
+                own.copy_(given)
+
+    def run(self, steps: Steps, tile: Tile, parts: ModuleType) -> None:
+        """Run all steps of a tile: at first as they are, then by a graph."""
+        layers = (tile.first, tile.end)
+        if layers in self.graphs:
+            self.graphs[layers].replay()
+            return
+        super().run(steps, tile, parts)  # compiles what must not be compiled while capturing
+        graph = torch.cuda.CUDAGraph()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            # Other threads, such as a loader's, may go on using the GPU.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                super().run(steps, tile, parts)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self.side)
+        self.graphs[layers] = graph
+
+
+_rooms: OrderedDict[Any, KeptRoom] = OrderedDict()
+
+
+def room_for(kind: Any, x: Tensor, weights: Matrices, slopes: Tensor, S: int, form: Form) -> Room:
+    """Return a room with a kind of buffers for inputs like x (B, T, C), in tiles of S tokens.
+
+    On a CPU, and where the caller captures a graph of its own, it is a new one.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return Room(kind.of(x, weights, S, form), weights, slopes, form)
+    stream = torch.cuda.current_stream(x.device)
+    shapes = (tuple((w.shape, w.dtype) for w in weights if w is not None), slopes.dtype)
+    key = (kind, x.shape[0], x.dtype, x.device, stream.cuda_stream, shapes, S, form)
+    room = _rooms.pop(key, None)
+    if room is None:
+        with torch.cuda.device(x.device):
+            room = KeptRoom(kind.of(x, weights, S, form), weights, slopes, form)
+    _rooms[key] = room
+    while len(_rooms) > KEPT:
+        _rooms.popitem(last=False)
+    room.fill(weights, slopes)
+    return room
