@@ -71,7 +71,7 @@ def backward(
     dx = weights.o.new_empty(x.shape, dtype=acc)
     # Gradients of the inputs of each layer's last tile: of the outputs of the layer below.
     passed = weights.o.new_empty(n, S, B, C, dtype=acc)
-    sums = Matrices(*(None if w is None else torch.zeros_like(w, dtype=acc) for w in weights))
+    sums = weights.map(lambda w: torch.zeros_like(w, dtype=acc))
     for tile in reversed(list(tiling)):
         first, end = tile.first, tile.end
         buffers, w = room.of_layers(first, end)

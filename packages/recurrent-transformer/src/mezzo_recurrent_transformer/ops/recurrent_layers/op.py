@@ -1,5 +1,6 @@
 """The registered op: its schema, its fake and its gradient."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,10 @@ from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers import packing
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward import backward
+from mezzo_recurrent_transformer.ops.recurrent_layers import graphs, packing
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Gradients, backward
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.forward import forward
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Forward, forward
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, parts_of
 
 _TENSORS = (
@@ -45,6 +46,44 @@ class Inputs(NamedTuple):
         past = None if k is None else (k.flatten(3), v.flatten(3), seen)
         return cls(x, weights, slopes, past, cu_seqlens, Form(*form), impl)
 
+    @property
+    def n(self) -> int:
+        """The number of layers."""
+        return self.weights.o.shape[0]
+
+    def forward(self, x: Tensor) -> Forward:
+        """Run the layers over x (B, T, C)."""
+        parts = parts_of(self.impl)
+        if self.past is not None:
+            return forward(x, self.weights, self.slopes, self.past, self.form, parts)
+
+        def call(tensors: Sequence[Any]) -> Forward:
+            x, slopes, *weights = tensors
+            return forward(x, Matrices(*weights), slopes, None, self.form, parts)
+
+        key, size = ("forward", self.form, self.impl), self.n * x.nbytes
+        return Forward(*graphs.run(call, (x, self.slopes, *self.weights), key, size))
+
+    def backward(
+        self, dz: Tensor, dpairs: tuple[Tensor, Tensor] | None, x: Tensor, z: Tensor
+    ) -> Gradients:
+        """Go back through the layers; arguments as `backward` has them."""
+        parts = parts_of(self.impl)
+        if self.past is not None:
+            rest = (self.weights, self.slopes, self.past, self.form, parts)
+            return backward(dz, dpairs, x, z, *rest)
+
+        def call(tensors: Sequence[Any]) -> list[Tensor]:
+            dz, x, z, slopes, *weights = tensors
+            found = backward(dz, None, x, z, Matrices(*weights), slopes, None, self.form, parts)
+            return [found.x, *(total for total in found.weights if total is not None)]
+
+        key, size = ("backward", self.form, self.impl), self.n * x.nbytes
+        tensors = (dz, x, z, self.slopes, *self.weights)
+        dx, *sums = graphs.run(call, tensors, key, size)
+        totals = iter(sums)
+        return Gradients(dx, self.weights.map(lambda w: next(totals)), None)
+
 
 @torch.library.custom_op(
     "mezzo_recurrent_transformer::recurrent_layers",
@@ -57,29 +96,30 @@ def _recurrent_layers(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
     z of all layers is for the backward, and empty if there is one layer. Without a past k and v are
     empty.
     """
-    call = Inputs.of(x, *arguments)
-    n, (B, T, C) = call.weights.o.shape[0], x.shape
-    none = call.weights.o.new_empty(0)
     with torch.autocast(x.device.type, enabled=False):
-        rest = (call.weights, call.slopes, call.past, call.form, parts_of(call.impl))
-        if T == 0 or B == 0:
-            past = call.past or (none, none)
-            k, v = (t.to(none.dtype, copy=True) for t in past[:2])
-            z = x.new_empty(n, B, T, C)
-        elif call.cu_seqlens is not None:
-            check_borders("recurrent_layers", call.cu_seqlens, T)
-            z, k, v = x.new_empty(n, B, T, C), none, torch.empty_like(none)
-            for index in packing.batches_of(call.cu_seqlens):
-                found = forward(packing.take(x, index), *rest)
-                packing.put(found.z[:, :, : index.shape[1]], index, z)
-        else:
-            z, k, v = forward(x, *rest)
-            z = z[:, :, :T].contiguous()
-            P = 0 if call.past is None else call.past[0].shape[2]
-            k, v = (t[:, :, : P + T].contiguous() for t in (k, v))
-    if call.past is None:
-        k, v = none, torch.empty_like(none)
+        return _run(Inputs.of(x, *arguments), x)
+
+
+def _run(call: Inputs, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, (B, T, C) = call.n, x.shape
+    k, v = (call.weights.o.new_empty(0) for _ in range(2))
+    if x.numel() == 0:
+        z = x.new_empty(n, B, T, C)
+        if call.past is not None:
+            k, v = (t.to(k.dtype, copy=True) for t in call.past[:2])
+    elif call.cu_seqlens is not None:
+        check_borders("recurrent_layers", call.cu_seqlens, T)
+        z = x.new_empty(n, B, T, C)
+        for index in packing.batches_of(call.cu_seqlens):
+            its = call.forward(packing.take(x, index)).z
+            packing.put(its[:, :, : index.shape[1]], index, z)
     else:
+        found = call.forward(x)
+        z = found.z[:, :, :T].contiguous()
+        if call.past is not None:
+            slots = call.past[0].shape[2] + T
+            k, v = (t[:, :, :slots].contiguous() for t in found[1:])
+    if call.past is not None:
         k, v = (t.unflatten(-1, (call.form.num_heads, -1)) for t in (k, v))
     # A result of its own, so that no gradient of all layers' outputs is made.
     return (z[0], x.new_empty(0), k, v) if n == 1 else (z[-1].clone(), z, k, v)
@@ -105,45 +145,41 @@ def _recurrent_layers_bwd(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Return dx, the gradients of the weights that there are, and those of k and v if there are."""
-    call = Inputs.of(x, *arguments)
-    acc = accumulation_dtype(call.weights.o.dtype)
-    sums = Matrices(*(None if w is None else torch.zeros_like(w, dtype=acc) for w in call.weights))
-    dx, dpast = torch.zeros_like(x), None
     with torch.autocast(x.device.type, enabled=False):
-        rest = (call.weights, call.slopes, call.past, call.form, parts_of(call.impl))
-        if x.numel() == 0:
-            pass
-        elif call.cu_seqlens is not None:
-            for index in packing.batches_of(call.cu_seqlens):
-                parts = (packing.take(t, index) for t in (dz, x, z))
-                dz_, x_, z_ = parts
-                found = backward(dz_, None, x_, z_, *rest)
-                packing.put(found.x, index, dx)
-                for total, part in zip(sums, found.weights, strict=True):
-                    if total is not None:
-                        total += part
-        else:
-            given = None
-            if dk is not None or dv is not None:
-                given = tuple(
-                    _given(t, call.past, x) if t is None else t.flatten(3) for t in (dk, dv)
-                )
-            found = backward(dz, given, x, z, *rest)
-            dx, sums, dpast = found.x.to(x.dtype), found.weights, found.past
-    weights = [
-        total.to(w.dtype) for total, w in zip(sums, call.weights, strict=True) if w is not None
-    ]
+        return _run_bwd(Inputs.of(x, *arguments), dz, dk, dv, z, x)
+
+
+def _run_bwd(
+    call: Inputs, dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor
+) -> list[Tensor]:
+    acc = accumulation_dtype(call.weights.o.dtype)
+    sums = call.weights.map(lambda w: torch.zeros_like(w, dtype=acc))
+    found = Gradients(torch.zeros_like(x), sums, None)
+    if x.numel() == 0:
+        pass
+    elif call.cu_seqlens is not None:
+        for index in packing.batches_of(call.cu_seqlens):
+            dz_, x_, z_ = (packing.take(t, index) for t in (dz, x, z))
+            its = call.backward(dz_, None, x_, z_)
+            packing.put(its.x, index, found.x)
+            for total, part in zip(sums, its.weights, strict=True):
+                if total is not None:
+                    total += part
+    else:
+        given = None
+        if call.past is not None and (dk is not None or dv is not None):
+            k = call.past[0]
+            like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[1], k.shape[3])
+            given = tuple(like if t is None else t.flatten(3) for t in (dk, dv))
+        found = call.backward(dz, given, x, z)
+    pairs = zip(found.weights, call.weights, strict=True)
+    weights = [total.to(w.dtype) for total, w in pairs if total is not None and w is not None]
     if call.past is None:
-        return [dx, *weights]
-    k, v = call.past[:2]
-    dpast = dpast or (torch.zeros_like(k), torch.zeros_like(v))
+        return [found.x.to(x.dtype), *weights]
+    dpast = found.past or tuple(torch.zeros_like(t) for t in call.past[:2])
     heads = (call.form.num_heads, -1)
-    return [dx, *weights, *(t.to(k.dtype).unflatten(-1, heads) for t in dpast)]
-
-
-def _given(t: None, past: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
-    n, B, P, C = past[0].shape
-    return past[0].new_zeros(n, B, P + x.shape[1], C)
+    past = [t.to(p.dtype).unflatten(-1, heads) for t, p in zip(dpast, call.past, strict=False)]
+    return [found.x.to(x.dtype), *weights, *past]
 
 
 @_recurrent_layers_bwd.register_fake

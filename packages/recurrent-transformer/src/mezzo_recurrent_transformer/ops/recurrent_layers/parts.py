@@ -1,7 +1,8 @@
 """The two sets of parts of the tiled algorithm: PyTorch's operations, or Triton kernels."""
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +40,17 @@ class Matrices(NamedTuple):
     def of(cls, w: LayerWeights, dtype: torch.dtype) -> "Matrices":
         """Return copies of the weights, laid out for the products."""
         qkv = torch.cat([x.to(dtype) for x in (w.wq, w.wk, w.wv)], 1)
-        rest = (x.to(dtype) for x in (w.wo, w.up, w.down))
-        return cls(qkv, *rest, w.n1, w.n2, w.q_norm, w.k_norm)
+        o, up, down = (x.to(dtype) for x in (w.wo, w.up, w.down))
+        return cls(qkv, o, up, down, w.n1, w.n2, w.q_norm, w.k_norm)
 
     def of_layers(self, first: int, end: int) -> "Matrices":
         """Return the weights of layers `first` to `end`."""
-        return Matrices(*(None if w is None else w[first:end] for w in self))
+        return self.map(lambda w: w[first:end])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Matrices":
+        """Return `change` of each weight that there is."""
+        found: Any = [None if w is None else change(w) for w in self]
+        return Matrices(*found)
 
     @property
     def kv(self) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.graphs import capture
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile
 
@@ -44,36 +45,24 @@ class KeptRoom(Room):
     """A room with a CUDA graph for each range of layers."""
 
     def __init__(self, buffers: Buffers, weights: Matrices, slopes: Tensor, form: Form) -> None:
-        copies = Matrices(*(None if w is None else torch.empty_like(w) for w in weights))
-        super().__init__(buffers, copies, torch.empty_like(slopes), form)
+        super().__init__(buffers, weights.map(torch.empty_like), torch.empty_like(slopes), form)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        self.side = torch.cuda.Stream()
 
     def fill(self, weights: Matrices, slopes: Tensor) -> None:
         """Copy the weights of a call."""
         for own, given in zip((*self.weights, self.slopes), (*weights, slopes), strict=True):
-            if given is not None:
+            if own is not None and given is not None:
                 own.copy_(given)
 
     def run(self, steps: Steps, tile: Tile, parts: ModuleType) -> None:
         """Run all steps of a tile: at first as they are, then by a graph."""
-        layers = (tile.first, tile.end)
+        layers, call = (tile.first, tile.end), (steps, tile, parts)
         if layers in self.graphs:
             self.graphs[layers].replay()
             return
-        super().run(steps, tile, parts)  # compiles what must not be compiled while capturing
-        graph = torch.cuda.CUDAGraph()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            # Other threads, such as a loader's, may go on using the GPU.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                super().run(steps, tile, parts)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self.side)
-        self.graphs[layers] = graph
+        super().run(*call)
+        self.graphs[layers], _ = capture(lambda: super(KeptRoom, self).run(*call), self.pool)
 
 
 _rooms: OrderedDict[Any, KeptRoom] = OrderedDict()
