@@ -1,0 +1,261 @@
+"""The Triton kernels of single rows against PyTorch: here in the interpreter, or on a GPU."""
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close
+from mezzo_recurrent_transformer.ops.recurrent_layers import eager
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
+NORMS = ["rms", "layer", "none"]
+NAN = float("nan")
+
+# (m, S, B, C), heads, layout in memory; widths that are no power of two, up to that of 22 heads.
+SHAPES = [
+    ((1, 1, 1, 16), 1, "whole"),
+    ((2, 3, 2, 48), 3, "steps"),
+    ((3, 2, 2, 128), 16, "beside"),
+    ((2, 4, 3, 64), 4, "batch first"),
+    ((1, 2, 1, 1408), 22, "beside"),
+]
+each_shape = pytest.mark.parametrize(("shape", "H", "layout"), SHAPES, ids=str)
+each_norm = pytest.mark.parametrize("norm", NORMS)
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [FLOAT, *(pytest.param(low, marks=pytest.mark.gpu) for low in (BFLOAT, HALF))],
+)
+
+
+def form_of(norm, H=1):
+    return Form(H, 0.5, norm, 1e-3, True, 1)
+
+
+def place(x, layout):
+    """Return x as a view of a larger memory, laid out as the algorithm's are; the rest is NaN."""
+    m, S, B, C = x.shape
+    if layout == "whole":
+        return x.clone()
+    if layout == "steps":  # some steps of a tile
+        view = x.new_full((m, S + 2, B, C), NAN)[:, 1 : 1 + S]
+    elif layout == "beside":  # one of three projections
+        view = x.new_full((m, S, B, 3 * C), NAN)[..., C : 2 * C]
+    else:  # a tile of (layers, B, T, C)
+        view = x.new_full((m, B, S + 5, C), NAN)[:, :, 2 : 2 + S].transpose(1, 2)
+    return view.copy_(x)
+
+
+def whole(x):
+    """Return the whole memory that x is a view of."""
+    return x.new_empty(0).set_(x.untyped_storage())
+
+
+class Draw:
+    """Random tensors; of one seed, in one dtype of the products."""
+
+    def __init__(self, dtype):
+        self.generator = torch.Generator().manual_seed(3)
+        self.dtype = dtype
+
+    def __call__(self, *shape, dtype=None):
+        drawn = torch.randn(shape, generator=self.generator).to(DEVICE)
+        return drawn.to(self.dtype if dtype is None else dtype)
+
+
+def check(name, inputs, outputs, layout, *, write_over=None):
+    """Compare a function of both modules, on tensors in memory that is NaN elsewhere.
+
+    Args:
+        name: of the function.
+        inputs: a function from tensors and outputs to all arguments, and the tensors.
+        outputs: an empty tensor for each output, by name.
+        layout: of all tensors of four axes.
+        write_over: the index of the tensor that is the only output, too.
+    """
+    arguments, tensors = inputs
+    dtype = tensors[0].dtype
+
+    def placed(x):
+        return place(x, layout) if x.ndim == 4 else x.clone()
+
+    def run(module, tensors, outputs):
+        if write_over is not None:
+            outputs = dict.fromkeys(outputs, tensors[write_over])
+        getattr(module, name)(*arguments(*tensors, **outputs))
+        return outputs
+
+    def blank(x, wide):
+        return torch.full_like(x, NAN, dtype=FLOAT if wide else x.dtype)
+
+    ours = {n: placed(blank(x, False)) for n, x in outputs.items()}
+    ours = run(rows, [placed(x) for x in tensors], ours)
+    ref = run(
+        eager,
+        [x.to(FLOAT, copy=True) for x in tensors],
+        {n: blank(x, True) for n, x in outputs.items()},
+    )
+    low = run(eager, [x.clone() for x in tensors], {n: blank(x, False) for n, x in outputs.items()})
+    for n, truth in ref.items():
+        yardstick = None if dtype == FLOAT else low[n]
+        assert_close(f"{name}: {n}", ours[n], truth, rtol=RTOL[dtype], low=yardstick)
+        numbers = (~whole(ours[n]).isnan()).sum().item()
+        assert numbers == truth.numel(), f"{name} wrote outside of {n}"
+
+
+@each_dtype
+@each_norm
+@each_shape
+def test_normed_equals_eager(shape, H, layout, norm, dtype):
+    draw, form = Draw(dtype), form_of(norm)
+    x, weight = draw(*shape), draw(shape[0], shape[-1], dtype=FLOAT)
+
+    def arguments(x, weight, out):
+        return x, None if norm == "none" else weight, form, out
+
+    check("normed", (arguments, [x, weight]), {"out": x}, layout)
+
+
+@each_dtype
+@each_norm
+@each_shape
+@pytest.mark.parametrize("form_of_call", ["in the steps", "of a layer's inputs", "of keys"])
+def test_normed_bwd_equals_eager(shape, H, layout, norm, dtype, form_of_call):
+    draw, form = Draw(dtype), form_of(norm)
+    dy, x, weight = draw(*shape), draw(*shape), draw(shape[0], shape[-1], dtype=FLOAT)
+    base = draw(*shape, dtype=FLOAT)
+
+    def arguments(dy, x, weight, base, dx=None, scaled=None):
+        return dy, x, weight, form, None if form_of_call == "of keys" else base, 0.3, dx, scaled
+
+    outputs = {
+        "in the steps": {"dx": base, "scaled": x},
+        "of a layer's inputs": {"dx": base},
+        "of keys": {"scaled": x},
+    }
+    check("normed_bwd", (arguments, [dy, x, weight, base]), outputs[form_of_call], layout)
+
+
+@each_norm
+def test_normed_bwd_is_the_gradient_of_normed(norm):
+    draw, form = Draw(FLOAT), form_of(norm)
+    x, dy, weight = draw(2, 2, 2, 48), draw(2, 2, 2, 48), draw(2, 48)
+    x.requires_grad_()
+    y = {
+        "rms": lambda: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps),
+        "layer": lambda: torch.nn.functional.layer_norm(x, (48,), eps=form.eps),
+        "none": lambda: x,
+    }[norm]()
+    truth = y if norm == "none" else y * weight[:, None, None]
+    truth.backward(dy)
+    out, dx = torch.empty_like(dy), torch.empty_like(dy)
+    rows.normed(x.detach(), weight, form, out)
+    rows.normed_bwd(dy, x.detach(), weight, form, None, 1.0, dx, None)
+    assert_close("out", out, truth.detach(), rtol=1e-5)
+    assert_close("dx", dx, x.grad, rtol=1e-5)
+
+
+@each_dtype
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [(shape, layout) for shape, _, layout in SHAPES]
+    + [((2, 40, 3, 1024), "steps"), ((2, 300, 1, 32), "beside")],
+    ids=str,
+)
+def test_add_norm_weight_grad_equals_eager(shape, layout, norm, dtype, monkeypatch):
+    monkeypatch.setattr(rows, "PROGRAMS", 8)  # so that a program has several tiles of rows
+    draw, form = Draw(dtype), form_of(norm)
+    dy, x = draw(*shape), draw(*shape)
+    total = draw(shape[0], shape[-1], dtype=FLOAT)
+
+    def arguments(dy, x, total, out):
+        return dy, x, form, total
+
+    check("add_norm_weight_grad", (arguments, [dy, x, total]), {"out": x}, layout, write_over=2)
+
+
+@each_dtype
+@each_norm
+@each_shape
+@pytest.mark.parametrize("wide", [True, False], ids=["h in float32", "h as x"])
+def test_add_normed_equals_eager(shape, H, layout, norm, dtype, wide):
+    draw, form = Draw(dtype), form_of(norm)
+    x, y, weight = draw(*shape), draw(*shape), draw(shape[0], shape[-1], dtype=FLOAT)
+
+    def arguments(x, y, weight, h, out):
+        return x, y, 0.3, None if norm == "none" else weight, form, h, out
+
+    outputs = {"h": x.float() if wide else x, "out": x}
+    check("add_normed", (arguments, [x, y, weight]), outputs, layout)
+
+
+@each_dtype
+@each_norm
+@each_shape
+def test_split_pair_equals_eager(shape, H, layout, norm, dtype):
+    draw, form = Draw(dtype), form_of(norm)
+    *rest, C = shape
+    kv, weight = draw(*rest, 2 * C), draw(shape[0], C, dtype=FLOAT)
+
+    def arguments(kv, weight, k, v):
+        return kv, weight, form, k, v
+
+    outputs = {"k": kv[..., :C].contiguous(), "v": kv[..., C:].contiguous()}
+    check("split_pair", (arguments, [kv, weight]), outputs, layout)
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("write_over", [None, 0], ids=["apart", "in place"])
+def test_gelu_equals_eager(shape, H, layout, dtype, write_over):
+    u = 3 * Draw(dtype)(*shape)
+    check("gelu", (lambda u, out: (u, out), [u]), {"out": u}, layout, write_over=write_over)
+
+
+@each_dtype
+@each_shape
+def test_gelu_bwd_equals_eager(shape, H, layout, dtype):
+    draw = Draw(dtype)
+    u, dg = 3 * draw(*shape), draw(*shape)
+    check("gelu_bwd", (lambda u, dg, out: (u, dg, out), [u, dg]), {"out": u}, layout)
+
+
+@each_dtype
+@each_shape
+def test_head_products_equal_eager(shape, H, layout, dtype):
+    draw = Draw(dtype)
+    a, b = draw(*shape), draw(*shape)
+    out = a.new_empty(*shape[:-1], H, dtype=FLOAT)
+    check("head_products", (lambda a, b, out: (a, b, out), [a, b]), {"out": out}, layout)
+
+
+@each_norm
+def test_a_nan_stays_in_its_row(norm):
+    draw, form = Draw(FLOAT), form_of(norm, H=3)
+    x, y, kv = draw(2, 3, 2, 48), draw(2, 3, 2, 48), draw(2, 3, 2, 96)
+    weight = draw(2, 48)
+
+    def run(x, y, kv):
+        C = [torch.empty_like(x) for _ in range(8)]
+        delta = x.new_empty(2, 3, 2, 3)
+        rows.normed(x, weight, form, C[0])
+        rows.normed_bwd(y, x, weight, form, y, 0.5, C[1], C[2])
+        rows.add_normed(x, y, 0.5, weight, form, C[3], C[4])
+        rows.split_pair(kv, weight, form, C[5], C[6])
+        rows.gelu_bwd(x, y, C[7])
+        rows.head_products(x, y, delta)
+        return [*C, delta]
+
+    def poisoned(x):
+        x = x.clone()
+        x[1, 2, 0, -1] = NAN
+        return x
+
+    healthy = torch.ones(2, 3, 2, dtype=torch.bool, device=DEVICE)
+    healthy[1, 2, 0] = False
+    clean, found = run(x, y, kv), run(poisoned(x), poisoned(y), poisoned(kv))
+    for expected, got in zip(clean, found, strict=True):
+        assert torch.equal(expected[healthy], got[healthy])
+        assert got[1, 2, 0].isnan().any() or got is found[5]  # the NaN of a pair is in its value
