@@ -1,5 +1,8 @@
 """The parts of the tiled algorithm as Triton kernels; `eager` has their definitions."""
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.earlier import (
+    attend_earlier as attend_earlier,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     add_norm_weight_grad as add_norm_weight_grad,
 )

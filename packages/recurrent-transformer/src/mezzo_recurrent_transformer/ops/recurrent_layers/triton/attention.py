@@ -1,0 +1,98 @@
+"""What the attention kernels share: settings of launches, and functions of kernels.
+
+A program has BM positions of one head in one row of one layer's tile. Logits are in base 2. All
+tensors are contiguous: those of a tile (m, S, B, H D), those of all tokens (m, B, tokens, H D).
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def launch(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid and the constants for a kernel with programs over a tile (m, S, B, C)."""
+    m, S, B, C = tile.shape
+    H = form.num_heads
+    low = tile.dtype != torch.float32
+    BM = min(max(triton.next_power_of_2(S), 16), 64 if low else 32)
+    settings = {
+        "H": H, "D": C // H, "BM": BM, "BN": 64 if low else 32,
+        "PRECISION": "tf32" if low else "ieee",
+        # With one warp for each 16 rows, no maximum or sum of a row is over two warps.
+        "num_warps": BM // 16, "num_stages": 2,
+    }  # fmt: skip
+    return (H * triton.cdiv(S, BM) * B * m,), settings
+
+
+def scales(tile: Tensor, form: Form) -> tuple[float, float]:
+    """Return the factor of the products of queries and keys, and the one for logits in base 2."""
+    scale = (tile.shape[-1] // form.num_heads) ** -0.5
+    return scale, scale * math.log2(math.e)
+
+
+@triton.jit
+def indices(B, S, H: tl.constexpr, BM: tl.constexpr):
+    """Return this program's layer, row, head and first position."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(S, BM)
+    i_b = pid // H // tiles
+    return (i_b // B).to(tl.int64), i_b % B, pid % H, pid // H % tiles * BM
+
+
+@triton.jit
+def tile_offsets(i_m, i_b, i_h, o_s, B, S, H: tl.constexpr, D: tl.constexpr):
+    """Return the offsets of positions in tensors of a tile, (B, S, H) and (B, S, H, D)."""
+    o_head = ((i_m * S + o_s) * B + i_b) * H + i_h
+    return o_head, o_head[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def add_keys(
+    b_acc, b_m, b_l, b_q, b_k, b_v, b_distance, m_seen, slope2, scale2, PRECISION: tl.constexpr
+):
+    """Add keys to an online softmax. Each query sees one of these keys or of those before."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+    b_s = tl.where(m_seen, b_s - slope2 * b_distance.to(tl.float32), float("-inf"))
+    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_p, b_shrink = tl.exp2(b_s - b_new[:, None]), tl.exp2(b_m - b_new)
+    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    b_acc = b_acc * b_shrink[:, None]
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_new, b_l
+
+
+@triton.jit
+def visible_slots(seen, first, i_m, i_b, S):
+    """Return the number of slots before a tile."""
+    visible = first - S * i_m
+    if seen is not None:
+        visible += tl.load(seen + i_b)
+    return visible.to(tl.int32)
+
+
+@triton.jit
+def add_earlier(
+    b_acc, b_m, b_l, b_q, k, v, o_s, visible, slope2, scale2,
+    H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the visible slots of one head of one row, whose first channels k and v point to."""
+    o_d = tl.arange(0, D)
+    for j in range(0, visible, BN):
+        o_j = j + tl.arange(0, BN)
+        m_j = o_j < visible
+        o_kv = o_j[:, None] * (H * D) + o_d[None, :]
+        b_k = tl.load(k + o_kv, mask=m_j[:, None], other=0.0)
+        b_v = tl.load(v + o_kv, mask=m_j[:, None], other=0.0)
+        b_acc, b_m, b_l = add_keys(
+            b_acc, b_m, b_l, b_q, b_k, b_v, visible + o_s[:, None] - o_j[None, :], m_j[None, :],
+            slope2, scale2, PRECISION,
+        )  # fmt: skip
+    return b_acc, b_m, b_l
