@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Later, past_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Stored, project, take_inputs
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Stored, project
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, add_outer, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, padded
 
 
 class Gradients(NamedTuple):
@@ -145,6 +145,16 @@ def backward(
             for total, given in zip(dpast, dpairs, strict=True):
                 total += given[:, :, : total.shape[2]].where(seen[..., None], 0)
     return Gradients(dx[:, :T], sums, dpast)
+
+
+def take_inputs(x: Tensor, z: Tensor, tile: Tile, tiling: Tiling, out: Tensor) -> None:
+    """Write a tile's inputs (m, S, B, C): of x for the first layer, else of the layer below."""
+    S, first = tiling.S, tile.first
+    if first == 0:
+        out[0] = x[:, tile.step * S : (tile.step + 1) * S].transpose(0, 1)
+        first = 1
+    if first < tile.end:
+        out[first - tile.first :] = tiling.view(z, tile._replace(first=first), -1)
 
 
 class BackwardBuffers(NamedTuple):

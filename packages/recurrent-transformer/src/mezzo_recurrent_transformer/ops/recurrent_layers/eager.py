@@ -102,6 +102,21 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     v.copy_(values)
 
 
+def split_qkv(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """Split Wq n, Wk n and Wv n (m, ..., 3C) into normalized queries and keys, and values."""
+    raw, rest = qkv.split([q.shape[-1], 2 * q.shape[-1]], -1)
+    normed(raw, q_norm, form, q)
+    split_pair(rest, k_norm, form, k, v)
+
+
 def gelu(u: Tensor, out: Tensor) -> None:
     """Write u Φ(u)."""
     out.copy_(F.gelu(u))

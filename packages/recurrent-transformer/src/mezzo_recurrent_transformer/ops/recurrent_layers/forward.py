@@ -80,26 +80,30 @@ class Stored(NamedTuple):
 class ForwardBuffers(NamedTuple):
     """What the steps of a tile read and write, (n, S, B, C) with n layers."""
 
-    inputs: Tensor
+    stream: Tensor
+    """(n + 1, S, B, C): layer l reads its inputs from l, and writes its outputs to l + 1.
+
+    There the layer above has just used up the inputs at the same place of the tile, and finds its
+    next ones.
+    """
     attending: Attending
-    z: Tensor
 
     @classmethod
     def of(cls, x: Tensor, weights: Matrices, S: int, form: Form) -> "ForwardBuffers":
         """Make buffers for inputs like x (B, T, C)."""
         (B, _, C), n = x.shape, weights.o.shape[0]
         acc = accumulation_dtype(weights.o.dtype)
-        inputs, z = (x.new_empty(n, S, B, C) for _ in range(2))
+        stream = x.new_empty(n + 1, S, B, C)
         pairs = (weights.o.new_empty(n, S, B, C) for _ in range(5))
         o = weights.o.new_empty(n, S, B, C, dtype=acc)
         lse = weights.o.new_empty(n, S, B, form.num_heads, dtype=acc)
-        return cls(inputs, Attending(*pairs, o, lse), z)
+        return cls(stream, Attending(*pairs, o, lse))
 
     def of_layers(self, first: int, end: int) -> "ForwardBuffers":
         """Return the buffers of layers `first` to `end`."""
         chosen = slice(first, end)
         attending = Attending(*(t[chosen] for t in self.attending))
-        return ForwardBuffers(self.inputs[chosen], attending, self.z[chosen])
+        return ForwardBuffers(self.stream[first : end + 1], attending)
 
 
 def forward(
@@ -132,23 +136,15 @@ def forward(
     for tile in tiling:
         buffers, w = room.of_layers(tile.first, tile.end)
         at = buffers.attending
-        take_inputs(x, z, tile, tiling, buffers.inputs)
-        project(buffers.inputs, w, form, parts, at)
+        if tile.first == 0:
+            begin = tile.step * tiling.S
+            buffers.stream[0] = x[:, begin : begin + tiling.S].transpose(0, 1)
+        project(buffers.stream[:-1], w, form, parts, at)
         parts.attend_earlier(at.q, stored.before(tile, tiling.S), room.slopes, form, at.o, at.lse)
         room.run(run_tile, tile, parts)
-        tiling.view(z, tile).copy_(buffers.z)
+        tiling.view(z, tile).copy_(buffers.stream[1:])
         stored.put(at.k, at.v, tile, tiling)
     return Forward(z, stored.k, stored.v)
-
-
-def take_inputs(x: Tensor, z: Tensor, tile: Tile, tiling: Tiling, out: Tensor) -> None:
-    """Write a tile's inputs (m, S, B, C): of x for the first layer, else of the layer below."""
-    S, first = tiling.S, tile.first
-    if first == 0:
-        out[0] = x[:, tile.step * S : (tile.step + 1) * S].transpose(0, 1)
-        first = 1
-    if first < tile.end:
-        out[first - tile.first :] = tiling.view(z, tile._replace(first=first), -1)
 
 
 def project(
@@ -162,10 +158,7 @@ def project(
     normed = torch.empty_like(out.q)
     parts.normed(inputs, w.n1, form, normed)
     raw = product(normed, w.qkv)
-    q, k, v = raw.chunk(3, -1)
-    parts.normed(q, w.q_norm, form, out.q)
-    parts.normed(k, w.k_norm, form, out.kt)
-    out.vt.copy_(v)
+    parts.split_qkv(raw, w.q_norm, w.k_norm, form, out.q, out.kt, out.vt)
     return normed, raw
 
 
@@ -173,18 +166,18 @@ def run_tile(
     buffers: ForwardBuffers, w: Matrices, slopes: Tensor, form: Form, parts: ModuleType
 ) -> None:
     """Run the steps of a tile one after another; write z and the persistent pairs."""
-    inputs, at, z = buffers
+    stream, at = buffers
     b, r = form.block_size, form.residual_scale
     a, n = torch.empty_like(at.q[:, :b]), torch.empty_like(at.q[:, :b])
     h = torch.empty_like(at.o[:, :b])
     kv = None
-    for step in range(inputs.shape[1] // b):
+    for step in range(stream.shape[1] // b):
         rows = slice(step * b, (step + 1) * b)
         parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
-        parts.add_normed(inputs[:, rows], product(a, w.o), r, w.n2, form, h, n)
+        parts.add_normed(stream[:-1, rows], product(a, w.o), r, w.n2, form, h, n)
         u = product(n, w.up)
         parts.gelu(u, u)
-        parts.add_normed(h, product(u, w.down), r, w.n1, form.of_pairs(), z[:, rows], n)
+        parts.add_normed(h, product(u, w.down), r, w.n1, form.of_pairs(), stream[1:, rows], n)
         kv = product(n, w.kv)
     assert kv is not None
     parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])

@@ -245,6 +245,21 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     )  # fmt: skip
 
 
+def split_qkv(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """Split Wq n, Wk n and Wv n (m, S, B, 3C) into normalized queries and keys, and values."""
+    C = q.shape[3]
+    normed(qkv[..., :C], q_norm, form, q)
+    split_pair(qkv[..., C:], k_norm, form, k, v)
+
+
 @triton.jit(do_not_specialize=["B"])
 def gelu_kernel(
     u, out, B, stride_um, stride_us, stride_ub, stride_om, stride_os, stride_ob,

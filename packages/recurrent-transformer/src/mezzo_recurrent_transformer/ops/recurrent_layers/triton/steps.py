@@ -24,80 +24,45 @@ def attend_step(
         return
     m, S, B, C = tile.q.shape
     H = form.num_heads
-    heads = 4 if H % 4 == 0 else 2 if H % 2 == 0 else 1
-    attend_step_kernel[(H // heads, B, m)](
-        tile.q,
-        tile.kt,
-        tile.vt,
-        tile.k,
-        tile.v,
-        tile.o,
-        tile.lse,
-        tile.q if kv is None else kv,
-        tile.q if k_norm is None else k_norm,
-        slopes,
-        out,
-        step,
-        B,
-        form.eps,
-        (C // H) ** -0.5,
-        S=S,
-        C=C,
-        D=C // H,
-        HB=heads,
-        BS=max(triton.next_power_of_2(S), 2),
-        BC=triton.next_power_of_2(C),
-        NORM=form.norm,
-        HAS_KV=kv is not None,
-        num_warps=heads,
-    )
+    attend_step_kernel[(B * H, m)](
+        tile.q, tile.kt, tile.vt, tile.k, tile.v, tile.o, tile.lse, kv, k_norm, slopes, out,
+        step, B, form.eps, (C // H) ** -0.5,
+        S=S, C=C, D=C // H, BS=max(triton.next_power_of_2(S), 2), BC=triton.next_power_of_2(C),
+        NORM=form.norm, num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["step", "B"])
 def attend_step_kernel(
-    p_q,
-    p_kt,
-    p_vt,
-    p_k,
-    p_v,
-    p_o,
-    p_lse,
-    p_kv,
-    p_norm,
-    p_slopes,
-    p_out,
-    step,
-    B,
-    eps,
-    scale,
-    S: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    HB: tl.constexpr,
-    BS: tl.constexpr,
-    BC: tl.constexpr,
+    q, kt, vt, k, v, o, lse, kv, k_norm, slopes, out, step, B, eps, scale,
+    S: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
     NORM: tl.constexpr,
-    HAS_KV: tl.constexpr,
-):
-    i_h, i_b, i_m = tl.program_id(0) * HB, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o_h = i_h + tl.arange(0, HB)
-    o_c = o_h[:, None] * D + tl.arange(0, D)[None, :]  # the channels of these heads
+):  # fmt: skip
+    """Attend from one token and head, in one warp: no sum leaves it."""
+    H: tl.constexpr = C // D
+    i_b, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_m = tl.program_id(1).to(tl.int64)
+    o_c = i_h * D + tl.arange(0, D)  # the channels of the head
     row = ((i_m * S + step) * B + i_b) * C
-    b_q = tl.load(p_q + row + o_c).to(tl.float32) * scale
-    b_slope = tl.load(p_slopes + o_h).to(tl.float32)
+    b_q = tl.load(q + row + o_c).to(tl.float32) * scale
+    slope = tl.load(slopes + i_h).to(tl.float32)
 
     # The token itself, by its temporary pair, and what comes before the tile.
-    b_kt = tl.load(p_kt + row + o_c).to(tl.float32)
-    b_vt = tl.load(p_vt + row + o_c).to(tl.float32)
-    b_own = tl.sum(b_q * b_kt, 1)
-    b_lse = tl.load(p_lse + ((i_m * S + step) * B + i_b) * (C // D) + o_h)
-    b_o = tl.load(p_o + row + o_c)
-    b_max = tl.maximum(b_own, b_lse)
+    b_vt = tl.load(vt + row + o_c).to(tl.float32)
+    own = tl.sum(b_q * tl.load(kt + row + o_c).to(tl.float32), 0)
+    earlier = tl.load(lse + ((i_m * S + step) * B + i_b) * H + i_h)
+    b_o = tl.load(o + row + o_c)
+    top = tl.maximum(own, earlier)
 
-    if HAS_KV:
-        # The pair of the token before is normalized here, and kept for later steps.
-        p_pair = p_kv + (i_m * B + i_b) * 2 * C
-        before = row - B * C
+    if kv is not None:
+        # The earlier tokens of the tile, but for the last.
+        o_s = tl.arange(0, BS)
+        m_s = (o_s < step - 1)[:, None]
+        o_tile = (i_m * S + o_s)[:, None] * B * C + i_b * C + o_c[None, :]
+        b_ks = tl.load(k + o_tile, mask=m_s, other=0.0).to(tl.float32)
+        b_vs = tl.load(v + o_tile, mask=m_s, other=0.0).to(tl.float32)
+        # The last one's pair is normalized here, and kept for later steps.
+        p_pair = kv + (i_m * B + i_b) * 2 * C
         b_k = tl.load(p_pair + o_c).to(tl.float32)
         if NORM != "none":
             o_row = tl.arange(0, BC)
@@ -107,37 +72,27 @@ def attend_step_kernel(
                 b_row = tl.where(o_row < C, b_row - mean, 0.0)
                 b_k = b_k - mean
             rstd = tl.rsqrt(tl.sum(b_row * b_row, 0) / C + eps)
-            b_k = b_k * rstd * tl.load(p_norm + i_m * C + o_c).to(tl.float32)
+            b_k = b_k * rstd * tl.load(k_norm + i_m * C + o_c).to(tl.float32)
+        b_k = b_k.to(k.dtype.element_ty)
         b_v = tl.load(p_pair + C + o_c)
-        tl.store(p_k + before + o_c, b_k.to(p_k.dtype.element_ty))
-        tl.store(p_v + before + o_c, b_v)
-        b_k = b_k.to(p_k.dtype.element_ty).to(tl.float32)
-        b_last = tl.sum(b_q * b_k, 1) - b_slope
-        b_max = tl.maximum(b_max, b_last)
-
-        # The earlier tokens of the tile.
-        o_s = tl.arange(0, BS)
-        m_s = o_s < step - 1
-        o_tile = (i_m * S + o_s)[:, None, None] * B * C + i_b * C + o_c[None, :, :]
-        b_ks = tl.load(p_k + o_tile, mask=m_s[:, None, None], other=0.0).to(tl.float32)
-        b_vs = tl.load(p_v + o_tile, mask=m_s[:, None, None], other=0.0).to(tl.float32)
-        b_s = tl.sum(b_q[None, :, :] * b_ks, 2) - b_slope[None, :] * (step - o_s)[:, None]
-        b_s = tl.where(m_s[:, None], b_s, float("-inf"))
-        b_max = tl.maximum(b_max, tl.max(b_s, 0))
-        b_p = tl.exp(b_s - b_max[None, :])
-        b_w = tl.exp(b_last - b_max)
-        b_sum = tl.sum(b_p, 0) + b_w
-        b_out = tl.sum(b_p[:, :, None] * b_vs, 0) + b_w[:, None] * b_v.to(tl.float32)
+        tl.store(k + row - B * C + o_c, b_k)
+        tl.store(v + row - B * C + o_c, b_v)
+        last = tl.sum(b_q * b_k.to(tl.float32), 0) - slope
+        b_s = tl.sum(b_q[None, :] * b_ks, 1) - slope * (step - o_s)
+        b_s = tl.where(o_s < step - 1, b_s, float("-inf"))
+        top = tl.maximum(tl.maximum(top, last), tl.max(b_s, 0))
+        b_p = tl.exp(b_s - top)
+        weight = tl.exp(last - top)
+        total = tl.sum(b_p, 0) + weight
+        b_out = tl.sum(b_p[:, None] * b_vs, 0) + weight * b_v.to(tl.float32)
     else:
-        b_sum = tl.zeros([HB], tl.float32)
-        b_out = tl.zeros([HB, D], tl.float32)
+        total = 0.0
+        b_out = tl.zeros([D], tl.float32)
 
-    b_w = tl.exp(b_own - b_max)
-    b_e = tl.exp(b_lse - b_max)
-    b_sum += b_w + b_e
-    b_out += b_w[:, None] * b_vt + b_e[:, None] * b_o
-    b_out = b_out / b_sum[:, None]
-    tl.store(p_out + (i_m * B + i_b) * C + o_c, b_out.to(p_out.dtype.element_ty))
+    weight, before = tl.exp(own - top), tl.exp(earlier - top)
+    total += weight + before
+    b_out = (b_out + weight * b_vt + before * b_o) / total
+    tl.store(out + (i_m * B + i_b) * C + o_c, b_out.to(out.dtype.element_ty))
 
 
 def pairs_step_bwd(
@@ -161,59 +116,20 @@ def pairs_step_bwd(
     H = form.num_heads
     heads = triton.next_power_of_2(H)
     pairs_step_bwd_kernel[(B, m)](
-        tile.q,
-        tile.k,
-        tile.v,
-        tile.o,
-        tile.lse,
-        do,
-        delta,
-        raw,
-        raw if k_norm is None else k_norm,
-        slopes,
-        dk,
-        dv,
-        dpair,
-        step,
-        B,
-        form.eps,
-        (C // H) ** -0.5,
-        S=S,
-        H=H,
-        D=C // H,
-        HP=heads,
-        NORM=form.norm,
-        ROWS=4,
+        tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
+        step, B, form.eps, (C // H) ** -0.5,
+        S=S, H=H, D=C // H, HP=heads, NORM=form.norm, ROWS=4,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["step", "B"])
 def pairs_step_bwd_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_o,
-    p_lse,
-    p_do,
-    p_delta,
-    p_raw,
-    p_norm,
-    p_slopes,
-    p_dk,
-    p_dv,
-    p_dpair,
-    step,
-    B,
-    eps,
-    scale,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HP: tl.constexpr,
-    NORM: tl.constexpr,
+    q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair, step, B, eps, scale,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
+    """Go back through one token's persistent pair, all heads, and through the keys' norm."""
     i_b, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     C = H * D
     o_h = tl.arange(0, HP)
@@ -221,22 +137,22 @@ def pairs_step_bwd_kernel(
     o_c = o_h[:, None] * D + tl.arange(0, D)[None, :]
     m_c = m_h[:, None]
     row = ((i_m * S + step) * B + i_b) * C
-    b_k = tl.load(p_k + row + o_c, mask=m_c, other=0.0).to(tl.float32)
-    b_v = tl.load(p_v + row + o_c, mask=m_c, other=0.0).to(tl.float32)
-    b_dk = tl.load(p_dk + row + o_c, mask=m_c, other=0.0)
-    b_dv = tl.load(p_dv + row + o_c, mask=m_c, other=0.0)
-    b_slope = tl.load(p_slopes + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_k = tl.load(k + row + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_v = tl.load(v + row + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_dk = tl.load(dk + row + o_c, mask=m_c, other=0.0)
+    b_dv = tl.load(dv + row + o_c, mask=m_c, other=0.0)
+    b_slope = tl.load(slopes + o_h, mask=m_h, other=0.0).to(tl.float32)
 
     if step + 1 < S:
         # The next token, whose gradient has just been found.
         after = row + B * C
         stats = ((i_m * S + step + 1) * B + i_b) * H + o_h
-        b_q = tl.load(p_q + after + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_do = tl.load(p_do + after + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_o = tl.load(p_o + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_q = tl.load(q + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_do = tl.load(do + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_o = tl.load(o + after + o_c, mask=m_c, other=0.0).to(tl.float32)
         b_delta = tl.sum(b_do * b_o, 1)
-        tl.store(p_delta + stats, b_delta, mask=m_h)
-        b_lse = tl.load(p_lse + stats, mask=m_h, other=0.0)
+        tl.store(delta + stats, b_delta, mask=m_h)
+        b_lse = tl.load(lse + stats, mask=m_h, other=0.0)
         b_p = tl.exp(tl.sum(b_q * b_k, 1) * scale - b_slope - b_lse)
         b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
         b_dv += b_p[:, None] * b_do
@@ -249,32 +165,32 @@ def pairs_step_bwd_kernel(
             o_tile = o_row[:, None, None] * C + o_c[None, :, :]
             o_stats = o_row[:, None] * H + o_h[None, :]
             m_tile = m_s[:, :, None]
-            b_qs = tl.load(p_q + o_tile, mask=m_tile, other=0.0).to(tl.float32)
-            b_dos = tl.load(p_do + o_tile, mask=m_tile, other=0.0).to(tl.float32)
-            b_lses = tl.load(p_lse + o_stats, mask=m_s, other=0.0)
-            b_deltas = tl.load(p_delta + o_stats, mask=m_s, other=0.0)
+            b_qs = tl.load(q + o_tile, mask=m_tile, other=0.0).to(tl.float32)
+            b_dos = tl.load(do + o_tile, mask=m_tile, other=0.0).to(tl.float32)
+            b_lses = tl.load(lse + o_stats, mask=m_s, other=0.0)
+            b_deltas = tl.load(delta + o_stats, mask=m_s, other=0.0)
             b_s = tl.sum(b_qs * b_k[None, :, :], 2) * scale
             b_s -= b_slope[None, :] * (o_s - step)[:, None]
             b_ps = tl.where(m_s, tl.exp(b_s - b_lses), 0.0)
             b_dss = b_ps * (tl.sum(b_dos * b_v[None, :, :], 2) - b_deltas) * scale
             b_dv += tl.sum(b_ps[:, :, None] * b_dos, 0)
             b_dk += tl.sum(b_dss[:, :, None] * b_qs, 0)
-        tl.store(p_dk + row + o_c, b_dk, mask=m_c)
-        tl.store(p_dv + row + o_c, b_dv, mask=m_c)
+        tl.store(dk + row + o_c, b_dk, mask=m_c)
+        tl.store(dv + row + o_c, b_dv, mask=m_c)
 
     if NORM != "none":
-        b_x = tl.load(p_raw + row + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_x = tl.load(raw + row + o_c, mask=m_c, other=0.0).to(tl.float32)
         if NORM == "layer":
             b_x = tl.where(m_c, b_x - tl.sum(tl.sum(b_x, 1), 0) / C, 0.0)
         rstd = tl.rsqrt(tl.sum(tl.sum(b_x * b_x, 1), 0) / C + eps)
         b_x = b_x * rstd
-        b_dk = b_dk * tl.load(p_norm + i_m * C + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_dk = b_dk * tl.load(k_norm + i_m * C + o_c, mask=m_c, other=0.0).to(tl.float32)
         dot = tl.sum(tl.sum(b_dk * b_x, 1), 0) / C
         mean = tl.sum(tl.sum(b_dk, 1), 0) / C
         b_dk = b_dk - b_x * dot
         if NORM == "layer":
             b_dk = b_dk - mean
         b_dk = b_dk * rstd
-    p_dpair += 2 * row
-    tl.store(p_dpair + o_c, b_dk.to(p_dpair.dtype.element_ty), mask=m_c)
-    tl.store(p_dpair + C + o_c, b_dv.to(p_dpair.dtype.element_ty), mask=m_c)
+    pair = dpair + 2 * row + o_c
+    tl.store(pair, b_dk.to(dpair.dtype.element_ty), mask=m_c)
+    tl.store(pair + C, b_dv.to(dpair.dtype.element_ty), mask=m_c)
