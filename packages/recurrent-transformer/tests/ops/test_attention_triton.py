@@ -5,15 +5,17 @@ import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Keys
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Keys, Later
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOW = [
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param(torch.float16, marks=pytest.mark.gpu),
-]
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+gpu = pytest.mark.gpu
+RTOL = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}
+dtypes = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(x, marks=gpu) for x in (torch.bfloat16, torch.float16))],
+    ids=str,
+)
 NAN = float("nan")
 
 
@@ -26,11 +28,15 @@ def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
+def empty(*shape, dtype=torch.float32):
+    return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+
+
 def slopes_of(H):
     return torch.linspace(0.4, 0.0, H).to(DEVICE)
 
 
-def keys_of(m, S, B, C, *, slots, first, seen=None, dtype=torch.float32):
+def keys_of(m, S, B, C, *, slots, first, seen=None, dtype):
     """Draw keys and values; those of hidden slots are NaN."""
     k, v = (normal(m, B, slots, C, dtype=dtype, seed=seed) for seed in (11, 12))
     seen = None if seen is None else torch.tensor(seen, device=DEVICE)
@@ -42,11 +48,25 @@ def keys_of(m, S, B, C, *, slots, first, seen=None, dtype=torch.float32):
     return keys
 
 
+def wide(x):
+    """Convert a tensor, or those of a tuple, to float32; copies."""
+    if isinstance(x, tuple):
+        return type(x)(*(wide(part) for part in x))
+    return x.to(torch.float32, copy=True) if torch.is_tensor(x) and x.is_floating_point() else x
+
+
+def assert_same(names, found, low, truth, dtype):
+    """Compare with `eager` in float32; what is rounded to 16 bits also with its own rounding."""
+    for name, out, yardstick, ref in zip(names, found, low, truth, strict=True):
+        rounded = out.dtype != torch.float32
+        assert_close(name, out, ref, rtol=RTOL[dtype], low=yardstick if rounded else None)
+
+
 SHAPES = {
     "one layer": {"m": 1, "S": 16, "B": 2, "H": 2, "D": 64, "slots": 70, "first": 65},
     "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 1, "D": 16, "slots": 90, "first": 32},
     "short tile": {"m": 2, "S": 5, "B": 1, "H": 3, "D": 32, "slots": 40, "first": 10},
-    "many queries": {"m": 1, "S": 40, "B": 1, "H": 2, "D": 16, "slots": 50, "first": 40},
+    "many queries": {"m": 1, "S": 80, "B": 1, "H": 2, "D": 16, "slots": 90, "first": 80},
     "rows of a past": {
         "m": 2, "S": 16, "B": 3, "H": 1, "D": 16, "slots": 60, "first": 16, "seen": [30, 0, 7],
     },
@@ -60,8 +80,83 @@ def test_attend_earlier_is_that_of_eager(shape, dtype):
     m, S, B, H, D = (shape[name] for name in "mSBHD")
     past = {name: x for name, x in shape.items() if name not in "mSBHD"}
     q, keys = normal(m, S, B, H * D, dtype=dtype), keys_of(m, S, B, H * D, **past, dtype=dtype)
-    found = [torch.full((m, S, B, C), NAN, device=DEVICE) for _ in range(2) for C in (H * D, H)]
-    for part, outputs in ((kernels, found[:2]), (eager, found[2:])):
-        part.attend_earlier(q, keys, slopes_of(H), form_of(H), *outputs)
-    for name, out, ref in zip(("o", "lse"), found[:2], found[2:], strict=True):
-        assert_close(name, out, ref, rtol=1e-5 if dtype == torch.float32 else 5e-3)
+    found, truth = ([empty(m, S, B, C) for C in (H * D, H)] for _ in range(2))
+    kernels.attend_earlier(q, keys, slopes_of(H), form_of(H), *found)
+    eager.attend_earlier(wide(q), wide(keys), slopes_of(H), form_of(H), *truth)
+    assert_same(("o", "lse"), found, truth, truth, dtype)
+
+
+BLOCKS = {
+    "b = 1": {"m": 2, "S": 16, "B": 2, "H": 2, "D": 32, "b": 1, "slots": 40, "first": 16},
+    "b = 4": {"m": 1, "S": 16, "B": 1, "H": 1, "D": 64, "b": 4, "slots": 80, "first": 70},
+    "one block": {"m": 1, "S": 16, "B": 1, "H": 2, "D": 16, "b": 16, "slots": 20, "first": 16},
+    "odd blocks": {"m": 2, "S": 21, "B": 1, "H": 1, "D": 16, "b": 7, "slots": 70, "first": 63},
+    "short tile": {"m": 1, "S": 3, "B": 2, "H": 1, "D": 16, "b": 1, "slots": 10, "first": 3},
+    "long blocks": {"m": 1, "S": 88, "B": 1, "H": 1, "D": 16, "b": 44, "slots": 90, "first": 30},
+    "a block of several tiles of queries": {
+        "m": 1, "S": 150, "B": 1, "H": 1, "D": 16, "b": 150, "slots": 9, "first": 0,
+    },
+    "rows of a past": {
+        "m": 2, "S": 16, "B": 2, "H": 1, "D": 16, "b": 2, "slots": 60, "first": 16, "seen": [9, 0],
+    },
+}  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
+def test_attention_of_a_tile_and_its_gradients_are_those_of_eager(shape, dtype):
+    m, S, B, H, D, b = (shape[name] for name in "mSBHDb")
+    C, slopes, form = H * D, slopes_of(H), form_of(H, b)
+    past = {name: x for name, x in shape.items() if name not in "mSBHDb"}
+    keys = keys_of(m, S, B, C, **past, dtype=dtype)
+    drawn = [normal(m, S, B, C, dtype=dtype, seed=seed) for seed in range(6)]
+    *pairs, do = drawn
+
+    def run(part, change):
+        kept = change(keys)
+        tile = Attending(
+            *(change(x) for x in pairs), empty(m, S, B, C, dtype=dtype), empty(m, S, B, H)
+        )
+        tile = tile._replace(o=tile.o.to(tile.q.dtype))
+        part.attend_tile(tile, kept, slopes, form)
+        delta = empty(m, S, B, H)
+        eager.head_products(change(do), tile.o, delta)
+        grads = [torch.full_like(tile.q, NAN) for _ in range(3)]
+        part.attend_tile_bwd(tile, change(do), delta, kept, slopes, form, *grads)
+        return tile.o, tile.lse, *grads
+
+    same = lambda x: x  # noqa: E731
+    found, low, truth = run(kernels, same), run(eager, same), run(eager, wide)
+    assert_same(("o", "lse", "dq", "dkt", "dvt"), found, low, truth, dtype)
+
+
+LATER = {
+    "one layer": {"m": 1, "S": 16, "B": 2, "H": 2, "D": 64, "T": 96, "begin": 16},
+    "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 1, "D": 16, "T": 64, "begin": 64},
+    "short tile": {"m": 2, "S": 5, "B": 1, "H": 3, "D": 32, "T": 20, "begin": 10},
+    "many keys": {"m": 1, "S": 40, "B": 1, "H": 1, "D": 16, "T": 120, "begin": 40},
+    "no later token": {"m": 1, "S": 16, "B": 1, "H": 1, "D": 16, "T": 32, "begin": 32},
+}  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("shape", LATER.values(), ids=LATER)
+def test_pairs_bwd_is_that_of_eager(shape, dtype):
+    m, S, B, H, D, T, begin = (shape[name] for name in (*"mSBHDT", "begin"))
+    C, slopes, form = H * D, slopes_of(H), form_of(H)
+    k, v = (normal(m, S, B, C, dtype=dtype, seed=seed) for seed in range(2))
+    q, do = (normal(m, B, T, C, dtype=dtype, seed=seed) for seed in (2, 3))
+    lse, delta = (normal(m, B, T, H, seed=seed) for seed in (4, 5))
+    # Tokens before the end of the tile give nothing, whatever they hold.
+    places = torch.arange(T, device=DEVICE)
+    before = places < (begin - S * torch.arange(m, device=DEVICE))[:, None]
+    later = Later(q, do, lse.add_(3.0), delta, begin)
+    for x in later[:4]:
+        x.masked_fill_(before[:, None, :, None], NAN)
+    found, truth = ([empty(m, S, B, C) for _ in range(2)] for _ in range(2))
+    kernels.pairs_bwd(k, v, later, slopes, form, *found)
+    for x in later[:4]:
+        x.nan_to_num_()  # which `eager` multiplies by zero
+    eager.pairs_bwd(wide(k), wide(v), wide(later), slopes, form, *truth)
+    assert_same(("dk", "dv"), found, truth, truth, dtype)
+    assert truth[0].any() == (begin - S * (m - 1) < T)

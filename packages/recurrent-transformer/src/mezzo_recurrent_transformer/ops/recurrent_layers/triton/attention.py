@@ -96,3 +96,19 @@ def add_earlier(
             slope2, scale2, PRECISION,
         )  # fmt: skip
     return b_acc, b_m, b_l
+
+
+@triton.jit
+def softmax_bwd(
+    b_a, b_b, b_x, b_y, b_lse, b_delta, b_distance, m_seen, slope2, scale2,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return p and ds, without the scale, of queries by keys or of keys by queries.
+
+    Products are a bᵀ (queries and keys) and x yᵀ (do and values). Of queries, b_lse (natural) and
+    b_delta are rows or columns.
+    """
+    b_s = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION) * scale2
+    b_p = tl.exp2(b_s - slope2 * b_distance.to(tl.float32) - b_lse * LOG2_E)
+    b_p = tl.where(m_seen, b_p, 0.0)
+    return b_p, b_p * (tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION) - b_delta)
