@@ -5,6 +5,8 @@ import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+
+pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
