@@ -21,8 +21,9 @@ PROGRAMS = 512
 
 @triton.jit
 def _offset(i_m, i_row, B, stride_m, stride_s, stride_b):
-    """Return the offsets of rows (S B) of a layer."""
-    return i_m * stride_m + i_row // B * stride_s + i_row % B * stride_b
+    """Return the offsets of rows (S B) of a layer; i_row is int32, which divides fast."""
+    i_s, i_b = (i_row // B).to(tl.int64), (i_row % B).to(tl.int64)
+    return i_m * stride_m + i_s * stride_s + i_b * stride_b
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def normed_kernel(
     eps, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalize a row."""
-    i_row, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
     p_x = x + _offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
@@ -79,7 +80,7 @@ def normed_bwd_kernel(
     C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a row before its norm, from the normalized row's."""
-    i_row, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
     p_dy = dy + _offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
@@ -114,18 +115,7 @@ def normed_bwd(
     dx: Tensor | None,
     scaled: Tensor | None,
 ) -> None:
-    """Write dx = base + the gradient of a norm's input, and `scaled` = scale * dx.
-
-    Args:
-        dy: (m, S, B, C), the gradient of the norm's output.
-        x: likewise, its input.
-        weight: (m, C).
-        form: the options.
-        base: likewise, what is added; None for nothing.
-        scale: of `scaled`.
-        dx: written, if given.
-        scaled: written, if given.
-    """
+    """Write dx = base + the gradient of a norm's input, and scale * dx; see `eager.normed_bwd`."""
     m, S, B, C = x.shape
     normed_bwd_kernel[(S * B, m)](
         dy, x, weight, base, dx, scaled, B,
@@ -142,7 +132,7 @@ def norm_weight_grad_kernel(
     C: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of a norm's weight over `share` rows of a layer, BR at a time."""
-    i_g, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_g, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     begin = i_g * share
     end = tl.minimum(begin + share, rows)
@@ -185,7 +175,7 @@ def add_normed_kernel(
     C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Add y to a row of the residual stream, and normalize the sum."""
-    i_row, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
     p_x = x + _offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
@@ -221,7 +211,7 @@ def split_pair_kernel(
     eps, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalize a row's key, and copy its value."""
-    i_row, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
     p_pair = kv + _offset(i_m, i_row, B, stride_pm, stride_ps, stride_pb) + o_c
@@ -266,7 +256,7 @@ def gelu_kernel(
     F: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Compute u Φ(u) of BF channels of a row."""
-    pid, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
     p_u = u + _offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
     p_out = out + _offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
@@ -289,7 +279,7 @@ def gelu_bwd_kernel(
     stride_om, stride_os, stride_ob, F: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of BF channels of a row of u: dg (Φ(u) + u Φ'(u))."""
-    pid, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
     p_u = u + _offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
     p_dg = dg + _offset(i_m, i_row, B, stride_gm, stride_gs, stride_gb) + o_f
@@ -317,7 +307,7 @@ def head_products_kernel(
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of two rows over each head."""
-    i_row, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_h, o_d = tl.arange(0, BH), tl.arange(0, BD)
     m = (o_h < H)[:, None] & (o_d < D)[None, :]
     o_c = o_h[:, None] * D + o_d[None, :]
