@@ -123,11 +123,12 @@ def gelu(u: Tensor, out: Tensor) -> None:
 
 
 def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
-    """Write the gradient of u."""
-    acc = accumulation_dtype(u.dtype)
-    x = u.to(acc)
+    """Write the gradient of u, and then u Φ(u) over u."""
+    x = u.to(accumulation_dtype(u.dtype))
+    below = torch.special.ndtr(x)
     density = torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
-    out.copy_(dg.to(acc) * (torch.special.ndtr(x) + x * density))
+    out.copy_(dg.to(x.dtype) * (below + x * density))
+    u.copy_(x * below)
 
 
 def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -278,7 +278,7 @@ def gelu_bwd_kernel(
     u, dg, out, B, stride_um, stride_us, stride_ub, stride_gm, stride_gs, stride_gb,
     stride_om, stride_os, stride_ob, F: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of BF channels of a row of u: dg (Φ(u) + u Φ'(u))."""
+    """Compute the gradient of BF channels of a row of u, dg (Φ(u) + u Φ'(u)); put u Φ(u) there."""
     pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
     p_u = u + _offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
@@ -287,12 +287,14 @@ def gelu_bwd_kernel(
     b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
     b_dg = tl.load(p_dg, mask=o_f < F, other=0.0).to(tl.float32)
     b_density = tl.exp(-0.5 * b_u * b_u) * 0.3989422804014327
-    b_slope = 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476) + b_u * b_density
-    tl.store(p_out, (b_dg * b_slope).to(out.dtype.element_ty), mask=o_f < F)
+    b_below = 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
+    b_du = b_dg * (b_below + b_u * b_density)
+    tl.store(p_out, b_du.to(out.dtype.element_ty), mask=o_f < F)
+    tl.store(p_u, (b_u * b_below).to(u.dtype.element_ty), mask=o_f < F)
 
 
 def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
-    """Write the gradient of u; (m, S, B, F)."""
+    """Write the gradient of u, and then u Φ(u) over u; (m, S, B, F)."""
     m, S, B, F = u.shape
     gelu_bwd_kernel[(S * B * triton.cdiv(F, BLOCK), m)](
         u, dg, out, B, *u.stride()[:3], *dg.stride()[:3], *out.stride()[:3],
