@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.ptxas import require_ptxas
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+
+require_ptxas()  # every module that launches matrix products imports this one
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
