@@ -3,7 +3,7 @@
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Keys
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Keys, Later
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 
 
@@ -16,15 +16,23 @@ def attend(H, D, dtype, *, m=2, S=16, B=2, slots=64, first=32, b=1, past=False):
 
     k, v = torch.zeros(2, m, B, slots, C, dtype=dtype)
     keys = Keys(k, v, torch.zeros(B, dtype=torch.int64) if past else None, first)
-    o, lse = tile(dtype=torch.float32), tile(H, torch.float32)
-    kernels.attend_earlier(tile(), keys, slopes, form, o, lse)
+    wide, stats = tile(dtype=torch.float32), tile(H, torch.float32)
+    kernels.attend_earlier(tile(), keys, slopes, form, wide, stats)
+    attending = Attending(*(tile() for _ in range(6)), stats)
+    kernels.attend_tile(attending, keys, slopes, form)
+    grads = [tile() for _ in range(3)]
+    kernels.attend_tile_bwd(attending, tile(), stats, keys, slopes, form, *grads)
+    of_all = [torch.zeros(m, B, slots, x, dtype=y) for x, y in ((C, dtype), (H, torch.float32))]
+    later = Later(of_all[0], of_all[0], of_all[1], of_all[1], first)
+    kernels.pairs_bwd(tile(), tile(), later, slopes, form, wide, wide.clone())
 
 
 with compile_only() as compiled:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for D in (16, 32, 64, 128):
-            attend(2, D, dtype)
-    for S in (32, 64, 65):
+    for D in (16, 32, 64, 128):
+        attend(2, D, torch.bfloat16)
+    for D, dtype in ((64, torch.float16), (64, torch.float32), (128, torch.float32)):
+        attend(2, D, dtype)
+    for S in (32, 65):
         attend(2, 64, torch.bfloat16, S=S, b=S)
     attend(2, 64, torch.bfloat16, past=True)
     attend(22, 64, torch.bfloat16)

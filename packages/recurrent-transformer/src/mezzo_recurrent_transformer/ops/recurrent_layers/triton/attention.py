@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.ptxas import require_ptxas
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+
+require_ptxas()  # every module that launches matrix products imports this one
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -20,14 +23,18 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 def launch(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
     """Return the grid and the constants for a kernel with programs over a tile (m, S, B, C)."""
     m, S, B, C = tile.shape
-    H = form.num_heads
-    low = tile.dtype != torch.float32
-    BM = min(max(triton.next_power_of_2(S), 16), 64 if low else 32)
+    H, D = form.num_heads, C // form.num_heads
+    BM = max(triton.next_power_of_2(S), 16)
+    if tile.dtype == torch.float32:
+        BM, BN, warps, stages = min(BM, 32), 32, 4, 2
+    else:
+        # One warp for 16 rows, so that no sum over a row is over two warps, if they fit.
+        BM = min(BM, 64)
+        BN, warps, stages = 32 if BM <= 32 else 64, BM // 16 * max(D // 64, 1), 4
     settings = {
-        "H": H, "D": C // H, "BM": BM, "BN": 64 if low else 32,
-        "PRECISION": "tf32" if low else "ieee",
-        # With one warp for each 16 rows, no maximum or sum of a row is over two warps.
-        "num_warps": BM // 16, "num_stages": 2,
+        "H": H, "D": D, "BM": BM, "BN": BN,
+        "PRECISION": "ieee" if tile.dtype == torch.float32 else "tf32",
+        "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
     return (H * triton.cdiv(S, BM) * B * m,), settings
 
