@@ -1,0 +1,404 @@
+"""All recurrent layers at once: tiles against the definition, limits, packing, the past."""
+
+from itertools import accumulate, pairwise
+from math import factorial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mezzo_core.testing import assert_close, grads
+from mezzo_recurrent_transformer import TransformerBlockConfig
+from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
+
+EXACT = torch.float64
+RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
+# Name: (B, T, arguments). A tile has 16 tokens.
+CASES = {
+    "one token": (2, 1, {}),
+    "two tiles and one": (2, 33, {}),
+    "packed": (1, 41, {"packed": (0, 1, 17, 0, 1, 3, 19, 0)}),
+    "after a past": (3, 18, {"seen": (4, 0, 2)}),
+    "padded": (3, 18, {"seen": (0, 4, 2), "real": (18, 0, 7)}),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def problem(case, n=2, H=2, D=4, F=12, *, norm="rms", alibi=True, dtype=EXACT, seed=0):
+    """Random inputs by name, the options of the call, and gradients of its outputs."""
+    B, T, given = case
+    draw, C = torch.Generator().manual_seed(seed), H * D
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw, dtype=EXACT).to(dtype)
+
+    # Without norms a recurrence with large weights explodes.
+    std = 0.4 if norm == "none" else 1.0
+    inputs = {"x": normal(B, T, C)}
+    inputs |= {name: normal(n, C, C) * std * C**-0.5 for name in ("wq", "wk", "wv", "wo")}
+    inputs |= {"up": normal(n, F, C) * C**-0.5, "down": normal(n, C, F) * std * F**-0.5}
+    if norm != "none":
+        inputs |= {k: 1 + 0.3 * normal(n, C) for k in ("n1", "n2", "q_norm", "k_norm")}
+    options = {"num_heads": H, "norm": norm, "residual_scale": 0.7, "eps": 1e-3}
+    options["alibi_slopes"] = torch.tensor([0.5, 0.03, 0.1])[:H] if alibi else None
+    pull = normal(B, T, C), None, None
+    if (seen := given.get("seen")) is not None:
+        P = max(seen) + 1
+        inputs |= {"k": normal(n, B, P, H, D), "v": normal(n, B, P, H, D)}
+        options["seen"] = torch.tensor(seen)
+        pull = pull[0], normal(n, B, P + T, H, D), normal(n, B, P + T, H, D)
+    if (real := given.get("real")) is not None:
+        options["lengths"] = torch.tensor(real)
+    if (packed := given.get("packed")) is not None:
+        options["cu_seqlens"] = torch.tensor([0, *accumulate(packed)])
+    return inputs, options, pull
+
+
+def layers(impl, *, seen=None, **options):
+    """The op as a function of tensors by name: z, and the pairs; what holds anything as zeros."""
+
+    def call(x, k=None, v=None, **weights):
+        past = None if k is None else Past(k, v, seen)
+        z, after = recurrent_layers(x, LayerWeights(**weights), past=past, impl=impl, **options)
+        if after is None:
+            return z, None, None
+        if (real := options.get("lengths")) is not None:
+            z = z.masked_fill((torch.arange(z.shape[1]) >= real[:, None])[..., None], 0)
+        unused = torch.arange(after.k.shape[2]) >= after.lengths[:, None]
+        return z, *(t.masked_fill(unused[..., None, None], 0) for t in after[:2])
+
+    return call
+
+
+def run(impl, inputs, options, pull):
+    """Outputs and gradients by name."""
+    outputs, gradients = grads(layers(impl, **options), inputs, pull)
+    found = {k: v for k, v in zip(("z", "k", "v"), outputs, strict=True) if v is not None}
+    return found | {f"d{name}": value for name, value in gradients.items()}
+
+
+def assert_same(found, wanted, rtol, atol=1e-12):
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert value.dtype == wanted[name].dtype, name
+        assert_close(name, value, wanted[name], rtol=rtol, atol=atol)
+
+
+def check(case, n=2, H=2, D=4, F=12, *, norm="rms", alibi=True, dtype=EXACT, seed=0, **more):
+    inputs, options, pull = problem(
+        case, n, H, D, F, norm=norm, alibi=alibi, dtype=dtype, seed=seed
+    )
+    found, wanted = (run(impl, inputs, options | more, pull) for impl in ("eager", "reference"))
+    # A query that sees one token alone has no gradient; what is left of it is rounding.
+    assert_same(found, wanted, RTOL[dtype], 1e-12 if dtype == EXACT else 1e-6)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tiles_equal_the_definition_with_all_gradients(case, dtype):
+    check(case, dtype=dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 4),
+    B=st.integers(1, 3),
+    T=st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 37]),
+    H=st.integers(1, 3),
+    D=st.sampled_from([1, 4, 5]),
+    F=st.sampled_from([1, 7, 16]),
+    norm=st.sampled_from(["rms", "layer", "none"]),
+    persistent_norm=st.booleans(),
+    block_size=st.sampled_from([1, 1, 2, 4, 5, 16, 32, 50]),
+    alibi=st.booleans(),
+    residual_scale=st.sampled_from([0.0, -0.5, 0.3, 1.0]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 1000),
+)
+@example(3, 2, 37, 2, 4, 7, "layer", False, 5, True, 0.3, torch.float64, 0)
+@example(4, 1, 17, 2, 4, 7, "none", False, 16, True, 0.3, torch.float64, 0)
+@example(2, 1, 37, 2, 4, 7, "rms", True, 50, True, 0.3, torch.float64, 0)
+def test_tiles_equal_the_definition_at_any_shape(
+    n, B, T, H, D, F, norm, persistent_norm, block_size, alibi, residual_scale, dtype, seed
+):
+    if D * H == 1 and norm == "layer":
+        return  # standardizing one number gives noise
+    case = (B, T, {})
+    more = {"persistent_norm": persistent_norm, "block_size": block_size}
+    sizes = (n, H, D, F)
+    check(
+        case, *sizes, norm=norm, alibi=alibi, dtype=dtype, seed=seed, **more,
+        residual_scale=residual_scale,
+    )  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    T=st.sampled_from([0, 1, 15, 16, 17, 33]),
+    seen=st.lists(st.integers(0, 19), min_size=1, max_size=3),
+    padding=st.booleans(),
+    norm=st.sampled_from(["rms", "layer", "none"]),
+    persistent_norm=st.booleans(),
+    part=st.floats(0, 1),
+)
+def test_tiles_equal_the_definition_after_any_past(T, seen, padding, norm, persistent_norm, part):
+    given = {"seen": seen}
+    if padding:
+        given["real"] = [round(T * part), *[T] * len(seen)][: len(seen)]
+    check((len(seen), T, given), norm=norm, persistent_norm=persistent_norm)
+
+
+def test_no_tokens_pass_the_gradients_of_the_past_on():
+    check((2, 0, {"seen": (3, 1)}))
+
+
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_no_rows_have_pairs_of_every_slot(impl):
+    inputs, options, _ = problem((0, 3, {}))
+    inputs |= {name: torch.ones(2, 0, 4, 2, 4, dtype=EXACT) for name in ("k", "v")}
+    options["seen"] = torch.zeros(0, dtype=torch.int64)
+    z, k, v = layers(impl, **options)(**inputs)
+    assert z.shape == (0, 3, 8)
+    assert k.shape == v.shape == (2, 0, 7, 2, 4)
+
+
+@pytest.mark.parametrize("pulled", [0, 1, 2])
+@pytest.mark.parametrize("name", ["after a past", "padded"])
+def test_each_output_can_be_pulled_alone(name, pulled):
+    inputs, options, pull = problem(CASES[name])
+    only = tuple(d if i == pulled else None for i, d in enumerate(pull))
+    zeroed = tuple(d * (i == pulled) for i, d in enumerate(pull))
+    found = run("eager", inputs, options, only)
+    assert_same(found, run("reference", inputs, options, zeroed), 1e-10)
+
+
+def test_a_wavefront_equals_one_layer_after_another():
+    inputs, options, pull = problem((2, 37, {"seen": (3, 0)}), 3)
+
+    def stepwise(x, k, v, **weights):
+        pairs = []
+        for i in range(3):
+            own = {name: w[i : i + 1] for name, w in weights.items()}
+            x, *pair = layers("eager", **options)(x, k[i : i + 1], v[i : i + 1], **own)
+            pairs.append(pair)
+        return x, *(torch.cat(parts) for parts in zip(*pairs, strict=True))
+
+    (z, k, v), gradients = grads(stepwise, inputs, pull)
+    wanted = {"z": z, "k": k, "v": v} | {f"d{name}": g for name, g in gradients.items()}
+    assert_same(run("eager", inputs, options, pull), wanted, 1e-12)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer", "none"])
+def test_a_block_as_long_as_the_sequence_is_a_transformer(norm):
+    inputs, options, pull = problem((2, 21, {}), 1, norm=norm, alibi=False)
+    options |= {"block_size": 21, "residual_scale": 0.6}
+    config = TransformerBlockConfig(4, 12, norm, options["eps"], alibi="olmo", residual_scale=0.6)
+    block = config.build(8).double()
+    options["alibi_slopes"] = block.slopes()
+    names = {
+        "wq": "wq", "wk": "wk", "wv": "wv", "wo": "wo", "up": "mlp.up", "down": "mlp.down",
+        "n1": "attention_norm", "n2": "mlp_norm", "q_norm": "q_norm", "k_norm": "k_norm",
+    }  # fmt: skip
+
+    def transformer(x, **weights):
+        own = {f"{names[name]}.weight": w[0] for name, w in weights.items()}
+        return torch.func.functional_call(block, own, (x,), strict=True)[0], None, None
+
+    for size in (21, 500):
+        options["block_size"] = size
+        (z, *_), gradients = grads(transformer, inputs, pull)
+        wanted = {"z": z} | {f"d{name}": g for name, g in gradients.items()}
+        assert_same(run("eager", inputs, options, pull), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_uniform_attention_has_the_gradients_of_theorem_1(impl):
+    T, C, alpha = 17, 3, 0.8
+    inputs, options, _ = problem((1, T, {}), 1, 1, C, norm="none", alibi=False)
+    inputs["wq"].zero_()
+    inputs["down"].zero_()
+    inputs["wo"] = torch.eye(C, dtype=EXACT)[None]
+    options["residual_scale"] = alpha
+    weights = {name: w for name, w in inputs.items() if name != "x"}
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: layers(impl, **options)(x, **weights)[0], inputs["x"]
+    )[0, :, :, 0, 0]
+    stirling = [1]  # unsigned, of the first kind: c(k, 0), c(k, 1), ...
+    for k in range(1, T + 1):
+        shifted, scaled = [0, *stirling], [(k - 1) * c for c in stirling] + [0]
+        stirling = [a + b for a, b in zip(shifted, scaled, strict=True)]
+        powers = [torch.linalg.matrix_power(alpha * inputs["wv"][0], r) for r in range(k + 1)]
+        wanted = sum(c * power for c, power in zip(stirling, powers, strict=True)) / factorial(k)
+        own = torch.eye(C, dtype=EXACT) if k == 1 else 0  # z_1 holds x_1 itself
+        assert_close(f"dz_{k}/dx_1", jacobian[k - 1], wanted + own, rtol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("packed", [(0, 1, 17, 0, 1, 3, 19, 0), (19, 2, 1, 18, 1), (16,), (5, 33)])
+def test_a_packed_sequence_equals_itself_alone(packed, block_size, impl):
+    inputs, options, pull = problem((1, sum(packed), {"packed": packed}))
+    options["block_size"] = block_size
+    options["cu_seqlens"] = options["cu_seqlens"].int()
+    found = run(impl, inputs, options, pull)
+    borders = options.pop("cu_seqlens").tolist()
+    total = {}
+    for start, end in pairwise(borders):
+        own, its_pull = inputs | {"x": inputs["x"][:, start:end]}, pull[0][:, start:end]
+        alone = run(impl, own, options, (its_pull, None, None))
+        for name, value in alone.items():
+            if name in ("z", "dx"):
+                assert_close(name, found[name][:, start:end], value, rtol=1e-10, atol=1e-12)
+            else:
+                total[name] = total.get(name, 0) + value
+    for name, value in total.items():
+        assert_close(name, found[name], value, rtol=1e-10)
+
+
+def test_a_packed_sequence_that_broke_breaks_no_other():
+    inputs, options, pull = problem(CASES["packed"])
+    inputs["x"][0, 5] = torch.nan  # in the third sequence, which begins at 1 and ends before 18
+    found = run("eager", inputs, options, pull)
+    assert found["z"][0, 5:18].isnan().all()
+    for name in ("z", "dx"):
+        assert found[name][0, :1].isfinite().all()
+        assert found[name][0, 18:].isfinite().all()
+    assert found["z"][0, 1:5].isfinite().all()
+
+
+def test_padding_leaves_the_past_alone():
+    inputs, options, pull = problem(CASES["padded"])
+    found = run("eager", inputs, options, pull)
+    for row, (seen, real) in enumerate(zip(options["seen"], options["lengths"], strict=True)):
+        its = slice(row, row + 1)
+        own = inputs | {"x": inputs["x"][its, :real]}
+        own |= {name: inputs[name][:, its] for name in ("k", "v")}
+        alone_options = options | {"seen": seen[None], "lengths": None}
+        z, k, v = layers("eager", **alone_options)(**own)
+        assert_close("z", found["z"][its, :real], z, rtol=1e-10)
+        for name, pairs in (("k", k), ("v", v)):
+            assert_close(
+                name, found[name][:, its, : seen + real], pairs[:, :, : seen + real], rtol=1e-10
+            )
+            assert torch.equal(found[name][:, its, :seen], inputs[name][:, its, :seen])
+        assert not found["dx"][its, real:].any()
+        inputs["x"][row, real:] = torch.nan
+        for name in ("k", "v"):
+            inputs[name][:, row, seen:] = torch.inf
+    again = run("eager", inputs, options, pull)
+    for name, value in again.items():
+        assert torch.equal(value, found[name]), name
+
+
+def test_the_past_holds_as_many_tokens_as_each_row_has_had():
+    inputs, options, _ = problem(CASES["padded"])
+    past = Past(inputs.pop("k"), inputs.pop("v"), options.pop("seen"))
+    x, weights = inputs.pop("x"), LayerWeights(**inputs)
+    for impl in ("reference", "eager"):
+        after = recurrent_layers(x, weights, past=past, impl=impl, **options).past
+        assert after.lengths.tolist() == [18, 4, 9]
+        assert past.lengths.tolist() == [0, 4, 2]
+        assert after.k.shape[2] == past.k.shape[2] + 18
+
+
+@pytest.mark.parametrize("splits", [[3, 0, 5, 1, 5], [16, 1, 20]])
+def test_segments_with_their_past_equal_the_whole_with_gradients(splits):
+    inputs, options, pull = problem((2, sum(splits), {}))
+
+    def segments(x, **weights):
+        past = Past(*torch.empty(2, 2, 2, 0, 2, 4, dtype=EXACT), torch.zeros(2).long())
+        outs = []
+        for part in x.split(splits, 1):
+            z, past = recurrent_layers(part, LayerWeights(**weights), past=past, **options)
+            outs.append(z)
+        return torch.cat(outs, 1), None, None
+
+    (z, *_), gradients = grads(segments, inputs, pull)
+    found = {"z": z} | {f"d{name}": g for name, g in gradients.items()}
+    assert_same(found, run("eager", inputs, options, pull), 1e-10)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("at", [5, 20, 36])
+def test_the_future_and_other_rows_change_nothing(at, block_size):
+    inputs, options, _ = problem((2, 37, {}), 3, dtype=torch.float32)
+    call = layers("eager", block_size=block_size, **options)
+    z, *_ = call(**inputs)
+    changed = inputs | {"x": inputs["x"].clone()}
+    changed["x"][0, at:] = -7.0
+    again, *_ = call(**changed)
+    assert torch.equal(again[0, :at], z[0, :at])
+    assert not torch.equal(again[0, at:], z[0, at:])
+    assert torch.equal(again[1], z[1])
+    alone, *_ = call(**inputs | {"x": inputs["x"][1:]})
+    assert_close("alone", alone[0], z[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broken_token_breaks_itself_and_what_follows(bad):
+    inputs, options, _ = problem((2, 37, {}))
+    clean, *_ = layers("eager", **options)(**inputs)
+    inputs["x"][0, 20] = bad
+    z, *_ = layers("eager", **options)(**inputs)
+    assert torch.equal(z[0, :20], clean[0, :20])
+    assert torch.equal(z[1], clean[1])
+    assert not z[0, 20:].isfinite().any()
+
+
+@cases
+def test_repeats_are_bit_equal(case):
+    inputs, options, pull = problem(case, dtype=torch.float32)
+    first, second = (run("eager", inputs, options, pull) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("name", ["two tiles and one", "after a past", "padded"])
+def test_strides_do_not_matter(name):
+    inputs, options, pull = problem(CASES[name])
+    wanted = run("eager", inputs, options, pull)
+    turned = {k: v.transpose(0, 1).contiguous().transpose(0, 1) for k, v in inputs.items()}
+    wide = {k: v.repeat_interleave(2, -1)[..., ::2] for k, v in inputs.items()}
+    pulled = tuple(d if d is None else d.mT.contiguous().mT for d in pull)
+    for strided in (turned, wide):
+        assert not any(strided[k].is_contiguous() for k in strided.keys() & {"x", "wq", "k"})
+        assert_same(run("eager", strided, options, pulled), wanted, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["two tiles and one", "packed", "padded"])
+def test_bfloat16_is_as_exact_as_the_definition_in_bfloat16(name):
+    inputs, options, pull = problem(CASES[name], 2, 2, 16, 32, dtype=torch.bfloat16)
+    for matrix in ("wq", "wk", "wv", "wo", "up", "down"):
+        inputs[matrix] *= 0.5
+    single = {k: v.float() for k, v in inputs.items()}
+    found = run("eager", inputs, options, pull)
+    wanted = run("reference", single, options, tuple(d if d is None else d.float() for d in pull))
+    low = run("reference", inputs, options, pull)
+    for key, value in found.items():
+        assert value.dtype == torch.bfloat16, key
+        if not key.startswith("d"):
+            assert_close(key, value, wanted[key], rtol=5e-3, low=low[key])
+            continue
+        # A gradient goes back through many products that are rounded: the definition's own error
+        # in norm is above 5e-3 too.
+        spread = ((low[key].float() - wanted[key]).norm() / wanted[key].norm()).item()
+        assert_close(key, value, wanted[key], rtol=1.5 * spread, low=low[key], factor=3.0)
+
+
+def test_autocast_computes_products_in_bfloat16_and_gives_gradients_in_float32():
+    inputs, options, pull = problem(CASES["two tiles and one"], dtype=torch.float32)
+    wanted = run("reference", inputs, options, pull)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run("eager", inputs, options, pull)
+    with torch.no_grad():
+        outside = layers("eager", **options)(**inputs)[0]
+    assert not torch.equal(found["z"], outside)
+    assert_same(found, wanted, 2e-2)
+
+
+def test_auto_is_eager_on_a_cpu_and_triton_is_refused_there():
+    inputs, options, _ = problem(CASES["one token"], dtype=torch.float32)
+    same = (layers(impl, **options)(**inputs)[0] for impl in ("auto", "eager"))
+    assert torch.equal(*same)
+    with pytest.raises(ValueError, match="impl"):
+        layers("triton", **options)(**inputs | {"x": inputs["x"].double()})

@@ -1,0 +1,237 @@
+"""`recurrent_layers` under autograd, torch.compile and torch.func; what the backward keeps."""
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close, grads
+from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers.op import Inputs
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from torch.utils.checkpoint import checkpoint
+
+H, D, F = 2, 4, 12
+C = H * D
+# Name: (B, T, options). A tile has 16 tokens.
+CASES = {
+    "one tile": (2, 5, {}),
+    "two tiles": (2, 18, {}),
+    "packed": (1, 18, {"cu_seqlens": torch.tensor([0, 1, 1, 18])}),
+    "past": (2, 18, {"seen": torch.tensor([3, 0])}),
+    "padded": (2, 18, {"seen": torch.tensor([3, 0]), "lengths": torch.tensor([7, 18])}),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def problem(case, n=2, norm="rms", dtype=torch.float32):
+    """Random inputs by name, the options of the call, and the gradient of z."""
+    B, T, options = case
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    inputs = {"x": normal(B, T, C)}
+    inputs |= {name: normal(n, C, C) * 0.3 for name in ("wq", "wk", "wv", "wo")}
+    inputs |= {"up": normal(n, F, C) * 0.3, "down": normal(n, C, F) * 0.3}
+    if norm != "none":
+        inputs |= {k: 1 + 0.3 * normal(n, C) for k in ("n1", "n2", "q_norm", "k_norm")}
+    if "seen" in options:
+        inputs |= {"k": normal(n, B, 4, H, D), "v": normal(n, B, 4, H, D)}
+    fixed = {
+        "num_heads": H,
+        "norm": norm,
+        "residual_scale": 0.7,
+        "alibi_slopes": torch.tensor([0.5, 0.1]),
+    }
+    return inputs, options | fixed, normal(B, T, C)
+
+
+def layers(*, impl="eager", seen=None, **options):
+    """The op as a function of tensors by name: z, and the pairs; what holds anything as zeros."""
+
+    def call(x, k=None, v=None, **weights):
+        past = None if k is None else Past(k, v, seen)
+        z, after = recurrent_layers(x, LayerWeights(**weights), past=past, impl=impl, **options)
+        if after is None:
+            return (z,)
+        unused = torch.arange(after.k.shape[2]) >= after.lengths[:, None]
+        return z, *(t.masked_fill(unused[..., None, None], 0) for t in after[:2])
+
+    return call
+
+
+def loss(outputs):
+    return sum(out.square().sum() for out in outputs)
+
+
+def gradients(call, inputs):
+    """The loss and its gradients by name."""
+    value, found = grads(lambda **tensors: loss(call(**tensors)), inputs, torch.ones(()))
+    return {"loss": value} | found
+
+
+def assert_same(found, wanted, rtol):
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert_close(name, value, wanted[name], rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm", ["rms", "none"])
+@pytest.mark.parametrize("name", ["one tile", "two tiles", "past"])
+def test_gradcheck(name, norm):
+    inputs, options, _ = problem(CASES[name], 2, norm, torch.float64)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    assert torch.autograd.gradcheck(
+        lambda *values: layers(**options)(**dict(zip(inputs, values, strict=True))),
+        leaves,
+        fast_mode=True,
+    )
+
+
+def registered(inputs, options):
+    """The arguments of the registered op."""
+    weights = LayerWeights(**{k: v for k, v in inputs.items() if k not in ("x", "k", "v")})
+    return (
+        inputs["x"],
+        *Matrices.of(weights, inputs["x"].dtype),
+        options["alibi_slopes"],
+        *(inputs.get("k"), inputs.get("v"), options.get("seen"), options.get("cu_seqlens")),
+        *(H, 0.7, options["norm"], 1e-5, True, 1, "eager"),
+    )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", ["one tile", "two tiles", "packed", "past"])
+def test_opcheck(name, n):
+    inputs, options, dz = problem(CASES[name], n)
+    ops = torch.ops.mezzo_recurrent_transformer
+    arguments = registered(inputs, options)
+    last, z, *pairs = ops.recurrent_layers(*arguments)
+    tracked = [
+        a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in arguments
+    ]
+    slopes = Inputs.of(*arguments).slopes
+    tracked = [slopes if a is slopes else t for a, t in zip(arguments, tracked, strict=True)]
+    torch.library.opcheck(ops.recurrent_layers.default, tuple(tracked))
+    z = last[None] if n == 1 else z
+    for pulled in [(None, None), pairs] if "seen" in options else [(None, None)]:
+        torch.library.opcheck(ops.recurrent_layers_bwd.default, (dz, *pulled, z, *arguments))
+
+
+@pytest.mark.parametrize("name", ["two tiles", "packed", "past", "padded"])
+@pytest.mark.any_shapes
+def test_compiles_to_one_graph_and_serves_a_second_length(name):
+    torch._dynamo.reset()
+    inputs, options, _ = problem(CASES[name])
+    call = layers(**options)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same(gradients(compiled, inputs), gradients(call, inputs), 1e-6)
+    if name in ("two tiles", "past"):
+        inputs["x"] = torch.cat([inputs["x"], inputs["x"]], 1)
+        assert_same(gradients(compiled, inputs), gradients(call, inputs), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.any_shapes
+def test_the_inductor_compiles_it():
+    torch._dynamo.reset()
+    inputs, options, _ = problem(CASES["past"])
+    call = layers(**options)
+    compiled = torch.compile(call, fullgraph=True)
+    assert_same(gradients(compiled, inputs), gradients(call, inputs), 1e-5)
+
+
+@cases
+def test_torch_func_gives_the_same_gradients(case):
+    inputs, options, _ = problem(case)
+    call = layers(**options)
+    found = torch.func.grad(lambda tensors: loss(call(**tensors)))(inputs)
+    wanted = gradients(call, inputs)
+    for name, value in found.items():
+        assert_close(name, value, wanted[name], rtol=1e-6)
+
+
+def test_a_second_gradient_is_refused_rather_than_zero():
+    inputs, options, _ = problem(CASES["one tile"])
+    call = layers(**options)
+
+    def slope(x):
+        return torch.func.grad(lambda w: loss(call(**inputs | {"wv": w, "x": x})))(
+            inputs["wv"]
+        ).sum()
+
+    with pytest.raises(RuntimeError, match="no second gradient"):
+        torch.func.grad(slope)(inputs["x"])
+    x = inputs["x"].clone().requires_grad_()
+    z, *_ = call(**inputs | {"x": x})
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(torch.autograd.grad(z.sum(), x, create_graph=True)[0].sum(), x)
+
+
+@pytest.mark.parametrize("name", ["two tiles", "past"])
+def test_no_gradients_give_the_same_results(name):
+    inputs, options, _ = problem(CASES[name])
+    tracked = layers(**options)(**{k: v.clone().requires_grad_() for k, v in inputs.items()})
+    with torch.no_grad():
+        untracked = layers(**options)(**inputs)
+    for one, other in zip(tracked, untracked, strict=True):
+        assert one.requires_grad
+        assert not other.requires_grad
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", ["two tiles", "packed"])
+def test_only_the_inputs_and_the_outputs_of_the_layers_are_kept(name, n):
+    inputs, options, _ = problem(CASES[name], n)
+    leaves = {k: v.requires_grad_() for k, v in inputs.items()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        z, _ = recurrent_layers(leaves.pop("x"), LayerWeights(**leaves), impl="eager", **options)
+    # Weights have no axis of T tokens.
+    activations = sum(t.numel() for t in kept.values() if z.shape[1] in t.shape)
+    assert activations == (n + 1) * z.numel()
+    weights = sum(w.numel() for w in leaves.values()) + H  # and the slopes
+    if "cu_seqlens" in options:
+        weights += options["cu_seqlens"].numel()
+    assert sum(t.numel() for t in kept.values()) == activations + weights
+
+
+@cases
+def test_activation_checkpointing_gives_the_same_gradients(case):
+    inputs, options, _ = problem(case)
+    call = layers(**options)
+
+    def again(**tensors):
+        return checkpoint(call, use_reentrant=False, **tensors)
+
+    for name, value in gradients(again, inputs).items():
+        assert torch.equal(value, gradients(call, inputs)[name]), name
+
+
+def test_two_micro_batches_give_the_gradients_of_both_at_once():
+    inputs, options, _ = problem((4, 18, {}))
+    call, names = layers(**options), [name for name in inputs if name != "x"]
+    leaves = {name: inputs[name].clone().requires_grad_() for name in names}
+    for half in inputs["x"].chunk(2):
+        loss(call(half, **leaves)).backward()
+    whole = gradients(call, inputs)
+    for name in names:
+        assert_close(name, leaves[name].grad, whole[name], rtol=1e-5)
+
+
+def test_frozen_weights_get_no_gradient():
+    inputs, options, _ = problem(CASES["past"])
+    wanted = gradients(layers(**options), inputs)
+    leaves = {k: v.clone().requires_grad_(k in ("wk", "v")) for k, v in inputs.items()}
+    loss(layers(**options)(**leaves)).backward()
+    for name, leaf in leaves.items():
+        if name in ("wk", "v"):
+            assert_close(name, leaf.grad, wanted[name], rtol=1e-6)
+        else:
+            assert leaf.grad is None

@@ -1,0 +1,90 @@
+"""What torch.compile makes of a block and a stack on a CPU."""
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close
+from mezzo_recurrent_transformer import (
+    RecurrentBlockConfig,
+    RecurrentStackConfig,
+    TransformerBlockConfig,
+)
+from torch.utils._pytree import tree_leaves
+
+C = 16
+BLOCK = RecurrentBlockConfig(head_dim=8, hidden=24)
+CONFIGS = {
+    "block": BLOCK,
+    "stack": RecurrentStackConfig(3, BLOCK),
+    "transformer": TransformerBlockConfig(head_dim=8, hidden=24),
+}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew():
+    torch._dynamo.reset()
+
+
+def forms(part, num_tokens):
+    """A plain call, a packed one, and one of prompts of different lengths."""
+    borders = torch.tensor([0, num_tokens // 3, num_tokens])
+    lengths = torch.tensor([num_tokens - 5])
+    return {
+        "plain": {},
+        "packed": {"cu_seqlens": borders},
+        "prompts": {"state": part.init_state(1), "lengths": lengths},
+    }
+
+
+def results(part, call, x, form):
+    """Outputs of real tokens, the state's, and gradients of x and of all weights."""
+    x = x.clone().requires_grad_()
+    y, state = call(x, **form)
+    real = x.shape[1] if "lengths" not in form else int(form["lengths"][0])
+    y = y[:, :real]
+    held = [] if state is None else tree_leaves(state)
+    held = [t[:, :real] for t in held if t.is_floating_point()]
+    loss = y.square().sum() + sum(t.square().sum() for t in held)
+    found = torch.autograd.grad(loss, [x, *part.parameters()])
+    return [y.detach(), *(t.detach() for t in held), *found]
+
+
+def check_compiled(config, backend, num_tokens, names):
+    torch.manual_seed(0)
+    part = config.build(C)
+    compiled = torch.compile(part, fullgraph=True, backend=backend)
+    for length in num_tokens:
+        x, given = torch.randn(1, length, C), forms(part, length)
+        for name in names:
+            found, truth = (results(part, call, x, given[name]) for call in (compiled, part))
+            for i, (got, wanted) in enumerate(zip(found, truth, strict=True)):
+                assert_close(f"{name}, T = {length}: {i}", got, wanted, rtol=1e-5, atol=1e-6)
+
+
+# Compiling in C++ takes its seconds. 37 is no multiple of a tile.
+@pytest.mark.slow
+@configs
+def test_the_inductor_trains_on_every_token(config):
+    check_compiled(config, "inductor", [37], ["plain"])
+
+
+@configs
+def test_one_graph_serves_every_form_and_a_second_length(config):
+    check_compiled(config, "aot_eager", [37, 17], ["plain", "packed", "prompts"])
+
+
+@configs
+def test_a_graph_of_any_length_serves_all(config):
+    torch.manual_seed(0)
+    part = config.build(C)
+    seen = []
+
+    def count(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    compiled = torch.compile(part, fullgraph=True, dynamic=True, backend=count)
+    for length in (37, 17, 50):
+        x = torch.randn(2, length, C)
+        assert_close(f"T = {length}", compiled(x)[0], part(x)[0].detach(), rtol=1e-5)
+    assert len(seen) == 1

@@ -1,0 +1,86 @@
+"""Models of recurrent layers generate as they compute, from a cache as small as the paper says."""
+
+import math
+
+import pytest
+import torch
+from mezzo_core.nn import BlocksConfig, LMConfig
+from mezzo_core.nn.generate import generate
+from mezzo_recurrent_transformer import (
+    RecurrentBlockConfig,
+    RecurrentStackConfig,
+    TransformerBlockConfig,
+    scaled,
+)
+from torch.utils._pytree import tree_leaves
+
+C, VOCAB = 16, 37
+BLOCK = RecurrentBlockConfig(head_dim=8, hidden=24)
+STACKS = {
+    "stack": RecurrentStackConfig(3, BLOCK),
+    "plain stack": BlocksConfig(scaled(BLOCK, 2, "residual")),
+    "released scaling": RecurrentStackConfig(2, BLOCK, "init"),
+    "layer norm": RecurrentStackConfig(2, RecurrentBlockConfig(8, 24, "layer", alibi=None)),
+    "transformer": BlocksConfig(scaled(TransformerBlockConfig(8, 24), 2, "residual")),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=STACKS)
+def model(request):
+    torch.manual_seed(0)
+    stack = STACKS[request.param]
+    # A tied head would mostly repeat the last token.
+    return LMConfig(VOCAB, C, init_std=0.5, stack=stack, tie_embeddings=False).build().eval()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefill_tokens", [None, 4])
+def test_generation_continues_as_the_full_forward_would(model, device, prefill_tokens):
+    model.to(device)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(20))]
+    answers = generate(model, prompts, max_new_tokens=9, prefill_tokens=prefill_tokens)
+    with torch.no_grad():
+        for prompt, new in zip(prompts, answers, strict=True):
+            tokens = torch.tensor([[*prompt, *new]], device=device)
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == new
+
+
+def test_generation_does_not_repeat_one_token(model):
+    """Otherwise the test above would compare little."""
+    (new,) = generate(model, [[1, 2, 3]], max_new_tokens=20)
+    assert len(set(new)) > 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_equals_the_forward(model, device):
+    stack = model.to(device).stack
+    x = torch.randn(2, 18, C, generator=torch.Generator().manual_seed(1)).to(device)
+    with torch.no_grad():
+        whole, _ = stack(x)
+        state = stack.reserve(stack.init_state(2), 18)
+        for t in range(18):
+            stack.before_step(state)
+            y = stack.step(x[:, t : t + 1], state)
+            assert torch.allclose(y[:, 0], whole[:, t], rtol=1e-4, atol=1e-5), t
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_told_are_those_of_the_cache(model, dtype):
+    stack = model.to(dtype).stack
+    with torch.no_grad():
+        _, state = stack(torch.zeros(1, 13, C, dtype=dtype), stack.init_state(1))
+    held = sum(t.nbytes for t in tree_leaves(state) if t.is_floating_point())
+    assert stack.state_bytes(13) == held
+
+
+def test_half_the_layers_at_equal_weights_need_a_smaller_cache():
+    sizes = [(6, 2048), (12, 1408)]  # of the paper's 300M models
+    with torch.device("meta"):
+        wide, deep = (RecurrentStackConfig(n).build(width) for n, width in sizes)
+    weights = [sum(w.numel() for w in part.parameters()) for part in (wide, deep)]
+    assert weights[0] / weights[1] == pytest.approx(1, abs=0.07)
+    assert deep.state_bytes(512) / wide.state_bytes(512) == (12 * 1408) / (6 * 2048)
+    # At exactly equal weights it would be sqrt(2).
+    assert deep.state_bytes(512) / wide.state_bytes(512) == pytest.approx(math.sqrt(2), rel=0.03)
