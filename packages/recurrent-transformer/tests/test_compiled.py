@@ -26,13 +26,13 @@ def _compile_anew():
 
 
 def forms(part, num_tokens):
-    """A plain call, a packed one, and one of prompts of different lengths."""
+    """A plain call, a packed one, and one of prompts of equal lengths with padding."""
     borders = torch.tensor([0, num_tokens // 3, num_tokens])
-    lengths = torch.tensor([num_tokens - 5])
+    lengths = torch.full((2,), num_tokens - 5)
     return {
         "plain": {},
         "packed": {"cu_seqlens": borders},
-        "prompts": {"state": part.init_state(1), "lengths": lengths},
+        "prompts": {"state": part.init_state(2), "lengths": lengths},
     }
 
 
@@ -54,8 +54,9 @@ def check_compiled(config, backend, num_tokens, names):
     part = config.build(C)
     compiled = torch.compile(part, fullgraph=True, backend=backend)
     for length in num_tokens:
-        x, given = torch.randn(1, length, C), forms(part, length)
+        given = forms(part, length)
         for name in names:
+            x = torch.randn(1 if name == "packed" else 2, length, C)
             found, truth = (results(part, call, x, given[name]) for call in (compiled, part))
             for i, (got, wanted) in enumerate(zip(found, truth, strict=True)):
                 assert_close(f"{name}, T = {length}: {i}", got, wanted, rtol=1e-5, atol=1e-6)
