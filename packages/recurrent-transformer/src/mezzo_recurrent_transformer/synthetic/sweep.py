@@ -1,5 +1,6 @@
 """A sweep over tasks, models and seeds; the defaults are the protocol of the paper's appendix."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -71,7 +72,8 @@ class SweepConfig:
         precision, compile: as of `TrainConfig`.
 
     Raises:
-        UserError: if a model is unknown, something is given twice, or the rows do not fill a batch.
+        UserError: if a model is unknown, something is given twice, a number is out of range, or the
+            rows do not fill a batch.
     """
 
     tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())
@@ -90,23 +92,41 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("models", "learning_rates", "weight_decays", "seeds"):
-            found = getattr(self, name)
-            if not found or len(set(found)) < len(found):
-                raise UserError(f"{name} must be one or more, each once, got {found}")
         for model in self.models:
             if model not in LAYERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, LAYERS)}")
         names = [task.name for task in self.tasks]
-        if not names or len(set(names)) < len(names):
-            raise UserError(f"tasks must be one or more, each once, got {names}")
+        lists = {
+            "tasks": (names, True, "one or more"),
+            "models": (self.models, True, "one or more"),
+            "learning_rates": (
+                self.learning_rates,
+                all(OptimConfig().min_lr <= lr < math.inf for lr in self.learning_rates),
+                f"one or more from {OptimConfig().min_lr:g} on",
+            ),
+            "weight_decays": (
+                self.weight_decays,
+                all(0 <= decay < math.inf for decay in self.weight_decays),
+                "one or more from 0 on",
+            ),
+            "seeds": (self.seeds, all(seed >= 0 for seed in self.seeds), "one or more from 0 on"),
+        }
+        for name, (found, is_met, allowed) in lists.items():
+            if not (found and is_met and len(set(found)) == len(found)):
+                raise UserError(f"{name} must be {allowed}, each once, got {found}")
         fewest = min(task.train_rows for task in self.columns().values())
-        if not 1 <= self.batch_size <= fewest:
-            raise UserError(
-                f"batch_size must be from 1 to train_rows = {fewest}, got {self.batch_size}"
-            )
-        if self.max_steps is not None and self.max_steps < 1:
-            raise UserError(f"max_steps must be at least 1 (or None), got {self.max_steps}")
+        sizes = {
+            "d_model": (
+                self.d_model >= HEAD_DIM and self.d_model % HEAD_DIM == 0,
+                f"a multiple of {HEAD_DIM}",
+            ),
+            "batch_size": (1 <= self.batch_size <= fewest, f"from 1 to train_rows = {fewest}"),
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "max_steps": (self.max_steps is None or self.max_steps >= 1, "at least 1 (or None)"),
+        }
+        for name, (is_met, allowed) in sizes.items():
+            if not is_met:
+                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
 
     def columns(self) -> dict[str, AbstractTask]:
         """Return the settings of all tasks by their names."""
@@ -133,7 +153,7 @@ class SweepConfig:
             ),
             data=replace(task, seed=seed),
             optim=OptimConfig(
-                lr, warmup_fraction=0.0, betas=(0.9, 0.98), weight_decay=decay, clip=float("inf")
+                lr, warmup_fraction=0.0, betas=(0.9, 0.98), weight_decay=decay, clip=math.inf
             ),
             seq_len=task.num_tokens,
             batch_size=self.batch_size,
@@ -197,11 +217,10 @@ def sweep(
         device: None takes a GPU if there is one.
 
     Raises:
-        UserError: if a model cannot have the width, `out` has the result of another sweep or cannot
-            be written, or there is no such device.
+        UserError: if `out` has the result of another sweep or cannot be written, or there is no
+            such device.
     """
     optims = list(product(config.learning_rates, config.weight_decays))
-    _check_models(config, optims[0])
     chosen = choose_device(device, None)
     result = Result(out / "synthetic.json", config.header(), origin(chosen), say)
     folder = (runs or out) / "synthetic"
@@ -227,16 +246,6 @@ def sweep(
             result.add(exact, **place, group=EXACT, **best)
         result.add(by_token, **place, group=BY_TOKEN)
     return result
-
-
-def _check_models(config: SweepConfig, optim: tuple[float, float]) -> None:
-    """Refuse what cannot be built before hours of training."""
-    for model, task in product(config.models, config.columns().values()):
-        try:
-            with torch.device("meta"):
-                config.run(model, task, *optim, config.seeds[0]).model.build()
-        except ValueError as error:
-            raise UserError(f"{model} cannot be trained on {task.name}: {error}") from error
 
 
 def _changes(whose: str, ours: Any, protocols: Any) -> list[str]:
