@@ -56,7 +56,7 @@ def test_models_are_one_layer_of_the_papers_sizes(model, name):
     layer = built.stack.encoder if is_compression else built.stack.blocks[0]
     assert type(layer) is kind
     assert (layer.num_heads, layer.config.head_dim, layer.config.alibi) == (16, 8, "olmo")
-    assert layer.config.residual_scale == 1
+    assert (layer.config.residual_scale, layer.config.init_layer) == (1, 0)
     norms = 5 * 128
     weights = 4 * 128**2 + 2 * 128 * 512 + norms + 2 * 128 * task.vocab_size
     assert built.num_parameters() == weights + is_compression * 2 * (128**2 + 128)
