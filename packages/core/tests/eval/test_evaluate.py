@@ -66,6 +66,25 @@ def test_accuracy_is_the_share_of_hits(model):
     assert evaluate(model, [Batch(tokens, targets)]).accuracy == 4 / 12
 
 
+@pytest.mark.parametrize("segment_tokens", [None, 3])
+def test_a_row_is_right_if_all_its_targets_are(model, segment_tokens):
+    tokens = torch.randint(11, (4, 8))
+    targets = model(tokens).logits.argmax(-1)
+    targets[0, :7] = -100  # right
+    targets[1, 2] = (targets[1, 2] + 1) % 11  # one mistake
+    targets[3] = -100  # nothing is asked for
+    batch = Batch(tokens, targets)
+    found = evaluate(model, [batch.part(0, 2), batch.part(1, 2)], segment_tokens=segment_tokens)
+    assert found.exact_match == 2 / 3
+    assert found.accuracy == 16 / 17
+
+
+def test_packed_documents_are_no_rows(model):
+    tokens = torch.randint(11, (1, 8))
+    packed = Batch(tokens, tokens, torch.tensor([0, 3, 8]))
+    assert evaluate(model, [packed]).exact_match is None
+
+
 def test_ignored_targets_do_not_count(model):
     found = evaluate(model, batches(ignored=[0, 5]))
     assert found.tokens == 30

@@ -34,13 +34,14 @@ def test_a_task_is_learned_and_its_accuracy_logged(echo, tmp_path, rows_of):
     assert {row["val_tokens"] for row in rows_of(tmp_path / "run", "val_loss")} == {2 * 32 * 6}
 
 
-def test_a_trained_task_is_evaluated_by_the_command(echo, tmp_path):
+def test_a_trained_task_is_evaluated_by_the_command(echo, tmp_path, rows_of):
     result = train(echo(), tmp_path / "run", quiet=True)
     model, _, extra = load_model(tmp_path / "run" / "model")
     name, rows = open_told_data(extra, tmp_path, model.vocab_size, allow_packages=("toys",))
     assert name == "EchoConfig"
     found = evaluate(model, islice(rows.validation_batches(4), 2))
     assert (found.loss, found.accuracy) == (result.val_loss, result.val_accuracy)
+    assert rows_of(tmp_path / "run", "val_loss")[-1]["val_exact_match"] == found.exact_match
     with pytest.raises(UserError, match="must be of DataConfig"):
         open_told_data(extra, tmp_path, 8, source="words.txt", allow_packages=("toys",))
 

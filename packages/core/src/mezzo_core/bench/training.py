@@ -80,9 +80,10 @@ def measure_run(
         resume: continue the run in the folder, or only read it if it is done; False removes it.
 
     Returns:
-        perplexity and accuracy on the validation part, parameters, tokens_per_second (median after
-        the warm-up), seconds_to_first_step, peak_gb (None on a CPU), and steps: the curves "train"
-        and "val", lists of [step, loss] with at most POINTS points.
+        perplexity, accuracy and (of a task) exact_match on the validation part, parameters,
+        tokens_per_second (median after the warm-up), seconds_to_first_step, peak_gb (None on a
+        CPU), and steps: the curves "train" and "val", lists of [step, loss] with at most POINTS
+        points.
 
     Raises:
         DivergenceError: if the loss explodes.
@@ -92,6 +93,7 @@ def measure_run(
     start_afresh()
     train(config, folder, resume=resume, quiet=True, device=device)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    is_text = isinstance(config.data, DataConfig)  # no model predicts whole rows of text
     steps = [row for row in log if "loss" in row]
     tests = [row for row in log if "val_loss" in row]
     speeds = [row["tokens_per_second"] for row in steps]
@@ -101,6 +103,7 @@ def measure_run(
     return {
         "perplexity": tests[-1]["val_perplexity"],
         "accuracy": tests[-1]["val_accuracy"],
+        "exact_match": None if is_text else tests[-1].get("val_exact_match"),
         "parameters": parameters,
         "tokens_per_second": round(speed),
         "seconds_to_first_step": first,

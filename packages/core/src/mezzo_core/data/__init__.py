@@ -2,6 +2,7 @@
 
 from mezzo_core.data.batches import Batch, BatchSource, TextData
 from mezzo_core.data.config import DataConfig, SourceConfig
+from mezzo_core.data.rows import Rows, RowsData
 from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
@@ -10,6 +11,8 @@ __all__ = [
     "Batch",
     "BatchSource",
     "DataConfig",
+    "Rows",
+    "RowsData",
     "SourceConfig",
     "StreamDecoder",
     "TextData",

@@ -1,4 +1,4 @@
-"""Evaluation of a model on held-out rows: perplexity and accuracy."""
+"""Evaluation of a model on held-out rows: perplexity, accuracy and exact match."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo_core.data import Batch
+from mezzo_core.data import NO_TARGET, Batch
 from mezzo_core.device import autocast, move_batch
 from mezzo_core.nn.lm import LM
 
@@ -23,6 +23,8 @@ class Evaluation:
         bits_per_byte: bits per byte of text, by which models with different tokenizers can be
             compared; None if `num_bytes` was not given.
         accuracy: share of the targets to which the model gave the highest logit.
+        exact_match: share of the rows in which it did so for every target, of those that have one;
+            None for packed documents.
         tokens: number of targets.
     """
 
@@ -30,6 +32,7 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None
     accuracy: float
+    exact_match: float | None
     tokens: int
 
 
@@ -61,28 +64,18 @@ def evaluate(
     if segment_tokens is not None and segment_tokens < 1:
         raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens}")
     device = next(model.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, targets, hits
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             for batch in batches:
-                tokens, targets, borders = move_batch(batch, device)
-                if segment_tokens is not None and borders is not None:
-                    raise ValueError("segment_tokens is for rows, and these documents are packed")
-                size = segment_tokens or max(tokens.shape[1], 1)
-                state = None if segment_tokens is None else model.init_state(len(tokens))
-                for segment, its_targets in zip(
-                    tokens.split(size, 1), targets.split(size, 1), strict=True
-                ):
-                    with autocast(device, precision):
-                        *found, state = model.score(segment, its_targets, borders, state=state)
-                    sums += torch.stack([value.double() for value in found])
+                sums += _score_rows(model, move_batch(batch, device), segment_tokens, precision)
     finally:
         model.train(was_training)
     if add_up is not None:
         add_up(sums)
-    total, count, hits = sums.tolist()
+    total, count, hits, rows, right = sums.tolist()
     if count == 0:
         raise ValueError("an evaluation needs at least one target that is not -100")
     loss = total / count
@@ -91,5 +84,26 @@ def evaluate(
         perplexity=math.exp(loss) if loss < 700 else math.inf,
         bits_per_byte=None if num_bytes is None else total / math.log(2) / num_bytes,
         accuracy=hits / count,
+        exact_match=right / rows if rows else None,
         tokens=int(count),
     )
+
+
+def _score_rows(model: LM, batch: Batch, segment_tokens: int | None, precision: str) -> Tensor:
+    """Return nats, targets, hits; rows with a target, and those of them in which all are hits."""
+    tokens, targets, borders = batch
+    if segment_tokens is not None and borders is not None:
+        raise ValueError("segment_tokens is for rows, and these documents are packed")
+    size = segment_tokens or max(tokens.shape[1], 1)
+    state = None if segment_tokens is None else model.init_state(len(tokens))
+    sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
+    is_asked = (targets != NO_TARGET).any(1)
+    is_right = is_asked
+    for segment, its_targets in zip(tokens.split(size, 1), targets.split(size, 1), strict=True):
+        with autocast(tokens.device, precision):
+            loss, count, hits, state = model.score(segment, its_targets, borders, state=state)
+        sums[:3] += torch.stack([loss.double(), count, hits.sum()])
+        is_right = is_right & (hits | (its_targets == NO_TARGET)).all(1)
+    if borders is None:
+        sums[3:] += torch.stack([is_asked.sum(), is_right.sum()])
+    return sums

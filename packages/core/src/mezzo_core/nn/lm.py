@@ -96,14 +96,14 @@ class LMOutput(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How well a model predicts its targets: sums over those that count."""
+    """How well a model predicts the targets that count."""
 
     loss: Tensor
-    """Cross entropy in nats, float32."""
+    """Cross entropy in nats, summed, float32."""
     targets: Tensor
     """How many there are, int64."""
     hits: Tensor
-    """How many are the model's likeliest token, int64."""
+    """Which of them are the model's likeliest token, (B, T) bool."""
     state: Any
     """The stack's state after the last real token; None if none was given."""
 
@@ -243,7 +243,7 @@ class LM(nn.Module):
         state: Any = None,
         lengths: Tensor | None = None,
     ) -> Score:
-        """Return the summed loss, its targets and the hits, of a whole text or its next segment.
+        """Return the summed loss, its targets and the hits, of whole texts or their next segment.
 
         The sums over the segments of a text, each from the state after the one before, are those of
         the whole; what a state holds is not detached, so that gradients flow through it.

@@ -1,4 +1,4 @@
-"""Draws measurements as PNG files: lines over lengths, losses over steps, a dot for each seed.
+"""Draws measurements as PNG files: lines over lengths, losses over steps, bars by task, dots.
 
 A model has the same colour and marker in every figure of its paper: that of its place among the
 names which the caller gives.
@@ -32,7 +32,10 @@ def draw_result(
     models: Sequence[str] = (),
     theirs: Measurement | None = None,
 ) -> Any:
-    """Draw lines over numbered columns, or losses by step and a dot for each seed; return a figure.
+    """Draw a measurement, and return the figure.
+
+    Numbered columns become lines, the tasks of a recall bars; all else are losses by step and a dot
+    for each seed.
 
     Args:
         ours: the measurement; the lines of a training are its losses.
@@ -52,7 +55,10 @@ def draw_result(
         color = color_sequences["tab10"][i] if i < 10 else dark
         looks[name] = {"color": color, "marker": MARKERS[i % len(MARKERS)]}
     lines = ours.kind != "training" and len(ours.columns) > 1 and all(map(_number, ours.columns))
-    figure = _draw_lines(both, looks) if lines else _draw_dots(ours, looks)
+    if lines:
+        figure = _draw_lines(both, looks)
+    else:
+        figure = (_draw_bars if ours.kind == "recall" else _draw_dots)(ours, looks)
     for axes in figure.axes:
         if not axes.has_data():
             axes.remove()
@@ -103,6 +109,35 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
         whose = ("the paper's" if i else "ours") if len(both) > 1 else ""
         place.set_title(", ".join(filter(None, (whose, group if each.unit else ""))))
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
+    return figure
+
+
+def _draw_bars(ours: Measurement, looks: Looks) -> Any:
+    """Draw a panel for each group: a bar for each task and model, the mean, and a dot a seed."""
+    figure, axes = _panels(len(ours.groups), 1, 3.2)
+    figure.set_figwidth(max(6, 2 + 1.3 * len(ours.columns)))
+    models = list(dict.fromkeys(model for _, model in ours.rows))
+    width = 0.8 / len(models)
+    shown = {}
+    for place, group in zip(axes, ours.groups, strict=True):
+        for i, model in enumerate(models):
+            color = looks[model]["color"]
+            for x, column in enumerate(ours.columns):
+                at = x + (i + 0.5) * width - 0.4
+                value = ours.typical(model, column, group)
+                if isinstance(value, str):
+                    place.text(at, 0.02, value, rotation=90, ha="center", fontsize=8)
+                elif value is not None:
+                    shown[model] = place.bar(at, float(value), 0.9 * width, color=color, alpha=0.7)
+                    seeds = ours.by_seed(model, column, group).values()
+                    place.plot([at] * len(seeds), seeds, "k.", markersize=4)
+        place.set_xticks(
+            range(len(ours.columns)), ours.columns, rotation=20, ha="right", fontsize=8
+        )
+        place.set_xlabel("task")
+        place.set_ylabel(group or ours.unit)
+        place.set_ylim(0, 1.05)
+    figure.legend(shown.values(), shown, loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 

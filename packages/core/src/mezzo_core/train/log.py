@@ -128,6 +128,7 @@ class RunLog:
                 "val_perplexity": found.perplexity,
                 "val_bits_per_byte": found.bits_per_byte,
                 "val_accuracy": found.accuracy,
+                "val_exact_match": found.exact_match,
                 "val_tokens": found.tokens,
                 "time": time.time(),
             }

@@ -5,17 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from mezzo_core.bench import Header, Result, origin
-from mezzo_core.bench.training import DIVERGED, measure_run
+from mezzo_core.bench.sweep import best_run
 from mezzo_core.config_json import check_fields
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
-from mezzo_core.train.loop import DivergenceError
 
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
@@ -185,33 +184,18 @@ def sweep(
         place = {"model": NAMES[model], "column": f"C={width}"}
         if result.has(**place, seed=config.task.seed):
             continue
-        found: list[dict[str, Any]] = []
-        for lr in config.learning_rates:
-            if config.skip_solved and any(_accuracy(run) > SOLVED for run in found):
-                say(f"{model} C={width}: no other learning rates, as {found[-1]['lr']:g} solved it")
-                break
-            folder = (runs or out) / config.name / f"{model}_c{width}_lr{lr:g}"
-            found.append(_run(config.run(model, width, lr), folder, chosen))
-            say(f"{model} C={width} lr {lr:g}: {found[-1]['accuracy']}")
-        best, *others = sorted(found, key=_accuracy, reverse=True)
-        best |= {"state_bytes": state_bytes[width, model], "others": others or None}
+        best = best_run(
+            f"{model} C={width}",
+            [config.run(model, width, lr) for lr in config.learning_rates],
+            (runs or out) / config.name / f"{model}_c{width}",
+            chosen,
+            say,
+            swept=("lr",),
+            enough=SOLVED if config.skip_solved else None,
+        )
+        best["state_bytes"] = state_bytes[width, model]
         result.add(best.pop("accuracy"), **place, seed=config.task.seed, **best)
     return result
-
-
-def _run(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Train, or read a finished run; return its accuracy, or "diverged", and its details."""
-    try:
-        found = measure_run(config, folder, device, resume=True)
-        del found["perplexity"]
-    except DivergenceError:
-        found = {"accuracy": DIVERGED}
-    return {"lr": config.optim.lr, **found}
-
-
-def _accuracy(run: dict[str, Any]) -> float:
-    """Return a run's accuracy, below all others if the training diverged."""
-    return -1.0 if isinstance(run["accuracy"], str) else run["accuracy"]
 
 
 def _state_bytes(config: SweepConfig, width: int, model: str) -> int:

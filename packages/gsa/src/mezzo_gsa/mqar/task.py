@@ -9,30 +9,18 @@ law: early ones are likelier. Source: Zoology (Arora et al. 2023, arXiv 2312.049
 from numpy's legacy generator in the order of its released code, so that a seed gives the same rows.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from mezzo_core.config_json import check_fields
-from mezzo_core.data import NO_TARGET, Batch, BatchSource
-from mezzo_core.data.batches import check_batch_size
+from mezzo_core.data import NO_TARGET, Rows, RowsData
 from mezzo_core.errors import UserError
 from numpy.typing import NDArray
 
 TRAIN_SEED, TEST_SEED = 843828734, 3062119789
 """Of the rows: what Zoology draws from its own seed 123."""
-
-
-class MQARRows(NamedTuple):
-    """Rows of the task, int64."""
-
-    inputs: NDArray[np.int64]  # (B, T); 0 where there is neither pair nor question
-    targets: NDArray[np.int64]  # (B, T); at each question the value, everywhere else -100
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,7 @@ class MQARConfig:
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
-    ) -> "MQARData":
+    ) -> RowsData:
         """Draw the rows, which every process holds in memory; `cache_dir` is not used.
 
         Raises:
@@ -93,10 +81,11 @@ class MQARConfig:
         """
         if seq_len != self.seq_len:
             raise UserError(f"seq_len must be that of the task, {self.seq_len}, got {seq_len}")
-        return MQARData(self)
+        train, test = self.parts
+        return RowsData("mqar", train, test, vocab_size=self.vocab_size, seed=self.seed)
 
     @cached_property
-    def parts(self) -> tuple[MQARRows, MQARRows]:
+    def parts(self) -> tuple[Rows, Rows]:
         """The rows to train on and those to test on, drawn once for all runs of this task."""
         shares = self.train_pairs or (self.num_pairs,)
         drawn = [
@@ -105,10 +94,10 @@ class MQARConfig:
             )
             for i, pairs in enumerate(shares)
         ]
-        train = MQARRows(*(np.concatenate(part) for part in zip(*drawn, strict=True)))
+        train = Rows(*(np.concatenate(part) for part in zip(*drawn, strict=True)))
         return train, self.generate(self.test_rows, TEST_SEED)
 
-    def generate(self, num_rows: int, seed: int) -> MQARRows:
+    def generate(self, num_rows: int, seed: int) -> Rows:
         """Draw rows from numpy's legacy generator; 100,000 usual ones take about ten seconds."""
         P, first_value = self.num_pairs, self.vocab_size // 2
         random = np.random.RandomState(seed)
@@ -124,52 +113,7 @@ class MQARConfig:
         np.put_along_axis(inputs, positions, keys, axis=1)
         targets = np.full_like(inputs, NO_TARGET)
         np.put_along_axis(targets, positions, values, axis=1)
-        return MQARRows(inputs, targets)
-
-
-class MQARData(BatchSource):
-    """The rows of a task in batches; every process gets the whole batch.
-
-    An epoch takes the rows in an order of its own, and leaves out those that do not fill a batch.
-    """
-
-    def __init__(self, config: MQARConfig) -> None:
-        self.seq_len, self.vocab_size = config.seq_len, config.vocab_size
-        self._train, self._test = config.parts
-        self.num_train_tokens = self._train.inputs.size
-        digest = sha256(self._train.inputs.data)
-        digest.update(self._train.targets.data)
-        self.fingerprint = f"mqar {digest.hexdigest()}"
-        self._seed = config.seed
-        self._order = (-1, np.empty(0, dtype=np.int64))  # an epoch and its order
-
-    def train_batch(self, step: int, batch_size: int) -> Batch:
-        """Return the batch of a step: a function of the seed, the step and the batch size alone.
-
-        Raises:
-            ValueError: if there is no such step, or the rows do not fill a batch.
-        """
-        check_batch_size(batch_size)
-        num_rows = len(self._train.inputs)
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
-        if batch_size > num_rows:
-            raise ValueError(f"batch_size must be at most the {num_rows} rows, got {batch_size}")
-        epoch, place = divmod(step, num_rows // batch_size)
-        if self._order[0] != epoch:
-            generator = np.random.default_rng((self._seed, epoch))
-            self._order = (epoch, generator.permutation(num_rows))
-        chosen = self._order[1][place * batch_size : (place + 1) * batch_size]
-        return Batch(*(torch.from_numpy(part[chosen]) for part in self._train))
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the test rows, in order; rows of filler without targets complete the last batch."""
-        check_batch_size(batch_size)
-        inputs, targets = self._test
-        missing = ((0, -len(inputs) % batch_size), (0, 0))
-        parts = (np.pad(inputs, missing), np.pad(targets, missing, constant_values=NO_TARGET))
-        batches = (torch.from_numpy(part).split(batch_size) for part in parts)
-        return map(Batch, *batches)
+        return Rows(inputs, targets)
 
 
 def _draw(

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mezzo_core.ops.checks import check_floating, check_size
@@ -16,12 +16,12 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the targets that count."""
+    """How well the logits predict the targets that count."""
 
     loss: Float[Tensor, ""]
-    """Nats, in float32 (float64 for float64 inputs)."""
-    hits: Int64[Tensor, ""]
-    """How many targets have their row's largest logit."""
+    """Nats, summed, in float32 (float64 for float64 inputs)."""
+    hits: Bool[Tensor, "*rows"]
+    """Which targets have their row's largest logit."""
 
 
 def linear_cross_entropy(
@@ -57,12 +57,13 @@ def linear_cross_entropy(
     chosen = resolve_impl("linear_cross_entropy", impl, x.device, unsupported)
     rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if impl == "reference":
-        return CrossEntropy(*reference.linear_cross_entropy_fwd(rows, weight, flat, ignore_index))
+        loss, hits = reference.linear_cross_entropy_fwd(rows, weight, flat, ignore_index)
+        return CrossEntropy(loss, hits.view(targets.shape))
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss, hits, *_ = op.linear_cross_entropy(
         rows, weight, flat, ignore_index, dtype, wants_gradient, chosen == "triton"
     )
-    return CrossEntropy(loss, hits)
+    return CrossEntropy(loss, hits.view(targets.shape))
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> torch.dtype:

@@ -18,7 +18,10 @@ ALIGNMENT = 128
 
 
 class Parts(NamedTuple):
-    """What the forward computes; dx and dweight are empty where no gradient is wanted."""
+    """What the forward computes; dx and dweight are empty where no gradient is wanted.
+
+    The hits (N,) are bools: which targets have their row's largest logit.
+    """
 
     loss: Tensor
     hits: Tensor
@@ -60,7 +63,7 @@ def linear_cross_entropy_fwd(
         if differentiable:
             torch.mm(logits, w, out=dx[rows])
             dweight += logits.T @ part
-    return Parts(losses.sum(), hits.sum(), dx, dweight[:V])
+    return Parts(losses.sum(), hits, dx, dweight[:V])
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ def _(
     sums = accumulation_dtype(dtype)
     return chunked.Parts(
         loss=x.new_empty((), dtype=sums),
-        hits=x.new_empty((), dtype=torch.int64),
+        hits=x.new_empty(x.shape[0], dtype=torch.bool),
         dx=x.new_empty(x.shape if differentiable else 0, dtype=dtype),
         dweight=weight.new_empty(weight.shape if differentiable else 0, dtype=sums),
     )

@@ -9,7 +9,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log softmax(x Wᵀ)[target], and how many targets have the largest logit.
+    """Return the sum of -log softmax(x Wᵀ)[target], and which targets have the largest logit.
 
     Args:
         x: (N, C).
@@ -18,7 +18,7 @@ def linear_cross_entropy_fwd(
         ignore_index: as said.
 
     Returns:
-        The loss in nats, float32 (float64 for float64 inputs), and the hits, int64; both scalars.
+        The loss in nats, a float32 scalar (float64 for float64 inputs), and the hits (N,), bool.
     """
     return cross_entropy(F.linear(x, weight), targets, ignore_index)
 
@@ -26,9 +26,7 @@ def linear_cross_entropy_fwd(
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of logits (..., V) that are there."""
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    wide = logits.to(accumulation_dtype(logits.dtype))
-    loss = F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
-    hits = (logits.argmax(-1) == targets).sum()
-    return loss, hits
+    """Return the same of logits (..., V) that are there, with hits (...)."""
+    wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
+    loss = F.cross_entropy(wide, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+    return loss, (logits.argmax(-1) == targets) & (targets != ignore_index)

@@ -1,0 +1,37 @@
+"""Train one recurrent layer and one Transformer layer on synthetic tasks (Figure synth).
+
+    python packages/recurrent-transformer/experiments/synthetic.py \
+        --out packages/recurrent-transformer/results/nvidia-h200
+    python packages/recurrent-transformer/experiments/synthetic.py --dry-run --out DIR  # on a CPU
+
+All tasks, settings, rates and seeds of the paper's protocol, but for the steps: 4,000 of a run at
+most, not 20,000. For other sizes use the command `mezzo-recurrent-transformer synthetic`.
+"""
+
+import sys
+from dataclasses import replace
+
+from mezzo_core.bench import Options, run_script, say
+from mezzo_recurrent_transformer.synthetic.sweep import NAMES, SweepConfig, sweep
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS
+
+FULL = SweepConfig(max_steps=4_000)
+TOY = SweepConfig(
+    tuple(replace(task, train_rows=16, test_rows=4) for task in TASKS.values()),
+    learning_rates=(1e-3,),
+    weight_decays=(0.0,),
+    seeds=(0,),
+    d_model=16,
+    batch_size=8,
+    max_steps=2,
+)
+
+
+def measure(options: Options) -> None:
+    """Run the sweep."""
+    config = replace(TOY if options.dry_run else FULL, models=options.models)
+    sweep(config, options.out, say, runs=options.runs, device=options.device)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, list(NAMES)))

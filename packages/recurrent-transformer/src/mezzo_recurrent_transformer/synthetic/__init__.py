@@ -1,0 +1,1 @@
+"""MAD's six synthetic tasks and copying: one layer against one layer (figure "synth")."""

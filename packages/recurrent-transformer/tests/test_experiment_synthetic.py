@@ -1,0 +1,50 @@
+"""The script of the synthetic experiment, rehearsed on a CPU."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.papers.measurement import How, read_result
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS
+
+SCRIPT = Path(__file__).parents[1] / "experiments/synthetic.py"
+
+
+@pytest.fixture
+def rehearse(tmp_path, monkeypatch):
+    def run(*words):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["synthetic", "--out", "results/cpu", *words])
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        return exit.value.code
+
+    return run
+
+
+def test_every_task_is_trained_and_the_result_says_what_was_cut(rehearse):
+    assert rehearse("--dry-run", "--models", "transformer") == 0
+    found = read_result(Path("results/cpu/synthetic.json"))
+    assert found.how is How.SCALED_DOWN
+    assert found.columns == tuple(TASKS)
+    assert {entry.model for entry in found.entries} == {"Transformer"}
+    assert "max_steps 2, not None" in found.setting
+    assert not Path("results/cpu/synthetic").exists(), "runs are scratch, not results"
+
+
+def test_the_full_run_is_the_papers_but_for_its_steps():
+    full = runpy.run_path(str(SCRIPT))["FULL"]
+    assert "Here: max_steps 4000, not None" in full.header().setting
+    assert len(full.header().setting.split("Here: ")[1].split("; ")) == 1
+
+
+def test_wrong_words_are_answered_in_one_line(rehearse, monkeypatch, capsys):
+    assert rehearse("--models", "lstm", "--dry-run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no model is named 'lstm'" in line
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert rehearse() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "CUDA GPU" in line
