@@ -28,15 +28,15 @@ def dry_run(folder, *words):
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
-    assert dry_run(folder, "--seeds", "0", "1") == 0
+    assert dry_run(folder, "--seeds", "1") == 0
     names = ("train_small", "train_rates")
     return {name: read_result(folder / f"results/cpu/{name}.json") for name in names}
 
 
-def test_every_model_is_trained_with_each_seed(rehearsal):
+def test_every_model_is_trained_with_the_given_seeds(rehearsal):
     ours = rehearsal["train_small"]
     assert [model for _, model in ours.rows] == list(small.MODELS)
-    assert (ours.seeds, ours.columns, ours.how) == ([0, 1], ("Val. PPL",), How.SCALED_DOWN)
+    assert (ours.seeds, ours.columns, ours.how) == ([1], ("Val. PPL",), How.SCALED_DOWN)
     assert all(len(entry.details["steps"]["train"]) == 2 for entry in ours.entries)
     assert ours.setting.startswith("12 layers: C 64; 6 layers: C 64; T 16, 2 steps of 2 sequences")
 
@@ -48,7 +48,7 @@ def test_the_ablation_is_trained_at_each_rate(rehearsal):
     values = [
         e.value for model in (NORMALIZED, RAW) for c in ours.columns for e in ours.cell(model, c)
     ]
-    assert len(set(values)) == len(values) == 2 * 3 * 2
+    assert len(set(values)) == len(values) == 2 * 3
 
 
 @pytest.mark.parametrize("id", ["table1", "table4", "claim.delta_ce_12", "claim.delta_ce_6"])

@@ -24,6 +24,7 @@ def quiet(line):
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
+    """A dry run of everything."""
     folder = tmp_path_factory.mktemp("results") / "cpu"
     words = ["--dry-run", "--out", str(folder)]
     assert script.run_script(script.measure, "Measure.", script.EVERY, words=words) == 0
@@ -57,7 +58,8 @@ def test_the_claims_read_the_names_that_are_written(rehearsal, id):
     assert "of 3 neighbours" in summary or "at tokens/s" in summary
 
 
-def test_the_naive_loop_is_left_out_where_it_would_take_minutes(tmp_path):
+def test_the_naive_loop_is_left_out_where_it_would_take_minutes(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "check_layer", lambda layer: None)
     sizes = replace(DRY, naive=4, models=(NAIVE,))
     assert {e.column for e in MEASURERS["length"](sizes, tmp_path, quiet).entries} == {"4"}
 
@@ -79,7 +81,8 @@ def test_only_the_papers_sizes_count_as_the_papers_setting(tmp_path, monkeypatch
     assert said == ["other hardware", "other hardware", "scaled down"]
 
 
-def test_a_second_run_measures_only_what_is_missing(tmp_path):
+def test_a_second_run_measures_only_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "check_layer", lambda layer: None)
     lines = []
     sizes = replace(DRY, batches=(1,))
     for models in ((OP,), (OP, "Transformer"), (OP, "Transformer")):

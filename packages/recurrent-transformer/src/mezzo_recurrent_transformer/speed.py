@@ -65,6 +65,7 @@ class Sizes:
         lengths: its T.
         naive: the longest T at which the naive loop is timed; it reads T^2 positions.
         trained: the size whose recipes are trained, by its layers.
+        most_trained: sequences of a training step, if the recipe computes more at once.
         seconds: for each timing.
         models: those that are measured; None: all.
     """
@@ -78,6 +79,7 @@ class Sizes:
     lengths: tuple[int, ...]
     naive: int
     trained: Mapping[int, str]
+    most_trained: int
     seconds: float
     models: tuple[str, ...] | None = None
 
@@ -96,9 +98,10 @@ FULL = Sizes(
     lengths=tuple(2**i for i in range(6, 13)),
     naive=2048,
     trained={12: "300m_12", 6: "300m_6"},
+    most_trained=512,
     seconds=0.05,
 )
-DRY = Sizes("cpu", 16, 8, 8, (1, 2), 2, (4, 8), 8, dict.fromkeys(DEPTHS, "tiny"), 0.0)
+DRY = Sizes("cpu", 16, 8, 8, (1, 2), 2, (4, 8), 8, dict.fromkeys(DEPTHS, "tiny"), 1, 0.0)
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
 
@@ -179,7 +182,7 @@ def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
         if sizes.device == "cuda" and config.compile:
             for unit in lm.stack.units():
                 unit.compile(dynamic=False)
-        B = config.micro_batch_size or config.batch_size
+        B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
         passes = attempt(partial(time_training, lm, B, config.seq_len, passes=PASSES))
         result.add_passes(passes, "tokens_per_second", model=model, column="tokens/s", B=B)
     return _measurement(result)
