@@ -62,9 +62,10 @@ class Within:
         """Compare the largest number."""
         numbers = [float(entry.value) for entry in ours.entries]
         agrees = all(number <= self.bound for number in numbers)  # a NaN is not
+        found = f"at most {self.bound:.0e}" if agrees else f"up to {max(numbers):.1e}"
         return Judgement(
             Outcome.AGREES if agrees else Outcome.DIFFERS,
-            f"{ours.unit} at most {max(numbers):.1e} (bound {self.bound:.0e}): {ours.setting}",
+            f"{ours.unit} {found}: {ours.setting}",
             tuple(f"{entry.model}: {float(entry.value):.1e}" for entry in ours.entries),
         )
 

@@ -37,9 +37,11 @@ def errors(found: Mapping[str, tuple[Tensor, Tensor]], setting: str) -> Measurem
 def layer_update(claim: Claim) -> Measurement:
     """Compare a layer, and the pairs that it stores, with the paper's equations for every head."""
     block = random_weights(RecurrentBlockConfig(C // HEADS, alibi=None, residual_scale=0.5), C)
-    for norm in (block.attention_norm, block.mlp_norm, block.q_norm, block.k_norm):
-        nn.init.uniform_(norm.weight, 0.5, 2)
-    (x,) = random_inputs(C)
+    x, weights = random_inputs(C, C)
+    norms = (block.attention_norm, block.mlp_norm, block.q_norm, block.k_norm)
+    with torch.no_grad():
+        for norm, weight in zip(norms, weights, strict=False):
+            norm.get_parameter("weight").copy_(1 + weight / 4)
     z, state = block(x[None], block.init_state(1))
     right = layer_by_equations(block, x)
     found = zip(("z", "k", "v"), (z[0], state.k[0], state.v[0]), right, strict=True)
