@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAPERS = ("rat", "gsa")
+PAPERS = ("rat", "gsa", "recurrent-transformer")
+
+
+def module(paper: str) -> str:
+    """Return the name under which a paper's package is imported."""
+    return f"mezzo_{paper.replace('-', '_')}"
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +68,7 @@ model = LMConfig(vocab_size=11, d_model=16, mixers=mixers, mlp=MLPConfig()).buil
 assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 11)
 print(mezzo_core.__file__)
 """
-    papers = (f"mezzo_{name}" for name in PAPERS)
-    assert run(code, tmp_path, (*HEAVY, *papers)).startswith(str(tmp_path))
+    assert run(code, tmp_path, (*HEAVY, *map(module, PAPERS))).startswith(str(tmp_path))
 
 
 LAYERS = {
@@ -76,19 +80,25 @@ LAYERS = {
         "HGRN2Config(head_dim=8)",
         "RetNetConfig(num_heads=2)",
     ],
+    "recurrent-transformer": [
+        "RecurrentBlockConfig(head_dim=8)",
+        "TransformerBlockConfig(head_dim=8)",
+        "RecurrentStackConfig(2)",
+    ],
 }
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_paper_works_with_only_core_beside_it(wheels, tmp_path, paper):
-    unpack(tmp_path, wheels["mezzo_core"], wheels[f"mezzo_{paper}"])
-    others = tuple(f"mezzo_{name}" for name in PAPERS if name != paper)
+    name = module(paper)
+    unpack(tmp_path, wheels["mezzo_core"], wheels[name])
+    others = tuple(module(other) for other in PAPERS if other != paper)
     code = f"""
-import torch, mezzo_{paper}
+import torch, {name}
 for layer in {LAYERS[paper]}:
-    y, _ = eval("mezzo_{paper}." + layer).build(16)(torch.randn(1, 10, 16))
-    assert y.shape == (1, 10, 16)
-print(mezzo_{paper}.__file__)
+    y, _ = eval("{name}." + layer).build(64)(torch.randn(1, 10, 64))
+    assert y.shape == (1, 10, 64)
+print({name}.__file__)
 """
     assert run(code, tmp_path, (*HEAVY, *others)).startswith(str(tmp_path))
 
@@ -96,13 +106,14 @@ print(mezzo_{paper}.__file__)
 def test_the_wheels_hold_what_the_commands_need(wheels):
     names = {name: zipfile.ZipFile(path).namelist() for name, path in wheels.items()}
     assert any(name.endswith("austen.txt.xz") for name in names["mezzo_core"])
-    for paper in (f"mezzo_{name}" for name in PAPERS):
-        assert f"{paper}/published.toml" in names[paper]
-        assert any(name.endswith("entry_points.txt") for name in names[paper])
-        results = {name for name in names[paper] if "/results/" in name}
-        folder = ROOT / "packages" / paper.removeprefix("mezzo_") / "results"
+    for paper in PAPERS:
+        package = module(paper)
+        assert f"{package}/published.toml" in names[package]
+        assert any(name.endswith("entry_points.txt") for name in names[package])
+        results = {name for name in names[package] if "/results/" in name}
+        folder = ROOT / "packages" / paper / "results"
         committed = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.json*")}
-        assert results == {f"{paper}/results/{name}" for name in committed}
+        assert results == {f"{package}/results/{name}" for name in committed}
     for listing in names.values():
         assert any(name.endswith("LICENSE") for name in listing)
         assert any(name.endswith("py.typed") for name in listing)
@@ -126,21 +137,23 @@ def answers(package):
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_an_installed_paper_gives_the_answers_of_the_checkout(wheels, tmp_path, paper):
-    unpack(tmp_path, wheels["mezzo_core"], wheels[f"mezzo_{paper}"])
-    code = f"import json\n{inspect.getsource(answers)}print(json.dumps(answers('mezzo_{paper}')))"
+    name = module(paper)
+    unpack(tmp_path, wheels["mezzo_core"], wheels[name])
+    code = f"import json\n{inspect.getsource(answers)}print(json.dumps(answers('{name}')))"
     installed = json.loads(run(code, tmp_path))
-    assert installed == json.loads(json.dumps(answers(f"mezzo_{paper}")))
-    assert any("nvidia-h200/" in summary for *_, summary in installed)
+    assert installed == json.loads(json.dumps(answers(name)))
+    measured = (ROOT / "packages" / paper / "results/nvidia-h200").exists()
+    assert any("nvidia-h200/" in summary for *_, summary in installed) == measured
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_commands_say_what_is_missing_when_only_the_layers_are_installed(
     wheels, tmp_path, paper
 ):
-    unpack(tmp_path, wheels["mezzo_core"], wheels[f"mezzo_{paper}"])
+    unpack(tmp_path, wheels["mezzo_core"], wheels[module(paper)])
     code = f"""
 try:
-    from mezzo_{paper}.__main__ import main
+    from {module(paper)}.__main__ import main
     main(["--help"])
 except SystemExit as stop:
     print(stop.code)
@@ -150,6 +163,6 @@ except SystemExit as stop:
 
 
 def test_versions_agree_with_the_code(wheels):
-    for name in wheels:
-        version = wheels[name].name.split("-")[1]
-        assert f"## {version}" in (ROOT / f"packages/{name[6:]}/CHANGELOG.md").read_text()
+    for name in ("core", *PAPERS):
+        version = wheels[module(name)].name.split("-")[1]
+        assert f"## {version}" in (ROOT / f"packages/{name}/CHANGELOG.md").read_text()

@@ -15,6 +15,8 @@ from mezzo_core.bench import (
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention, AttentionConfig
 from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.stack import BlocksConfig
+from toys.own_keys import OwnKeysConfig
 from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
@@ -67,6 +69,15 @@ def test_a_cpu_runs_the_layer_itself(layer):
 @pytest.mark.parametrize("mixer", [CONFIG, RunningMeanConfig()])
 def test_right_layers_pass(mixer):
     check_layer(build_layer(mixer, C, CPU))
+
+
+@pytest.mark.parametrize("config", [OwnKeysConfig(), BlocksConfig((OwnKeysConfig(),) * 2)])
+def test_a_block_and_a_stack_are_checked_and_timed_alone(config):
+    alone = build_layer(config, C, CPU, alone=True)
+    check_layer(alone)
+    x = torch.randn(2, 5, C)
+    torch.testing.assert_close(alone(x), alone.mixer(x)[0])
+    assert len(time_layer(alone, alone, "train", 2, 5, passes=2, seconds=0.0)) == 2
 
 
 def test_a_layer_that_decodes_wrongly_is_refused(layer, monkeypatch):

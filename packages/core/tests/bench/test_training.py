@@ -10,6 +10,7 @@ import pytest
 import torch
 from mezzo_core.bench import OOM, Header, Result, origin, training
 from mezzo_core.bench.training import (
+    conditions,
     in_words,
     measure_run,
     steady_and_first,
@@ -18,8 +19,10 @@ from mezzo_core.bench.training import (
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import DivergenceError
+from toys.own_keys import OwnKeysConfig
 from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
@@ -169,3 +172,10 @@ def test_a_run_is_told_in_words(configs):
         "C 16, 1 layers, T 16, 4 steps of 2 sequences (128 tokens of words.txt, tokenizer byte), "
         "lr 0.003, warm-up 5% of the steps, fp32, torch.compile off"
     )
+
+
+def test_the_layers_of_a_stack_are_told_too(configs):
+    mean = configs["Mean"]
+    stack = BlocksConfig((OwnKeysConfig(),) * 3)
+    words = in_words(replace(mean, model=replace(mean.model, mixers=(), stack=stack)), CPU)
+    assert words == f"C 16, 3 layers, {conditions(mean, CPU)}"

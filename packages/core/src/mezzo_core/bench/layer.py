@@ -1,5 +1,7 @@
 """The time of one layer as papers measure it: norm, mixer with its projections, residual.
 
+A block, which has a norm and a residual of its own, and a stack of blocks are timed alone.
+
 A layer is checked before it is timed: a wrong result has no speed.
 """
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from mezzo_core.bench.timing import Timing, measure, start_afresh
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
-from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
 from mezzo_core.nn.lm import LMConfig
 
 RECOMPILATIONS = 64
@@ -27,9 +29,9 @@ Phase = Literal["forward", "train"]
 
 
 class Layer(nn.Module):
-    """A norm, a mixer and the residual around them; or the mixer `alone`."""
+    """A norm, a mixer and the residual around them; or the mixer, block or stack `alone`."""
 
-    def __init__(self, mixer: AbstractMixer, d_model: int, *, alone: bool = False) -> None:
+    def __init__(self, mixer: AbstractSequenceModule, d_model: int, *, alone: bool = False) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(d_model, eps=1e-6).requires_grad_(not alone)
         self.mixer = mixer
@@ -45,7 +47,7 @@ class Layer(nn.Module):
 
 
 def build_layer(
-    config: MixerConfig, d_model: int, device: torch.device, *, alone: bool = False
+    config: SequenceConfig, d_model: int, device: torch.device, *, alone: bool = False
 ) -> Layer:
     """Build a layer on the device, with the same weights at each call."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from mezzo_core.bench.timing import OOM, start_afresh
 from mezzo_core.data import DataConfig
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.stack import Stack
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import DivergenceError, train
 
@@ -116,13 +117,21 @@ def measure_run(
 
 
 def in_words(config: TrainConfig, device: torch.device) -> str:
-    """Describe the conditions of a run: sizes, tokens, learning rate and precision."""
-    model, data, optim = config.model, config.data, config.optim
+    """Describe a run: the model's width and depth, and its conditions."""
+    with torch.device("meta"):
+        stack = config.model.build().stack
+    layers = f", {len(stack.blocks)} layers" if isinstance(stack, Stack) else ""
+    return f"C {config.model.d_model}{layers}, {conditions(config, device)}"
+
+
+def conditions(config: TrainConfig, device: torch.device) -> str:
+    """Describe the conditions of a run: tokens, learning rate and precision."""
+    data, optim = config.data, config.optim
     assert isinstance(data, DataConfig)
     tokens = config.steps * config.batch_size * config.seq_len
     return (
-        f"C {model.d_model}, {len(model.mixers)} layers, T {config.seq_len}, {config.steps} steps "
-        f"of {config.batch_size} sequences ({tokens:,} tokens of {Path(data.source).name}, "
+        f"T {config.seq_len}, {config.steps} steps of {config.batch_size} sequences "
+        f"({tokens:,} tokens of {Path(data.source).name}, "
         f"tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, warm-up "
         f"{optim.warmup_fraction:.0%} of the steps, {'bf16' if device.type == 'cuda' else 'fp32'}, "
         f"torch.compile {'on' if config.compile else 'off'}"

@@ -305,3 +305,11 @@ class StackConfig(Protocol):
     def build(self, d_model: int) -> AbstractStack:
         """Build the stack, on torch's default device."""
         ...
+
+
+class SequenceConfig(Protocol):
+    """The configuration of a mixer, a block or a stack."""
+
+    def build(self, d_model: int) -> AbstractSequenceModule:
+        """Build it, on torch's default device."""
+        ...

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.contract import SequenceConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.papers.claims import Check
 from mezzo_core.papers.criteria import Judgement, Outcome
@@ -72,7 +72,7 @@ def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Mea
     return Measurement(entries(rows, columns), columns, setting, How.PAPER)
 
 
-def layer_costs(layers: Mapping[str, MixerConfig], width: int = 2048) -> Measurement:
+def layer_costs(layers: Mapping[str, SequenceConfig], width: int = 2048) -> Measurement:
     """Compute what one layer of C = `width` of each kind costs by length, from its formulas."""
     entries = []
     for name, config in layers.items():

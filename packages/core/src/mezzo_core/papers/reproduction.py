@@ -21,7 +21,7 @@ from mezzo_core.bench.origin import origin
 from mezzo_core.bench.result import Say
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.contract import SequenceConfig
 from mezzo_core.papers.checks import layer_costs
 from mezzo_core.papers.claims import Answer, Check, Finding, Kind, Run, check_complete, find
 from mezzo_core.papers.criteria import Outcome
@@ -62,7 +62,7 @@ class Reproduction:
     sample: str  # the model that writes a sample text
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
     measurers: Mapping[str, Measurer] = field(default_factory=dict)  # what else a run can measure
-    layers: Mapping[str, MixerConfig] = field(default_factory=dict)  # those whose costs are drawn
+    layers: Mapping[str, SequenceConfig] = field(default_factory=dict)  # whose costs are drawn
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 
     @property

@@ -118,4 +118,5 @@ def replace_mixers(model: LM) -> None:
         ours = block.mixer
         assert isinstance(ours, GSA)
         sizes = (ours.d_model, ours.config.num_heads, ours.config.num_slots)
-        block.mixer = layers(*sizes, like=model.embed.weight)["gsa"].mixer
+        theirs = layers(*sizes, like=model.embed.weight)["gsa"]
+        block.mixer = theirs.mixer  # type: ignore[assignment]

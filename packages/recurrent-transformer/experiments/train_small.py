@@ -1,0 +1,102 @@
+"""Train 6 and 12 layers of both architectures, and the RMSNorm ablation, at a small size.
+
+    python packages/recurrent-transformer/experiments/train_small.py --data 'texts/*.jsonl' \
+        --tokenizer gpt2/ --out packages/recurrent-transformer/results/nvidia-h200
+    python packages/recurrent-transformer/experiments/train_small.py --out DIR --dry-run
+
+Writes train_small.json: 6 and 12 layers of about equal weights on the same tokens, the recurrent
+ones also in blocks of 8 and 32 tokens. Writes train_rates.json: 12 recurrent layers at three
+learning rates, with and without the norm before the persistent pair. `--models` takes some alone.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mezzo_core.bench import Header, Options, Result, origin, run_script, say
+from mezzo_core.bench.training import conditions, train_model, train_models
+from mezzo_core.data import DataConfig
+from mezzo_core.train.config import TrainConfig
+from mezzo_recurrent_transformer.claims import NORMALIZED, RATES, RAW, RT, SMALL, XFMR
+from mezzo_recurrent_transformer.criteria import with_layers
+from mezzo_recurrent_transformer.recipes import SIZES, Hyperparameters, tiny, train_config
+
+KINDS = {
+    RT: "recurrent",
+    XFMR: "transformer",
+    f"{RT}, blocks of 8": "recurrent_b8",
+    f"{RT}, blocks of 32": "recurrent_b32",
+}
+MODELS = {
+    with_layers(model, layers): (f"small_{layers}", architecture)
+    for model, architecture in KINDS.items()
+    for layers in (12, 6)
+}
+"""Size and architecture of each model of train_small.json."""
+NORMS = {NORMALIZED: "recurrent", RAW: "recurrent_raw"}
+LEARNING_RATES = {"1e-3": 1e-3, "3e-3": 3e-3, "1e-2": 1e-2}
+PPL = "Val. PPL"
+
+
+def measure(options: Options) -> None:
+    """Train each model with each seed, then each of the ablation at each rate."""
+    example = configure("small_12", "recurrent", options)
+    words = f"{conditions(example, options.device)}, cosine to a tenth of it"
+    sizes = "; ".join(
+        f"{layers} layers: C {hyperparameters(f'small_{layers}', options).d_model}"
+        for layers in (12, 6)
+    )
+    small = Header(
+        kind="training",
+        title="6 and 12 layers of both architectures, at a small size",
+        setting=f"{sizes}; {words}",
+        how="scaled down",
+        columns=(PPL,),
+        models=tuple(MODELS),
+        unit="perplexity",
+        better="lower",
+    )
+    result = result_file(options, SMALL, small)
+    configs = {
+        model: configure(*MODELS[model], options) for model in options.models if model in MODELS
+    }
+    train_models(result, configs, options.seeds, options.runs, options.device)
+    rates = replace(
+        small,
+        title="RMSNorm before the persistent pairs, at three learning rates",
+        setting=f"12 recurrent layers, C {example.model.d_model}; {words}, but for the rate",
+        columns=tuple(LEARNING_RATES),
+        models=tuple(NORMS),
+    )
+    result = result_file(options, RATES, rates)
+    for seed in options.seeds:
+        for model in (model for model in options.models if model in NORMS):
+            for column, lr in LEARNING_RATES.items():
+                config = configure("small_12", NORMS[model], options)
+                optim = replace(config.optim, lr=lr, min_lr=lr / 10)
+                run = replace(config, optim=optim, seed=seed)
+                train_model(result, run, options.runs, options.device, model, column)
+
+
+def hyperparameters(size: str, options: Options) -> Hyperparameters:
+    """Return those of a size, on the given text; in a dry run at a toy size."""
+    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
+    if options.dry_run:
+        return replace(tiny(), data=data, seq_len=16, batch_size=2, steps=2, eval_batches=1)
+    make, _ = SIZES[size]
+    return replace(make(), data=data, eval_batches=None, checkpoint_every=10**9)
+
+
+def configure(size: str, architecture: str, options: Options) -> TrainConfig:
+    """Return the run of one model."""
+    return train_config(f"{size}_{architecture}", hyperparameters(size, options), architecture)
+
+
+def result_file(options: Options, name: str, header: Header) -> Result:
+    """Open the result that the claims know by its name."""
+    path = options.out / f"{Path(name).name}.json"
+    return Result(path, header, origin(options.device), say)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, (*MODELS, *NORMS), trains=True))

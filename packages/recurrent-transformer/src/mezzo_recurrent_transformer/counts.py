@@ -1,0 +1,354 @@
+"""What is counted without training: the schedule's loads, caches, widths, the recipes' settings."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from mezzo_core.papers.measurement import How, Measurement, entries
+from mezzo_core.papers.published import Claim, Value
+from mezzo_core.positions import alibi_slopes
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.optim import build_optimizer
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mezzo_recurrent_transformer.block import RecurrentBlockConfig
+from mezzo_recurrent_transformer.recipes import RECIPES
+from mezzo_recurrent_transformer.schedule import Softmax, Tile, fold, tiled_forward, tiles
+
+NAIVE, TILED = "naive", "tiled"
+LENGTHS = tuple(2**i for i in range(8, 15))
+HEAD_DIM = 8
+ROUNDED = {"tokens": 0.1}
+"""The paper prints "about 6b" and "about 3b" tokens; its steps have 6.55b and 3.28b."""
+SCALED = {f"{what}, {size}": 0.05 for what in ("width", "KV cache") for size in ("150m", "300m")}
+"""Widths are multiples of a head's: they scale by 1.375 and 1.455 in the place of sqrt(2)."""
+SCALED["scale"] = 0.05
+
+
+def loads(num_tokens: int) -> dict[str, tuple[int, int]]:
+    """Count the vectors that a head's attention loads, and the pairs of query and key it computes.
+
+    A pair of key and value is two vectors, a query one. Temporary pairs are left out: both ways of
+    evaluation load each once.
+    """
+    found = {NAIVE: (0, 0), TILED: (0, 0)}
+    for t in range(1, num_tokens):  # one query meets all persistent pairs
+        found[NAIVE] = _add(found[NAIVE], Tile(range(t), range(t, t + 1)))
+    for tile in tiles(num_tokens):
+        found[TILED] = _add(found[TILED], tile)
+    return found
+
+
+def _add(sums: tuple[int, int], tile: Tile) -> tuple[int, int]:
+    keys, queries = len(tile.keys), len(tile.queries)
+    return sums[0] + 2 * keys + queries, sums[1] + keys * queries
+
+
+def growing(
+    rows: Mapping[str, tuple[Callable[[int], float], Callable[[int], float]]],
+    setting: str,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> Measurement:
+    """Return a row of f(T) / g(T) for each name, which is steady if f grows as g.
+
+    Args:
+        rows: f and g by the name of what grows and how.
+        setting: what is counted, in words.
+        lengths: T.
+    """
+    values = {name: [f(T) / g(T) for T in lengths] for name, (f, g) in rows.items()}
+    columns = tuple(map(str, lengths))
+    return Measurement(entries(values, columns), columns, f"{setting}, divided as said", How.PAPER)
+
+
+def hbm_traffic(claim: Claim) -> Measurement:
+    """Count the vectors of a head that each evaluation loads."""
+    found = {T: loads(T) for T in LENGTHS}
+    return growing(
+        {
+            "naive over T^2": (lambda T: found[T][NAIVE][0], lambda T: T**2),
+            "tiled over T log T": (lambda T: found[T][TILED][0], _t_log_t),
+        },
+        "vectors of queries, keys and values that a head loads",
+    )
+
+
+def attention_flops(claim: Claim) -> Measurement:
+    """Count the pairs of query and key; each is the same arithmetic."""
+    found = {T: loads(T) for T in LENGTHS}
+    return growing(
+        {
+            "naive over T^2": (lambda T: found[T][NAIVE][1], lambda T: T**2),
+            "tiled over T^2": (lambda T: found[T][TILED][1], lambda T: T**2),
+        },
+        "pairs of query and key of a head",
+    )
+
+
+def arithmetic_intensity(claim: Claim) -> Measurement:
+    """Divide the pairs of query and key by the vectors that are loaded for them."""
+    found = {T: loads(T) for T in LENGTHS}
+
+    def intensity(name: str) -> Callable[[int], float]:
+        return lambda T: found[T][name][1] / found[T][name][0]
+
+    return growing(
+        {
+            "naive": (intensity(NAIVE), lambda T: 1),
+            "tiled over T / log T": (intensity(TILED), lambda T: T / math.log2(T)),
+        },
+        "pairs of query and key for each vector that a head loads",
+    )
+
+
+def cache_locality(claim: Claim) -> Measurement:
+    """Count the positions of the cache that a step of the schedule reads, on average."""
+
+    def positions(T: int) -> float:
+        return sum(len(tile.keys) for tile in tiles(T)) / T
+
+    return growing({"positions over log T": (positions, math.log2)}, "positions read by a step")
+
+
+def tile_intensity(claim: Claim) -> Measurement:
+    """Divide the arithmetic of tiles, which torch counts, by the numbers in q, k and v.
+
+    What is left after a division by the paper's formula must be the same for every tile. A product
+    with a single key is no matrix product to torch, which does not count it.
+    """
+    found = dict[str, float]()
+    for queries, keys in ((1, 64), (4, 4), (64, 4), (16, 64), (64, 64)):
+        flops, numbers = _tile_costs(queries, keys)
+        formula = 2 * queries * keys / (queries + 2 * keys)
+        found[f"{queries} queries, {keys} keys"] = flops / numbers / formula
+    return Measurement(
+        entries({"intensity over the formula": list(found.values())}, tuple(found)),
+        tuple(found),
+        f"a tile of one head, D = {HEAD_DIM}: FLOPs that torch counts for each number of q, k, v",
+        How.PAPER,
+    )
+
+
+def tile_example(claim: Claim) -> Measurement:
+    """Count the multiplications for each number of k and v, with one query and with four.
+
+    The example leaves the load of the queries out; its footnote counts it.
+    """
+    ours = {}
+    for queries in (1, 4):
+        flops, numbers = _tile_costs(queries, 4)
+        ours[f"{queries} of 4"] = flops / 2 / (numbers - queries * HEAD_DIM)
+    return beside(dict(zip(ours, map(float, claim.values), strict=True)), ours, "one tile")
+
+
+def _tile_costs(queries: int, keys: int) -> tuple[int, int]:
+    """Return the FLOPs that torch counts for a tile, and the numbers in its q, k and v."""
+    tile = Tile(range(keys), range(keys, keys + queries))
+    q, k, v = (torch.randn(keys + queries, 1, 1, HEAD_DIM) for _ in range(3))
+    sums = Softmax(torch.zeros(q.shape[:3]), torch.ones(q.shape[:3]), torch.zeros_like(v))
+    with FlopCounterMode(display=False) as counter:
+        fold(sums, tile, q, k, v, torch.zeros(1))
+    return counter.get_total_flops(), HEAD_DIM * (queries + 2 * keys)
+
+
+def tile_size(claim: Claim) -> Measurement:
+    """Compare every tile with the paper's formula, and count how often each pair is folded."""
+    printed, ours = dict[str, Value](), dict[str, Value]()
+    for T in (100, 256):
+        sides, folded = 0, list[tuple[int, int]]()
+        for t, tile in enumerate(tiles(T), 1):
+            side = 1
+            while t % (2 * side) == 0:
+                side *= 2
+            # The paper counts positions from 1: keys t-P+1..t, queries t+1..min(t+P, N).
+            keys, queries = range(t - side + 1, t + 1), range(t + 1, min(t + side, T) + 1)
+            right = [[i + 1 for i in part] for part in (tile.keys, tile.queries)]
+            sides += right == [list(keys), list(queries)]
+            folded += [(i, j) for i in tile.queries for j in tile.keys]
+        printed |= {f"tiles as printed, T = {T}": T - 1, f"pairs, T = {T}": T * (T - 1) // 2}
+        ours[f"tiles as printed, T = {T}"] = sides
+        ours[f"pairs, T = {T}"] = len(set(folded)) if len(set(folded)) == len(folded) else 0
+    return beside(printed, ours, "tiles of the schedule; pairs folded exactly once")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the calls of torch's operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_launches(claim: Claim) -> Measurement:
+    """Count the operators that Algorithm 1 in PyTorch launches for one layer."""
+    block = RecurrentBlockConfig(head_dim=8).build(16)
+
+    def launches(T: int) -> float:
+        with Launches() as counter:
+            tiled_forward(block, torch.randn(1, T, 16))
+        return counter.count
+
+    lengths = (64, 128, 256, 512)
+    return growing(
+        {"launches over T": (launches, float)}, "operators launched by one layer", lengths
+    )
+
+
+def mlp_batch(claim: Claim) -> Measurement:
+    """Divide the arithmetic of one token's MLP, of a batch, by the numbers that it moves."""
+    C = 1024
+
+    def intensity(B: int) -> float:
+        products = ((C, 4 * C), (4 * C, C))
+        moved = sum(B * inputs + inputs * outputs + B * outputs for inputs, outputs in products)
+        return sum(2 * B * inputs * outputs for inputs, outputs in products) / moved
+
+    batches = tuple(2**i for i in range(1, 8))
+    setting = f"FLOPs of the MLP for each number that it moves, C = {C}, by batch"
+    return growing({"intensity over B": (intensity, float)}, setting, batches)
+
+
+def kv_cache_30(claim: Claim) -> Measurement:
+    """Compute the cache of a sequence of T tokens with 6 layers and with 12, at 300M weights."""
+    rows = {f"{n} layers": [_cache(f"300m_{n}_recurrent") / 1e6] for n in (12, 6)}
+    setting = "keys and values of 512 tokens in float32, recipes 300m_12_recurrent and 300m_6_..."
+    return Measurement(entries(rows, ("MB",)), ("MB",), setting, How.PAPER, unit="MB")
+
+
+def kv_cache_sqrt(claim: Claim) -> Measurement:
+    """Compare width and cache with 12 layers and with 6 with the square root of 2."""
+    printed, ours = dict[str, Value](), dict[str, Value]()
+    for size in ("150m", "300m"):
+        deep, wide = (f"{size}_{layers}_recurrent" for layers in (12, 6))
+        ours[f"width, {size}"] = RECIPES[wide]().model.d_model / RECIPES[deep]().model.d_model
+        ours[f"KV cache, {size}"] = _cache(deep) / _cache(wide)
+        printed |= {f"{what}, {size}": math.sqrt(2) for what in ("width", "KV cache")}
+    return beside(printed, ours, "half the layers, alpha = 2, at 150M and at 300M weights")
+
+
+def width_scaling(claim: Claim) -> Measurement:
+    """Compare the widths of the 300M recipes."""
+    twelve, six = (RECIPES[f"300m_{layers}_recurrent"]().model.d_model for layers in (12, 6))
+    names = ("width at 12 layers", "width at 6 layers", "scale")
+    printed = (*map(float, claim.values[:2]), math.sqrt(2))
+    ours = (twelve, six, six / twelve)
+    return beside(
+        dict(zip(names, printed, strict=True)),
+        dict(zip(names, ours, strict=True)),
+        "recipes 300m_12_recurrent, 300m_6_recurrent",
+    )
+
+
+def shapes(claim: Claim, size: str) -> Measurement:
+    """Compare layers, width, MLP width and heads of a size's recipes of both architectures."""
+    printed, ours = dict[str, Value](), dict[str, Value]()
+    for text in claim.values[:2]:
+        numbers = [int(number) for number in re.findall(r"\d+", str(text))]
+        for architecture in ("transformer", "recurrent"):
+            name = f"{size}_{numbers[0]}_{architecture}"
+            blocks = _model(name).stack.blocks
+            found = (
+                len(blocks),
+                blocks[0].d_model,
+                blocks[0].mlp.up.out_features,
+                blocks[0].num_heads,
+            )
+            for what, theirs, own in zip(
+                ("layers", "width", "MLP width", "heads"), numbers, found, strict=True
+            ):
+                printed[f"{what}, {name}"], ours[f"{what}, {name}"] = theirs, own
+    return beside(printed, ours, f"recipes {size}_12_..., {size}_6_...")
+
+
+def hyper_300m_training(claim: Claim) -> Measurement:
+    """Compare tokens, steps, batch, T and ALiBi's largest exponent of the 300M recipes."""
+    config = RECIPES["300m_12_recurrent"]()
+    block = _model(config.name).stack.blocks[0]
+    names = ("tokens", "steps", "batch", "sequence length", "maximum ALiBi bias")
+    ours = (
+        _tokens(config),
+        config.steps,
+        config.batch_size,
+        config.seq_len,
+        -math.log2(float(alibi_slopes(block.num_heads, block.config.alibi)[-1])),
+    )
+    printed = (6e9, *map(float, claim.values[1:]))
+    return beside(
+        dict(zip(names, printed, strict=True)),
+        dict(zip(names, ours, strict=True)),
+        f"recipe {config.name}",
+    )
+
+
+def hyper_150m(claim: Claim) -> Measurement:
+    """Compare the shapes of the 150M recipes, their tokens and the first of the two batches."""
+    found, config = shapes(claim, "150m"), RECIPES["150m_12_recurrent"]()
+    further: dict[str, tuple[Value, Value]] = {
+        "tokens": (3e9, _tokens(config)),
+        "batch": (claim.values[3], config.batch_size),
+    }
+    columns, setting = found.columns, f"{found.setting}; batch 512 of the two"
+    every = (*found.entries, *entries(further, columns))
+    return Measurement(every, columns, setting, How.PAPER)
+
+
+def hyper_optimizer(claim: Claim) -> Measurement:
+    """Compare the optimizer of the 300M recipe, one point of the paper's sweep."""
+    config = RECIPES["300m_12_recurrent"]()
+    defaults = build_optimizer(nn.Linear(1, 1), config.optim).defaults
+    rates, beta1, betas2, eps, decay, warmup = claim.values
+    ours: dict[str, Value] = {
+        "learning rate": config.optim.lr,
+        "beta_1": config.optim.betas[0],
+        "beta_2": config.optim.betas[1],
+        "epsilon": defaults["eps"],
+        "weight decay": config.optim.weight_decay,
+        "warm-up": config.optim.warmup_fraction,
+    }
+    printed: dict[str, Value] = {
+        "learning rate": _nearest(rates, config.optim.lr),
+        "beta_1": beta1,
+        "beta_2": _nearest(betas2, config.optim.betas[1]),
+        "epsilon": eps,
+        "weight decay": decay,
+        "warm-up": float(str(warmup).rstrip("%")) / 100,
+    }
+    return beside(printed, ours, f"recipe {config.name}; of a sweep, the nearest value")
+
+
+def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
+    """Put our values beside the printed ones, for `Equal`; the claims have no labels."""
+    rows = {name: (value, ours[name]) for name, value in printed.items()}
+    columns = ("printed", "ours")
+    return Measurement(entries(rows, columns), columns, f"{setting}; counted", How.PAPER)
+
+
+def _nearest(sweep: Value, ours: float) -> float:
+    """Return the value of a printed sweep, such as "1e-3, 3e-3", that is nearest to ours."""
+    return min(map(float, str(sweep).split(",")), key=lambda value: abs(value - ours))
+
+
+def _model(recipe: str) -> Any:
+    """Build a recipe's model without memory for its weights."""
+    with torch.device("meta"):
+        return RECIPES[recipe]().model.build()
+
+
+def _cache(recipe: str) -> int:
+    return _model(recipe).state_bytes(RECIPES[recipe]().seq_len)
+
+
+def _tokens(config: TrainConfig) -> int:
+    return config.steps * config.batch_size * config.seq_len
+
+
+def _t_log_t(num_tokens: int) -> float:
+    return num_tokens * math.log2(num_tokens)

@@ -1,0 +1,196 @@
+"""Criteria that this paper's claims need besides core's."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from mezzo_core.papers.criteria import (
+    Criterion,
+    Judgement,
+    Outcome,
+    Pair,
+    combine,
+    compare_order,
+    is_settled,
+    judge_pairs,
+)
+from mezzo_core.papers.measurement import Measurement
+from mezzo_core.papers.published import Claim, Row, Table
+
+LAYERS = "Layers"
+
+
+@dataclass(frozen=True)
+class ByLayers:
+    """A criterion about a printed table whose models are told apart by their layers too.
+
+    The table's columns Layers and Width say what a model is, so they become part of its name.
+    """
+
+    criterion: Criterion
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Name the printed rows as ours are named, and judge."""
+        assert isinstance(printed, Table)
+        return self.criterion(by_layers(printed), ours)
+
+
+def by_layers(table: Table) -> Table:
+    """Return the table with rows such as "Transformer, 6 layers" and the measured columns alone."""
+    kept = [i for i, name in enumerate(table.columns) if name not in (LAYERS, "Width")]
+    place = table.columns.index(LAYERS)
+    rows = (
+        Row(with_layers(row.model, row.values[place]), tuple(row.values[i] for i in kept))
+        for row in table.rows
+    )
+    return replace(table, columns=tuple(table.columns[i] for i in kept), rows=tuple(rows))
+
+
+def with_layers(model: str, layers: object) -> str:
+    """Return the name of a model with so many layers."""
+    return f"{model}, {layers} layers"
+
+
+@dataclass(frozen=True)
+class Within:
+    """Every number is at most a bound: errors that can only be rounding."""
+
+    bound: float
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Compare the largest number."""
+        numbers = [float(entry.value) for entry in ours.entries]
+        agrees = all(number <= self.bound for number in numbers)  # a NaN is not
+        found = f"at most {self.bound:.0e}" if agrees else f"up to {max(numbers):.1e}"
+        return Judgement(
+            Outcome.AGREES if agrees else Outcome.DIFFERS,
+            f"{ours.unit} {found}: {ours.setting}",
+            tuple(f"{entry.model}: {float(entry.value):.1e}" for entry in ours.entries),
+        )
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The numbers of a model are about the same in all columns: the highest over the lowest.
+
+    So something that was divided by f(T) grows as f(T).
+    """
+
+    bound: float = 1.25
+    models: tuple[str, ...] = ()  # empty: all
+    columns: tuple[str, ...] = ()
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Compare the ratio of each model with the bound; of a speed, the medians."""
+        outcomes, words = [], []
+        for group, model in ours.rows:
+            if self.models and model not in self.models:
+                continue
+            found = [ours.typical(model, c, group) for c in self.columns or ours.columns]
+            values = [float(value) for value in found if isinstance(value, int | float)]
+            if len(values) < 2:
+                continue
+            spread = max(values) / min(values)
+            outcomes.append(Outcome.AGREES if spread <= self.bound else Outcome.DIFFERS)
+            words.append(f"{model} {spread:.3g}")
+        where = f"highest over lowest, {ours.setting} (bound {self.bound:g})"
+        return Judgement(combine(outcomes), f"{where}: {', '.join(words) or 'not measured'}")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A model's time grows as a power of T within bounds, from the first to the last column."""
+
+    powers: Mapping[str, tuple[float, float]]  # by model
+    columns: tuple[str, ...]  # lengths T
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Compare the slope of each pass on logarithmic axes."""
+        outcomes, words = [], []
+        for model, (low, high) in self.powers.items():
+            known = [c for c in self.columns if ours.by_seed(model, c)]
+            if len(known) < 2:
+                continue
+            first, last = (ours.by_seed(model, c) for c in (known[0], known[-1]))
+            times = math.log(int(known[-1]) / int(known[0]))
+            powers = [math.log(last[i] / first[i]) / times for i in first.keys() & last.keys()]
+            inside = [low <= power <= high for power in powers]
+            outcomes.append(
+                Outcome.AGREES
+                if all(inside)
+                else Outcome.NOT_SETTLED
+                if any(inside)
+                else Outcome.DIFFERS
+            )
+            bounds = f"expected {low:g} to {high:g}, T from {known[0]} to {known[-1]}"
+            words.append(f"{model} as T^{fmean(powers):.2f} ({bounds})")
+        return Judgement(combine(outcomes), f"grows: {', '.join(words) or 'not measured'}")
+
+
+@dataclass(frozen=True)
+class BestColumn:
+    """A model's best column is this one; where only the other has no number, it is worse."""
+
+    model: str
+    column: str
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Compare it with each other column, over the seeds."""
+        others = [c for c in ours.columns if c != self.column and ours.cell(self.model, c)]
+        pairs = [pair for c in others for pair in self._compare(ours, c)]
+        judged = judge_pairs(pairs)
+        return replace(judged, summary=f"{self.model} at {self.column}: {judged.summary}")
+
+    def _compare(self, ours: Measurement, other: str) -> list[Pair]:
+        numbers = [bool(ours.by_seed(self.model, c)) for c in (self.column, other)]
+        if all(numbers):
+            swapped = (replace(e, model=e.column, column=e.model) for e in ours.entries)
+            turned = replace(ours, entries=tuple(swapped), columns=(self.model,))
+            return list(compare_order((self.column, other), turned, self.model))
+        outcome = Outcome.AGREES if numbers[0] else Outcome.DIFFERS
+        return [Pair(self.column, other, self.model, math.inf, None, outcome)]
+
+
+@dataclass(frozen=True)
+class Trains:
+    """A model has a number in every column: no training of it diverged."""
+
+    model: str
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Look for words in the place of numbers."""
+        cells = {c: ours.cell(self.model, c) for c in ours.columns}
+        failed = [c for c, cell in cells.items() if any(isinstance(e.value, str) for e in cell)]
+        known = any(cells.values())
+        outcome = Outcome.AGREES if known else Outcome.NOT_SETTLED
+        return Judgement(
+            Outcome.DIFFERS if failed else outcome,
+            f"{self.model} diverges at {', '.join(failed)}" if failed else f"{self.model} trains",
+        )
+
+
+@dataclass(frozen=True)
+class BetterAtBest:
+    """One model at its best column is better than another at its best, over the seeds."""
+
+    better: str
+    worse: str
+
+    def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
+        """Compare the best columns by their means."""
+        sign = 1 if ours.better == "higher" else -1
+        best = []
+        for model in (self.better, self.worse):
+            known = [found for c in ours.columns if (found := ours.by_seed(model, c))]
+            if not known:
+                return Judgement(Outcome.NOT_SETTLED, f"{model} has no number")
+            best.append(max(known, key=lambda found: sign * fmean(found.values())))
+        first, second = best
+        gaps = [sign * (first[s] - second[s]) for s in sorted(first.keys() & second.keys())]
+        settled = Outcome.AGREES if gaps and fmean(gaps) > 0 else Outcome.DIFFERS
+        means = [fmean(found.values()) for found in best]
+        return Judgement(
+            settled if is_settled(gaps) else Outcome.NOT_SETTLED,
+            f"at their best rates {self.better} has {means[0]:.4g} and {self.worse} {means[1]:.4g}",
+        )

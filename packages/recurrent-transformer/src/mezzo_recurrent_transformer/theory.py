@@ -1,0 +1,352 @@
+"""The paper's theorems, as layers of this package whose weights are set by hand.
+
+A theorem holds if such a layer computes what the theorem says, up to rounding in float64.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from mezzo_core.papers.criteria import Judgement, Outcome
+from mezzo_core.papers.measurement import How, Measurement, entries
+from mezzo_core.papers.published import Claim, Table
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+from torch.nn import functional as F
+
+from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig
+from mezzo_recurrent_transformer.transformer import TransformerBlock, TransformerBlockConfig
+
+ERROR = "relative error"
+T, C, HEADS = 9, 12, 3
+"""Tokens, and width and heads of the simulated Transformer."""
+BARE = {"norm": "none", "alibi": None}
+ALPHA = 0.7
+
+
+def errors(found: Mapping[str, tuple[Tensor, Tensor]], setting: str) -> Measurement:
+    """Return the relative error of each pair (ours, as the theorem says)."""
+    pairs = {name: [tensor.detach() for tensor in pair] for name, pair in found.items()}
+    rows = {name: [float((a - b).norm() / b.norm())] for name, (a, b) in pairs.items()}
+    return Measurement(
+        entries(rows, (ERROR,)), (ERROR,), f"{setting}, float64", How.PAPER, unit=ERROR
+    )
+
+
+def layer_update(claim: Claim) -> Measurement:
+    """Compare a layer, and the pairs that it stores, with the paper's equations for every head."""
+    block = random_weights(RecurrentBlockConfig(C // HEADS, alibi=None, residual_scale=0.5), C)
+    x, weights = random_inputs(C, C)
+    norms = (block.attention_norm, block.mlp_norm, block.q_norm, block.k_norm)
+    with torch.no_grad():
+        for norm, weight in zip(norms, weights, strict=False):
+            norm.get_parameter("weight").copy_(1 + weight / 4)
+    z, state = block(x[None], block.init_state(1))
+    right = layer_by_equations(block, x)
+    found = zip(("z", "k", "v"), (z[0], state.k[0], state.v[0]), right, strict=True)
+    return errors(
+        {name: (ours, theirs) for name, ours, theirs in found},
+        "a layer and the state after it beside the equations; logits times D^-1/2, and L = 4",
+    )
+
+
+def layer_by_equations(block: RecurrentBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute z (T, C), k and v (T, H, D) of a layer of block_size 1 without ALiBi, head by head.
+
+    It shares no code with the op, so a common mistake is unlikely.
+    """
+    D, r, eps = block.config.head_dim, block.config.residual_scale, block.config.norm_eps
+
+    def rms(norm: nn.Module, y: Tensor) -> Tensor:
+        return norm.get_parameter("weight") * y / torch.sqrt(y.square().mean() + eps)
+
+    def pair(y: Tensor) -> tuple[Tensor, Tensor]:
+        normal = rms(block.attention_norm, y)
+        key = rms(block.k_norm, block.wk.weight @ normal)
+        return key.view(-1, D), (block.wv.weight @ normal).view(-1, D)
+
+    z, keys, values = list[Tensor](), list[Tensor](), list[Tensor]()
+    for token in x:
+        query = rms(block.q_norm, block.wq.weight @ rms(block.attention_norm, token)).view(-1, D)
+        key, value = pair(token)
+        attended = []
+        for h in range(block.num_heads):
+            seen = torch.stack([*(k[h] for k in keys), key[h]])
+            weights = torch.softmax(seen @ query[h] / math.sqrt(D), 0)
+            attended.append(weights @ torch.stack([*(v[h] for v in values), value[h]]))
+        inner = token + r * (block.wo.weight @ torch.cat(attended))
+        hidden = F.gelu(block.mlp.up.weight @ rms(block.mlp_norm, inner))
+        z.append(inner + r * (block.mlp.down.weight @ hidden))
+        key, value = pair(z[-1])
+        keys.append(key)
+        values.append(value)
+    return torch.stack(z), torch.stack(keys), torch.stack(values)
+
+
+def rms_definition(claim: Claim) -> Measurement:
+    """Compare the norm of a layer whose weights are untrained with sqrt(D) x / |x|."""
+    (x,) = random_inputs(C)
+    norm = RecurrentBlockConfig(C, norm_eps=1e-12).build(C).double().attention_norm
+    right = math.sqrt(C) * x / x.norm(dim=-1, keepdim=True)
+    return errors({"RMS(x)": (norm(x), right)}, "RMSNorm as it starts, eps 1e-12")
+
+
+def simulate_transformer(claim: Claim) -> Measurement:
+    """Simulate a Transformer of three layers, and compare what each of them puts out."""
+    found = {}
+    config = TransformerBlockConfig(C // HEADS, **BARE, residual_scale=0.6)  # type: ignore[arg-type]
+    x, anything = random_inputs(C, C)
+    y, stream = x, torch.cat([x, anything, torch.zeros_like(x)], -1)
+    for i in range(3):
+        layer = random_weights(config, C, seed=i)
+        carry, live = ((0, 1), (1, 0))[i % 2]  # what one layer writes is what the next reads
+        y, stream = run(layer, y), run(simulating(layer, (carry, live, 2)), stream)
+        found[f"layer {i + 1}"] = (stream[:, C * live : C * (live + 1)], y)
+    return errors(found, f"width 3 x {C}, {HEADS} heads simulated, no norms, GELU, no positions")
+
+
+def simulate_single_layer(claim: Claim) -> Measurement:
+    """Simulate one layer at twice its width: the output takes the place of the scratch block."""
+    layer = random_weights(TransformerBlockConfig(C // HEADS, **BARE), C)  # type: ignore[arg-type]
+    (x,) = random_inputs(C)
+    z = run(simulating(layer, (0, 1)), torch.cat([x, torch.zeros_like(x)], -1))
+    right = torch.cat([x, run(layer, x)], -1)
+    return errors({"(x; y)": (z, right)}, f"width 2 x {C}, no norms, GELU, no positions")
+
+
+def simulation_maps(claim: Claim) -> Measurement:
+    """Compare the maps of the simulating layer with those of the proof; one head, as there."""
+    layer = random_weights(TransformerBlockConfig(C, **BARE), C)  # type: ignore[arg-type]
+    ours = simulating(layer, (0, 1, 2), one_head=True)
+    x, anything, a = random_inputs(C, C, C)
+    zero = torch.zeros_like(x)
+    inside = torch.cat([x, anything, a], -1)
+    written = x + a + layer.mlp(x + a) - anything
+    scale = math.sqrt(3)  # our logits are divided by the root of the head's width, here 3C
+    z = run(ours, torch.cat([x, anything, zero], -1))
+    found = {
+        "z = (x; y; 0)": (z, torch.cat([x, run(layer, x), zero], -1)),
+        "Q": (ours.wq(inside) / scale, torch.cat([layer.wq(x), zero, zero], -1)),
+        "K": (ours.wk(inside), torch.cat([layer.wk(x), zero, zero], -1)),
+        "V": (ours.wv(inside), torch.cat([zero, zero, layer.wv(x)], -1)),
+        "MLP": (ours.mlp(inside), torch.cat([zero, written, -a], -1)),
+    }
+    return errors(found, f"width 3 x {C}, one head, no norms, GELU, no positions")
+
+
+@torch.no_grad()
+def simulating(
+    layer: TransformerBlock, order: tuple[int, ...], *, one_head: bool = False
+) -> RecurrentBlock:
+    """Return the recurrent layer that simulates a Transformer layer without norms (appendix A).
+
+    Args:
+        layer: of width C.
+        order: which of the blocks of C channels are carry, live and scratch. Without live it is the
+            layer of twice the width, whose scratch block takes the output.
+        one_head: read and write as the proof does, which has one head: values lie in scratch.
+            Otherwise they lie beside the keys, in the same heads, and Wo moves them to scratch.
+    """
+    C, hidden, r = layer.d_model, layer.mlp.up.out_features, layer.config.residual_scale
+    carry, *live, scratch = (slice(C * i, C * (i + 1)) for i in order)
+    width = C * len(order)
+    config = RecurrentBlockConfig(
+        head_dim=width if one_head else layer.config.head_dim,
+        hidden=hidden + 2 * C * len(order[1:]),
+        residual_scale=r,
+        **BARE,  # type: ignore[arg-type]
+    )
+    ours = config.build(width).to(layer.wq.weight)
+    for parameter in ours.parameters():
+        parameter.zero_()
+    values = scratch if one_head else carry
+    ours.wq.weight[carry, carry] = layer.wq.weight * math.sqrt(len(order) if one_head else 1)
+    ours.wk.weight[carry, carry] = layer.wk.weight
+    ours.wv.weight[values, carry] = layer.wv.weight
+    ours.wo.weight[scratch, values] = layer.wo.weight
+    up, down = ours.mlp.up.weight, ours.mlp.down.weight
+    # MLP(x + a): x is in carry, and attention has added a to scratch, which was 0.
+    up[:hidden, carry] = up[:hidden, scratch] = layer.mlp.up.weight
+    down[(live or [scratch])[0], :hidden] = layer.mlp.down.weight
+    # What is linear in the proof's MLP: gelu(u) - gelu(-u) = u. The layer multiplies it by r.
+    written = [(scratch, [(carry, 1)])]
+    if live:
+        written = [
+            (live[0], [(carry, 1), (scratch, 1), (live[0], -1)]),
+            (scratch, [(scratch, -1)]),
+        ]
+    eye = torch.eye(C, dtype=up.dtype)
+    for i, (target, sources) in enumerate(written):
+        for place, sign in ((2 * i, 1), (2 * i + 1, -1)):
+            units = slice(hidden + C * place, hidden + C * (place + 1))
+            for source, factor in sources:
+                up[units, source] = sign * factor * eye
+            down[target, units] = sign * eye / r
+    return ours
+
+
+def rnn_form(claim: Claim) -> Measurement:
+    """Compare layers whose attention sees the token before alone with the recurrence of z.
+
+    A part of the width holds the place of a token, one channel for each. Queries ask for the place
+    before their own, and their norm has a large weight, so that nothing else counts. Neither V nor
+    the MLP writes there. So "V = I" is the identity on the rest.
+    """
+    content, width = C, C + T
+    (x,) = random_inputs(content)
+    x = torch.cat([x, torch.eye(T, dtype=x.dtype)], -1)
+    found = {}
+    for name, identity in {"V": False, "V = I": True}.items():
+        block = random_weights(RecurrentBlockConfig(width, alibi=None), width)
+        with torch.no_grad():
+            for matrix in (block.wq, block.wk):
+                matrix.weight.zero_()
+            block.wq.weight[content:, content:] = torch.eye(T, dtype=x.dtype).roll(-1, 0).triu()
+            block.wk.weight[content:, content:] = torch.eye(T, dtype=x.dtype)
+            block.q_norm.get_parameter("weight").fill_(60)
+            block.wo.weight.copy_(torch.eye(width))
+            block.mlp.down.weight[content:] = 0
+            block.wv.weight[content:] = 0
+            if identity:
+                block.wv.weight[:content] = torch.eye(content, width)
+        z = run(block, x)
+
+        def rms(y: Tensor) -> Tensor:
+            return y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+
+        before = rms(z[:-1]) @ block.wv.weight.T
+        inner = x[1:] + before
+        found[f"z with {name}"] = (z[1:], inner + block.mlp(rms(inner)))
+    return errors(found, f"attention to the token before alone, {T} tokens, one head, RMSNorm")
+
+
+def stability_setup(claim: Claim) -> Measurement:
+    """Compare the theorem's layer with ours: zero queries, no MLP, no norms, r = alpha."""
+    V, (x,) = random_value(), random_inputs(C)
+    z = list[Tensor]()
+    for k, token in enumerate(x, 1):
+        z.append(token + ALPHA / k * V @ (token + sum(z, torch.zeros_like(token))))
+    ours = run(uniform(RecurrentBlockConfig, ALPHA, V), x)
+    return errors({"z": (ours, torch.stack(z))}, f"{T} tokens, width {C}, alpha {ALPHA}")
+
+
+def stability_gradient(claim: Claim) -> Measurement:
+    """Compare the layer's gradients, by autograd, with the theorem's three forms."""
+    V, (x,) = random_value(), random_inputs(C)
+    gradients = first_gradients(uniform(RecurrentBlockConfig, ALPHA, V), x, range(2, T + 1))
+    aV, eye = ALPHA * V, torch.eye(C, dtype=V.dtype)
+    stirling, places, hops = list[Tensor](), list[Tensor](), list[Tensor]()
+    for k in range(2, T + 1):
+        terms = [n * torch.linalg.matrix_power(aV, r) for r, n in enumerate(cycle_counts(k))]
+        stirling.append(torch.stack(terms).sum(0) / math.factorial(k))
+        rising = torch.linalg.multi_dot([aV + m * eye for m in range(k)])
+        places.append(rising / math.factorial(k))
+        paths = [eye, *(eye + aV / m for m in range(1, k))]
+        hops.append(aV / k @ torch.linalg.multi_dot(paths))
+    forms = {"Stirling numbers": stirling, "rising product": places, "product of hops": hops}
+    found = {name: (gradients, torch.stack(form)) for name, form in forms.items()}
+    return errors(found, f"d z_k / d x_1 for k from 2 to {T}, width {C}, alpha {ALPHA}")
+
+
+def cycle_counts(k: int) -> list[int]:
+    """Count the permutations of k elements with 0, 1, ... k cycles: unsigned Stirling numbers."""
+    counts = [1]
+    for placed in range(k):  # a new element starts a cycle, or follows one of those placed before
+        more = zip([0, *counts], [*counts, 0], strict=True)
+        counts = [alone + placed * after for alone, after in more]
+    return counts
+
+
+def stability_direct_term(claim: Claim) -> Measurement:
+    """Compare a Transformer layer's gradients, by autograd, with the theorem's term of one hop."""
+    V, (x,) = random_value(), random_inputs(C)
+    gradients = first_gradients(uniform(TransformerBlockConfig, ALPHA, V), x, range(2, T + 1))
+    right = torch.stack([ALPHA / k * V for k in range(2, T + 1)])
+    return errors({"one hop": (gradients, right)}, f"d z_k / d x_1 of a Transformer, k to {T}")
+
+
+def stability_condition(claim: Claim) -> Measurement:
+    """Compute the largest factor by which d z_k / d x_1 stretches a vector, for growing k.
+
+    V is orthonormal and symmetric, with eigenvalues 1 and -1: the largest that it may have.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q = torch.linalg.qr(torch.randn(C, C, generator=generator, dtype=torch.float64))[0]
+    V = q @ torch.diag(torch.tensor([1.0, -1.0] * (C // 2), dtype=torch.float64)) @ q.T
+    lengths = [2**i for i in range(1, 5)]
+    x = torch.zeros(lengths[-1], C, dtype=torch.float64)
+    rows = {}
+    for alpha in (0.99, 1.5):
+        gradients = first_gradients(uniform(RecurrentBlockConfig, alpha, V), x, lengths)
+        rows[f"alpha = {alpha}"] = torch.linalg.matrix_norm(gradients, 2).tolist()
+    columns = tuple(f"k = {k}" for k in lengths)
+    setting = "largest singular value of d z_k / d x_1, V orthonormal with eigenvalues 1 and -1"
+    return Measurement(entries(rows, columns), columns, setting, How.PAPER)
+
+
+def does_not_explode(printed: Table | Claim, ours: Measurement) -> Judgement:
+    """Judge whether no gradient is above 1 for alpha below 1, and gradients grow for one above."""
+    norms = {
+        float(model.split()[-1]): [ours.by_seed(model, c)[0] for c in ours.columns]
+        for _, model in ours.rows
+    }
+    right = [max(row) <= 1 if alpha < 1 else row == sorted(row) for alpha, row in norms.items()]
+    words = (f"{row[0]:.3g} to {row[-1]:.3g} at alpha {alpha:g}" for alpha, row in norms.items())
+    return Judgement(
+        Outcome.AGREES if all(right) else Outcome.DIFFERS,
+        f"{ours.setting}, {ours.columns[0]} to {ours.columns[-1]}: {', '.join(words)}",
+    )
+
+
+def first_gradients(block: nn.Module, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return d z_k / d x_1 by autograd for each k of `lengths`, (len(lengths), C, C)."""
+    rest, places = x[1:], torch.tensor(lengths) - 1
+
+    def outputs(first: Tensor) -> Tensor:
+        return run(block, torch.cat([first[None], rest]))[places]
+
+    return jacobian(outputs, x[0])
+
+
+Config = type[RecurrentBlockConfig] | type[TransformerBlockConfig]
+
+
+def uniform(config: Config, alpha: float, value: Tensor) -> RecurrentBlock | TransformerBlock:
+    """Return a layer that averages over the past, as the stability theorem has it."""
+    width = len(value)
+    block = config(width, residual_scale=alpha, **BARE).build(width).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+        block.wv.weight.copy_(value)
+        block.wo.weight.copy_(torch.eye(width))
+    return block
+
+
+def run(block: nn.Module, x: Tensor) -> Tensor:
+    """Run a layer on one sequence, (T, C) to (T, C)."""
+    return block(x[None])[0][0]
+
+
+def random_inputs(*widths: int) -> Iterator[Tensor]:
+    """Yield T random tokens of each width."""
+    generator = torch.Generator().manual_seed(1)
+    for width in widths:
+        yield torch.randn(T, width, generator=generator, dtype=torch.float64)
+
+
+def random_value() -> Tensor:
+    """Return a value matrix of moderate size."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(C, C, generator=generator, dtype=torch.float64) / math.sqrt(C)
+
+
+def random_weights(config: Any, width: int, seed: int = 0) -> Any:
+    """Build a layer in float64 with random matrices, large enough that every part counts."""
+    generator = torch.Generator().manual_seed(seed)
+    block = config.build(width).double()
+    for matrix in block.parameters():
+        if matrix.ndim == 2:
+            nn.init.normal_(matrix, std=1.5 * matrix.shape[1] ** -0.5, generator=generator)
+    return block

@@ -1,0 +1,244 @@
+"""Each table and claim of the paper has one answer, and each criterion can come out both ways."""
+
+import math
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from mezzo_core.papers.claims import check_complete
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.measurement import Entry, Measurement
+from mezzo_core.testing.claims import check_claims
+from mezzo_recurrent_transformer import (
+    RecurrentBlock,
+    RecurrentStack,
+    TransformerBlock,
+    checks,
+    counts,
+    schedule,
+    theory,
+)
+from mezzo_recurrent_transformer.claims import ANSWERS, NORMALIZED, RAW, REPRODUCTION, in_nats
+from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, Growth, by_layers
+from mezzo_recurrent_transformer.recipes import RECIPES
+from mezzo_recurrent_transformer.speed import EAGER, GRAPH, NAIVE
+
+PUBLISHED = REPRODUCTION.published
+
+
+def numbers(columns, better="lower", **rows):
+    """Return a measurement with three seeds, by short names; words are values too."""
+    names = {"eager": EAGER, "graph": GRAPH, "normalized": NORMALIZED, "raw": RAW}
+    names |= {f"rt{n}": f"Recurrent Transformer, {n} layers" for n in (6, 12)}
+    names |= {f"xfmr{n}": f"Transformer, {n} layers" for n in (6, 12, 24)}
+    every = [
+        Entry(names.get(name, name), c, v if isinstance(v, str) else v * (1 + s / 1e4), seed=s)
+        for name, values in rows.items()
+        for c, v in zip(columns, values, strict=True)
+        for s in range(3)
+    ]
+    return Measurement(tuple(every), tuple(columns), "made up", better=better)
+
+
+def error(size):
+    entry = Entry("z", theory.ERROR, size)
+    return Measurement((entry,), (theory.ERROR,), "made up", unit=theory.ERROR)
+
+
+CE, SPEED, T = ("Val CE",), ("tokens/s",), ("512", "2048")
+BATCHES = tuple(f"B={2**i}" for i in range(5, 12))
+GRAPHS = (38.85, 42.28, 48.95, 61.39, 81.73, 134.09, 240.83)
+RATES = ("1e-3", "3e-3", "1e-2")
+FASTER = numbers(SPEED, "higher", rt12=(42,), xfmr12=(132,), rt6=(49,), xfmr6=(153,))
+SLOWER = numbers(SPEED, "higher", rt12=(142,), xfmr12=(132,), rt6=(149,), xfmr6=(133,))
+EXAMPLES = {
+    "rt.table1": (
+        numbers(CE, xfmr6=(5,), xfmr12=(4,), rt12=(2,), rt6=(1,)),
+        numbers(CE, xfmr6=(5,), xfmr12=(4,), rt12=(6,), rt6=(1,)),
+    ),
+    "rt.table4": (
+        numbers(CE, xfmr6=(5,), xfmr12=(4,), rt12=(1,), rt6=(2,)),
+        numbers(CE, xfmr6=(3,), xfmr12=(4,), rt12=(1,), rt6=(2,)),
+    ),
+    "rt.throughput": (FASTER, SLOWER),
+    "rt.claim.throughput_12": (FASTER, SLOWER),
+    "rt.claim.throughput_6": (FASTER, SLOWER),
+    "rt.table2": (
+        numbers(BATCHES, eager=(277,) * 7, graph=GRAPHS),
+        numbers(BATCHES, eager=(277,) * 7, graph=(100,) * 7),
+    ),
+    "rt.claim.cuda_graphs_flat": (
+        numbers(BATCHES, eager=(277, 279, 279, 276, 277, 275, 300)),
+        numbers(BATCHES, eager=(277, 279, 279, 276, 277, 310, 320)),
+    ),
+    "rt.claim.latency_scaling": (
+        numbers(T, naive=(1, 16), graph=(1, 4.5)),
+        numbers(T, naive=(1, 4), graph=(1, 9)),
+    ),
+    "rt.claim.rmsnorm_lr": (
+        numbers(RATES, normalized=(3, 2, 4)),
+        numbers(RATES, normalized=(3, "diverged", 4)),
+    ),
+    "rt.claim.no_rmsnorm_lr": (
+        numbers(RATES, normalized=(3, 2, 4), raw=(5, 6, "diverged")),
+        numbers(RATES, normalized=(3, 2, 4), raw=(5, 1, "diverged")),
+    ),
+}
+EXACT = (
+    *("layer_update", "rms_definition", "simulate_transformer", "simulate_single_layer"),
+    *("simulation_maps", "rnn_form", "stability_setup", "stability_gradient"),
+    "stability_direct_term",
+)
+EXAMPLES |= {f"rt.claim.{name}": (error(1e-15), error(1e-9)) for name in EXACT}
+
+
+def test_the_whole_paper_is_answered_in_its_order():
+    assert (len(PUBLISHED.tables), len(PUBLISHED.claims)) == (11, 43)
+    check_complete(PUBLISHED, ANSWERS)
+
+
+def test_every_criterion_can_agree_and_differ():
+    check_claims(REPRODUCTION, EXAMPLES)
+
+
+def test_a_printed_model_is_told_apart_by_its_layers():
+    table = by_layers(PUBLISHED.table("rt.table1"))
+    assert table.columns == ("Val CE",)
+    assert table.column("Val CE") == {
+        "Transformer, 6 layers": 2.917,
+        "Transformer, 12 layers": 2.896,
+        "Transformer, 24 layers": 2.892,
+        "Recurrent Transformer, 12 layers": 2.867,
+        "Recurrent Transformer, 6 layers": 2.86,
+    }
+
+
+def test_perplexities_are_read_as_cross_entropies():
+    ours = numbers(("Val. PPL",), rt12=(math.e,), xfmr12=("OOM",))
+    turned = in_nats(ours)
+    assert (turned.columns, turned.unit) == (CE, "nats")
+    assert turned.entries[0].value == pytest.approx(1)
+    assert turned.entries[-1].value == "OOM"
+
+
+def test_a_growth_without_enough_lengths_is_not_settled():
+    claim = PUBLISHED.claim("rt.claim.latency_scaling")
+    one = numbers(("512",), naive=(1,), graph=(1,))
+    assert Growth({NAIVE: (1.5, 2.5)}, T)(claim, one).outcome is Outcome.NOT_SETTLED
+
+
+def test_a_rate_is_best_only_if_the_seeds_settle_it():
+    claim = PUBLISHED.claim("rt.claim.rmsnorm_lr")
+    criterion = BestColumn(NORMALIZED, "3e-3")
+    noisy = numbers(RATES, normalized=(3, 2.999, 4))
+    entries = [replace(e, value=e.value + (-1) ** e.seed / 10) for e in noisy.entries[:3]]
+    noisy = replace(noisy, entries=(*entries, *noisy.entries[3:]))
+    assert criterion(claim, noisy).outcome is Outcome.NOT_SETTLED
+    only_one = numbers(RATES, normalized=("OOM", "OOM", "OOM"))
+    assert criterion(claim, only_one).outcome is Outcome.DIFFERS
+    missing = BetterAtBest(NORMALIZED, RAW)(claim, noisy)
+    assert missing.outcome is Outcome.NOT_SETTLED
+
+
+def scaled_output(kind):
+    """Return a forward whose output is wrong by a millionth."""
+    right = kind.forward
+
+    def wrong(module, *inputs, **options):
+        out = right(module, *inputs, **options)
+        return (out[0] * (1 + 1e-6), *out[1:]) if isinstance(out, tuple) else out * (1 + 1e-6)
+
+    return wrong
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_theorem_about_a_layer_that_is_slightly_wrong_differs(monkeypatch, name):
+    (answer,) = (each for each in ANSWERS if each.id == f"rt.claim.{name}")
+    claim, (evidence,) = PUBLISHED.claim(answer.id), answer.evidence
+    count, criterion = getattr(theory, name), evidence.criterion
+    assert criterion(claim, count(claim)).outcome is Outcome.AGREES
+    kinds = {"rms_definition": torch.nn.RMSNorm, "stability_direct_term": TransformerBlock}
+    kind = kinds.get(name, RecurrentBlock)
+    monkeypatch.setattr(kind, "forward", scaled_output(kind))
+    assert criterion(claim, count(claim)).outcome is Outcome.DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("id", "kind"),
+    [
+        ("limit_transformer", TransformerBlock),
+        ("tiled_schedule", RecurrentBlock),
+        ("stack_of_layers", RecurrentStack),
+    ],
+)
+def test_a_check_of_a_layer_that_is_slightly_wrong_differs(monkeypatch, id, kind):
+    (check,) = (each for each in REPRODUCTION.checks if each.id == f"rt.check.{id}")
+    assert check.work().outcome is Outcome.AGREES
+    monkeypatch.setattr(kind, "forward", scaled_output(kind))
+    assert check.work().outcome is Outcome.DIFFERS
+
+
+def test_decoding_that_is_slightly_wrong_differs(monkeypatch):
+    (check,) = (c for c in REPRODUCTION.checks if c.id == "rt.check.decode_equals_prefill")
+    assert check.work().outcome is Outcome.AGREES
+    right = RecurrentBlock.step
+    monkeypatch.setattr(RecurrentBlock, "step", lambda self, x, s: right(self, x, s) + 1e-3)
+    assert check.work().outcome is Outcome.DIFFERS
+
+
+def test_a_transformer_with_other_weights_differs(monkeypatch):
+    right = RECIPES["tiny_transformer"]()
+    wrong = replace(right, model=replace(right.model, d_model=96))
+    monkeypatch.setattr(checks, "RECIPES", {**RECIPES, "tiny_transformer": lambda: wrong})
+    assert checks.same_weights().outcome is Outcome.DIFFERS
+
+
+def test_a_schedule_with_another_tile_differs(monkeypatch):
+    right = schedule.tiles
+
+    def wrong(num_tokens):
+        for tile in right(num_tokens):
+            yield tile._replace(queries=tile.queries[:8])
+
+    claim = PUBLISHED.claim("rt.claim.tile_size")
+    monkeypatch.setattr(counts, "tiles", wrong)
+    monkeypatch.setattr(schedule, "tiles", wrong)
+    (answer,) = (each for each in ANSWERS if each.id == claim.id)
+    judged = answer.evidence[0].criterion(claim, counts.tile_size(claim))
+    assert judged.outcome is Outcome.DIFFERS
+    assert checks.tiled_schedule().outcome is Outcome.DIFFERS
+
+
+def test_the_naive_evaluation_is_not_taken_for_the_tiled_one(monkeypatch):
+    every = [schedule.Tile(range(t), range(t, t + 1)) for t in range(1, 2**14)]
+    monkeypatch.setattr(counts, "tiles", lambda num_tokens: every[: num_tokens - 1])
+    for name in ("hbm_traffic", "arithmetic_intensity", "cache_locality"):
+        (answer,) = (each for each in ANSWERS if each.id == f"rt.claim.{name}")
+        claim = PUBLISHED.claim(answer.id)
+        found = getattr(counts, name)(claim)
+        assert answer.evidence[0].criterion(claim, found).outcome is Outcome.DIFFERS
+
+
+def test_a_recipe_with_another_value_differs_and_names_it(monkeypatch):
+    right = RECIPES["300m_12_recurrent"]()
+    wrong = replace(right, optim=replace(right.optim, lr=2e-3))
+    monkeypatch.setattr(counts, "RECIPES", {**RECIPES, right.name: lambda: wrong})
+    (answer,) = (each for each in ANSWERS if each.id == "rt.claim.hyper_optimizer")
+    claim = PUBLISHED.claim(answer.id)
+    judged = answer.evidence[0].criterion(claim, counts.hyper_optimizer(claim))
+    assert judged.outcome is Outcome.DIFFERS
+    assert judged.details == ("learning rate: printed 0.001, ours 0.002",)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_stirling_numbers_count_permutations_by_their_cycles(k):
+    found = [0] * (k + 1)
+    for permutation in permutations(range(k)):
+        cycles, left = 0, set(range(k))
+        while left:
+            place, cycles = left.pop(), cycles + 1
+            while (place := permutation[place]) in left:
+                left.remove(place)
+        found[cycles] += 1
+    assert theory.cycle_counts(k) == found

@@ -1,0 +1,103 @@
+"""The recipes: the paper's models and settings, and that all of them can be built."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.train.optim import build_optimizer
+from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
+from mezzo_recurrent_transformer.recipes import RECIPES, SIZES
+
+SHAPES = {
+    "150m_12": (12, 1024, 16),
+    "150m_6": (6, 1408, 22),
+    "300m_24": (24, 1024, 16),
+    "300m_12": (12, 1408, 22),
+    "300m_6": (6, 2048, 32),
+}
+PAIRED = [size for size, (_, names) in SIZES.items() if "recurrent" in names]
+
+
+@cache
+def on_meta(name):
+    with torch.device("meta"):
+        return RECIPES[name]().model.build()
+
+
+def weights(name):
+    """Count the weights without those of embedding and head."""
+    return sum(p.numel() for p in on_meta(name).stack.parameters())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_its_model_and_bears_its_name(name):
+    config = RECIPES[name]()
+    assert config.name == name
+    assert from_json(to_json(config.model)) == config.model, "a saved model finds its layers"
+    kind = TransformerBlock if name.endswith("transformer") else RecurrentBlock
+    assert {type(block) for block in on_meta(name).stack.blocks} == {kind}
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_the_papers_models_have_the_papers_sizes(size):
+    layers, C, heads = SHAPES[size]
+    model = on_meta(f"{size}_transformer")
+    assert weights(f"{size}_transformer") == layers * (12 * C**2 + 4 * C)
+    said = float(size.split("m_")[0]) * 1e6
+    assert weights(f"{size}_transformer") == pytest.approx(said, rel=0.06)
+    assert len(model.stack.blocks) == layers
+    for block in model.stack.blocks:
+        assert (block.num_heads, block.config.head_dim) == (heads, 64)
+        assert block.mlp.up.out_features == 4 * C
+        assert block.config.residual_scale == pytest.approx(layers**-0.5)
+    assert model.head.weight is not model.embed.weight
+    assert model.embed.weight.shape == (32_128, C)
+
+
+@pytest.mark.parametrize("size", PAIRED)
+def test_a_recurrent_model_has_the_weights_of_its_transformer(size):
+    ours, theirs = (on_meta(f"{size}_{name}") for name in ("recurrent", "transformer"))
+    shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("size", ["small", "150m", "300m"])
+def test_six_and_twelve_layers_have_about_as_many_weights(size):
+    six, twelve = (weights(f"{size}_{layers}_recurrent") for layers in (6, 12))
+    assert six == pytest.approx(twelve, rel=0.06)
+
+
+@pytest.mark.parametrize("size", PAIRED)
+def test_architectures_of_one_size_share_everything_but_their_layers(size):
+    _, architectures = SIZES[size]
+    first, *others = (RECIPES[f"{size}_{name}"]() for name in architectures)
+    for other in others:
+        same = {name: getattr(first, name) for name in ("name", "micro_batch_size", "compile")}
+        same["model"] = replace(other.model, stack=first.model.stack)
+        assert replace(other, **same) == first
+        assert other.model != first.model
+
+
+@pytest.mark.parametrize("name", [f"{size}_{SIZES[size][1][-1]}" for size in SHAPES])
+def test_models_train_as_the_paper_says(name):
+    config = RECIPES[name]()
+    assert config.steps == (12_500 if name.startswith("150m") else 25_000)
+    assert (config.seq_len, config.batch_size) == (512, 512)
+    optim = config.optim
+    assert (optim.lr, optim.min_lr, optim.warmup_fraction) == (3e-3, 3e-4, 0.4)
+    assert (optim.betas, optim.weight_decay, optim.clip) == ((0.9, 0.95), 0.0, 1.0)
+    assert build_optimizer(torch.nn.Linear(1, 1), optim).defaults["eps"] == 1e-8
+
+
+def test_variants_change_their_own_option_alone():
+    changes = {
+        "b8": {"block_size": 8},
+        "b32": {"block_size": 32},
+        "raw": {"persistent_norm": False},
+    }
+    plain = RECIPES["small_12_recurrent"]().model.stack
+    for name, change in changes.items():
+        stack = RECIPES[f"small_12_recurrent_{name}"]().model.stack
+        assert stack == replace(plain, block=replace(plain.block, **change))
