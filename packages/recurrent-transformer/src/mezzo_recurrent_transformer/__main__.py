@@ -1,4 +1,4 @@
-"""`mezzo-recurrent-transformer`: train, generate, eval, bench, reproduce."""
+"""`mezzo-recurrent-transformer`: train, generate, eval, bench, reproduce, synthetic."""
 
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from mezzo_recurrent_transformer.bench import bench
         from mezzo_recurrent_transformer.claims import REPRODUCTION
         from mezzo_recurrent_transformer.recipes import RECIPES
+        from mezzo_recurrent_transformer.synthetic.command import synthetic
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         reproduce=REPRODUCTION.reproduce,
         scales=tuple(REPRODUCTION.scales),
     )
-    run(make_app(paper), arguments)
+    app = make_app(paper)
+    app.command()(synthetic)
+    run(app, arguments)
 
 
 if __name__ == "__main__":

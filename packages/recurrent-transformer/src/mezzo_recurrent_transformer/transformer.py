@@ -22,7 +22,7 @@ class TransformerBlockConfig(LayerConfig):
 
 
 class TransformerBlock(AbstractLayer):
-    """A causal Transformer layer with normalized queries and keys (section "The Transformer layer").
+    """A causal Transformer layer with normalized queries and keys ("The Transformer layer").
 
     It equals a Recurrent Transformer whose block is as long as the sequence.
     """

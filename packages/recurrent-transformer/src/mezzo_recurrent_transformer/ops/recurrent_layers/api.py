@@ -59,8 +59,8 @@ def recurrent_layers(
 
     `recurrent_layer_reference` is the definition of one layer (section "The Recurrent Transformer
     layer"). Differentiable in x, in all weights, and in the keys and values of `past`, also through
-    the `past` that is returned; there is no double backward. For the backward the inputs and outputs
-    of the layers are kept, and nothing else.
+    the `past` that is returned; there is no double backward. For the backward only the inputs and
+    outputs of the layers are kept.
 
     Products are computed in the dtype of the weights, or in that of autocast; the residual stream,
     norms, softmax and sums in float32 (float64 for float64).
@@ -109,9 +109,9 @@ def recurrent_layers(
         dtype = torch.get_autocast_dtype(device)
     chosen = _resolve(impl, x, dtype, num_heads)
     if chosen == "reference":
-        z, after = recurrent_layers_reference(x, weights, form, slopes, past, cu_seqlens)
+        z, pairs = recurrent_layers_reference(x, weights, form, slopes, past, cu_seqlens)
     else:
-        z, _, *after = differentiable_recurrent_layers(
+        z, _, *pairs = differentiable_recurrent_layers(
             x,
             *Matrices.of(weights, dtype),
             slopes,
@@ -120,9 +120,9 @@ def recurrent_layers(
             *form,
             chosen,
         )
-    if past is None:
+    if past is None or pairs is None:
         return RecurrentOutput(z, None)
-    k, v = after
+    k, v = pairs
     return RecurrentOutput(z, Past(k, v, past.lengths + _added(x, lengths)))
 
 
@@ -149,7 +149,7 @@ def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
 
 
 def _checked_form(
-    x: Any, num_heads: Any, scale: Any, norm: Any, eps: Any, persistent: Any, block_size: Any
+    x: Any, num_heads: Any, scale: Any, norm: Norm, eps: Any, persistent: Any, block_size: Any
 ) -> Form:
     check_floating(OP, "x", x)
     if x.ndim != 3:
@@ -158,7 +158,7 @@ def _checked_form(
     if x.shape[2] < 1 or x.shape[2] % num_heads:
         raise ValueError(f"{OP}: num_heads must divide C = {x.shape[2]}, got {num_heads}")
     check_number(OP, "residual_scale", scale)
-    if not isinstance(norm, str) or norm not in get_args(Norm):
+    if norm not in get_args(Norm):
         raise ValueError(f"{OP}: norm must be one of {get_args(Norm)}, got {norm!r}")
     check_number(OP, "eps", eps, positive=True)
     if not isinstance(persistent, bool):
@@ -182,9 +182,9 @@ def _checked_weights(weights: Any, x: Tensor, norm: Norm) -> LayerWeights:
     if n < 1:
         raise ValueError(f"{OP}: weights must be of at least one layer")
     square, vector = (n, C, C), (n, C)
-    shapes = {name: square for name in ("wq", "wk", "wv", "wo")}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("wq", "wk", "wv", "wo"), square)
     shapes |= {"up": (n, F, C), "down": (n, C, F)}
-    shapes |= {name: vector for name in ("n1", "n2", "q_norm", "k_norm")}
+    shapes |= dict.fromkeys(("n1", "n2", "q_norm", "k_norm"), vector)
     for name, shape in shapes.items():
         weight = getattr(weights, name)
         if shape == vector and norm == "none":

@@ -78,7 +78,8 @@ def backward(
         if end == n:
             begin = (tile.step - n + 1) * S
             buffers.dstream[-1] = dz[:, begin : begin + S].transpose(0, 1)
-        later = Later(*(t[first:end] for t in queries), begin=(tile.step - first + 1) * S)
+        q, do, lse, delta = (t[first:end] for t in queries)
+        later = Later(q, do, lse, delta, begin=(tile.step - first + 1) * S)
         k, v = buffers.attending.k, buffers.attending.v
         parts.pairs_bwd(k, v, later, slopes, form, buffers.dk, buffers.dv)
         if dpairs is not None:
@@ -222,7 +223,8 @@ def _past_bwd(
     form: Form,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the past's k and v (n, B, P, C)."""
-    found = past_bwd(past, Later(*(t[:, :, :T] for t in queries), begin=0), slopes, form)
+    q, do, lse, delta = (t[:, :, :T] for t in queries)
+    found = past_bwd(past, Later(q, do, lse, delta, begin=0), slopes, form)
     if dpairs is not None:  # the forward returned them too
         P = past[0].shape[2]
         seen = torch.arange(P, device=past[2].device) < past[2][:, None]

@@ -1,6 +1,6 @@
 """What a stack of recurrent layers computes, and with which weights."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +33,11 @@ class LayerWeights(NamedTuple):
     """(n, C): norm of all heads' queries together."""
     k_norm: Tensor | None = None
     """(n, C): norm of all heads' keys together, temporary and persistent."""
+
+    def of_layer(self, i: int) -> "LayerWeights":
+        """Return the weights of one layer, without the axis n."""
+        found: Any = [None if w is None else w[i] for w in self]
+        return LayerWeights(*found)
 
 
 class Form(NamedTuple):

@@ -42,10 +42,10 @@ class ForwardBuffers(NamedTuple):
         (B, _, C), n = x.shape, weights.o.shape[0]
         acc = accumulation_dtype(weights.o.dtype)
         stream = x.new_empty(n + 1, S, B, C)
-        pairs = (weights.o.new_empty(n, S, B, C) for _ in range(5))
+        q, kt, vt, k, v = (weights.o.new_empty(n, S, B, C) for _ in range(5))
         o = weights.o.new_empty(n, S, B, C, dtype=acc)
         lse = weights.o.new_empty(n, S, B, form.num_heads, dtype=acc)
-        return cls(stream, Attending(*pairs, o, lse))
+        return cls(stream, Attending(q, kt, vt, k, v, o, lse))
 
     def of_layers(self, first: int, end: int) -> "ForwardBuffers":
         """Return the buffers of layers `first` to `end`."""

@@ -163,14 +163,15 @@ def _run_bwd(
             its = call.backward(dz_, None, x_, z_)
             packing.put(its.x, index, found.x)
             for total, part in zip(sums, its.weights, strict=True):
-                if total is not None:
+                if total is not None and part is not None:
                     total += part
     else:
         given = None
         if call.past is not None and (dk is not None or dv is not None):
             k = call.past[0]
             like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[1], k.shape[3])
-            given = tuple(like if t is None else t.flatten(3) for t in (dk, dv))
+            dk, dv = (like if t is None else t.flatten(3) for t in (dk, dv))
+            given = (dk, dv)
         found = call.backward(dz, given, x, z)
     pairs = zip(found.weights, call.weights, strict=True)
     weights = [total.to(w.dtype) for total, w in pairs if total is not None and w is not None]

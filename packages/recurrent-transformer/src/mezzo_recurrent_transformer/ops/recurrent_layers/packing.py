@@ -1,4 +1,6 @@
-"""Packed sequences as batches: sequences of like lengths run side by side, not one after another."""
+"""Packed sequences as batches: sequences of like lengths run side by side."""
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ def batches_of(cu_seqlens: Tensor) -> list[Tensor]:
     """
     borders = cu_seqlens.tolist()
     groups: dict[int, list[tuple[int, int]]] = {}
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         if end > begin:
             groups.setdefault((end - begin - 1).bit_length(), []).append((begin, end - begin))
     batches = []

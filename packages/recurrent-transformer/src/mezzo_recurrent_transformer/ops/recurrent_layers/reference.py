@@ -52,7 +52,9 @@ def recurrent_layer_reference(
     old_k, old_v, seen = past or (kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64))
     slots = torch.arange(old_k.shape[1], device=x.device)
     is_real = slots < seen[:, None].to(x.device)
-    z, k, v = [], [], []
+    z: list[Tensor] = []
+    k: list[Tensor] = []
+    v: list[Tensor] = []
     for t in range(T):
         first = t - t % b  # the first token of its block
         keys = torch.cat([old_k, *k[:first], kt[:, first : t + 1]], 1)
@@ -91,7 +93,7 @@ def recurrent_layers_reference(
     T = x.shape[1]
     grown: list[list[Tensor]] = [[], []]
     for i in range(len(weights.wq)):
-        layer = LayerWeights(*(None if w is None else w[i] for w in weights))
+        layer = weights.of_layer(i)
         its = None if past is None else (past[0][i], past[1][i], past[2])
         x, *pair = recurrent_layer_reference(x, layer, form, slopes, its)
         if its is not None:

@@ -38,19 +38,19 @@ class Tiling:
         return cls(n, T, min(wanted, -(-T // b) * b))
 
     @property
-    def N(self) -> int:
+    def num_tiles(self) -> int:
         """Tiles of a layer."""
         return -(-self.T // self.S)
 
     @property
     def padded(self) -> int:
         """Tokens of all tiles of a layer."""
-        return self.N * self.S
+        return self.num_tiles * self.S
 
     def __iter__(self) -> Iterator[Tile]:
-        """Yield the tiles: n + N - 1 of them, each with up to n layers."""
-        for step in range(self.N + self.n - 1):
-            yield Tile(step, max(0, step - self.N + 1), min(self.n, step + 1))
+        """Yield the tiles, n - 1 more than a layer has: each has up to n layers."""
+        for step in range(self.num_tiles + self.n - 1):
+            yield Tile(step, max(0, step - self.num_tiles + 1), min(self.n, step + 1))
 
     def view(self, tensor: Tensor, tile: Tile, layers: int = 0) -> Tensor:
         """Return a tile (m, S, B, C) of (n, B, padded T, C), as a view.
