@@ -75,7 +75,8 @@ def recurrent_layers(
         persistent_norm: whether the persistent pair is made from n1(z), or from z itself.
         block_size: b, see `Form.block_size`.
         alibi_slopes: (H,), ALiBi adds -slope * distance to the logits; None for none.
-        past: the pairs of earlier tokens; needs `block_size` 1.
+        past: the pairs of earlier tokens; needs `block_size` 1. Its lengths are checked on the CPU
+            only.
         cu_seqlens: (S + 1,) borders of sequences packed in one row (B = 1), from 0 to T, never
             decreasing. On a GPU the call waits for it, to run sequences side by side; its values
             are checked on the CPU only.
@@ -242,3 +243,8 @@ def _check_past(past: Any, x: Tensor, weights: LayerWeights, form: Form) -> None
             f"{OP}: past.lengths must be ({B},) on {x.device}, "
             f"got {tuple(past.lengths.shape)} on {past.lengths.device}"
         )
+    if past.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        S = past.k.shape[2]
+        wrong = [n for n in past.lengths.tolist() if not 0 <= n <= S]
+        if wrong:
+            raise ValueError(f"{OP}: past.lengths must be from 0 to S = {S}, got {wrong[0]}")

@@ -66,7 +66,7 @@ def backward(
     stored = _all_pairs(stream[1:], weights, past, form, tiling, parts)
     queries = _no_queries(stream[1:], form, acc, weights.o)
     dx = torch.empty_like(dz, dtype=acc)
-    sums = weights.map(lambda w: torch.zeros_like(w, dtype=acc))
+    sums = weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     for tile in reversed(list(tiling)):
         first, end = tile.first, tile.end
         buffers, w = room.of_layers(first, end)
@@ -226,8 +226,16 @@ def _past_bwd(
     q, do, lse, delta = (t[:, :, :T] for t in queries)
     found = past_bwd(past, Later(q, do, lse, delta, begin=0), slopes, form)
     if dpairs is not None:  # the forward returned them too
-        P = past[0].shape[2]
-        seen = torch.arange(P, device=past[2].device) < past[2][:, None]
-        for total, given in zip(found, dpairs, strict=True):
-            total += given[:, :, :P].where(seen[..., None], 0)
+        for total, given in zip(found, of_past(dpairs, past), strict=True):
+            total += given
     return found
+
+
+def of_past(
+    dpairs: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what gradients like k (n, B, P + T, C) have for the pairs of earlier calls."""
+    P = past[0].shape[2]
+    seen = (torch.arange(P, device=past[2].device) < past[2][:, None])[..., None]
+    dk, dv = (given[:, :, :P].where(seen, 0) for given in dpairs)
+    return dk, dv

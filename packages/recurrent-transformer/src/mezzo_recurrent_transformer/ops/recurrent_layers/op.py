@@ -10,10 +10,15 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers import graphs, packing
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Gradients, backward
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward import (
+    Gradients,
+    backward,
+    of_past,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Forward, forward
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, parts_of
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import padded
 
 _TENSORS = (
     "Tensor x, Tensor qkv, Tensor o, Tensor up, Tensor down, Tensor? n1, Tensor? n2, "
@@ -106,7 +111,7 @@ def _run(call: Inputs, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         z = x.new_empty(n, B, T, C)
         if call.past is not None:
-            k, v = (t.to(k.dtype, copy=True) for t in call.past[:2])
+            k, v = (padded(t.to(k.dtype), t.shape[2] + T).clone() for t in call.past[:2])
     elif call.cu_seqlens is not None:
         check_borders("recurrent_layers", call.cu_seqlens, T)
         z = x.new_empty(n, B, T, C)
@@ -153,10 +158,17 @@ def _run_bwd(
     call: Inputs, dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor
 ) -> list[Tensor]:
     acc = accumulation_dtype(call.weights.o.dtype)
-    sums = call.weights.map(lambda w: torch.zeros_like(w, dtype=acc))
+    sums = call.weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     found = Gradients(torch.zeros_like(x), sums, None)
+    dpairs = None
+    if call.past is not None and (dk is not None or dv is not None):
+        k = call.past[0]
+        like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[1], k.shape[3])
+        dk, dv = (like if t is None else t.flatten(3) for t in (dk, dv))
+        dpairs = (dk, dv)
     if x.numel() == 0:
-        pass
+        if call.past is not None and dpairs is not None:
+            found = found._replace(past=of_past(dpairs, call.past))
     elif call.cu_seqlens is not None:
         for index in packing.batches_of(call.cu_seqlens):
             dz_, x_, z_ = (packing.take(t, index) for t in (dz, x, z))
@@ -166,30 +178,24 @@ def _run_bwd(
                 if total is not None and part is not None:
                     total += part
     else:
-        given = None
-        if call.past is not None and (dk is not None or dv is not None):
-            k = call.past[0]
-            like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[1], k.shape[3])
-            dk, dv = (like if t is None else t.flatten(3) for t in (dk, dv))
-            given = (dk, dv)
-        found = call.backward(dz, given, x, z)
+        found = call.backward(dz, dpairs, x, z)
     pairs = zip(found.weights, call.weights, strict=True)
     weights = [total.to(w.dtype) for total, w in pairs if total is not None and w is not None]
+    dx = found.x.to(x.dtype).contiguous()
     if call.past is None:
-        return [found.x.to(x.dtype), *weights]
+        return [dx, *weights]
     dpast = found.past or tuple(torch.zeros_like(t) for t in call.past[:2])
     heads = (call.form.num_heads, -1)
     past = [t.to(p.dtype).unflatten(-1, heads) for t, p in zip(dpast, call.past, strict=False)]
-    return [found.x.to(x.dtype), *weights, *past]
+    return [dx, *weights, *past]
 
 
 @_recurrent_layers_bwd.register_fake
 def _(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    weights = [torch.empty_like(w) for w in arguments[:_WEIGHTS] if w is not None]
-    past = [torch.empty_like(t) for t in arguments[_WEIGHTS + 1 : _WEIGHTS + 3] if t is not None]
-    return [torch.empty_like(x), *weights, *past]
+    inputs = (x, *arguments[:_WEIGHTS], *arguments[_WEIGHTS + 1 : _WEIGHTS + 3])
+    return [t.new_empty(t.shape) for t in inputs if t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -40,7 +40,7 @@ class Matrices(NamedTuple):
     def of(cls, w: LayerWeights, dtype: torch.dtype) -> "Matrices":
         """Return copies of the weights, laid out for the products."""
         qkv = torch.cat([x.to(dtype) for x in (w.wq, w.wk, w.wv)], 1)
-        o, up, down = (x.to(dtype) for x in (w.wo, w.up, w.down))
+        o, up, down = (x.to(dtype).contiguous() for x in (w.wo, w.up, w.down))
         return cls(qkv, o, up, down, w.n1, w.n2, w.q_norm, w.k_norm)
 
     def of_layers(self, first: int, end: int) -> "Matrices":

@@ -16,6 +16,11 @@ def normalize(x: Tensor, weight: Tensor | None, norm: Norm, eps: float) -> Tenso
     return F.rms_norm(x, x.shape[-1:], weight, eps=eps)
 
 
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ, in the dtype of the weight."""
+    return x.to(weight.dtype) @ weight.mT
+
+
 def recurrent_layer_reference(
     x: Tensor,
     weights: LayerWeights,
@@ -46,9 +51,9 @@ def recurrent_layer_reference(
     w = weights
     heads = (H, C // H)
     n1 = normalize(x, w.n1, form.norm, form.eps)
-    q = normalize(n1 @ w.wq.mT, w.q_norm, form.norm, form.eps).unflatten(-1, heads)
-    kt = normalize(n1 @ w.wk.mT, w.k_norm, form.norm, form.eps).unflatten(-1, heads)
-    vt = (n1 @ w.wv.mT).unflatten(-1, heads)
+    q = normalize(project(n1, w.wq), w.q_norm, form.norm, form.eps).unflatten(-1, heads)
+    kt = normalize(project(n1, w.wk), w.k_norm, form.norm, form.eps).unflatten(-1, heads)
+    vt = project(n1, w.wv).unflatten(-1, heads)
     old_k, old_v, seen = past or (kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64))
     slots = torch.arange(old_k.shape[1], device=x.device)
     is_real = slots < seen[:, None].to(x.device)
@@ -65,13 +70,13 @@ def recurrent_layer_reference(
         logits = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * (C // H) ** -0.5
         logits = logits - slopes.to(logits.dtype)[:, None] * distance[:, None].to(logits.dtype)
         weight = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-        a = torch.einsum("bhs,bshd->bhd", weight, values).flatten(1) @ w.wo.mT
-        h = x[:, t] + form.residual_scale * a
-        mlp = F.gelu(normalize(h, w.n2, form.norm, form.eps) @ w.up.mT) @ w.down.mT
-        z.append(h + form.residual_scale * mlp)
+        attended = torch.einsum("bhs,bshd->bhd", weight, values).flatten(1)
+        h = x[:, t] + form.residual_scale * project(attended, w.wo)
+        mlp = project(F.gelu(project(normalize(h, w.n2, form.norm, form.eps), w.up)), w.down)
+        z.append((h + form.residual_scale * mlp).to(x.dtype))
         n = normalize(z[-1], w.n1, form.norm, form.eps) if form.persistent_norm else z[-1]
-        k.append(normalize(n @ w.wk.mT, w.k_norm, form.norm, form.eps).view(B, 1, *heads))
-        v.append((n @ w.wv.mT).view(B, 1, *heads))
+        k.append(normalize(project(n, w.wk), w.k_norm, form.norm, form.eps).view(B, 1, *heads))
+        v.append(project(n, w.wv).view(B, 1, *heads))
     if T == 0:
         return x, kt, vt
     return torch.stack(z, 1), torch.cat(k, 1), torch.cat(v, 1)
