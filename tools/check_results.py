@@ -11,7 +11,7 @@ from pathlib import Path
 from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.markdown import results_markdown, table
 from mezzo_core.papers.measurement import Measurement, printed_measurement, read_results
-from mezzo_core.papers.published import Published, load_published
+from mezzo_core.papers.published import Claim, Published, Table, load_published
 from mezzo_core.papers.tables import measured_grid
 
 ROOT = Path(__file__).parents[1]
@@ -39,9 +39,11 @@ def sources(folder: Path) -> dict[str, Measurement]:
     if folder == ROOT:
         every = {f"{package.name}/": sources(package) for package in PACKAGES}
         return {package + name: each for package, s in every.items() for name, each in s.items()}
-    paper = published(folder).by_id.items()
-    printed = {id: printed_measurement(each) for id, each in paper}
-    return printed | read_results(folder / "results")
+    paper = published(folder)
+    with_numbers: list[Table | Claim] = [*paper.tables, *(c for c in paper.claims if c.labels)]
+    return {each.id: printed_measurement(each) for each in with_numbers} | read_results(
+        folder / "results"
+    )
 
 
 def published(package: Path) -> Published:

@@ -3,8 +3,8 @@
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Keys, Later
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Keys, Later
 
 
 def attend(H, D, dtype, *, m=2, S=16, B=2, slots=64, first=32, b=1, past=False):

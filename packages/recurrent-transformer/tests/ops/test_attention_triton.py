@@ -5,8 +5,8 @@ import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending, Keys, Later
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Keys, Later
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.gpu

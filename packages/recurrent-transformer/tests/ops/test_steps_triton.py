@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_recurrent_transformer.ops.recurrent_layers import Form, eager
+from mezzo_recurrent_transformer.ops.recurrent_layers import Form, eager, operands
 
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import steps
@@ -24,7 +24,7 @@ def normal(*shape):
 def tile_of(m, S, B, H, C):
     """Random contents; what is not yet known is NaN."""
     q, kt, vt, k, v, o = (normal(m, S, B, C) for _ in range(6))
-    return eager.Attending(q, kt, vt, k, v, o, normal(m, S, B, H))
+    return operands.Attending(q, kt, vt, k, v, o, normal(m, S, B, H))
 
 
 @pytest.mark.parametrize(("m", "S", "B", "H", "D", "norm"), CASES)

@@ -11,9 +11,10 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import (
     BackwardBuffers,
     run_tile_bwd,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Keys, Later, past_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager import past_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import project
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, add_outer, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored

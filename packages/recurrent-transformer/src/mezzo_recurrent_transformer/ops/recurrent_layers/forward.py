@@ -7,8 +7,8 @@ import torch
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored

@@ -46,64 +46,42 @@ def recurrent_layer_reference(
     Returns:
         z (B, T, C), and the persistent k and v of these tokens (B, T, H, D).
     """
-    B, T, C = x.shape
-    H, b = form.num_heads, form.block_size
-    w = weights
-    heads = (H, C // H)
-    n1 = normalize(x, w.n1, form.norm, form.eps)
-    q = normalize(project(n1, w.wq), w.q_norm, form.norm, form.eps).unflatten(-1, heads)
-    kt = normalize(project(n1, w.wk), w.k_norm, form.norm, form.eps).unflatten(-1, heads)
-    vt = project(n1, w.wv).unflatten(-1, heads)
+    (B, T, C), w, r = x.shape, weights, form.residual_scale
+    heads = (form.num_heads, C // form.num_heads)
+
+    def norm(y: Tensor, weight: Tensor | None) -> Tensor:
+        return normalize(y, weight, form.norm, form.eps)
+
+    def make_pair(n: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = norm(project(n, w.wk), w.k_norm), project(n, w.wv)
+        return k.unflatten(-1, heads), v.unflatten(-1, heads)
+
+    n1 = norm(x, w.n1)
+    q = norm(project(n1, w.wq), w.q_norm).unflatten(-1, heads)
+    kt, vt = make_pair(n1)
     old_k, old_v, seen = past or (kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64))
+    seen = seen.to(x.device)[:, None]
     slots = torch.arange(old_k.shape[1], device=x.device)
-    is_real = slots < seen[:, None].to(x.device)
     z: list[Tensor] = []
     k: list[Tensor] = []
     v: list[Tensor] = []
     for t in range(T):
-        first = t - t % b  # the first token of its block
+        first = t - t % form.block_size  # of its block
         keys = torch.cat([old_k, *k[:first], kt[:, first : t + 1]], 1)
         values = torch.cat([old_v, *v[:first], vt[:, first : t + 1]], 1)
-        here = torch.arange(t + 1, device=x.device)
-        distance = torch.cat([seen[:, None].to(x.device) + t - slots, (t - here).expand(B, -1)], 1)
-        visible = torch.cat([is_real, torch.ones(B, t + 1, dtype=torch.bool, device=x.device)], 1)
-        logits = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * (C // H) ** -0.5
+        here = torch.arange(t + 1, device=x.device).expand(B, -1)
+        distance = torch.cat([seen + t - slots, t - here], 1)
+        visible = torch.cat([slots < seen, here >= 0], 1)
+        logits = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * heads[1] ** -0.5
         logits = logits - slopes.to(logits.dtype)[:, None] * distance[:, None].to(logits.dtype)
-        weight = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+        weight = logits.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
         attended = torch.einsum("bhs,bshd->bhd", weight, values).flatten(1)
-        h = x[:, t] + form.residual_scale * project(attended, w.wo)
-        mlp = project(F.gelu(project(normalize(h, w.n2, form.norm, form.eps), w.up)), w.down)
-        z.append((h + form.residual_scale * mlp).to(x.dtype))
-        n = normalize(z[-1], w.n1, form.norm, form.eps) if form.persistent_norm else z[-1]
-        k.append(normalize(project(n, w.wk), w.k_norm, form.norm, form.eps).view(B, 1, *heads))
-        v.append(project(n, w.wv).view(B, 1, *heads))
+        h = x[:, t] + r * project(attended, w.wo)
+        mlp = project(F.gelu(project(norm(h, w.n2), w.up)), w.down)
+        z.append((h + r * mlp).to(x.dtype))
+        n = norm(z[-1], w.n1) if form.persistent_norm else z[-1]
+        for pairs, new in zip((k, v), make_pair(n), strict=True):
+            pairs.append(new[:, None])
     if T == 0:
         return x, kt, vt
     return torch.stack(z, 1), torch.cat(k, 1), torch.cat(v, 1)
-
-
-def recurrent_layers_reference(
-    x: Tensor,
-    weights: LayerWeights,
-    form: Form,
-    slopes: Tensor,
-    past: tuple[Tensor, Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Run n layers one after another; return z, and with a past its k and v with T slots more."""
-    if cu_seqlens is not None:
-        sequences = x.split(cu_seqlens.diff().tolist(), 1)
-        z = [recurrent_layers_reference(s, weights, form, slopes, None, None)[0] for s in sequences]
-        return torch.cat(z, 1), None
-    T = x.shape[1]
-    grown: list[list[Tensor]] = [[], []]
-    for i in range(len(weights.wq)):
-        layer = weights.of_layer(i)
-        its = None if past is None else (past[0][i], past[1][i], past[2])
-        x, *pair = recurrent_layer_reference(x, layer, form, slopes, its)
-        if its is not None:
-            slot = (its[2][:, None] + torch.arange(T, device=x.device))[..., None, None]
-            for all_layers, old, new in zip(grown, its[:2], pair, strict=True):
-                room = torch.cat([old.to(new.dtype), torch.zeros_like(new)], 1)
-                all_layers.append(room.scatter(1, slot.expand_as(new), new))
-    return x, None if past is None else (torch.stack(grown[0]), torch.stack(grown[1]))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Keys
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, padded
 
 

@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 
 
 def attend_step(

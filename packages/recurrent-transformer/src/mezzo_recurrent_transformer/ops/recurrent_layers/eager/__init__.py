@@ -1,0 +1,47 @@
+"""The parts of the tiled algorithm in PyTorch: for a CPU, for float64, and to test the kernels by.
+
+The Triton kernels have the same names and arguments. Everything is computed in float32 (float64 for
+float64) and rounded at the end.
+"""
+
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
+    add_norm_weight_grad,
+    add_normed,
+    gelu,
+    gelu_bwd,
+    head_products,
+    normed,
+    normed_bwd,
+    split_pair,
+    split_qkv,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.steps import (
+    attend_step,
+    pairs_step_bwd,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.tile import (
+    attend_earlier,
+    attend_tile,
+    attend_tile_bwd,
+    pairs_bwd,
+    past_bwd,
+)
+
+__all__ = [
+    "add_norm_weight_grad",
+    "add_normed",
+    "attend_earlier",
+    "attend_step",
+    "attend_tile",
+    "attend_tile_bwd",
+    "gelu",
+    "gelu_bwd",
+    "head_products",
+    "normed",
+    "normed_bwd",
+    "pairs_bwd",
+    "pairs_step_bwd",
+    "past_bwd",
+    "split_pair",
+    "split_qkv",
+]
