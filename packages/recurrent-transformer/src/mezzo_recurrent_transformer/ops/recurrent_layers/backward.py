@@ -18,7 +18,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Late
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, add_outer, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, copy_rows, padded
 
 
 class Gradients(NamedTuple):
@@ -72,7 +72,7 @@ def backward(
         first, end = tile.first, tile.end
         buffers, w = room.of_layers(first, end)
         inputs, keys = tiling.view(stream, tile), stored.before(tile, S)
-        buffers.z.copy_(tiling.view(stream, tile, 1))
+        copy_rows(buffers.z, tiling.view(stream, tile, 1))
         again = _forward_again(inputs, buffers, w, keys, slopes, form, parts)
 
         # What comes from above and from later tokens, and then the steps.
@@ -90,7 +90,7 @@ def backward(
         parts.head_products(buffers.do, buffers.attending.o, buffers.delta)
         found = (buffers.attending.q, buffers.do, buffers.attending.lse, buffers.delta)
         for total, part in zip(queries, found, strict=True):
-            tiling.view(total, tile).copy_(part)
+            copy_rows(tiling.view(total, tile), part)
 
         _inputs_and_weights_bwd(
             inputs, buffers, again, w, sums.of_layers(first, end), keys, slopes, form, parts
@@ -194,7 +194,7 @@ def _inputs_and_weights_bwd(
     dqkv = torch.empty_like(again.qkv)
     parts.normed_bwd(dq, q, w.q_norm, form, None, 1.0, None, dqkv[..., :C])
     parts.normed_bwd(dkt, k, w.k_norm, form, None, 1.0, None, dqkv[..., C : 2 * C])
-    dqkv[..., 2 * C :] = dvt
+    copy_rows(dqkv[..., 2 * C :], dvt)
     dnormed = product(dqkv, w.qkv.mT)
     dinputs = buffers.dstream[:-1]
     parts.normed_bwd(dnormed, inputs, w.n1, form, buffers.dh, 1.0, dinputs, None)

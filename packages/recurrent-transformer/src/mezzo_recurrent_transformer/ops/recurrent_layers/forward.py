@@ -12,7 +12,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, copy_rows, padded
 
 
 class Forward(NamedTuple):
@@ -86,11 +86,11 @@ def forward(
         at = buffers.attending
         if tile.first == 0:
             begin = tile.step * tiling.S
-            buffers.stream[0] = x[:, begin : begin + tiling.S].transpose(0, 1)
+            copy_rows(buffers.stream[0], x[:, begin : begin + tiling.S].transpose(0, 1))
         project(buffers.stream[:-1], w, form, parts, at)
         parts.attend_earlier(at.q, stored.before(tile, tiling.S), room.slopes, form, at.o, at.lse)
         room.run(run_tile, tile, parts)
-        tiling.view(z, tile).copy_(buffers.stream[1:])
+        copy_rows(tiling.view(z, tile), buffers.stream[1:])
         stored.put(at.k, at.v, tile, tiling)
     return Forward(z, stored.k, stored.v)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile, Tiling, copy_rows, padded
 
 
 class Stored(NamedTuple):
@@ -44,8 +44,8 @@ class Stored(NamedTuple):
     def put(self, k: Tensor, v: Tensor, tile: Tile, tiling: Tiling) -> None:
         """Store a tile's pairs (m, S, B, C)."""
         if self.seen is None:
-            tiling.view(self.k, tile).copy_(k)
-            tiling.view(self.v, tile).copy_(v)
+            copy_rows(tiling.view(self.k, tile), k)
+            copy_rows(tiling.view(self.v, tile), v)
             return
         for layer in range(tile.first, tile.end):
             slot = self._slots(layer, tile, tiling.S)

@@ -118,7 +118,7 @@ def pairs_step_bwd(
     pairs_step_bwd_kernel[(B, m)](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
         step, B, raw.stride(2), form.eps, (C // H) ** -0.5,
-        S=S, H=H, D=C // H, HP=heads, NORM=form.norm, ROWS=4,
+        S=S, H=H, D=C // H, HP=heads, NORM=form.norm,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
     )  # fmt: skip
 
@@ -127,7 +127,6 @@ def pairs_step_bwd(
 def pairs_step_bwd_kernel(
     q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair, step, B, stride_r, eps, scale,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Go back through one token's persistent pair, all heads, and through the keys' norm."""
     i_b, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -158,24 +157,19 @@ def pairs_step_bwd_kernel(
         b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
         b_dv += b_p[:, None] * b_do
         b_dk += b_ds[:, None] * b_q
-        # The tokens after it.
-        for first in range(step + 2, S, ROWS):
-            o_s = first + tl.arange(0, ROWS)
-            m_s = (o_s < S)[:, None] & m_h[None, :]
-            o_row = (i_m * S + o_s) * B + i_b
-            o_tile = o_row[:, None, None] * C + o_c[None, :, :]
-            o_stats = o_row[:, None] * H + o_h[None, :]
-            m_tile = m_s[:, :, None]
-            b_qs = tl.load(q + o_tile, mask=m_tile, other=0.0).to(tl.float32)
-            b_dos = tl.load(do + o_tile, mask=m_tile, other=0.0).to(tl.float32)
-            b_lses = tl.load(lse + o_stats, mask=m_s, other=0.0)
-            b_deltas = tl.load(delta + o_stats, mask=m_s, other=0.0)
-            b_s = tl.sum(b_qs * b_k[None, :, :], 2) * scale
-            b_s -= b_slope[None, :] * (o_s - step)[:, None]
-            b_ps = tl.where(m_s, tl.exp(b_s - b_lses), 0.0)
-            b_dss = b_ps * (tl.sum(b_dos * b_v[None, :, :], 2) - b_deltas) * scale
-            b_dv += tl.sum(b_ps[:, :, None] * b_dos, 0)
-            b_dk += tl.sum(b_dss[:, :, None] * b_qs, 0)
+        # The tokens after it, one at a time: several at once would not fit into the registers.
+        for i_s in range(step + 2, S):
+            after += B * C
+            stats += B * H
+            b_q = tl.load(q + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+            b_do = tl.load(do + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+            b_lse = tl.load(lse + stats, mask=m_h, other=0.0)
+            b_delta = tl.load(delta + stats, mask=m_h, other=0.0)
+            b_s = tl.sum(b_q * b_k, 1) * scale - b_slope * (i_s - step)
+            b_p = tl.exp(b_s - b_lse)
+            b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
+            b_dv += b_p[:, None] * b_do
+            b_dk += b_ds[:, None] * b_q
         tl.store(dk + row + o_c, b_dk, mask=m_c)
         tl.store(dv + row + o_c, b_dv, mask=m_c)
 
