@@ -64,11 +64,11 @@ def assert_same(names, found, low, truth, dtype):
 
 SHAPES = {
     "one layer": {"m": 1, "S": 16, "B": 2, "H": 2, "D": 64, "slots": 70, "first": 65},
-    "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 1, "D": 16, "slots": 90, "first": 32},
+    "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 2, "D": 8, "slots": 90, "first": 32},
     "short tile": {"m": 2, "S": 5, "B": 1, "H": 3, "D": 32, "slots": 40, "first": 10},
     "many queries": {"m": 1, "S": 80, "B": 1, "H": 2, "D": 16, "slots": 90, "first": 80},
     "rows of a past": {
-        "m": 2, "S": 16, "B": 3, "H": 1, "D": 16, "slots": 60, "first": 16, "seen": [30, 0, 7],
+        "m": 2, "S": 16, "B": 3, "H": 4, "D": 8, "slots": 60, "first": 16, "seen": [30, 0, 7],
     },
 }  # fmt: skip
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -89,10 +89,10 @@ def test_attend_earlier_is_that_of_eager(shape, dtype):
 BLOCKS = {
     "b = 1": {"m": 2, "S": 16, "B": 2, "H": 2, "D": 32, "b": 1, "slots": 40, "first": 16},
     "b = 4": {"m": 1, "S": 16, "B": 1, "H": 1, "D": 64, "b": 4, "slots": 80, "first": 70},
-    "one block": {"m": 1, "S": 16, "B": 1, "H": 2, "D": 16, "b": 16, "slots": 20, "first": 16},
+    "one block": {"m": 1, "S": 16, "B": 1, "H": 4, "D": 8, "b": 16, "slots": 20, "first": 16},
     "odd blocks": {"m": 2, "S": 21, "B": 1, "H": 1, "D": 16, "b": 7, "slots": 70, "first": 63},
     "short tile": {"m": 1, "S": 3, "B": 2, "H": 1, "D": 16, "b": 1, "slots": 10, "first": 3},
-    "long blocks": {"m": 1, "S": 88, "B": 1, "H": 1, "D": 16, "b": 44, "slots": 90, "first": 30},
+    "long blocks": {"m": 1, "S": 88, "B": 1, "H": 2, "D": 8, "b": 44, "slots": 90, "first": 30},
     "a block of several tiles of queries": {
         "m": 1, "S": 150, "B": 1, "H": 1, "D": 16, "b": 150, "slots": 9, "first": 0,
     },
@@ -132,7 +132,7 @@ def test_attention_of_a_tile_and_its_gradients_are_those_of_eager(shape, dtype):
 
 LATER = {
     "one layer": {"m": 1, "S": 16, "B": 2, "H": 2, "D": 64, "T": 96, "begin": 16},
-    "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 1, "D": 16, "T": 64, "begin": 64},
+    "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 2, "D": 8, "T": 64, "begin": 64},
     "short tile": {"m": 2, "S": 5, "B": 1, "H": 3, "D": 32, "T": 20, "begin": 10},
     "many keys": {"m": 1, "S": 40, "B": 1, "H": 1, "D": 16, "T": 120, "begin": 40},
     "no later token": {"m": 1, "S": 16, "B": 1, "H": 1, "D": 16, "T": 32, "begin": 32},

@@ -138,8 +138,11 @@ def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
     unsupported = None
     if dtype not in TRITON_DTYPES or x.dtype not in TRITON_DTYPES:
         unsupported = "float64; supported: float32, bfloat16, float16"
-    elif x.shape[2] // num_heads not in (16, 32, 64, 128):
-        unsupported = f"heads of width {x.shape[2] // num_heads}; supported: 16, 32, 64, 128"
+    elif (D := x.shape[2] // num_heads) not in (16, 32, 64, 128) and (D != 8 or num_heads % 2):
+        unsupported = (
+            f"{num_heads} heads of width {D}; supported: widths 16, 32, 64 and 128, and 8 if the "
+            "number of heads is even"
+        )
     if impl == "auto":
         return "triton" if x.is_cuda and unsupported is None else "eager"
     if impl == "triton" and not triton_runs_on(x.device):

@@ -1,7 +1,9 @@
 """What the attention kernels share: settings of launches, and functions of kernels.
 
-A program has BM positions of one head in one row of one layer's tile. Logits are in base 2. All
-tensors are contiguous: those of a tile (m, S, B, H D), those of all tokens (m, B, tokens, H D).
+A program has BM positions of one head in one row of one layer's tile, and BD channels of it: D of
+the head, and for the matrix products at least 16, with those of its neighbour. Logits are in base
+2. All tensors are contiguous: those of a tile (m, S, B, H D), those of all tokens (m, B, tokens,
+H D).
 """
 
 import math
@@ -32,7 +34,7 @@ def launch(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
         BM = min(BM, 64)
         BN, warps, stages = 32 if BM <= 32 else 64, BM // 16 * max(D // 64, 1), 4
     settings = {
-        "H": H, "D": D, "BM": BM, "BN": BN,
+        "H": H, "D": D, "BD": max(D, 16), "BM": BM, "BN": BN,
         "PRECISION": "ieee" if tile.dtype == torch.float32 else "tf32",
         "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
@@ -55,10 +57,28 @@ def indices(B, S, H: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(i_m, i_b, i_h, o_s, B, S, H: tl.constexpr, D: tl.constexpr):
-    """Return the offsets of positions in tensors of a tile, (B, S, H) and (B, S, H, D)."""
-    o_head = ((i_m * S + o_s) * B + i_b) * H + i_h
-    return o_head, o_head[:, None] * D + tl.arange(0, D)[None, :]
+def channels(i_h, D: tl.constexpr, BD: tl.constexpr):
+    """Return the BD channels of this program."""
+    return i_h * D // BD * BD + tl.arange(0, BD)
+
+
+@triton.jit
+def tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H: tl.constexpr, D: tl.constexpr):
+    """Return the offsets of positions in tensors of a tile, (m, S, B, H) and (m, S, B, H D)."""
+    row = (i_m * S + o_s) * B + i_b
+    return row * H + i_h, row[:, None] * (H * D) + o_d[None, :]
+
+
+@triton.jit
+def of_head(b_x, i_h, o_d, D: tl.constexpr):
+    """Put 0 into the channels of another head: so products are of this head alone."""
+    return b_x if D >= 16 else tl.where((o_d // D == i_h)[None, :], b_x, 0.0)
+
+
+@triton.jit
+def stored(m_s, i_h, o_d, D: tl.constexpr):
+    """Return the mask for storing the channels of this head at the positions of `m_s`."""
+    return m_s[:, None] if D >= 16 else m_s[:, None] & (o_d // D == i_h)[None, :]
 
 
 @triton.jit
@@ -87,11 +107,10 @@ def visible_slots(seen, first, i_m, i_b, S):
 
 @triton.jit
 def add_earlier(
-    b_acc, b_m, b_l, b_q, k, v, o_s, visible, slope2, scale2,
+    b_acc, b_m, b_l, b_q, k, v, o_s, o_d, visible, slope2, scale2,
     H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the visible slots of one head of one row, whose first channels k and v point to."""
-    o_d = tl.arange(0, D)
+    """Add the visible slots of a row, whose first channels k and v point to."""
     for j in range(0, visible, BN):
         o_j = j + tl.arange(0, BN)
         m_j = o_j < visible

@@ -10,9 +10,12 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     LOG2_E,
     add_earlier,
+    channels,
     indices,
     launch,
+    of_head,
     scales,
+    stored,
     tile_offsets,
     visible_slots,
 )
@@ -21,26 +24,27 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
 @triton.jit(do_not_specialize=["seen", "lse", "B", "S", "L", "first"])
 def attend_earlier_fwd_kernel(
     q, k, v, seen, slopes, o, lse, B, S, L, first, scale2,
-    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from BM positions of one head."""
     i_m, i_b, i_h, begin = indices(B, S, H, BM)
-    o_s = begin + tl.arange(0, BM)
+    o_s, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
     m_s = o_s < S
-    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, B, S, H, D)
-    b_q = tl.load(q + o_tile, mask=m_s[:, None], other=0.0)
-    b_acc = tl.zeros([BM, D], tl.float32)
+    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+    b_q = of_head(tl.load(q + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
+    b_acc = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     visible = visible_slots(seen, first, i_m, i_b, S)
-    o_row = ((i_m * B + i_b) * L * H + i_h) * D
+    o_row = (i_m * B + i_b) * L * (H * D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
     b_acc, b_m, b_l = add_earlier(
-        b_acc, b_m, b_l, b_q, k + o_row, v + o_row, o_s, visible, slope2, scale2,
+        b_acc, b_m, b_l, b_q, k + o_row, v + o_row, o_s, o_d, visible, slope2, scale2,
         H, D, BN, PRECISION,
     )  # fmt: skip
     b_l = tl.where(visible > 0, b_l, 1.0)
-    tl.store(o + o_tile, b_acc / b_l[:, None], mask=m_s[:, None])
+    tl.store(o + o_tile, b_acc / b_l[:, None], mask=stored(m_s, i_h, o_d, D))
     tl.store(lse + o_head, (b_m + tl.log2(b_l)) / LOG2_E, mask=m_s)
 
 

@@ -16,10 +16,13 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     LOG2_E,
     add_earlier,
     add_keys,
+    channels,
     indices,
     launch,
+    of_head,
     scales,
     softmax_bwd,
+    stored,
     tile_offsets,
     visible_slots,
 )
@@ -28,23 +31,24 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
 @triton.jit(do_not_specialize=["seen", "lse", "B", "S", "L", "first", "b"])
 def attend_tile_fwd_kernel(
     q, kt, vt, k, v, k_all, v_all, seen, slopes, o, lse, B, S, L, first, b, scale2,
-    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from BM positions of one head."""
     i_m, i_b, i_h, begin = indices(B, S, H, BM)
     last = tl.minimum(begin + BM, S) - 1
-    o_s = tl.minimum(begin + tl.arange(0, BM), last)
-    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, B, S, H, D)
+    o_s, o_d = tl.minimum(begin + tl.arange(0, BM), last), channels(i_h, D, BD)
+    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
-    b_q = tl.load(q + o_tile)
-    b_acc = tl.zeros([BM, D], tl.float32)
+    b_q = of_head(tl.load(q + o_tile), i_h, o_d, D)
+    b_acc = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     # From the queries back, so that each query sees its own pair first.
     for i in tl.range(0, tl.cdiv(begin % b, BM) + 1, num_stages=1):
         o_j = begin - i * BM + tl.arange(0, BM)
         m_seen = (o_j[None, :] <= o_s[:, None]) & (o_j[None, :] // b == o_s[:, None] // b)
-        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), B, S, H, D)
+        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), o_d, B, S, H, D)
         b_acc, b_m, b_l = add_keys(
             b_acc, b_m, b_l, b_q, tl.load(kt + o_kv), tl.load(vt + o_kv),
             o_s[:, None] - o_j[None, :], m_seen, slope2, scale2, PRECISION,
@@ -52,19 +56,20 @@ def attend_tile_fwd_kernel(
     for j in tl.range(0, last // b * b, BM, num_stages=1):
         o_j = j + tl.arange(0, BM)
         m_seen = o_j[None, :] // b < o_s[:, None] // b
-        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), B, S, H, D)
+        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), o_d, B, S, H, D)
         b_acc, b_m, b_l = add_keys(
             b_acc, b_m, b_l, b_q, tl.load(k + o_kv), tl.load(v + o_kv),
             o_s[:, None] - o_j[None, :], m_seen, slope2, scale2, PRECISION,
         )  # fmt: skip
     visible = visible_slots(seen, first, i_m, i_b, S)
-    o_row = ((i_m * B + i_b) * L * H + i_h) * D
+    o_row = (i_m * B + i_b) * L * (H * D)
     b_acc, b_m, b_l = add_earlier(
-        b_acc, b_m, b_l, b_q, k_all + o_row, v_all + o_row, o_s, visible, slope2, scale2,
+        b_acc, b_m, b_l, b_q, k_all + o_row, v_all + o_row, o_s, o_d, visible, slope2, scale2,
         H, D, BN, PRECISION,
     )  # fmt: skip
     m_s = begin + tl.arange(0, BM) < S
-    tl.store(o + o_tile, (b_acc / b_l[:, None]).to(o.dtype.element_ty), mask=m_s[:, None])
+    m_tile = stored(m_s, i_h, o_d, D)
+    tl.store(o + o_tile, (b_acc / b_l[:, None]).to(o.dtype.element_ty), mask=m_tile)
     tl.store(lse + o_head, (b_m + tl.log2(b_l)) / LOG2_E, mask=m_s)
 
 
@@ -84,21 +89,23 @@ def attend_tile(tile: Attending, keys: Keys, slopes: Tensor, form: Form) -> None
 def attend_tile_bwd_kernel(
     q, kt, vt, k, v, k_all, v_all, seen, slopes, lse, do, delta, dq, dkt, dvt,
     B, S, L, first, b, scale, scale2,
-    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    WHOLE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Sum dq of BM positions of one head; if they are the WHOLE tile, dkt and dvt too."""
     i_m, i_b, i_h, begin = indices(B, S, H, BM)
     last = tl.minimum(begin + BM, S) - 1
-    o_s, o_d = tl.minimum(begin + tl.arange(0, BM), last), tl.arange(0, D)
-    m_s = (begin + tl.arange(0, BM) < S)[:, None]
-    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, B, S, H, D)
+    o_s, o_d = tl.minimum(begin + tl.arange(0, BM), last), channels(i_h, D, BD)
+    m_s = begin + tl.arange(0, BM) < S
+    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
-    b_q, b_do = tl.load(q + o_tile), tl.load(do + o_tile)
+    b_q = of_head(tl.load(q + o_tile), i_h, o_d, D)
+    b_do = of_head(tl.load(do + o_tile), i_h, o_d, D)
     b_lse, b_delta = tl.load(lse + o_head)[:, None], tl.load(delta + o_head)[:, None]
-    b_dq = tl.zeros([BM, D], tl.float32)
+    b_dq = tl.zeros([BM, BD], tl.float32)
     visible = visible_slots(seen, first, i_m, i_b, S)
-    o_row = ((i_m * B + i_b) * L * H + i_h) * D
+    o_row = (i_m * B + i_b) * L * (H * D)
+    m_tile = stored(m_s, i_h, o_d, D)
     for j in range(0, visible, BN):
         o_j = j + tl.arange(0, BN)
         m_j = o_j < visible
@@ -113,7 +120,7 @@ def attend_tile_bwd_kernel(
     for j in tl.range(0, last // b * b, BM, num_stages=1):
         o_j = j + tl.arange(0, BM)
         m_seen = o_j[None, :] // b < o_s[:, None] // b
-        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), B, S, H, D)
+        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), o_d, B, S, H, D)
         b_k = tl.load(k + o_kv)
         _, b_ds = softmax_bwd(
             b_q, b_k, b_do, tl.load(v + o_kv), b_lse, b_delta, o_s[:, None] - o_j[None, :],
@@ -123,40 +130,42 @@ def attend_tile_bwd_kernel(
     for j in tl.range(begin // b * b // BM * BM, last + 1, BM, num_stages=1):
         o_j = j + tl.arange(0, BM)
         m_seen = (o_j[None, :] <= o_s[:, None]) & (o_j[None, :] // b == o_s[:, None] // b)
-        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), B, S, H, D)
+        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), o_d, B, S, H, D)
         b_k = tl.load(kt + o_kv)
         b_p, b_ds = softmax_bwd(
             b_q, b_k, b_do, tl.load(vt + o_kv), b_lse, b_delta, o_s[:, None] - o_j[None, :],
-            m_seen & m_s, slope2, scale2, PRECISION,
+            m_seen & m_s[:, None], slope2, scale2, PRECISION,
         )  # fmt: skip
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
         if WHOLE:
             b_dkt = tl.dot(tl.trans(b_ds.to(b_q.dtype)), b_q, input_precision=PRECISION) * scale
             b_dvt = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, input_precision=PRECISION)
-            tl.store(dkt + o_tile, b_dkt.to(dkt.dtype.element_ty), mask=m_s)
-            tl.store(dvt + o_tile, b_dvt.to(dvt.dtype.element_ty), mask=m_s)
-    tl.store(dq + o_tile, (b_dq * scale).to(dq.dtype.element_ty), mask=m_s)
+            tl.store(dkt + o_tile, b_dkt.to(dkt.dtype.element_ty), mask=m_tile)
+            tl.store(dvt + o_tile, b_dvt.to(dvt.dtype.element_ty), mask=m_tile)
+    tl.store(dq + o_tile, (b_dq * scale).to(dq.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit(do_not_specialize=["lse", "delta", "B", "S", "b"])
 def attend_tile_bwd_kernel_temporary(
     q, kt, vt, slopes, lse, do, delta, dkt, dvt, B, S, b, scale, scale2,
-    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum dkt and dvt of BM positions of one head, over the queries of their blocks."""
     i_m, i_b, i_h, begin = indices(B, S, H, BM)
     last = tl.minimum(begin + BM, S) - 1
-    o_j = tl.minimum(begin + tl.arange(0, BM), last)
-    _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, B, S, H, D)
+    o_j, o_d = tl.minimum(begin + tl.arange(0, BM), last), channels(i_h, D, BD)
+    _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
-    b_k, b_v = tl.load(kt + o_kv), tl.load(vt + o_kv)
-    b_dk, b_dv = tl.zeros([BM, D], tl.float32), tl.zeros([BM, D], tl.float32)
+    b_k = of_head(tl.load(kt + o_kv), i_h, o_d, D)
+    b_v = of_head(tl.load(vt + o_kv), i_h, o_d, D)
+    b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.zeros([BM, BD], tl.float32)
     end = tl.minimum((last // b + 1) * b, S)
     for i in range(begin, end, BM):
         o_s = i + tl.arange(0, BM)
         m_s = o_s < end
         m_seen = (o_j[:, None] <= o_s[None, :]) & (o_j[:, None] // b == o_s[None, :] // b)
-        o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, B, S, H, D)
+        o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
         b_q = tl.load(q + o_tile, mask=m_s[:, None], other=0.0)
         b_do = tl.load(do + o_tile, mask=m_s[:, None], other=0.0)
         b_lse = tl.load(lse + o_head, mask=m_s, other=0.0)
@@ -167,7 +176,7 @@ def attend_tile_bwd_kernel_temporary(
         )  # fmt: skip
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
-    m_j = (begin + tl.arange(0, BM) < S)[:, None]
+    m_j = stored(begin + tl.arange(0, BM) < S, i_h, o_d, D)
     tl.store(dkt + o_kv, (b_dk * scale).to(dkt.dtype.element_ty), mask=m_j)
     tl.store(dvt + o_kv, b_dv.to(dvt.dtype.element_ty), mask=m_j)
 
