@@ -55,7 +55,7 @@ def measure(options: Options) -> None:
     words = in_words(configure("gsa", options), options.device)
     header = Header("training", title, words, "scaled down", COLUMNS, names, "perplexity", "lower")
     result = Result(options.out / "ablation.json", header, origin(options.device), say)
-    train_models(result, configs, options.seeds, options.runs, options.device)
+    train_models(result, configs, options.seeds, options.runs, options.device, options.jobs)
 
 
 def configure(name: str, options: Options) -> TrainConfig:
@@ -68,4 +68,4 @@ def configure(name: str, options: Options) -> TrainConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, list(NAMES), trains=True))
+    sys.exit(run_script(measure, __doc__, list(NAMES), trains=True, parallel=True))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import in_words, train_model
+from mezzo_core.bench.training import in_words, train_runs
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
@@ -82,7 +82,7 @@ def measure(options: Options) -> None:
         for model in options.models:
             if not result.has(model, COLUMN, seed=seed):
                 config, work = configure(model, seed, options), options.runs / "work"
-                train_model(result, config, work, options.device, model, COLUMN)
+                train_runs(result, [(model, COLUMN, config)], work, options.device)
                 if model == TRANSFORMER:
                     kept = options.runs / f"transformer-{seed}"
                     shutil.rmtree(kept, ignore_errors=True)

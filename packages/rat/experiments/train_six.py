@@ -38,8 +38,9 @@ def measure(options: Options) -> None:
     )
     result = Result(options.out / "train_six_bpe.json", header, origin(options.device), say)
     wanted = {model: every[model] for model in options.models}
-    train_models(result, wanted, options.seeds, options.runs / "train_six", options.device)
+    folder = options.runs / "train_six"
+    train_models(result, wanted, options.seeds, folder, options.device, options.jobs)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, MODELS, trains=True))
+    sys.exit(run_script(measure, __doc__, MODELS, trains=True, parallel=True))

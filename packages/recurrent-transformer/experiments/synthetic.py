@@ -30,8 +30,8 @@ TOY = SweepConfig(
 def measure(options: Options) -> None:
     """Run the sweep."""
     config = replace(TOY if options.dry_run else FULL, models=options.models)
-    sweep(config, options.out, say, runs=options.runs, device=options.device)
+    sweep(config, options.out, say, runs=options.runs, device=options.device, jobs=options.jobs)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, list(NAMES)))
+    sys.exit(run_script(measure, __doc__, list(NAMES), parallel=True))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import conditions, train_model, train_models
+from mezzo_core.bench.training import conditions, train_models, train_runs
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.claims import NORMALIZED, RATES, RAW, RT, SMALL, XFMR
@@ -60,7 +60,7 @@ def measure(options: Options) -> None:
     configs = {
         model: configure(*MODELS[model], options) for model in options.models if model in MODELS
     }
-    train_models(result, configs, options.seeds, options.runs, options.device)
+    train_models(result, configs, options.seeds, options.runs, options.device, options.jobs)
     rates = replace(
         small,
         title="RMSNorm before the persistent pairs, at three learning rates",
@@ -69,13 +69,14 @@ def measure(options: Options) -> None:
         models=tuple(NORMS),
     )
     result = result_file(options, RATES, rates)
+    runs = []
     for seed in options.seeds:
         for model in (model for model in options.models if model in NORMS):
             for column, lr in LEARNING_RATES.items():
                 config = configure("small_12", NORMS[model], options)
                 optim = replace(config.optim, lr=lr, min_lr=lr / 10)
-                run = replace(config, optim=optim, seed=seed)
-                train_model(result, run, options.runs, options.device, model, column)
+                runs.append((model, column, replace(config, optim=optim, seed=seed)))
+    train_runs(result, runs, options.runs, options.device, options.jobs)
 
 
 def hyperparameters(size: str, options: Options) -> Hyperparameters:
@@ -99,4 +100,4 @@ def result_file(options: Options, name: str, header: Header) -> Result:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, (*MODELS, *NORMS), trains=True))
+    sys.exit(run_script(measure, __doc__, (*MODELS, *NORMS), trains=True, parallel=True))

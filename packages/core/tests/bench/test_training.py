@@ -129,6 +129,17 @@ def test_a_killed_experiment_trains_only_what_is_missing(configs, result, tmp_pa
         assert "peak_gb" not in entry
 
 
+def test_trainings_at_the_same_time_are_the_same_and_have_no_speed(configs, result, tmp_path):
+    train_models(result, configs, (0,), tmp_path / "runs", CPU, jobs=2)
+    alone = Result(tmp_path / "alone.json", HEADER, HERE)
+    train_models(alone, configs, (0,), tmp_path / "runs", CPU)
+    values = [
+        {entry["model"]: entry["value"] for entry in entries(each)} for each in (result, alone)
+    ]
+    assert values[0] == values[1]
+    assert all("tokens_per_second" not in entry for entry in entries(result))
+
+
 @pytest.mark.parametrize(
     ("error", "value"),
     [(torch.OutOfMemoryError("full"), OOM), (DivergenceError("nan"), training.DIVERGED)],

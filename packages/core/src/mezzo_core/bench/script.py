@@ -29,6 +29,7 @@ class Options:
     tokenizer: str = "byte"
     seeds: tuple[int, ...] = (0, 1, 2)
     runs: Path = Path("runs/experiments")  # scratch folder
+    jobs: int = 1  # trainings at the same time
 
 
 def run_script(
@@ -37,6 +38,7 @@ def run_script(
     models: Sequence[str],
     *,
     trains: bool = False,
+    parallel: bool = False,
     words: Sequence[str] | None = None,
 ) -> int:
     """Run a script's function on what the command line selects.
@@ -46,6 +48,7 @@ def run_script(
         description: the script's docstring; its first line is shown by --help.
         models: all models that the script can measure.
         trains: whether it trains: then the command line has the options of text and seeds too.
+        parallel: whether it can train several models at the same time.
         words: the command line; None takes the process's own.
 
     Returns:
@@ -61,6 +64,8 @@ def run_script(
         add("--tokenizer", default=Options.tokenizer)
         add("--seeds", nargs="+", type=int, default=Options.seeds)
         add("--runs", type=Path, default=Options.runs, help="scratch")
+    if parallel:
+        add("--jobs", type=int, default=1, help="trainings at the same time, over all GPUs")
     found = vars(parser.parse_args(words))
     found["seeds"] = tuple(found.get("seeds", Options.seeds))
     try:

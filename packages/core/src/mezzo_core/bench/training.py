@@ -3,14 +3,16 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Result
 from mezzo_core.bench.timing import OOM, start_afresh
 from mezzo_core.data import DataConfig
@@ -24,6 +26,8 @@ DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
 """Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
 POINTS = 100  # at most, of a stored curve
+NO_SPEED = dict.fromkeys(("tokens_per_second", "seconds_to_first_step"))
+"""Takes the place of the speeds of trainings that ran at the same time."""
 
 
 def train_models(
@@ -32,6 +36,7 @@ def train_models(
     seeds: Sequence[int],
     folder: Path,
     device: torch.device,
+    jobs: int = 1,
 ) -> None:
     """Train each model with each seed, the first seed first, and add it to the first column.
 
@@ -41,31 +46,42 @@ def train_models(
         seeds: of the initial weights; the data's order has its own.
         folder: scratch, see `measure_run`.
         device: where to train.
+        jobs: trainings at the same time, see `side_by_side`.
     """
-    for seed in seeds:
-        for model, config in configs.items():
-            run, column = replace(config, seed=seed), result.header.columns[0]
-            train_model(result, run, folder, device, model, column)
+    column = result.header.columns[0]
+    runs = [(m, column, replace(c, seed=seed)) for seed in seeds for m, c in configs.items()]
+    train_runs(result, runs, folder, device, jobs)
 
 
-def train_model(
-    result: Result, config: TrainConfig, folder: Path, device: torch.device, model: str, column: str
+def train_runs(
+    result: Result,
+    runs: Iterable[tuple[str, str, TrainConfig]],
+    folder: Path,
+    device: torch.device,
+    jobs: int = 1,
 ) -> None:
-    """Train one model with the seed of its configuration and add it, unless the result has it.
+    """Train runs, told by model and column, and add each, unless the result has it.
 
     Its value is the validation perplexity; OOM or DIVERGED stand for a training that does not fit
-    into the GPU, or whose loss exploded.
+    into the GPU, or whose loss exploded. Trainings at the same time have no speed.
     """
-    if result.has(model, column, seed=config.seed):
-        return
+    missing = [(m, col, c) for m, col, c in runs if not result.has(m, col, seed=c.seed)]
+    calls = [partial(_outcome, config) for *_, config in missing]
+    for i, found in side_by_side(calls, folder, device, jobs):
+        model, column, config = missing[i]
+        if jobs > 1:
+            found |= NO_SPEED
+        value = found.pop("perplexity")
+        result.add(value, model=model, column=column, seed=config.seed, **found)
+
+
+def _outcome(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
     try:
-        found = measure_run(config, folder, device)
+        return measure_run(config, folder, device)
     except torch.OutOfMemoryError:
-        found = {"perplexity": OOM}
+        return {"perplexity": OOM}
     except DivergenceError:
-        found = {"perplexity": DIVERGED}
-    value = found.pop("perplexity")
-    result.add(value, model=model, column=column, seed=config.seed, **found)
+        return {"perplexity": DIVERGED}
 
 
 def measure_run(

@@ -2,14 +2,18 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from mezzo_core.bench import Header, Result, origin
+from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Say
+from mezzo_core.bench.script import say as write
 from mezzo_core.bench.sweep import best_run
+from mezzo_core.bench.training import NO_SPEED
 from mezzo_core.config_json import check_fields
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
@@ -203,6 +207,7 @@ def sweep(
     *,
     runs: Path | None = None,
     device: str | torch.device | None = None,
+    jobs: int = 1,
 ) -> Result:
     """Train everything that `config` asks for, one seed after another, and return the result.
 
@@ -217,37 +222,57 @@ def sweep(
         say: called with a line of text as the sweep goes on.
         runs: the folder of the runs' folders; None: `out`.
         device: None takes a GPU if there is one.
+        jobs: models trained at the same time, see `side_by_side`.
 
     Raises:
         UserError: if `out` has the result of another sweep or cannot be written, or there is no
             such device.
     """
-    optims = list(product(config.learning_rates, config.weight_decays))
     chosen = choose_device(device, None)
     result = Result(out / "synthetic.json", config.header(), origin(chosen), say)
     folder = (runs or out) / "synthetic"
-    for seed, (column, task), model in product(
-        config.seeds, config.columns().items(), config.models
-    ):
+    missing = [
+        (seed, column, model)
+        for seed, column, model in product(config.seeds, config.columns(), config.models)
+        if not result.has(NAMES[model], column, BY_TOKEN, seed)
+    ]
+    told = say if jobs == 1 else write  # which another process can have
+    calls = [partial(_best, config, *each, folder, told) for each in missing]
+    for i, best in side_by_side(calls, folder, chosen, jobs):
+        seed, column, model = missing[i]
+        for run in (best, *(best["others"] or ())) if jobs > 1 else ():
+            run |= NO_SPEED
         place: dict[str, Any] = {"model": NAMES[model], "column": column, "seed": seed}
-        if result.has(**place, group=BY_TOKEN):
-            continue
-        words = column.replace(", ", "_").replace(" ", "")
-        best = best_run(
-            f"{column} {model} seed {seed}",
-            [config.run(model, task, lr, decay, seed) for lr, decay in optims],
-            folder / f"{words}_{model}_seed{seed}",
-            chosen,
-            say,
-            swept=("lr", "weight_decay"),
-            by=("exact_match", "accuracy"),
-            enough=SOLVED,
-        )
         exact, by_token = best.pop("exact_match"), best.pop("accuracy")
         if not result.has(**place, group=EXACT):
             result.add(exact, **place, group=EXACT, **best)
         result.add(by_token, **place, group=BY_TOKEN)
     return result
+
+
+def _best(
+    config: SweepConfig,
+    seed: int,
+    column: str,
+    model: str,
+    folder: Path,
+    say: Say,
+    scratch: Path,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Train one model with every setting of the optimizer, each in its own folder."""
+    optims = product(config.learning_rates, config.weight_decays)
+    task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
+    return best_run(
+        f"{column} {model} seed {seed}",
+        [config.run(model, task, lr, decay, seed) for lr, decay in optims],
+        folder / f"{words}_{model}_seed{seed}",
+        device,
+        say,
+        swept=("lr", "weight_decay"),
+        by=("exact_match", "accuracy"),
+        enough=SOLVED,
+    )
 
 
 def _changes(whose: str, ours: Any, protocols: Any) -> list[str]:

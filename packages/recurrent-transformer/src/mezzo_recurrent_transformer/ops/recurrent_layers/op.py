@@ -101,7 +101,7 @@ def _recurrent_layers(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
     z of all layers is for the backward, and empty if there is one layer. Without a past k and v are
     empty.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         return _run(Inputs.of(x, *arguments), x)
 
 
@@ -150,7 +150,7 @@ def _recurrent_layers_bwd(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Return dx, the gradients of the weights that there are, and those of k and v if there are."""
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         return _run_bwd(Inputs.of(x, *arguments), dz, dk, dv, z, x)
 
 

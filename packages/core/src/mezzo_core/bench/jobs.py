@@ -1,0 +1,63 @@
+"""Several measurements side by side, each in a process of its own."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+Found = TypeVar("Found")
+_place: tuple[Path, torch.device]
+"""Of this process, if it is one of several."""
+
+
+def side_by_side(
+    calls: Sequence[Callable[[Path, torch.device], Found]],
+    folder: Path,
+    device: torch.device,
+    jobs: int,
+) -> Iterator[tuple[int, Found]]:
+    """Yield the place of each call and what it returns, in the order in which they end.
+
+    What is small leaves most of a GPU idle, so that several take little longer than one. Their
+    speeds say nothing then.
+
+    Args:
+        calls: take a scratch folder and a device; of several processes, each sends its call to
+            another one, so calls and what they return can be pickled.
+        folder: scratch. One process uses it as it is, each of several a folder in it.
+        device: where to measure. Several processes share out all GPUs.
+        jobs: the number of processes; 1 calls one after another in this one.
+    """
+    if jobs == 1:
+        for i, call in enumerate(calls):
+            yield i, call(folder, device)
+        return
+    context = multiprocessing.get_context("spawn")
+    places = context.Queue()
+    for i in range(jobs):
+        chosen = device
+        if device.type == "cuda":
+            chosen = torch.device("cuda", i % torch.cuda.device_count())
+        places.put((folder / f"job_{i}", chosen))
+    with ProcessPoolExecutor(jobs, context, _begin, (places,)) as pool:
+        running = {pool.submit(_call, call): i for i, call in enumerate(calls)}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(places: Any) -> None:
+    """Take a place for this process."""
+    global _place
+    _place = places.get()
+    if _place[1].type == "cuda":
+        torch.cuda.set_device(_place[1])
+
+
+def _call(call: Callable[[Path, torch.device], Found]) -> Found:
+    return call(*_place)

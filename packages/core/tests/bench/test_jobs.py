@@ -1,0 +1,41 @@
+"""Calls side by side: each once, in processes with folders of their own, and errors come back."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.bench.jobs import side_by_side
+from mezzo_core.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int, str]:
+    return number, os.getpid(), f"{folder} {device}"
+
+
+def fail(folder: Path, device: torch.device) -> None:
+    raise UserError("this one fails")
+
+
+def test_one_job_runs_in_this_process_one_after_another():
+    calls = [partial(place_of, number) for number in range(3)]
+    found = list(side_by_side(calls, Path("here"), CPU, 1))
+    assert found == [(i, (i, os.getpid(), "here cpu")) for i in range(3)]
+
+
+def test_several_jobs_run_in_processes_with_folders_of_their_own():
+    calls = [partial(place_of, number) for number in range(5)]
+    found = dict(side_by_side(calls, Path("here"), CPU, 2))
+    assert [found[i][0] for i in range(5)] == [0, 1, 2, 3, 4]
+    assert os.getpid() not in {pid for _, pid, _ in found.values()}
+    places = {(pid, place) for _, pid, place in found.values()}
+    assert {place for _, place in places} <= {"here/job_0 cpu", "here/job_1 cpu"}
+    assert len(places) == len({pid for pid, _ in places})
+
+
+def test_an_error_of_a_job_reaches_the_caller():
+    with pytest.raises(UserError, match="this one fails"):
+        list(side_by_side([fail], Path("here"), CPU, 2))
