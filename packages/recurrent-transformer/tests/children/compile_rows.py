@@ -1,11 +1,11 @@
-"""Compile the kernels of single rows for Hopper, in every form; a new length compiles nothing."""
+"""Compile the kernels of rows and products for Hopper, in every form; a length compiles nothing."""
 
 import itertools
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products, rows
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
@@ -20,8 +20,10 @@ def launch(norm, dtype, *, m=2, S=16, B=4, C=1024, H=16, step=3):
     q = raw.chunk(3, -1)[0]
     rows.normed(q, weight, form, x)
     rows.split_pair(pair[:, here], weight, form, x[:, here], y[:, here])
-    rows.add_normed(x[:, here], y[:, here], 1.0, weight, form, one, y[:, here])
-    rows.add_normed(one, y[:, here], 1.0, weight, form, x[:, here], y[:, here])
+    rows.add_normed(x[:, here], y[:, here][None], 1.0, weight, form, one, y[:, here])
+    partial = torch.zeros(8, m, 1, B, C)
+    rows.add_normed(one, partial, 1.0, weight, form, x[:, here], y[:, here])
+    rows.normed_bwd(y[:, here], one, weight, form, one, 1.0, one, y[:, here], partial)
     rows.normed_bwd(x, q, weight, form, None, 1.0, None, q)
     rows.normed_bwd(x, y, weight, form, h, 1.0, h, None)
     rows.normed_bwd(x[:, here], y[:, here], weight, form, h[:, here], 1.0, one, y[:, here])
@@ -31,6 +33,21 @@ def launch(norm, dtype, *, m=2, S=16, B=4, C=1024, H=16, step=3):
     rows.gelu(x, x)
     rows.gelu_bwd(x[:, here], y[:, here], y[:, here])
     rows.head_products(x, y, torch.zeros(m, S, B, H))
+
+
+def launch_products(dtype, *, m=2, B=4, C=1024, F=4096):
+    """Launch the products of a step, forward and backward; C = 48 has ragged parts."""
+    x, y, pair, g, u = (torch.zeros(m, 1, B, K, dtype=dtype) for K in (C, C, 2 * C, F, F))
+    o, kv = torch.zeros(m, C, C, dtype=dtype), torch.zeros(m, 2 * C, C, dtype=dtype)
+    up, down = torch.zeros(m, F, C, dtype=dtype), torch.zeros(m, C, F, dtype=dtype)
+    products.product_partial(x, o)
+    products.product_gelu(x, up, g)
+    products.product_partial(g, down)
+    products.product_rows(x, kv, pair)
+    products.product_partial(pair, kv.mT)
+    products.product_gelu_bwd(x, down.mT, u, g)
+    products.product_partial(g, up.mT)
+    products.product_rows(x, o.mT, y)
 
 
 with compile_only() as compiled:
@@ -43,4 +60,11 @@ with compile_only() as compiled:
     for m, S, B in ((1, 1, 1), (24, 16, 3), (3, 77, 5), (1, 16, 17)):
         launch("rms", BFLOAT, m=m, S=S, B=B, step=0)
     assert not compiled[known:], f"a new length compiled {compiled[known:]}"
+    for dtype, B in ((BFLOAT, 4), (HALF, 32), (BFLOAT, 128)):
+        launch_products(dtype, B=B)
+    launch_products(BFLOAT, m=12, C=48, F=128)
+    known = len(compiled)
+    launch_products(BFLOAT, B=1)
+    launch_products(BFLOAT, B=11)
+    assert not compiled[known:], f"a new number of rows compiled {compiled[known:]}"
     assert compiled, "nothing was compiled"

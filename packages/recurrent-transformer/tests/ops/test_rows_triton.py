@@ -139,6 +139,21 @@ def test_normed_bwd_equals_eager(shape, H, layout, norm, dtype, form_of_call):
     check("normed_bwd", (arguments, [dy, x, weight, base]), outputs[form_of_call], layout)
 
 
+@each_dtype
+@each_norm
+@each_shape
+def test_normed_bwd_of_partial_sums_equals_eager(shape, H, layout, norm, dtype):
+    draw, form = Draw(dtype), form_of(norm)
+    partial, x = draw(3, *shape, dtype=FLOAT), draw(*shape)
+    weight, base = draw(shape[0], shape[-1], dtype=FLOAT), draw(*shape, dtype=FLOAT)
+
+    def arguments(partial, x, weight, base, dy, dx, scaled):
+        return dy, x, weight, form, base, 0.3, dx, scaled, partial
+
+    outputs = {"dy": x, "dx": base.to(dtype), "scaled": x}
+    check("normed_bwd", (arguments, [partial, x, weight, base]), outputs, layout)
+
+
 @each_norm
 def test_normed_bwd_is_the_gradient_of_normed(norm):
     draw, form = Draw(FLOAT), form_of(norm)
@@ -181,10 +196,12 @@ def test_add_norm_weight_grad_equals_eager(shape, layout, norm, dtype, monkeypat
 @each_dtype
 @each_norm
 @each_shape
+@pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("wide", [True, False], ids=["h in float32", "h as x"])
-def test_add_normed_equals_eager(shape, H, layout, norm, dtype, wide):
+def test_add_normed_equals_eager(shape, H, layout, norm, dtype, wide, P):
     draw, form = Draw(dtype), form_of(norm)
-    x, y, weight = draw(*shape), draw(*shape), draw(shape[0], shape[-1], dtype=FLOAT)
+    x, weight = draw(*shape), draw(shape[0], shape[-1], dtype=FLOAT)
+    y = draw(P, *shape, dtype=dtype if P == 1 else FLOAT)
 
     def arguments(x, y, weight, h, out):
         return x, y, 0.3, None if norm == "none" else weight, form, h, out
@@ -244,7 +261,7 @@ def test_a_nan_stays_in_its_row(norm):
         delta = x.new_empty(2, 3, 2, 3)
         rows.normed(x, weight, form, C[0])
         rows.normed_bwd(y, x, weight, form, y, 0.5, C[1], C[2])
-        rows.add_normed(x, y, 0.5, weight, form, C[3], C[4])
+        rows.add_normed(x, y[None], 0.5, weight, form, C[3], C[4])
         rows.split_pair(kv, weight, form, C[5], C[6])
         rows.gelu_bwd(x.clone(), y, C[7])
         rows.head_products(x, y, delta)

@@ -15,7 +15,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager import past_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import project
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, add_outer, product
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.products import add_outer, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, copy_rows, padded
@@ -170,7 +171,7 @@ def _forward_again(
     parts.attend_tile(at, keys, slopes, form)
     mlp_normed = torch.empty_like(at.q)
     scale, attended = form.residual_scale, product(at.o, w.o)
-    parts.add_normed(inputs, attended, scale, w.n2, form, buffers.h, mlp_normed)
+    parts.add_normed(inputs, attended[None], scale, w.n2, form, buffers.h, mlp_normed)
     product(mlp_normed, w.up, buffers.u)
     return Again(normed, qkv, pairs_normed, mlp_normed)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, product
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 
 
 class BackwardBuffers(NamedTuple):
@@ -101,13 +101,11 @@ def run_tile_bwd(
         parts.pairs_step_bwd(
             t.attending, t.do, t.delta, raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )
-        dn = product(t.dpair[:, rows], w.kv.mT, t.dnormed[:, rows])
-        above = t.dstream[1:, rows]
-        parts.normed_bwd(
-            dn, t.z[:, rows], w.n1, form.of_pairs(), above, r, dz, t.dz_scaled[:, rows]
-        )
-        dg = product(t.dz_scaled[:, rows], w.down.mT)
-        parts.gelu_bwd(t.u[:, rows], dg, t.du[:, rows])
-        dhn = product(t.du[:, rows], w.up.mT, t.dhn[:, rows])
-        parts.normed_bwd(dhn, t.h[:, rows], w.n2, form, dz, r, t.dh[:, rows], t.dh_scaled[:, rows])
-        product(t.dh_scaled[:, rows], w.o.mT, t.do[:, rows])
+        partial, dn = parts.product_partial(t.dpair[:, rows], w.kv.mT), t.dnormed[:, rows]
+        z, above, scaled = t.z[:, rows], t.dstream[1:, rows], t.dz_scaled[:, rows]
+        parts.normed_bwd(dn, z, w.n1, form.of_pairs(), above, r, dz, scaled, partial)
+        parts.product_gelu_bwd(scaled, w.down.mT, t.u[:, rows], t.du[:, rows])
+        partial, dhn = parts.product_partial(t.du[:, rows], w.up.mT), t.dhn[:, rows]
+        h, dh, scaled = t.h[:, rows], t.dh[:, rows], t.dh_scaled[:, rows]
+        parts.normed_bwd(dhn, h, w.n2, form, dz, r, dh, scaled, partial)
+        parts.product_rows(scaled, w.o.mT, t.do[:, rows])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, product
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, copy_rows, padded
@@ -117,15 +118,16 @@ def run_tile(
     stream, at = buffers
     b, r = form.block_size, form.residual_scale
     a, n = torch.empty_like(at.q[:, :b]), torch.empty_like(at.q[:, :b])
-    h = torch.empty_like(at.o[:, :b])
+    g, h = n.new_empty(*n.shape[:3], w.up.shape[1]), torch.empty_like(at.o[:, :b])
     kv = None
     for step in range(stream.shape[1] // b):
         rows = slice(step * b, (step + 1) * b)
         parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
-        parts.add_normed(stream[:-1, rows], product(a, w.o), r, w.n2, form, h, n)
-        u = product(n, w.up)
-        parts.gelu(u, u)
-        parts.add_normed(h, product(u, w.down), r, w.n1, form.of_pairs(), stream[1:, rows], n)
-        kv = product(n, w.kv)
+        attended = parts.product_partial(a, w.o)
+        parts.add_normed(stream[:-1, rows], attended, r, w.n2, form, h, n)
+        parts.product_gelu(n, w.up, g)
+        y = parts.product_partial(g, w.down)
+        parts.add_normed(h, y, r, w.n1, form.of_pairs(), stream[1:, rows], n)
+        kv = parts.product_rows(n, w.kv)
     assert kv is not None
     parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])

@@ -4,6 +4,12 @@ The Triton kernels have the same names and arguments. Everything is computed in 
 float64) and rounded at the end.
 """
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.products import (
+    product_gelu,
+    product_gelu_bwd,
+    product_partial,
+    product_rows,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
     add_norm_weight_grad,
     add_normed,
@@ -42,6 +48,10 @@ __all__ = [
     "pairs_bwd",
     "pairs_step_bwd",
     "past_bwd",
+    "product_gelu",
+    "product_gelu_bwd",
+    "product_partial",
+    "product_rows",
     "split_pair",
     "split_qkv",
 ]

@@ -27,11 +27,12 @@ def normed_bwd(
     scale: float,
     dx: Tensor | None,
     scaled: Tensor | None,
+    partial: Tensor | None = None,
 ) -> None:
     """Write dx = base + the gradient of a norm's input, and `scaled` = scale * dx.
 
     Args:
-        dy: (m, ..., C), the gradient of the norm's output.
+        dy: (m, ..., C), the gradient of the norm's output; written first, if `partial` is given.
         x: likewise, its input.
         weight: (m, C).
         form: the options.
@@ -39,7 +40,10 @@ def normed_bwd(
         scale: of `scaled`.
         dx: written, if given.
         scaled: written, if given.
+        partial: (P, m, ..., C), of `product_partial`: their sum is dy.
     """
+    if partial is not None:
+        dy.copy_(partial.sum(0))
     found = dy.to(accumulation_dtype(dy.dtype))
     if form.norm != "none":
         xhat, rstd = _standardized(x, form)
@@ -65,9 +69,12 @@ def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> No
 def add_normed(
     x: Tensor, y: Tensor, scale: float, weight: Tensor | None, form: Form, h: Tensor, out: Tensor
 ) -> None:
-    """Write h = x + scale * y, and h as it was rounded, normalized, into `out`."""
+    """Write h = x + scale * (the sum of y), and h as it was rounded, normalized, into `out`.
+
+    y is (P, m, ..., C), of `product_partial`; the other tensors are (m, ..., C).
+    """
     acc = accumulation_dtype(y.dtype)
-    h.copy_(x.to(acc) + scale * y.to(acc))
+    h.copy_(x.to(acc) + scale * y.to(acc).sum(0))
     normed(h, weight, form, out)
 
 

@@ -2,6 +2,12 @@
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.earlier import attend_earlier
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.later import pairs_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
+    product_gelu,
+    product_gelu_bwd,
+    product_partial,
+    product_rows,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     add_norm_weight_grad,
     add_normed,
@@ -36,6 +42,10 @@ __all__ = [
     "normed_bwd",
     "pairs_bwd",
     "pairs_step_bwd",
+    "product_gelu",
+    "product_gelu_bwd",
+    "product_partial",
+    "product_rows",
     "split_pair",
     "split_qkv",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 
-require_ptxas()  # every module that launches matrix products imports this one
+require_ptxas()  # every module that launches attention's products imports this one
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

@@ -20,10 +20,19 @@ PROGRAMS = 512
 
 
 @triton.jit
-def _offset(i_m, i_row, B, stride_m, stride_s, stride_b):
+def row_offset(i_m, i_row, B, stride_m, stride_s, stride_b):
     """Return the offsets of rows (S B) of a layer; i_row is int32, which divides fast."""
     i_s, i_b = (i_row // B).to(tl.int64), (i_row % B).to(tl.int64)
     return i_m * stride_m + i_s * stride_s + i_b * stride_b
+
+
+@triton.jit
+def _total(p_y, stride_p, m, P: tl.constexpr):
+    """Return the sum of P partial sums, always in one order."""
+    b_y = tl.load(p_y, mask=m, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, P):
+        b_y += tl.load(p_y + i * stride_p, mask=m, other=0.0).to(tl.float32)
+    return b_y
 
 
 @triton.jit
@@ -53,12 +62,12 @@ def normed_kernel(
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
-    p_x = x + _offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
+    p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
     b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
     if NORM != "none":
         weight += i_m * stride_wm
     b_y = _normed(b_x, weight, o_c, m, eps, C, NORM)
-    p_out = out + _offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
     tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m)
 
 
@@ -73,20 +82,26 @@ def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["B"])
 def normed_bwd_kernel(
-    dy, x, weight, base, dx, scaled, B,
+    dy, x, weight, base, dx, scaled, partial, B,
     stride_ym, stride_ys, stride_yb, stride_xm, stride_xs, stride_xb, stride_wm,
     stride_bm, stride_bs, stride_bb, stride_dm, stride_ds, stride_db,
-    stride_sm, stride_ss, stride_sb, eps, scale,
-    C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
+    stride_sm, stride_ss, stride_sb, stride_pp, stride_pm, stride_ps, stride_pb, eps, scale,
+    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a row before its norm, from the normalized row's."""
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
-    p_dy = dy + _offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
-    b_dx = tl.load(p_dy, mask=m, other=0.0).to(tl.float32)
+    p_dy = dy + row_offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
+    if partial is not None:
+        p_partial = partial + row_offset(i_m, i_row, B, stride_pm, stride_ps, stride_pb) + o_c
+        b_dy = _total(p_partial, stride_pp, m, P).to(dy.dtype.element_ty)
+        tl.store(p_dy, b_dy, mask=m)
+    else:
+        b_dy = tl.load(p_dy, mask=m, other=0.0)
+    b_dx = b_dy.to(tl.float32)
     if NORM != "none":
-        p_x = x + _offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
+        p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
         b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
         b_g = b_dx * tl.load(weight + i_m * stride_wm + o_c, mask=m, other=0.0).to(tl.float32)
         b_xhat, b_rstd = _standardized(b_x, m, eps, C, NORM)
@@ -95,13 +110,13 @@ def normed_bwd_kernel(
             b_dx -= tl.sum(b_g, axis=0) / C
         b_dx *= b_rstd
     if base is not None:
-        p_base = base + _offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
+        p_base = base + row_offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
         b_dx += tl.load(p_base, mask=m, other=0.0).to(tl.float32)
     if dx is not None:
-        p_dx = dx + _offset(i_m, i_row, B, stride_dm, stride_ds, stride_db) + o_c
+        p_dx = dx + row_offset(i_m, i_row, B, stride_dm, stride_ds, stride_db) + o_c
         tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=m)
     if scaled is not None:
-        p_scaled = scaled + _offset(i_m, i_row, B, stride_sm, stride_ss, stride_sb) + o_c
+        p_scaled = scaled + row_offset(i_m, i_row, B, stride_sm, stride_ss, stride_sb) + o_c
         tl.store(p_scaled, (scale * b_dx).to(scaled.dtype.element_ty), mask=m)
 
 
@@ -114,14 +129,16 @@ def normed_bwd(
     scale: float,
     dx: Tensor | None,
     scaled: Tensor | None,
+    partial: Tensor | None = None,
 ) -> None:
     """Write dx = base + the gradient of a norm's input, and scale * dx; see `eager.normed_bwd`."""
     m, S, B, C = x.shape
     normed_bwd_kernel[(S * B, m)](
-        dy, x, weight, base, dx, scaled, B,
+        dy, x, weight, base, dx, scaled, partial, B,
         *dy.stride()[:3], *x.stride()[:3], _between(weight),
-        *_strides(base), *_strides(dx), *_strides(scaled), form.eps, scale,
-        NORM=form.norm, **_row(C),
+        *_strides(base), *_strides(dx), *_strides(scaled),
+        *((0, 0, 0, 0) if partial is None else partial.stride()[:4]), form.eps, scale,
+        P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C),
     )  # fmt: skip
 
 
@@ -140,8 +157,8 @@ def norm_weight_grad_kernel(
     for first in range(begin, end, BR):
         o_row = first + tl.arange(0, BR)
         m = (o_row < end)[:, None] & (o_c < C)[None, :]
-        o_y = _offset(i_m, o_row, B, stride_ym, stride_ys, stride_yb)
-        o_x = _offset(i_m, o_row, B, stride_xm, stride_xs, stride_xb)
+        o_y = row_offset(i_m, o_row, B, stride_ym, stride_ys, stride_yb)
+        o_x = row_offset(i_m, o_row, B, stride_xm, stride_xs, stride_xb)
         b_dy = tl.load(dy + o_y[:, None] + o_c[None, :], mask=m, other=0.0).to(tl.float32)
         b_x = tl.load(x + o_x[:, None] + o_c[None, :], mask=m, other=0.0).to(tl.float32)
         b_xhat, _rstd = _standardized(b_x, m, eps, C, NORM)
@@ -170,37 +187,38 @@ def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> No
 @triton.jit(do_not_specialize=["B"])
 def add_normed_kernel(
     x, y, weight, h, out, B,
-    stride_xm, stride_xs, stride_xb, stride_ym, stride_ys, stride_yb, stride_wm,
+    stride_xm, stride_xs, stride_xb, stride_yp, stride_ym, stride_ys, stride_yb, stride_wm,
     stride_hm, stride_hs, stride_hb, stride_om, stride_os, stride_ob, scale, eps,
-    C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Add y to a row of the residual stream, and normalize the sum."""
+    """Add the sum of y to a row of the residual stream, and normalize the sum."""
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
-    p_x = x + _offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
-    p_y = y + _offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
+    p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
+    p_y = y + row_offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
     b_h = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-    b_h += scale * tl.load(p_y, mask=m, other=0.0).to(tl.float32)
+    b_h += scale * _total(p_y, stride_yp, m, P)
     b_h = b_h.to(h.dtype.element_ty)
-    p_h = h + _offset(i_m, i_row, B, stride_hm, stride_hs, stride_hb) + o_c
+    p_h = h + row_offset(i_m, i_row, B, stride_hm, stride_hs, stride_hb) + o_c
     tl.store(p_h, b_h, mask=m)
     if NORM != "none":
         weight += i_m * stride_wm
     # The backward has h as it was rounded.
     b_n = _normed(b_h.to(tl.float32), weight, o_c, m, eps, C, NORM)
-    p_out = out + _offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
     tl.store(p_out, b_n.to(out.dtype.element_ty), mask=m)
 
 
 def add_normed(
     x: Tensor, y: Tensor, scale: float, weight: Tensor | None, form: Form, h: Tensor, out: Tensor
 ) -> None:
-    """Write h = x + scale * y, and h as it was rounded, normalized, into `out`."""
+    """Write h = x + scale * (the sum of y), and its norm into `out`; see `eager.add_normed`."""
     m, S, B, C = x.shape
     add_normed_kernel[(S * B, m)](
-        x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:3], _between(weight),
-        *h.stride()[:3], *out.stride()[:3], scale, form.eps, NORM=form.norm, **_row(C),
+        x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4], _between(weight),
+        *h.stride()[:3], *out.stride()[:3], scale, form.eps,
+        P=y.shape[0], NORM=form.norm, **_row(C),
     )  # fmt: skip
 
 
@@ -214,14 +232,14 @@ def split_pair_kernel(
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
-    p_pair = kv + _offset(i_m, i_row, B, stride_pm, stride_ps, stride_pb) + o_c
+    p_pair = kv + row_offset(i_m, i_row, B, stride_pm, stride_ps, stride_pb) + o_c
     b_k = tl.load(p_pair, mask=m, other=0.0).to(tl.float32)
     b_v = tl.load(p_pair + C, mask=m, other=0.0)
     if NORM != "none":
         weight += i_m * stride_wm
     b_k = _normed(b_k, weight, o_c, m, eps, C, NORM)
-    p_k = k + _offset(i_m, i_row, B, stride_km, stride_ks, stride_kb) + o_c
-    p_v = v + _offset(i_m, i_row, B, stride_vm, stride_vs, stride_vb) + o_c
+    p_k = k + row_offset(i_m, i_row, B, stride_km, stride_ks, stride_kb) + o_c
+    p_v = v + row_offset(i_m, i_row, B, stride_vm, stride_vs, stride_vb) + o_c
     tl.store(p_k, b_k.to(k.dtype.element_ty), mask=m)
     tl.store(p_v, b_v.to(v.dtype.element_ty), mask=m)
 
@@ -250,6 +268,20 @@ def split_qkv(
     split_pair(qkv[..., C:], k_norm, form, k, v)
 
 
+@triton.jit
+def gelu_of(b_u):
+    """Return u Φ(u)."""
+    return b_u * (0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_bwd_of(b_u, b_dg):
+    """Return the gradient of u, and u Φ(u)."""
+    b_density = tl.exp(-0.5 * b_u * b_u) * 0.3989422804014327
+    b_below = 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
+    return b_dg * (b_below + b_u * b_density), b_u * b_below
+
+
 @triton.jit(do_not_specialize=["B"])
 def gelu_kernel(
     u, out, B, stride_um, stride_us, stride_ub, stride_om, stride_os, stride_ob,
@@ -258,11 +290,10 @@ def gelu_kernel(
     """Compute u Φ(u) of BF channels of a row."""
     pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
-    p_u = u + _offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
-    p_out = out + _offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
+    p_u = u + row_offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
     b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
-    b_g = b_u * (0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476))
-    tl.store(p_out, b_g.to(out.dtype.element_ty), mask=o_f < F)
+    tl.store(p_out, gelu_of(b_u).to(out.dtype.element_ty), mask=o_f < F)
 
 
 def gelu(u: Tensor, out: Tensor) -> None:
@@ -281,16 +312,14 @@ def gelu_bwd_kernel(
     """Compute the gradient of BF channels of a row of u, dg (Φ(u) + u Φ'(u)); put u Φ(u) there."""
     pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
-    p_u = u + _offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
-    p_dg = dg + _offset(i_m, i_row, B, stride_gm, stride_gs, stride_gb) + o_f
-    p_out = out + _offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
+    p_u = u + row_offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
+    p_dg = dg + row_offset(i_m, i_row, B, stride_gm, stride_gs, stride_gb) + o_f
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
     b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
     b_dg = tl.load(p_dg, mask=o_f < F, other=0.0).to(tl.float32)
-    b_density = tl.exp(-0.5 * b_u * b_u) * 0.3989422804014327
-    b_below = 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
-    b_du = b_dg * (b_below + b_u * b_density)
+    b_du, b_g = gelu_bwd_of(b_u, b_dg)
     tl.store(p_out, b_du.to(out.dtype.element_ty), mask=o_f < F)
-    tl.store(p_u, (b_u * b_below).to(u.dtype.element_ty), mask=o_f < F)
+    tl.store(p_u, b_g.to(u.dtype.element_ty), mask=o_f < F)
 
 
 def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
@@ -313,11 +342,11 @@ def head_products_kernel(
     o_h, o_d = tl.arange(0, BH), tl.arange(0, BD)
     m = (o_h < H)[:, None] & (o_d < D)[None, :]
     o_c = o_h[:, None] * D + o_d[None, :]
-    p_a = a + _offset(i_m, i_row, B, stride_am, stride_as, stride_ab) + o_c
-    p_b = b + _offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
+    p_a = a + row_offset(i_m, i_row, B, stride_am, stride_as, stride_ab) + o_c
+    p_b = b + row_offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
     b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
     b_b = tl.load(p_b, mask=m, other=0.0).to(tl.float32)
-    p_out = out + _offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_h
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_h
     tl.store(p_out, tl.sum(b_a * b_b, axis=1), mask=o_h < H)
 
 

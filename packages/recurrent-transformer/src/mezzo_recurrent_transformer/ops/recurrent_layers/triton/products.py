@@ -1,0 +1,183 @@
+"""Products with the weights of each layer for few rows, with what follows them.
+
+Within a tile's steps a product has as many rows as the batch, and its time is that of reading the
+weights once: what counts is that all of the GPU reads, and that few kernels follow each other. So a
+program has some rows of the weights; where too few programs would be left, several of them share
+these, each with its part of K, and what reads the result adds their sums.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from mezzo_core.ops.ptxas import require_ptxas
+from torch import Tensor
+
+from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
+    gelu_bwd_of,
+    gelu_of,
+    row_offset,
+)
+
+require_ptxas()
+
+# Rows of a layer up to which these kernels are used, and their dtypes; cuBLAS has the others.
+FEW = 128
+DTYPES = (torch.bfloat16, torch.float16)
+# Whether `product_rows` is such a kernel too.
+PLAIN = True
+# Programs that fill a large GPU; and parts of K, at most: each writes a whole result.
+PROGRAMS, PARTS = 132, 8
+
+
+class Settings(NamedTuple):
+    """How a product is divided."""
+
+    BM: int
+    """Rows of x of a program."""
+    BN: int
+    """Rows of the weights, or columns of the result."""
+    BK: int
+    """What is summed at a time."""
+    P: int
+    """Programs that share the sum over K."""
+    num_warps: int
+    num_stages: int
+
+
+def _few_rows(x: Tensor) -> bool:
+    """Return whether a product of x is done here."""
+    return x.shape[1] * x.shape[2] <= FEW and x.dtype in DTYPES
+
+
+def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
+    """Return settings for m layers with R rows each; `partial` allows for several parts of K."""
+    BM = min(max(triton.next_power_of_2(R), 16), 128 if partial else 64)
+    BN, BK, P = 64, 128, 1
+    programs, parts = m * triton.cdiv(R, BM) * triton.cdiv(N, BN), min(PARTS, triton.cdiv(K, BK))
+    while 3 * programs < 2 * PROGRAMS:
+        if partial and parts >= 2 * P:
+            P *= 2
+        elif not partial and BN > 16:
+            BN //= 2
+        else:
+            break
+        programs *= 2
+    return Settings(BM, BN, BK, P, num_warps=4, num_stages=4)
+
+
+def product_rows(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ of each layer; see `eager.product_rows`."""
+    if not (PLAIN and _few_rows(x)):
+        return product(x, weight, out)
+    if out is None:
+        out = x.new_empty(*x.shape[:3], weight.shape[1])
+    _launch(x, weight, out[None], None, "nothing")
+    return out
+
+
+def product_partial(x: Tensor, weight: Tensor) -> Tensor:
+    """Return (P, m, s, B, N) float32, whose sum over P is x Wᵀ; P is 1 for many rows."""
+    if not _few_rows(x):
+        return product(x, weight)[None]
+    m, s, B, K = x.shape
+    N = weight.shape[1]
+    settings = _settings(m, s * B, N, K, partial=True)
+    out = x.new_empty(settings.P, m, s, B, N, dtype=torch.float32)
+    _launch(x, weight, out, None, "nothing", settings)
+    return out
+
+
+def product_gelu(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write u Φ(u) of u = x Wᵀ; see `eager.product_gelu`."""
+    if _few_rows(x):
+        _launch(x, weight, out[None], None, "gelu")
+    else:
+        rows.gelu(product(x, weight), out)
+
+
+def product_gelu_bwd(x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
+    """Write the gradient of u from x Wᵀ, and u Φ(u) over u; see `eager.product_gelu_bwd`."""
+    if _few_rows(x):
+        _launch(x, weight, du[None], u, "gelu_bwd")
+    else:
+        rows.gelu_bwd(u, product(x, weight), du)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    u: Tensor | None,
+    after: str,
+    settings: Settings | None = None,
+) -> None:
+    """Launch a product of x (m, s, B, K) and weights (m, N, K) to `out` (P, m, s, B, N)."""
+    m, s, B, K = x.shape
+    R, N = s * B, weight.shape[1]
+    BM, BN, BK, P, warps, stages = settings or _settings(m, R, N, K, partial=False)
+    share = triton.cdiv(triton.cdiv(K, BK), P)
+    product_kernel[(triton.cdiv(R, BM) * triton.cdiv(N, BN), P, m)](
+        x, weight, u, out, B, R, share, *x.stride()[:3], *weight.stride(),
+        *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4],
+        N=N, K=K, BM=BM, BN=BN, BK=BK, AFTER=after,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["B", "R", "share"])
+def product_kernel(
+    x, weight, u, out, B, R, share,
+    stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
+    stride_um, stride_us, stride_ub, stride_op, stride_om, stride_os, stride_ob,
+    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    AFTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum the products of BM rows of x and BN rows of the weights over `share` times BK of K.
+
+    The weights are the left factor, which tensor cores want to be the longer.
+    """
+    tiles = tl.cdiv(R, BM)
+    i_r, i_n, i_p = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
+    i_m = tl.program_id(2).to(tl.int64)
+    o_r, o_n = i_r * BM + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
+    begin = i_p * share * BK  # which is known to be aligned
+    o_k = begin + tl.arange(0, BK)
+    # Beyond the end the last row is read again, so that no load but of a ragged K has a mask.
+    o_x = row_offset(i_m, tl.minimum(o_r, R - 1), B, stride_xm, stride_xs, stride_xb)
+    o_w = o_n
+    if N % BN != 0:
+        o_w = tl.minimum(o_n, N - 1)
+    p_x = x + o_x[None, :] + o_k[:, None]
+    p_w = weight + i_m * stride_wm + o_w.to(tl.int64)[:, None] * stride_wn
+    p_w += o_k[None, :] * stride_wk
+    b_acc = tl.zeros([BN, BM], tl.float32)
+    for first in range(begin, tl.minimum(begin + share * BK, K), BK):
+        if K % BK == 0:
+            b_w, b_x = tl.load(p_w), tl.load(p_x)
+        else:
+            m_k = first + tl.arange(0, BK) < K
+            b_w = tl.load(p_w, mask=m_k[None, :], other=0.0)
+            b_x = tl.load(p_x, mask=m_k[:, None], other=0.0)
+        b_acc = tl.dot(b_w, b_x, b_acc, input_precision=PRECISION)
+        p_w += BK * stride_wk
+        p_x += BK
+
+    m = (o_n < N)[:, None] & (o_r < R)[None, :]
+    # As if the product had been written, and read again.
+    b_out = b_acc.to(out.dtype.element_ty)
+    if AFTER == "gelu":
+        b_out = gelu_of(b_out.to(tl.float32))
+    elif AFTER == "gelu_bwd":
+        p_u = u + row_offset(i_m, o_r, B, stride_um, stride_us, stride_ub)[None, :] + o_n[:, None]
+        b_u = tl.load(p_u, mask=m, other=0.0).to(tl.float32)
+        b_out, b_g = gelu_bwd_of(b_u, b_out.to(tl.float32))
+        tl.store(p_u, b_g.to(u.dtype.element_ty), mask=m)
+    o_out = i_p.to(tl.int64) * stride_op
+    o_out += row_offset(i_m, o_r, B, stride_om, stride_os, stride_ob)
+    p_out = out + o_out[None, :] + o_n[:, None]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m)

@@ -1,0 +1,142 @@
+"""The Triton kernels of products for few rows against PyTorch: in the interpreter, or on a GPU."""
+
+import itertools
+from math import ceil
+
+import pytest
+import torch
+from mezzo_core.testing import assert_close, grads
+from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, eager, recurrent_layers
+
+pytest.importorskip("triton")
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
+NAN = float("nan")
+NAMES = ["product_rows", "product_partial", "product_gelu", "product_gelu_bwd"]
+
+# (m, s, B, K) and N: ragged K and N, several parts of K, one row, and two tiles of rows.
+SHAPES = [
+    ((1, 1, 1, 16), 16),
+    ((2, 3, 2, 300), 80),
+    ((3, 1, 5, 1024), 64),
+    ((1, 2, 35, 128), 48),
+]
+each_shape = pytest.mark.parametrize(("shape", "N"), SHAPES, ids=str)
+each_name = pytest.mark.parametrize("name", NAMES)
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [FLOAT, *(pytest.param(low, marks=pytest.mark.gpu) for low in (BFLOAT, HALF))],
+)
+
+
+def normal(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def steps(x):
+    """Return x as some steps of a tile of more, which are NaN."""
+    m, s, *rest = x.shape
+    return x.new_full((m, s + 3, *rest), NAN)[:, 2 : 2 + s].copy_(x)
+
+
+def weight_of(x, N, transposed):
+    """Return weights in memory that is NaN elsewhere."""
+    m, K = x.shape[0], x.shape[-1]
+    size = (K, N) if transposed else (N, K)
+    memory = x.new_full((m, size[0] + 2, size[1] + 16), NAN)
+    weight = memory[:, : size[0], : size[1]]
+    weight.copy_(normal(m, *size, dtype=x.dtype, seed=1) * K**-0.5)
+    return weight.mT if transposed else weight
+
+
+def run(module, name, x, weight, u):
+    """Return all that a function writes, by name."""
+    out = steps(torch.full_like(u, NAN))
+    if name == "product_rows":
+        assert module.product_rows(x, weight, out) is out or module is eager
+        return {"out": out, "again": module.product_rows(x, weight)}
+    if name == "product_partial":
+        return {"sum": module.product_partial(x, weight).sum(0)}
+    if name == "product_gelu":
+        module.product_gelu(x, weight, out)
+        return {"out": out}
+    module.product_gelu_bwd(x, weight, u, out)
+    return {"du": out, "u": u}
+
+
+@each_dtype
+@each_shape
+@each_name
+@pytest.mark.parametrize("transposed", [False, True], ids=["weight", "weight.mT"])
+@pytest.mark.parametrize("few", [True, False], ids=["kernel", "cuBLAS"])
+def test_products_equal_eager(name, shape, N, transposed, few, dtype, monkeypatch):
+    monkeypatch.setattr(products, "DTYPES", (dtype,) if few else ())
+    x = steps(normal(*shape, dtype=dtype, seed=0))
+    weight = weight_of(x, N, transposed)
+    u = steps(normal(*shape[:3], N, dtype=dtype, seed=2))
+    truth = run(eager, name, x.float(), weight.float(), u.to(FLOAT, copy=True))
+    low = run(eager, name, x, weight, u.clone())
+    found = run(products, name, x, weight, u)
+    for key, wanted in truth.items():
+        # A float32 output is as exact as the reference's, whatever the dtype of the inputs.
+        exact = found[key].dtype == FLOAT
+        rtol = RTOL[found[key].dtype]
+        assert_close(key, found[key], wanted, rtol=rtol, low=None if exact else low[key])
+        if key in ("out", "du", "u"):
+            memory = found[key].new_empty(0).set_(found[key].untyped_storage())
+            assert (~memory.isnan()).sum() == wanted.numel(), f"{name} wrote outside of {key}"
+
+
+@each_name
+def test_a_nan_stays_in_its_row_and_layer(name, monkeypatch):
+    monkeypatch.setattr(products, "DTYPES", (FLOAT,))
+    x, u = (normal(2, 2, 3, 200, dtype=FLOAT, seed=seed) for seed in (0, 2))
+    weight = weight_of(x, 200, transposed=False)
+    poisoned = x.clone()
+    poisoned[1, 1, 0, 150] = NAN
+    clean = run(products, name, x, weight, u.clone())
+    found = run(products, name, poisoned, weight, u.clone())
+    healthy = torch.ones(2, 2, 3, dtype=torch.bool, device=DEVICE)
+    healthy[1, 1, 0] = False
+    for key, wanted in clean.items():
+        assert torch.equal(found[key][healthy], wanted[healthy])
+        assert found[key][~healthy].isnan().all() or key == "u"
+
+
+def test_layers_with_these_products_equal_eager_with_all_gradients(monkeypatch):
+    monkeypatch.setattr(products, "DTYPES", (FLOAT,))
+    n, B, T, C, F = 2, 2, 3, 32, 160
+    sizes = dict.fromkeys(("wq", "wk", "wv", "wo"), (n, C, C))
+    sizes |= {"up": (n, F, C), "down": (n, C, F)}
+    sizes |= dict.fromkeys(("n1", "n2", "q_norm", "k_norm"), (n, C))
+    inputs = {
+        name: normal(*size, dtype=FLOAT, seed=i) * size[-1] ** -0.5
+        for i, (name, size) in enumerate(sizes.items())
+    }
+    inputs["x"] = normal(B, T, C, dtype=FLOAT, seed=20)
+    pull = normal(B, T, C, dtype=FLOAT, seed=21)
+
+    def layers(impl):
+        def call(x, **weights):
+            return recurrent_layers(x, LayerWeights(**weights), num_heads=2, impl=impl).z
+
+        z, found = grads(call, inputs, pull)
+        return found | {"z": z}
+
+    truth = layers("eager")
+    for name, found in layers("triton").items():
+        assert_close(name, found, truth[name], rtol=1e-5)
+
+
+def test_settings_fill_the_gpu_where_they_can_and_fit_in_its_shared_memory():
+    widths = (1024, 1408, 2048, 4096, 8192)
+    for m, R, N, K in itertools.product((1, 2, 5, 12), (1, 16, 33, 128), widths, widths):
+        for partial in (True, False):
+            s = products._settings(m, R, N, K, partial)
+            programs = m * ceil(R / s.BM) * ceil(N / s.BN) * s.P
+            assert programs >= 64, (m, R, N, K, s)
+            assert (s.BM + s.BN) * s.BK * 2 * s.num_stages <= 227 * 1024
+            assert s.P == 1 or partial
