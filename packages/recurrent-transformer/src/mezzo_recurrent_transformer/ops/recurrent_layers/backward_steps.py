@@ -10,6 +10,7 @@ from torch import Tensor
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 
 
 class BackwardBuffers(NamedTuple):
@@ -101,11 +102,13 @@ def run_tile_bwd(
         parts.pairs_step_bwd(
             t.attending, t.do, t.delta, raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )
-        partial, dn = parts.product_partial(t.dpair[:, rows], w.kv.mT), t.dnormed[:, rows]
+        dn = t.dnormed[:, rows]
+        partial = parts.product_partial(t.dpair[:, rows], w.kv.mT, dn)
         z, above, scaled = t.z[:, rows], t.dstream[1:, rows], t.dz_scaled[:, rows]
         parts.normed_bwd(dn, z, w.n1, form.of_pairs(), above, r, dz, scaled, partial)
         parts.product_gelu_bwd(scaled, w.down.mT, t.u[:, rows], t.du[:, rows])
-        partial, dhn = parts.product_partial(t.du[:, rows], w.up.mT), t.dhn[:, rows]
+        dhn = t.dhn[:, rows]
+        partial = parts.product_partial(t.du[:, rows], w.up.mT, dhn)
         h, dh, scaled = t.h[:, rows], t.dh[:, rows], t.dh_scaled[:, rows]
         parts.normed_bwd(dhn, h, w.n2, form, dz, r, dh, scaled, partial)
-        parts.product_rows(scaled, w.o.mT, t.do[:, rows])
+        product(scaled, w.o.mT, t.do[:, rows])

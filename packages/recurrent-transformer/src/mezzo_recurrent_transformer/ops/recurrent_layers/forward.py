@@ -128,6 +128,6 @@ def run_tile(
         parts.product_gelu(n, w.up, g)
         y = parts.product_partial(g, w.down)
         parts.add_normed(h, y, r, w.n1, form.of_pairs(), stream[1:, rows], n)
-        kv = parts.product_rows(n, w.kv)
+        kv = product(n, w.kv)
     assert kv is not None
     parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])

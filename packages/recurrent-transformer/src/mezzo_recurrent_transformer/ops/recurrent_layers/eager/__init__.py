@@ -8,7 +8,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.products import (
     product_gelu,
     product_gelu_bwd,
     product_partial,
-    product_rows,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
     add_norm_weight_grad,
@@ -51,7 +50,6 @@ __all__ = [
     "product_gelu",
     "product_gelu_bwd",
     "product_partial",
-    "product_rows",
     "split_pair",
     "split_qkv",
 ]

@@ -6,7 +6,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
     product_gelu,
     product_gelu_bwd,
     product_partial,
-    product_rows,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     add_norm_weight_grad,
@@ -45,7 +44,6 @@ __all__ = [
     "product_gelu",
     "product_gelu_bwd",
     "product_partial",
-    "product_rows",
     "split_pair",
     "split_qkv",
 ]

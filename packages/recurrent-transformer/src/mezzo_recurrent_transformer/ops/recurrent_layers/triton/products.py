@@ -24,13 +24,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
 
 require_ptxas()
 
-# Rows of a layer up to which these kernels are used, and their dtypes; cuBLAS has the others.
-FEW = 128
+# Rows of a layer, and of all layers, up to which these kernels are used; cuBLAS has the others.
+FEW, FEW_OF_ALL = 128, 384
 DTYPES = (torch.bfloat16, torch.float16)
-# Whether `product_rows` is such a kernel too.
-PLAIN = True
 # Programs that fill a large GPU; and parts of K, at most: each writes a whole result.
-PROGRAMS, PARTS = 132, 8
+PROGRAMS, PARTS = 132, 4
 
 
 class Settings(NamedTuple):
@@ -49,14 +47,15 @@ class Settings(NamedTuple):
 
 
 def _few_rows(x: Tensor) -> bool:
-    """Return whether a product of x is done here."""
-    return x.shape[1] * x.shape[2] <= FEW and x.dtype in DTYPES
+    """Return whether a product of x (m, s, B, K) is done here."""
+    m, s, B, _ = x.shape
+    return s * B <= FEW and m * s * B <= FEW_OF_ALL and x.dtype in DTYPES
 
 
 def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
     """Return settings for m layers with R rows each; `partial` allows for several parts of K."""
-    BM = min(max(triton.next_power_of_2(R), 16), 128 if partial else 64)
-    BN, BK, P = 64, 128, 1
+    BM, BN, P = min(max(triton.next_power_of_2(R), 16), 64), 64, 1
+    BK, stages = (64, 5) if R > 32 and not partial else (128, 4)
     programs, parts = m * triton.cdiv(R, BM) * triton.cdiv(N, BN), min(PARTS, triton.cdiv(K, BK))
     while 3 * programs < 2 * PROGRAMS:
         if partial and parts >= 2 * P:
@@ -66,29 +65,21 @@ def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
         else:
             break
         programs *= 2
-    return Settings(BM, BN, BK, P, num_warps=4, num_stages=4)
+    return Settings(BM, BN, BK, P, num_warps=4, num_stages=stages)
 
 
-def product_rows(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ of each layer; see `eager.product_rows`."""
-    if not (PLAIN and _few_rows(x)):
-        return product(x, weight, out)
-    if out is None:
-        out = x.new_empty(*x.shape[:3], weight.shape[1])
-    _launch(x, weight, out[None], None, "nothing")
-    return out
-
-
-def product_partial(x: Tensor, weight: Tensor) -> Tensor:
-    """Return (P, m, s, B, N) float32, whose sum over P is x Wᵀ; P is 1 for many rows."""
-    if not _few_rows(x):
-        return product(x, weight)[None]
+def product_partial(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
+    """Return partial sums of x Wᵀ in float32, or write it; see `eager.product_partial`."""
     m, s, B, K = x.shape
     N = weight.shape[1]
+    # With many rows and a short sum cuBLAS is as fast.
+    if not _few_rows(x) or (s * B > 64 and K < 2 * N):
+        found = product(x, weight, out)
+        return found[None] if out is None else None
     settings = _settings(m, s * B, N, K, partial=True)
-    out = x.new_empty(settings.P, m, s, B, N, dtype=torch.float32)
-    _launch(x, weight, out, None, "nothing", settings)
-    return out
+    sums = x.new_empty(settings.P, m, s, B, N, dtype=torch.float32)
+    _launch(x, weight, sums, None, "nothing", settings)
+    return sums
 
 
 def product_gelu(x: Tensor, weight: Tensor, out: Tensor) -> None:
