@@ -1,4 +1,7 @@
-"""The attention of a step of several tokens, a block, forward and backward."""
+"""The attention of a step of several tokens, a block, forward and backward.
+
+Positions after a block's last stand for the last: they need no mask when loaded.
+"""
 
 import triton
 import triton.language as tl
@@ -27,7 +30,7 @@ def attend_block_fwd_kernel(
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from BM positions of the block of one head; positions after its last stand for it."""
+    """Attend from BM positions of the block of one head."""
     i_m, i_b, i_h, begin = indices(B, b, H, BM)
     o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
     last = first + tl.minimum(begin + BM, b) - 1
@@ -93,12 +96,12 @@ def pairs_block_bwd_kernel(
     """Add what the later steps give to dk and dv of BM pairs of the block of one head."""
     i_m, i_b, i_h, begin = indices(B, b, H, BM)
     o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
-    o_j, m_j = first + o_b, (o_b < b)[:, None]
+    o_j = first + tl.minimum(o_b, b - 1)
     _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
-    b_k = of_head(tl.load(k + o_kv, mask=m_j, other=0.0), i_h, o_d, D)
-    b_v = tl.load(v + o_kv, mask=m_j, other=0.0)
-    b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.load(dv + o_kv, mask=m_j, other=0.0)
+    b_k = of_head(tl.load(k + o_kv), i_h, o_d, D)
+    b_v = tl.load(v + o_kv)
+    b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.load(dv + o_kv)
     for i in tl.range(first + b, S, BM, num_stages=1):
         o_s = i + tl.arange(0, BM)
         m_s = o_s < S
@@ -107,7 +110,7 @@ def pairs_block_bwd_kernel(
         b_do = of_head(tl.load(do + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
         b_o = tl.load(o + o_tile, mask=m_s[:, None], other=0.0)
         b_lse = tl.load(lse + o_head, mask=m_s, other=0.0)
-        # Only the next step has none yet; but a second kernel to write it would take longer.
+        # Only the next step's is new; all are found anew, which is as fast as to read them.
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
         tl.store(delta + o_head, b_delta, mask=m_s & (begin == 0))
         b_p, b_ds = softmax_bwd(
@@ -117,7 +120,7 @@ def pairs_block_bwd_kernel(
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     m_own = stored(o_b < b, i_h, o_d, D)
-    tl.store(dk + o_kv, tl.load(dk + o_kv, mask=m_own) + b_dk * scale, mask=m_own)
+    tl.store(dk + o_kv, tl.load(dk + o_kv) + b_dk * scale, mask=m_own)
     tl.store(dv + o_kv, b_dv, mask=m_own)
     _, o_pair = tile_offsets(i_m, i_b, i_h, o_j, H * D + o_d, B, S, 2 * H, D)
     tl.store(dpair + o_pair, b_dv.to(dpair.dtype.element_ty), mask=m_own)
