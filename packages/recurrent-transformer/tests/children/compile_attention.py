@@ -27,6 +27,23 @@ def attend(H, D, dtype, *, m=2, S=16, B=2, slots=64, first=32, b=1, past=False):
     kernels.pairs_bwd(tile(), tile(), later, slopes, form, wide, wide.clone())
 
 
+def attend_steps(H, D, dtype, *, b, m=2, S=16, B=2, step=1):
+    """Launch the kernels of a step in a tile, forward and backward."""
+    C, form, slopes = H * D, Form(H, 1.0, "rms", 1e-6, True, b), torch.zeros(H)
+
+    def tile(channels=C, dtype=dtype):
+        return torch.zeros(m, S, B, channels, dtype=dtype)
+
+    stats, (dk, dv), weight = tile(H, torch.float32), torch.zeros(2, m, S, B, C), torch.zeros(m, C)
+    forward = Attending(*(tile() for _ in range(5)), dk, stats)
+    out, kv = torch.zeros(m, b, B, C, dtype=dtype), torch.zeros(m, b, B, 2 * C, dtype=dtype)
+    kernels.attend_step(forward, kv if step else None, weight, slopes, form, step, out)
+    backward = forward._replace(o=tile())
+    kernels.pairs_step_bwd(
+        backward, tile(), stats, tile(), weight, slopes, form, step, dk, dv, tile(2 * C)
+    )
+
+
 with compile_only() as compiled:
     for D in (16, 32, 64, 128):
         attend(2, D, torch.bfloat16)
@@ -40,3 +57,15 @@ with compile_only() as compiled:
     for m, S, B, first in ((1, 16, 1, 0), (3, 13, 5, 39), (1, 1, 3, 7)):
         attend(2, 64, torch.bfloat16, m=m, S=S, B=B, slots=first + 40, first=first)
     assert not compiled[known:], f"new sizes compiled {compiled[known:]}"
+
+    for D in (8, 16, 32, 64, 128):
+        attend_steps(2, D, torch.bfloat16, b=8)
+    for dtype in (torch.float16, torch.float32):
+        attend_steps(2, 64, dtype, b=8)
+    for b in (32, 128):
+        attend_steps(22, 64, torch.bfloat16, S=b, b=b, step=0)
+    attend_steps(16, 64, torch.bfloat16, b=1)
+    known = len(compiled)
+    for m, S, B, b, step in ((1, 16, 1, 2, 7), (3, 30, 5, 15, 0), (1, 16, 3, 16, 0)):
+        attend_steps(2, 64, torch.bfloat16, b=b, m=m, S=S, B=B, step=step)
+    assert not compiled[known:], f"new blocks compiled {compiled[known:]}"

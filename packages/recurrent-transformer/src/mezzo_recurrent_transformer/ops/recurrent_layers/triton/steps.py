@@ -1,12 +1,12 @@
-"""The attention of one step of a tile, forward and backward."""
+"""The attention of one step of a tile, forward and backward; these kernels are for one token."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import blocks
 
 
 def attend_step(
@@ -19,8 +19,8 @@ def attend_step(
     out: Tensor,
 ) -> None:
     """Launch one program for some heads of a row; see `eager.attend_step`."""
-    if form.block_size > 1:  # few steps, each of many tokens
-        eager.attend_step(tile, kv, k_norm, slopes, form, step, out)
+    if form.block_size > 1:
+        blocks.attend_step(tile, kv, k_norm, slopes, form, step, out)
         return
     m, S, B, C = tile.q.shape
     H = form.num_heads
@@ -110,7 +110,7 @@ def pairs_step_bwd(
 ) -> None:
     """Launch one program a row; see `eager.pairs_step_bwd`."""
     if form.block_size > 1:
-        eager.pairs_step_bwd(tile, do, delta, raw, k_norm, slopes, form, step, dk, dv, dpair)
+        blocks.pairs_step_bwd(tile, do, delta, raw, k_norm, slopes, form, step, dk, dv, dpair)
         return
     m, S, B, C = do.shape
     H = form.num_heads
