@@ -16,10 +16,6 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.dependent import (
-    overlapping,
-    wait_for_inputs,
-)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     gelu_bwd_of,
     gelu_of,
@@ -120,7 +116,7 @@ def _launch(
         *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4],
         N=N, K=K, BM=BM, BN=BN, BK=BK, AFTER=after,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages, **overlapping(x),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -130,13 +126,12 @@ def product_kernel(
     stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
     stride_um, stride_us, stride_ub, stride_op, stride_om, stride_os, stride_ob,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AFTER: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    AFTER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of BM rows of x and BN rows of the weights over `share` times BK of K.
 
     The weights are the left factor, which tensor cores want to be the longer.
     """
-    wait_for_inputs(PDL)
     tiles = tl.cdiv(R, BM)
     i_r, i_n, i_p = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
     i_m = tl.program_id(2).to(tl.int64)

@@ -10,10 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.dependent import (
-    overlapping,
-    wait_for_inputs,
-)
 
 # Channels of a warp: a thread reads 16 bytes of bfloat16 at a time.
 WARP = 256
@@ -90,10 +86,9 @@ def normed_bwd_kernel(
     stride_ym, stride_ys, stride_yb, stride_xm, stride_xs, stride_xb, stride_wm,
     stride_bm, stride_bs, stride_bb, stride_dm, stride_ds, stride_db,
     stride_sm, stride_ss, stride_sb, stride_pp, stride_pm, stride_ps, stride_pb, eps, scale,
-    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a row before its norm, from the normalized row's."""
-    wait_for_inputs(PDL)
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
@@ -143,7 +138,7 @@ def normed_bwd(
         *dy.stride()[:3], *x.stride()[:3], _between(weight),
         *_strides(base), *_strides(dx), *_strides(scaled),
         *((0, 0, 0, 0) if partial is None else partial.stride()[:4]), form.eps, scale,
-        P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C), **overlapping(x),
+        P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C),
     )  # fmt: skip
 
 
@@ -194,10 +189,9 @@ def add_normed_kernel(
     x, y, weight, h, out, B,
     stride_xm, stride_xs, stride_xb, stride_yp, stride_ym, stride_ys, stride_yb, stride_wm,
     stride_hm, stride_hs, stride_hb, stride_om, stride_os, stride_ob, scale, eps,
-    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Add the sum of y to a row of the residual stream, and normalize the sum."""
-    wait_for_inputs(PDL)
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
@@ -224,7 +218,7 @@ def add_normed(
     add_normed_kernel[(S * B, m)](
         x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4], _between(weight),
         *h.stride()[:3], *out.stride()[:3], scale, form.eps,
-        P=y.shape[0], NORM=form.norm, **_row(C), **overlapping(x),
+        P=y.shape[0], NORM=form.norm, **_row(C),
     )  # fmt: skip
 
 

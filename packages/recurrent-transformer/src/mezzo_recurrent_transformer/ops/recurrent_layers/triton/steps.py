@@ -7,10 +7,6 @@ from torch import Tensor
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import blocks
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.dependent import (
-    overlapping,
-    wait_for_inputs,
-)
 
 
 def attend_step(
@@ -32,7 +28,7 @@ def attend_step(
         tile.q, tile.kt, tile.vt, tile.k, tile.v, tile.o, tile.lse, kv, k_norm, slopes, out,
         step, B, form.eps, (C // H) ** -0.5,
         S=S, C=C, D=C // H, BS=max(triton.next_power_of_2(S), 2), BC=triton.next_power_of_2(C),
-        NORM=form.norm, num_warps=1, **overlapping(out),
+        NORM=form.norm, num_warps=1,
     )  # fmt: skip
 
 
@@ -40,10 +36,9 @@ def attend_step(
 def attend_step_kernel(
     q, kt, vt, k, v, o, lse, kv, k_norm, slopes, out, step, B, eps, scale,
     S: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token and head, in one warp: no sum leaves it."""
-    wait_for_inputs(PDL)
     H: tl.constexpr = C // D
     i_b, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_m = tl.program_id(1).to(tl.int64)
@@ -125,7 +120,6 @@ def pairs_step_bwd(
         step, B, raw.stride(2), form.eps, (C // H) ** -0.5,
         S=S, H=H, D=C // H, HP=heads, NORM=form.norm,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
-        **overlapping(do[:, :1]),
     )  # fmt: skip
 
 
@@ -133,10 +127,8 @@ def pairs_step_bwd(
 def pairs_step_bwd_kernel(
     q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair, step, B, stride_r, eps, scale,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Go back through one token's persistent pair, all heads, and through the keys' norm."""
-    wait_for_inputs(PDL)
     i_b, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     C = H * D
     o_h = tl.arange(0, HP)
