@@ -97,7 +97,7 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
         names = [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs]
         place.set_xticks(xs, names, fontsize=8)
         size = each.columns[0].rpartition("=")[0] or "T"
-        place.set_xlabel("C" if size == "C" else f"{size} (tokens)")
+        place.set_xlabel("T (tokens)" if size == "T" else size)
         place.set_ylabel(each.unit or group)
         if each.kind == "recall":
             place.set_ylim(0, 1.05)
