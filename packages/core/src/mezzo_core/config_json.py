@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mezzo_core.errors import UserError, nearest
 
-OUR_PACKAGES = ("mezzo_core", "mezzo_gsa", "mezzo_rat", "mezzo_recurrent_transformer")
+OUR_PACKAGES = ("mezzo_core", "mezzo_drt", "mezzo_gsa", "mezzo_rat", "mezzo_recurrent_transformer")
 """Packages whose classes any file may name. Listed in full, because anybody can publish a package
 whose name begins with mezzo_."""
 _SCALARS = (bool, int, float, str, type(None))
