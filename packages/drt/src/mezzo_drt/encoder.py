@@ -1,0 +1,105 @@
+"""The chunk encoder: from the lower layers' outputs of a chunk to what later chunks read of it."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.ops.attention import attention
+from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.positions import apply_rope, rope_angles
+from torch import Tensor, nn
+
+NORM_EPS = 1e-6
+ROPE_BASE = 10_000.0
+
+
+class Memory(NamedTuple):
+    """What can be read of S chunks.
+
+    Attributes:
+        keys: (B, S, C), by which they are retrieved.
+        k: (B, S, L, H, D), the keys of their tokens, for all upper layers.
+        v: likewise, the values.
+    """
+
+    keys: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class ChunkEncoder(nn.Module):
+    """Bidirectional layers over each chunk alone, its landmark included (section 3.1).
+
+    The landmark's output becomes the chunk's key of retrieval, that of the tokens their keys and
+    values.
+    """
+
+    def __init__(
+        self, d_model: int, head_dim: int, num_layers: int, hidden: int | None, key: str
+    ) -> None:
+        """Create the layers.
+
+        Args:
+            d_model: C.
+            head_dim: D.
+            num_layers: of them; 0 leaves the norm of the inputs and the last norm.
+            hidden: width of the MLPs, see `MLPConfig`.
+            key: "projected" for Wl l, "landmark" for l, or "mean" for the normalized mean of the
+                chunk's lower outputs, from which no gradient flows.
+        """
+        super().__init__()
+        self.head_dim = head_dim
+        self.key = key
+        self.input_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.layers = nn.ModuleList(
+            EncoderLayer(d_model, head_dim, hidden) for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.wk = Linear(d_model, d_model, bias=False)
+        self.wv = Linear(d_model, d_model, bias=False)
+        self.wl = Linear(d_model, d_model, bias=False) if key == "projected" else None
+
+    def forward(self, chunks: Tensor) -> Memory:
+        """Encode chunks, (B, N, L + 1, C), each alone."""
+        B, N, M = chunks.shape[:3]
+        x = self.input_norm(chunks.flatten(0, 1))
+        angles = rope_angles(
+            torch.arange(M, device=x.device),
+            self.head_dim,
+            ROPE_BASE,
+            dtype=accumulation_dtype(x.dtype),
+        )
+        for layer in self.layers:
+            x = layer(x, *angles)
+        x = self.norm(x).unflatten(0, (B, N))
+        tokens, landmark = x[:, :, :-1], x[:, :, -1]
+        k, v = (w(tokens).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
+        if self.key == "mean":
+            mean = chunks[:, :, :-1].detach().mean(2)
+            return Memory(F.rms_norm(mean, mean.shape[-1:], eps=NORM_EPS), k, v)
+        return Memory(landmark if self.wl is None else self.wl(landmark), k, v)
+
+
+class EncoderLayer(nn.Module):
+    """`x + attention(norm x)`, bidirectional and with RoPE, then `x + mlp(norm x)`."""
+
+    def __init__(self, d_model: int, head_dim: int, hidden: int | None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.attention_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.wq = Linear(d_model, d_model, bias=False)
+        self.wk = Linear(d_model, d_model, bias=False)
+        self.wv = Linear(d_model, d_model, bias=False)
+        self.wo = Linear(d_model, d_model, bias=False)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.mlp = MLPConfig("swiglu", hidden).build(d_model)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map (B, M, C) to (B, M, C)."""
+        z = self.attention_norm(x)
+        q, k, v = (w(z).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        x = x + self.wo(attention(q, k, v, causal=False).out.flatten(2))
+        return x + self.mlp(self.mlp_norm(x))

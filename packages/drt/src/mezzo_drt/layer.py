@@ -1,0 +1,84 @@
+"""An upper layer: window attention, then grouped cross-attention to what the chunk retrieved."""
+
+from typing import Literal
+
+from mezzo_core.nn.attention import Attention, AttentionConfig, KVCache
+from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.mlp import MLPConfig
+from torch import Tensor, nn
+
+from mezzo_drt.encoder import Memory
+from mezzo_drt.ops.grouped_cross_attention import grouped_cross_attention
+from mezzo_drt.places import Places
+from mezzo_drt.retrieval import Reads
+
+Residual = Literal["released", "text"]
+
+
+class UpperLayer(nn.Module):
+    """A layer with three norms: window attention, cross-attention, MLP.
+
+        u   = h + SelfAttn(n1(h))
+        O   = Wo Σ_j w_j Softmax1(Q(n2(u)) K(C_j)ᵀ / sqrt(D)) V(C_j)
+        out = u + FFN(n3(u + O))                    residual "released": O reaches the FFN only
+        out = (u + O) + FFN(n3(u + O))              residual "text"
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        attention: AttentionConfig,
+        mlp: MLPConfig,
+        norm_eps: float,
+        residual: Residual,
+        softmax1: bool,
+    ) -> None:
+        super().__init__()
+        self.residual = residual
+        self.softmax1 = softmax1
+        self.attention_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.attention: Attention = attention.build(d_model)
+        self.cross_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.wq = Linear(d_model, d_model, bias=False)
+        self.wo = Linear(d_model, d_model, bias=False)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.mlp = mlp.build(d_model)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None, memory: Memory, reads: Reads, places: Places
+    ) -> tuple[Tensor, KVCache | None]:
+        """Map (B, P, C) to (B, P, C).
+
+        Args:
+            x: the residual stream at all places of the call.
+            cache: of the window attention, before the call.
+            memory: of the chunks that may be read.
+            reads: what each of the N chunks of the grid reads.
+            places: of the call.
+        """
+        mixed, cache = self.attention(
+            self.attention_norm(x), cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths
+        )
+        u = x + mixed
+        q = places.to_chunks(self.wq(self.cross_norm(u)))
+        return self._finish(u, places.from_chunks(self._read(q, memory, reads))), cache
+
+    def step(self, x: Tensor, cache: KVCache, memory: Memory, reads: Reads) -> Tensor:
+        """Run one place of every row, (B, 1, C), which reads (B, 1, R); overwrites the cache."""
+        u = x + self.attention.step(self.attention_norm(x), cache)
+        q = self.wq(self.cross_norm(u))[:, None]
+        return self._finish(u, self._read(q, memory, reads)[:, 0])
+
+    def _read(self, q: Tensor, memory: Memory, reads: Reads) -> Tensor:
+        """Attend to the chunks that are read, (B, N, M, C) to (B, N, M, C)."""
+        if memory.k.shape[1] == 0:  # no chunk is complete
+            return q.new_zeros(q.shape)
+        heads = q.unflatten(-1, (-1, memory.k.shape[-1])).to(memory.k.dtype)
+        out = grouped_cross_attention(
+            heads, memory.k, memory.v, *reads, softmax1=self.softmax1
+        )
+        return out.flatten(-2).to(q.dtype)
+
+    def _finish(self, u: Tensor, read: Tensor) -> Tensor:
+        mixed = u + self.wo(read)
+        return (u if self.residual == "released" else mixed) + self.mlp(self.mlp_norm(mixed))

@@ -1,0 +1,226 @@
+"""Where tokens and landmarks stand: L tokens and then a landmark, so L + 1 places a chunk.
+
+A *place* counts tokens and landmarks alike: token t of a sequence stands at place t + t // L, and
+chunk n has the places from n (L + 1) on. Layers run over places. What reads by chunks needs whole
+chunks, so the places of a call are also laid out on a grid of N chunks of L + 1 places each.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.positions import sequence_ids
+from torch import Tensor
+
+
+class Places(NamedTuple):
+    """The places of one call: P a row, on a grid of N chunks.
+
+    Attributes:
+        chunk_size: L.
+        num_tokens: T, the tokens of the call.
+        num_chunks: N.
+        num_places: P.
+        lo: (B or 1, N), for each chunk of the grid the first chunk that the chunk after it may
+            read. Chunks are counted as the memory counts them.
+        hi: likewise, one more than the last; `hi <= lo` if there is none.
+        source: (B or 1, P), which token stands at each place; T for a landmark, T + 1 for padding.
+            None if every row begins with a chunk and is cut regularly.
+        tokens: (B or 1, T), the place of each token; None likewise.
+        shift: the first place's place in its chunk, if all rows have the same.
+        shifts: (B,), the same for rows that differ; None if they do not.
+        cu_seqlens: borders of packed sequences, in places; padding comes last, as a sequence.
+        lengths: (B,), the real places of each row; None if all are real, or it does not matter.
+    """
+
+    chunk_size: int
+    num_tokens: int
+    num_chunks: int
+    num_places: int
+    lo: Tensor
+    hi: Tensor
+    source: Tensor | None = None
+    tokens: Tensor | None = None
+    shift: int = 0
+    shifts: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def spread(self, x: Tensor, landmark: Tensor) -> Tensor:
+        """Put landmarks between tokens, and zeros into padding: (B, T, C) to (B, P, C).
+
+        Args:
+            x: the tokens.
+            landmark: (1, C).
+        """
+        landmark = landmark.to(x.dtype).expand(len(x), 1, -1)
+        if self.source is None:
+            N, L = self.num_chunks, self.chunk_size
+            chunks = F.pad(x, (0, 0, 0, N * L - self.num_tokens)).unflatten(1, (N, L))
+            return torch.cat([chunks, landmark[:, None].expand(-1, N, -1, -1)], 2).flatten(1, 2)
+        return take(torch.cat([x, landmark, torch.zeros_like(landmark)], 1), self.source)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """Drop landmarks and padding: (B, P, C) to (B, T, C)."""
+        if self.tokens is None:
+            chunks = self.to_chunks(y)[:, :, : self.chunk_size]
+            return chunks.flatten(1, 2)[:, : self.num_tokens]
+        return take(y, self.tokens)
+
+    def to_chunks(self, x: Tensor) -> Tensor:
+        """Lay places out on the grid: (B, P, ...) to (B, N, L + 1, ...).
+
+        Places of the grid that the call does not have hold something finite if x does.
+        """
+        size = self.num_chunks * (self.chunk_size + 1)
+        if self.shifts is not None:
+            index = torch.arange(size, device=x.device) - self.shifts[:, None]
+            x = take(x, index.clamp(0, self.num_places - 1))
+        elif size > self.num_places:
+            after = size - self.num_places - self.shift
+            x = F.pad(x, (0, 0) * (x.ndim - 2) + (self.shift, after))
+        return x.unflatten(1, (self.num_chunks, -1))
+
+    def from_chunks(self, x: Tensor) -> Tensor:
+        """Undo `to_chunks`: (B, N, L + 1, ...) to (B, P, ...)."""
+        x = x.flatten(1, 2)
+        if self.shifts is None:
+            return x[:, self.shift : self.shift + self.num_places]
+        index = torch.arange(self.num_places, device=x.device) + self.shifts[:, None]
+        return take(x, index.clamp(max=x.shape[1] - 1))
+
+    def landmarks(self, x: Tensor) -> Tensor:
+        """Take the place of each chunk's landmark: (B, P, C) to (B, N, C).
+
+        For a chunk whose landmark is not in the call this is another place, or 0.
+        """
+        return self.to_chunks(x)[:, :, -1]
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Gather along axis 1: x (B, S, ...) by (B or 1, P) gives (B, P, ...)."""
+    if len(index) == 1:
+        return x.index_select(1, index[0])
+    index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+
+def whole_places(num_tokens: int, chunk_size: int, device: torch.device) -> Places:
+    """Return the places of rows that begin at a sequence's first token; the last chunk is padded.
+
+    Padding comes after all tokens, so causality hides it.
+    """
+    N = -(-num_tokens // chunk_size)
+    hi = torch.arange(N, device=device)[None]
+    return Places(chunk_size, num_tokens, N, N * (chunk_size + 1), torch.zeros_like(hi), hi)
+
+
+def packed_places(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Places:
+    """Return the places of packed sequences: each is padded to whole chunks of its own.
+
+    The number of chunks is a bound that holds for all borders, so that reading them does not wait
+    for a GPU and one compiled graph fits all. The chunks that are left over belong to no sequence.
+    """
+    T, L, S = num_tokens, chunk_size, len(cu_seqlens) - 1
+    N = min(T, (T + S * (L - 1)) // L)
+    borders = cu_seqlens.to(torch.int64)
+    counts = -(borders.diff() // -L)  # chunks of each sequence, rounded up
+    starts = F.pad(counts.cumsum(0), (1, 0))  # its first chunk; lastly how many chunks are used
+    tokens = torch.arange(T, device=cu_seqlens.device)
+    owner = sequence_ids(T, cu_seqlens)
+    t = tokens - borders[owner]
+    place_of = starts[owner] * (L + 1) + t + t // L
+    source = torch.full((N * (L + 1),), T + 1, device=cu_seqlens.device)
+    source[L :: L + 1] = T
+    source = source.scatter(0, place_of, tokens)
+    # Reader n + 1 must be of the sequence of chunk n, and reads from its first chunk up to n - 1.
+    readers = torch.arange(1, N + 1, device=cu_seqlens.device)
+    lo = starts[torch.searchsorted(starts, readers, right=True) - 1]
+    return Places(
+        L, T, N, N * (L + 1), lo[None], readers[None] - 1, source[None], place_of[None],
+        cu_seqlens=F.pad(starts * (L + 1), (0, 1), value=N * (L + 1)),
+    )  # fmt: skip
+
+
+class Continued(NamedTuple):
+    """The places of a call that goes on from a state, and what it does to the memory of chunks.
+
+    Attributes:
+        places: of the call.
+        before: (B,), how many chunks of each row were complete.
+        done: (B,), how many the call completes. The next call begins in this chunk of the grid.
+        num_before: the same number if all rows have as many, else None.
+        num_after: how many chunks the row that has most of them has after the call.
+    """
+
+    places: Places
+    before: Tensor
+    done: Tensor
+    num_before: int | None
+    num_after: int
+
+    def extend(self, old: Tensor, new: Tensor) -> Tensor:
+        """Append the completed chunks: (B, S, ...) and (B, N, ...) give (B, `num_after`, ...)."""
+        old = old.to(new.dtype)
+        if self.num_before is not None:
+            kept = old[:, : self.num_before]
+            return torch.cat([kept, new[:, : self.num_after - self.num_before]], 1)
+        S = old.shape[1]
+        chunk = torch.arange(self.num_after, device=old.device)
+        is_old = chunk < self.before[:, None]
+        index = torch.where(is_old, chunk, S + chunk - self.before[:, None])
+        return take(torch.cat([old, new], 1), index.clamp(max=S + new.shape[1] - 1))
+
+
+def continued_places(
+    start: Tensor, num_tokens: int, lengths: Tensor | None, chunk_size: int
+) -> Continued:
+    """Return the places of the next segment of each row.
+
+    A chunk's landmark comes with its last token; one that a step has left out comes first. Rows
+    may stand at different places in their chunks. The call waits for a GPU once, to read where.
+
+    Args:
+        start: (B,), the places before the segment.
+        num_tokens: T.
+        lengths: (B,), the real tokens of each row; None if all are.
+        chunk_size: L.
+    """
+    L, T, M, device = chunk_size, num_tokens, chunk_size + 1, start.device
+    real = torch.full_like(start, T) if lengths is None else lengths
+    start, real = torch.stack([start, real]).cpu()
+    before, shifts = start // M, start % M
+    seen = start - before
+    end = seen + real + (seen + real) // L
+    num_places = _largest(end - start)
+    num_chunks = max(1, _largest(-((shifts + end - start) // -M)))
+    place = start[:, None] + torch.arange(num_places)
+    source = place - place // M - seen[:, None]
+    source = source.masked_fill(place % M == L, T).masked_fill(place >= end[:, None], T + 1)
+    token = seen[:, None] + torch.arange(T)
+    tokens = (token + token // L - start[:, None]).clamp(max=max(num_places - 1, 0))
+    same_shift = _same(shifts)
+    same_end = _same(end - start) is not None
+    hi = before[:, None] + torch.arange(num_chunks)
+    places = Places(
+        L, T, num_chunks, num_places, torch.zeros_like(hi).to(device), hi.to(device),
+        source.to(device), tokens.to(device),
+        shift=same_shift or 0,
+        shifts=shifts.to(device) if same_shift is None else None,
+        lengths=None if same_end else (end - start).to(device),
+    )  # fmt: skip
+    done = end // M - before
+    return Continued(
+        places, before.to(device), done.to(device), _same(before), _largest(before + done)
+    )
+
+
+def _largest(values: Tensor) -> int:
+    return int(values.max()) if values.numel() else 0
+
+
+def _same(values: Tensor) -> int | None:
+    """Return the value that all of them have, or None; 0 if there are none."""
+    if values.numel() == 0:
+        return 0
+    return int(values[0]) if bool((values == values[0]).all()) else None

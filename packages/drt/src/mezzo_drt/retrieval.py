@@ -1,0 +1,126 @@
+"""Retrieval: which past chunks the tokens of a chunk read, and by which weights (section 3.1)."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_KEYS = 16_384
+"""Chunks that are scored at a time."""
+TILE_SCORES = 2**24
+"""Scores in memory at a time."""
+
+
+class Reads(NamedTuple):
+    """What each chunk reads.
+
+    Attributes:
+        indices: (B, N, R) int64, the chunks; -1 for none.
+        weights: (B, N, R) float32, which sum to 1 over the chunks that are read.
+    """
+
+    indices: Tensor
+    weights: Tensor
+
+
+def retrieve(
+    queries: Tensor,
+    keys: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    num_retrieved: int,
+    *,
+    noise: bool,
+    random_group: int | None = None,
+) -> Reads:
+    """Choose the chunks j with the R largest scores r, and weigh them by the softmax of r.
+
+        r[n, j] = q_n · key_j / sqrt(C),    lo_n <= j < hi_n
+
+    Gradients flow through the weights, to the queries and to the keys that are chosen. The scores
+    are never all in memory.
+
+    Args:
+        queries: (B, N, C), one for each chunk that reads.
+        keys: (B, S, C), one for each chunk that can be read.
+        lo: (B or 1, N), the first chunk that each may read.
+        hi: (B or 1, N), one more than the last; `hi <= lo` for nothing.
+        num_retrieved: R.
+        noise: choose by r + Gumbel noise (of torch's global generator), so that each set of chunks
+            is drawn without replacement by the probabilities exp(r). The weights do not change.
+        random_group: if given, choose without r: at random with `noise`, else by fixed random
+            numbers, others in each group. Then they depend only on how many chunks may be read, so
+            that a sequence has the same in any segmentation.
+    """
+    lo, hi = (x.expand(len(queries), -1) for x in (lo, hi))
+    with torch.no_grad():
+        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group)
+    return Reads(indices, _weigh(queries, keys, indices))
+
+
+def _choose(
+    queries: Tensor,
+    keys: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    num_retrieved: int,
+    noise: bool,
+    random_group: int | None,
+) -> Tensor:
+    """Return (B, N, R), the chosen chunks, -1 where there are fewer; in tiles of both."""
+    (B, N), S, R = queries.shape[:2], keys.shape[1], num_retrieved
+    rows = max(1, TILE_SCORES // max(1, B * min(S, TILE_KEYS)))
+    found = []
+    for a in range(0, N, rows):
+        piece = slice(a, a + rows)
+        q, b_lo, b_hi = queries[:, piece], lo[:, piece, None], hi[:, piece, None]
+        best = q.new_full((B, q.shape[1], R), float("-inf"), dtype=torch.float32)
+        index = torch.full_like(best, -1, dtype=torch.int64)
+        for b in range(0, S, TILE_KEYS):
+            tile = keys[:, b : b + TILE_KEYS]
+            chunk = torch.arange(b, b + tile.shape[1], device=q.device)
+            if random_group is None:
+                scores = _products(q, tile)
+            elif noise:
+                scores = q.new_zeros(B, q.shape[1], tile.shape[1], dtype=torch.float32)
+            else:
+                scores = _random_numbers(b_hi - b_lo, chunk - b_lo, random_group)
+            if noise:  # -log of an exponential variable is a Gumbel variable
+                scores = scores - torch.empty_like(scores).exponential_().log()
+            scores = scores.masked_fill((chunk < b_lo) | (chunk >= b_hi), float("-inf"))
+            top, place = scores.topk(min(R, tile.shape[1]), -1)
+            top, index = torch.cat([best, top], -1), torch.cat([index, place + b], -1)
+            best, place = top.topk(R, -1)
+            index = index.gather(-1, place)
+        found.append(index.masked_fill(best == float("-inf"), -1))
+    return torch.cat(found, 1) if found else lo.new_empty(B, 0, R)
+
+
+def _products(q: Tensor, keys: Tensor) -> Tensor:
+    """Return (B, N, S) scores in float32: rounded to bf16, the best of many chunks would tie."""
+    with torch.autocast(q.device.type, enabled=False):
+        return q.float() @ keys.float().transpose(1, 2) * q.shape[-1] ** -0.5
+
+
+def _weigh(queries: Tensor, keys: Tensor, indices: Tensor) -> Tensor:
+    """Return (B, N, R), the softmax of r over the chosen chunks; 0 for none."""
+    is_read = indices >= 0
+    if keys.shape[1] == 0:
+        return queries.new_zeros(indices.shape, dtype=torch.float32)
+    rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+    chosen = keys[rows, indices.clamp(min=0)].float()  # (B, N, R, C)
+    chosen = chosen.masked_fill(~is_read[..., None], 0)  # what is not read may hold anything
+    r = (queries.float()[:, :, None] * chosen).sum(-1) * queries.shape[-1] ** -0.5
+    # A chunk that reads nothing gets finite scores, and then no weights.
+    has_none = ~is_read.any(-1, keepdim=True)
+    r = r.masked_fill(~is_read & ~has_none, float("-inf")).masked_fill(has_none, 0)
+    return F.softmax(r, -1).masked_fill(~is_read, 0)
+
+
+def _random_numbers(n: Tensor, j: Tensor, group: int) -> Tensor:
+    """Return a number in [0, 1) for each pair, the same in every call: (B, N, 1), (B, N, S)."""
+    mixed = n * 1_000_003 + j * 7_919 + group * 104_729
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
+    return ((mixed >> 7) & 0xFFFFFF).float() / 2**24

@@ -1,0 +1,439 @@
+"""DRT as a stack: landmarks, lower layers, chunk encoder, groups of upper layers that retrieve."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn import AbstractStack, AttentionConfig, MixerBlockConfig
+from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.block import Block
+from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.ops.checks import check_size
+from torch import Tensor, nn
+
+from mezzo_drt.encoder import ChunkEncoder, Memory
+from mezzo_drt.layer import Residual, UpperLayer
+from mezzo_drt.places import (
+    Continued,
+    Places,
+    continued_places,
+    packed_places,
+    take,
+    whole_places,
+)
+from mezzo_drt.retrieval import Reads, retrieve
+
+Retriever = Literal["learned", "random", "fixed"]
+
+
+@dataclass(frozen=True)
+class DRTConfig:
+    """Describes a `DRT`.
+
+    Attributes:
+        num_layers: even; the lower half is plain.
+        num_groups: G, into which the upper layers are divided; each retrieves anew.
+        chunk_size: L, the tokens of a chunk.
+        num_retrieved: R, the chunks that a chunk reads.
+        window_size: W, the places (tokens and landmarks) that self-attention sees, with its own.
+        head_dim: D.
+        hidden: width of the MLPs; None for 8C/3, rounded up to a multiple of 256.
+        norm_eps: epsilon of the layers' norms.
+        num_encoder_layers: of the chunk encoder.
+        projections: whether landmarks are projected before they are compared (Wh, Wl), as the
+            paper says. False compares the normalized state with the landmark, as its released code
+            does.
+        residual: "released": what is read reaches the stream through the MLP only. "text": it is
+            added to the stream first.
+        softmax1: whether a token may ignore a chunk (softmax off by one).
+        retriever: how chunks are chosen. "random" chooses at random, but weighs what it chose by
+            learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
+            that is read trains it.
+        gumbel_noise: whether training explores by noise on the scores.
+    """
+
+    num_layers: int = 12
+    num_groups: int = 1
+    chunk_size: int = 64
+    num_retrieved: int = 8
+    window_size: int = 512
+    head_dim: int = 64
+    hidden: int | None = None
+    norm_eps: float = 1e-5
+    num_encoder_layers: int = 2
+    projections: bool = True
+    residual: Residual = "released"
+    softmax1: bool = True
+    retriever: Retriever = "learned"
+    gumbel_noise: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        sizes = ("num_layers", "num_groups", "chunk_size", "num_retrieved", "window_size")
+        for name in (*sizes, "head_dim", "num_encoder_layers"):
+            check_size("DRTConfig", name, getattr(self, name))
+        if self.num_layers % 2 or (self.num_layers // 2) % self.num_groups:
+            raise ValueError(
+                "num_layers must be even, and num_groups must divide its half, "
+                f"got {self.num_layers} and {self.num_groups}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if not 0 < self.norm_eps <= 100:
+            raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
+
+    def build(self, d_model: int) -> "DRT":
+        """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
+        return DRT(d_model, self)
+
+
+class DRTState(NamedTuple):
+    """State of `DRT`.
+
+    Attributes:
+        caches: of each layer; their `lengths` count places.
+        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
+            come hold anything.
+        memory: what can be read of the S complete chunks. A row that has fewer holds anything in
+            the others.
+        indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
+        weights: (B, G, R) float32, their weights.
+    """
+
+    caches: tuple[KVCache, ...]
+    lower: Tensor
+    memory: Memory
+    indices: Tensor
+    weights: Tensor
+
+    @property
+    def num_places(self) -> Tensor:
+        """(B,), the places of each row so far."""
+        return self.caches[0].lengths
+
+
+class DRT(AbstractStack):
+    """Window layers whose upper half reads past chunks that it retrieves (section 3).
+
+    Callers see tokens only: a landmark is put behind every L of them, and dropped at the end.
+    """
+
+    state_type = DRTState
+
+    def __init__(self, d_model: int, config: DRTConfig) -> None:
+        """Create the layers.
+
+        Raises:
+            ValueError: if head_dim does not divide d_model.
+        """
+        super().__init__()
+        self.d_model = d_model
+        self.config = config
+        D, hidden, eps = config.head_dim, config.hidden, config.norm_eps
+        attention = AttentionConfig(
+            D, window_size=config.window_size, rope_base=None, alibi="olmo"
+        )
+        mlp = MLPConfig("swiglu", hidden)
+        half = config.num_layers // 2
+        block = MixerBlockConfig(attention, mlp, eps)
+        self.landmark = nn.Embedding(1, d_model)
+        # torch's ModuleList has no element type, so the casts tell it to type checkers.
+        self.lower = cast(
+            Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half))
+        )
+        learned = "projected" if config.projections else "landmark"
+        key = "mean" if config.retriever == "fixed" else learned
+        self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
+        upper = (
+            UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
+            for _ in range(half)
+        )
+        self.upper = cast(Sequence[UpperLayer], nn.ModuleList(upper))
+        self.queries = nn.ModuleList()  # what makes a query of a landmark's state, in each group
+        for _ in range(0 if config.retriever == "fixed" else config.num_groups):
+            self.queries.append(
+                Linear(d_model, d_model, bias=False)
+                if config.projections
+                else nn.RMSNorm(d_model, eps=eps)
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: DRTState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, DRTState | None]:
+        """Map (B, T, C) to (B, T, C); arguments and results as `AbstractStack.forward` says.
+
+        With a state the call waits for a GPU once, to read where the rows stand.
+        """
+        self.check_input(x, state, cu_seqlens, lengths)
+        L, continued = self.config.chunk_size, None
+        if state is not None:
+            continued = continued_places(state.num_places, x.shape[1], lengths, L)
+            places = continued.places
+        elif cu_seqlens is not None:
+            places = packed_places(x.shape[1], L, cu_seqlens)
+        else:
+            places = whole_places(x.shape[1], L, x.device)
+        if x.numel() == 0 or places.num_places == 0:
+            return torch.zeros_like(x), state
+
+        before = (None,) * self.config.num_layers if state is None else state.caches
+        caches = []
+        h = places.spread(x, self.landmark.weight)
+        for block, its_cache in zip(self.lower, before, strict=False):
+            h, cache = block(
+                h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths
+            )
+            caches.append(cache)
+        chunks = places.to_chunks(h)
+        if state is not None:
+            chunks = _with_open_chunk(chunks, state)
+        encoded = memory = self.encoder(chunks)
+        if state is not None and continued is not None:
+            memory = Memory(*map(continued.extend, state.memory, encoded))
+        reads: list[Reads] = []
+        for i, layer in enumerate(self.upper):
+            if i % self._group_size == 0:
+                reads.append(self._reads(len(reads), h, encoded, memory, places, state))
+            here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
+            h, cache = layer(h, before[len(caches)], memory, here, places)
+            caches.append(cache)
+        y = places.collect(h)
+        if continued is None:
+            return y, None
+        return y, _next_state(tuple(caches), chunks, memory, reads, continued)
+
+    def step(self, x: Tensor, state: DRTState) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
+        self.check_step(x, state)
+        L = self.config.chunk_size
+        if not x.is_cuda and (state.num_places % (L + 1) == L).any():
+            raise ValueError("state has a chunk whose landmark is to come: call before_step first")
+        return self._step_place(x, state)
+
+    @torch.no_grad()
+    def before_step(self, state: DRTState) -> None:
+        """Run the landmark of rows whose chunk is complete, store the chunk, and retrieve.
+
+        The call waits for a GPU, to read which rows these are.
+
+        Raises:
+            ValueError: if the state has no room for the chunk.
+        """
+        L = self.config.chunk_size
+        is_due = (state.num_places % (L + 1) == L).cpu()
+        if not is_due.any():
+            return
+        count = (state.num_places // (L + 1)).cpu()
+        if int(count[is_due].max()) >= state.memory.k.shape[1]:
+            raise ValueError(
+                f"state has room for {state.memory.k.shape[1]} chunks, and a row has them all: "
+                "reserve more"
+            )
+        # All rows run the landmark; the others then get back what it overwrote.
+        others = (~is_due).nonzero()[:, 0].to(state.lower.device)
+        kept = [_newest_slots(cache, others) for cache in state.caches]
+        lower = state.lower[others]
+        rows = is_due.nonzero()[:, 0].to(state.lower.device)
+        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(is_due), -1, -1)
+        self._step_place(x, state, (rows, count.to(rows.device)))
+        state.lower[others] = lower
+        for cache, (slot, k, v) in zip(state.caches, kept, strict=True):
+            cache.k[others, slot], cache.v[others, slot] = k, v
+            cache.lengths[others] -= 1
+
+    def _step_place(
+        self, x: Tensor, state: DRTState, landmark: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Run one place of every row, overwriting the state.
+
+        Args:
+            x: (B, 1, C).
+            state: of the rows.
+            landmark: if x are landmarks: the rows where they are due, and how many chunks each row
+                has stored. The chunk of these rows is stored, and they retrieve for the next.
+        """
+        batch = torch.arange(len(x), device=x.device)
+        place = state.num_places % (self.config.chunk_size + 1)
+        h = x
+        for block, cache in zip(self.lower, state.caches, strict=False):
+            h = block.step(h, cache)
+        state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
+        encoded: Memory | None = None
+        if landmark is not None:
+            rows, count = landmark
+            encoded = self.encoder(state.lower[:, None])
+            for old, new in zip(state.memory, encoded, strict=True):
+                old[rows, count[rows]] = new[rows, 0].to(old.dtype)
+        found = []
+        for i, layer in enumerate(self.upper):
+            group = i // self._group_size
+            if encoded is not None and i % self._group_size == 0:
+                lo, hi = torch.zeros_like(landmark[1])[:, None], landmark[1][:, None]
+                found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
+            reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
+            h = layer.step(h, state.caches[len(self.lower) + i], state.memory, reads)
+        if landmark is not None:
+            rows = landmark[0]
+            for old, new in zip(state[-2:], zip(*found, strict=True), strict=True):
+                old[rows] = torch.cat(new, 1)[rows].to(old.dtype)
+        return h
+
+    def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
+        """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
+        L = self.config.chunk_size
+        M = L + 1
+        most = int(state.num_places.max()) if state.num_places.numel() else 0
+        seen = most - most // M + num_tokens
+        # One place more, because `before_step` runs a landmark for all rows where one has it.
+        num_places = seen + seen // L - most + 1
+        caches = tuple(
+            layer.reserve(cache, num_places)
+            for layer, cache in zip(self._attentions(), state.caches, strict=True)
+        )
+        memory = Memory(*(_with_room(part, seen // L) for part in state.memory))
+        return DRTState(
+            caches, state.lower.clone(), memory, state.indices.clone(), state.weights.clone()
+        )
+
+    def init_state(self, batch: int) -> DRTState:
+        """Return the state before the first token."""
+        c, like = self.config, self.landmark.weight
+        C, L, D = self.d_model, c.chunk_size, c.head_dim
+        tokens = like.new_zeros(batch, 0, L, C // D, D)
+        return DRTState(
+            tuple(layer.init_state(batch) for layer in self._attentions()),
+            like.new_zeros(batch, L + 1, C),
+            Memory(like.new_zeros(batch, 0, C), tokens, tokens.clone()),
+            torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
+            like.new_zeros(batch, c.num_groups, c.num_retrieved, dtype=torch.float32),
+        )
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
+
+        A chunk takes its keys and values and its key of retrieval, in the dtype of the weights.
+        """
+        c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
+        chunks = num_tokens // c.chunk_size
+        caches = sum(a.state_bytes(num_tokens + chunks) for a in self._attentions())
+        lower = (c.chunk_size + 1) * C * size
+        memory = chunks * (2 * c.chunk_size + 1) * C * size
+        return caches + lower + memory + c.num_groups * c.num_retrieved * (8 + 4)
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
+
+        Landmarks are counted with the tokens before them. A chunk scores half of all chunks on
+        average, and reads R.
+        """
+        c, C, L = self.config, self.d_model, self.config.chunk_size
+        N = num_tokens / L
+        places = (L + 1) / L
+        attention = sum(
+            a.flops_per_token(round(num_tokens * places)) for a in self._attentions()
+        )
+        rest = [block.mlp for block in self.lower]
+        rest += [m for layer in self.upper for m in (layer.wq, layer.wo, layer.mlp)]
+        layers = attention + 2 * _weights(rest)
+        reading = len(self.upper) * 4 * C * L * min(c.num_retrieved, N / 2)
+        encoder = 2 * _weights([self.encoder]) + len(self.encoder.layers) * 4 * C * (L + 1)
+        scores = c.num_groups * 2 * C * N / 2 / L
+        return places * (layers + reading + encoder) + 2 * _weights([self.queries]) / L + scores
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return the lower layers, the encoder and the upper layers."""
+        return (*self.lower, self.encoder, *self.upper)
+
+    @property
+    def _group_size(self) -> int:
+        return len(self.upper) // self.config.num_groups
+
+    def _attentions(self) -> list[Any]:
+        return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
+
+    def _reads(
+        self,
+        group: int,
+        h: Tensor,
+        encoded: Memory,
+        memory: Memory,
+        places: Places,
+        state: DRTState | None,
+    ) -> Reads:
+        """Return what the N chunks of the grid read in a group, and the one after them."""
+        found = self._retrieve(
+            group, places.landmarks(h), encoded, memory, places.lo, places.hi
+        )
+        if state is None:  # the first chunk reads nothing
+            return Reads(
+                F.pad(found.indices, (0, 0, 1, 0), value=-1), F.pad(found.weights, (0, 0, 1, 0))
+            )
+        first = (state.indices[:, group, None], state.weights[:, group, None])
+        return Reads(*(torch.cat(parts, 1) for parts in zip(first, found, strict=True)))
+
+    def _retrieve(
+        self, group: int, h: Tensor, encoded: Memory, memory: Memory, lo: Tensor, hi: Tensor
+    ) -> Reads:
+        """Retrieve for the chunks after those of which h (B, N, C) are the landmarks' states."""
+        c = self.config
+        queries = encoded.keys if c.retriever == "fixed" else self.queries[group](h)
+        return retrieve(
+            queries,
+            memory.keys,
+            lo,
+            hi,
+            c.num_retrieved,
+            noise=c.gumbel_noise and self.training,
+            random_group=group if c.retriever == "random" else None,
+        )
+
+
+def _weights(modules: Sequence[nn.Module]) -> int:
+    return sum(weight.numel() for module in modules for weight in module.parameters())
+
+
+def _newest_slots(cache: KVCache, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the slot of each row's next place, and copies of the key and the value in it."""
+    slot = cache.lengths[rows] % cache.k.shape[1]
+    return slot, cache.k[rows, slot], cache.v[rows, slot]
+
+
+def _with_room(part: Tensor, num_chunks: int) -> Tensor:
+    """Copy (B, S, ...) into a buffer of `num_chunks` chunks, or of S if that is more."""
+    room = part.new_zeros(part.shape[0], max(num_chunks, part.shape[1]), *part.shape[2:])
+    room[:, : part.shape[1]] = part
+    return room
+
+
+def _with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
+    """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
+    M = chunks.shape[2]
+    is_old = torch.arange(M, device=chunks.device) < (state.num_places % M)[:, None]
+    first = torch.where(is_old[..., None], state.lower.to(chunks.dtype), chunks[:, 0])
+    return torch.cat([first[:, None], chunks[:, 1:]], 1)
+
+
+def _next_state(
+    caches: tuple[KVCache, ...],
+    chunks: Tensor,
+    memory: Memory,
+    reads: Sequence[Reads],
+    continued: Continued,
+) -> DRTState:
+    """Return the state after a call, which begins in chunk `done` of the call's grid."""
+    done = continued.done[:, None]
+    lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
+    indices, weights = (
+        torch.cat([take(part, done) for part in parts], 1)
+        for parts in zip(*reads, strict=True)
+    )
+    return DRTState(caches, lower[:, 0], memory, indices, weights)

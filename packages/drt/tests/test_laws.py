@@ -1,0 +1,51 @@
+"""The stack keeps the contract, in each of its forms."""
+
+import pytest
+import torch
+from mezzo_core.testing.arguments import check_fields, check_module_arguments
+from mezzo_core.testing.laws import LAWS
+from mezzo_drt import DRTConfig
+from torch import nn
+
+C = 16
+SMALL = dict(
+    num_layers=4, chunk_size=3, num_retrieved=2, window_size=6, head_dim=4, hidden=24,
+    num_encoder_layers=1,
+)  # fmt: skip
+FORMS = {
+    "one group": DRTConfig(**SMALL),
+    "two groups": DRTConfig(**SMALL, num_groups=2),
+    "as released": DRTConfig(**SMALL, projections=False),
+    "as in the text": DRTConfig(**{**SMALL, "window_size": 100}, residual="text", softmax1=False),
+    "random": DRTConfig(**SMALL, num_groups=2, retriever="random"),
+    "fixed": DRTConfig(**SMALL, retriever="fixed"),
+    "chunks of one": DRTConfig(**{**SMALL, "chunk_size": 1, "num_retrieved": 3}),
+}
+
+
+def build(config, d_model=C):
+    torch.manual_seed(0)
+    stack = config.build(d_model)
+    for module in stack.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.3)
+    return stack.eval()
+
+
+@pytest.fixture(params=FORMS)
+def stack(request):
+    return build(FORMS[request.param])
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept(stack, law):
+    LAWS[law](stack)
+
+
+def test_arguments_replaced_are_refused_by_name(stack):
+    check_module_arguments(stack)
+
+
+def test_fields_replaced_are_refused_by_name():
+    x = torch.randn(1, 7, C)
+    check_fields(FORMS["two groups"], lambda config: build(config)(x)[0])
