@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 TILE_KEYS = 16_384
@@ -17,7 +18,8 @@ class Reads(NamedTuple):
 
     Attributes:
         indices: (B, N, R) int64, the chunks; -1 for none.
-        weights: (B, N, R) float32, which sum to 1 over the chunks that are read.
+        weights: (B, N, R) float32 (float64 for float64), which sum to 1 over the chunks that are
+            read, and are 0 elsewhere.
     """
 
     indices: Tensor
@@ -75,7 +77,8 @@ def _choose(
     for a in range(0, N, rows):
         piece = slice(a, a + rows)
         q, b_lo, b_hi = queries[:, piece], lo[:, piece, None], hi[:, piece, None]
-        best = q.new_full((B, q.shape[1], R), float("-inf"), dtype=torch.float32)
+        dtype = accumulation_dtype(q.dtype)
+        best = q.new_full((B, q.shape[1], R), float("-inf"), dtype=dtype)
         index = torch.full_like(best, -1, dtype=torch.int64)
         for b in range(0, S, TILE_KEYS):
             tile = keys[:, b : b + TILE_KEYS]
@@ -83,9 +86,9 @@ def _choose(
             if random_group is None:
                 scores = _products(q, tile)
             elif noise:
-                scores = q.new_zeros(B, q.shape[1], tile.shape[1], dtype=torch.float32)
+                scores = q.new_zeros(B, q.shape[1], tile.shape[1], dtype=dtype)
             else:
-                scores = _random_numbers(b_hi - b_lo, chunk - b_lo, random_group)
+                scores = _random_numbers(b_hi - b_lo, chunk - b_lo, random_group).to(dtype)
             if noise:  # -log of an exponential variable is a Gumbel variable
                 scores = scores - torch.empty_like(scores).exponential_().log()
             scores = scores.masked_fill((chunk < b_lo) | (chunk >= b_hi), float("-inf"))
@@ -99,19 +102,20 @@ def _choose(
 
 def _products(q: Tensor, keys: Tensor) -> Tensor:
     """Return (B, N, S) scores in float32: rounded to bf16, the best of many chunks would tie."""
+    dtype = accumulation_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        return q.float() @ keys.float().transpose(1, 2) * q.shape[-1] ** -0.5
+        return q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
 
 
 def _weigh(queries: Tensor, keys: Tensor, indices: Tensor) -> Tensor:
     """Return (B, N, R), the softmax of r over the chosen chunks; 0 for none."""
-    is_read = indices >= 0
+    is_read, dtype = indices >= 0, accumulation_dtype(queries.dtype)
     if keys.shape[1] == 0:
-        return queries.new_zeros(indices.shape, dtype=torch.float32)
+        return queries.new_zeros(indices.shape, dtype=dtype)
     rows = torch.arange(len(keys), device=keys.device)[:, None, None]
-    chosen = keys[rows, indices.clamp(min=0)].float()  # (B, N, R, C)
+    chosen = keys[rows, indices.clamp(min=0)].to(dtype)  # (B, N, R, C)
     chosen = chosen.masked_fill(~is_read[..., None], 0)  # what is not read may hold anything
-    r = (queries.float()[:, :, None] * chosen).sum(-1) * queries.shape[-1] ** -0.5
+    r = (queries.to(dtype)[:, :, None] * chosen).sum(-1) * queries.shape[-1] ** -0.5
     # A chunk that reads nothing gets finite scores, and then no weights.
     has_none = ~is_read.any(-1, keepdim=True)
     r = r.masked_fill(~is_read & ~has_none, float("-inf")).masked_fill(has_none, 0)

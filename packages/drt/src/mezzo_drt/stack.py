@@ -13,6 +13,7 @@ from mezzo_core.nn.block import Block
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_drt.encoder import ChunkEncoder, Memory
@@ -101,7 +102,7 @@ class DRTState(NamedTuple):
         memory: what can be read of the S complete chunks. A row that has fewer holds anything in
             the others.
         indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
-        weights: (B, G, R) float32, their weights.
+        weights: (B, G, R) float32 (float64 for float64), their weights.
     """
 
     caches: tuple[KVCache, ...]
@@ -314,7 +315,9 @@ class DRT(AbstractStack):
             like.new_zeros(batch, L + 1, C),
             Memory(like.new_zeros(batch, 0, C), tokens, tokens.clone()),
             torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
-            like.new_zeros(batch, c.num_groups, c.num_retrieved, dtype=torch.float32),
+            like.new_zeros(
+                batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)
+            ),
         )
 
     def state_bytes(self, num_tokens: int) -> int:

@@ -243,7 +243,8 @@ def _other_tensors(x: Tensor) -> list[Replacement]:
 def _other_states(state: Any) -> list[Replacement]:
     found = [Replacement("a plain tuple", tuple(state), True)]
     for name, value in state._asdict().items():
-        parts = [*_other_tensors(value), Replacement("None", None, True)]
+        others = _other_tensors(value) if isinstance(value, Tensor) else replacements(value)
+        parts = [*others, Replacement("None", None, True)]
         found += [
             Replacement(f"with {name} {what}", state._replace(**{name: other}), must, relative)
             for what, other, must, relative in parts

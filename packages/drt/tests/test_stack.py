@@ -1,0 +1,240 @@
+"""The stack computes what the paper defines, written here once more as plain loops."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.testing.laws import check_packed, check_segments, check_step
+from mezzo_core.testing.numerics import assert_close
+from mezzo_drt import DRTConfig
+from torch import nn
+from torch.nn.functional import rms_norm
+
+C, L, R, W, D = 12, 4, 2, 7, 6
+CONFIG = DRTConfig(
+    num_layers=4, num_groups=2, chunk_size=L, num_retrieved=R, window_size=W, head_dim=D,
+    hidden=20, num_encoder_layers=2,
+)  # fmt: skip
+FORMS = {
+    "default": CONFIG,
+    "one group": replace(CONFIG, num_groups=1),
+    "as released": replace(CONFIG, projections=False),
+    "text": replace(CONFIG, residual="text"),
+    "softmax": replace(CONFIG, softmax1=False),
+    "fixed": replace(CONFIG, retriever="fixed"),
+}
+
+
+def build(config, dtype=torch.float64):
+    torch.manual_seed(0)
+    stack = config.build(C)
+    for module in stack.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.3)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.normal_(module.weight, mean=1.0, std=0.2)
+    return stack.to(dtype).eval()
+
+
+def define(stack, x):
+    """Return the stack's outputs for one sequence x (T, C), place by place."""
+    config, H = stack.config, C // D
+    stream = []
+    for t, token in enumerate(x):
+        stream.append(token)
+        if t % L == L - 1:
+            stream.append(stack.landmark.weight[0])
+    P, M = len(stream), L + 1
+    N = P // M  # complete chunks
+
+    def window(attention, z):
+        q, k, v = ([w(row).view(H, D) for row in z] for w in (attention.wq, attention.wk, attention.wv))
+        rows = []
+        for i in range(P):
+            heads = []
+            for head in range(H):
+                seen = range(max(0, i - W + 1), i + 1)
+                slope = 2 ** (-8 * (head + 1) / H)
+                s = [q[i][head] @ k[j][head] / D**0.5 - slope * (i - j) for j in seen]
+                p = torch.stack(s).softmax(0)
+                heads.append(sum(w * v[j][head] for w, j in zip(p, seen, strict=True)))
+            rows.append(attention.wo(torch.cat(heads)))
+        return rows
+
+    for block in stack.lower:
+        mixed = window(block.mixer, [block.mixer_norm(row) for row in stream])
+        stream = [h + m for h, m in zip(stream, mixed, strict=True)]
+        stream = [h + block.mlp(block.mlp_norm(h)) for h in stream]
+
+    keys, k, v = [], [], []
+    for n in range(N):
+        lower = torch.stack(stream[n * M : n * M + M])
+        c = stack.encoder.input_norm(lower)
+        for layer in stack.encoder.layers:
+            z = layer.attention_norm(c)
+            q_, k_, v_ = (w(z).view(1, M, H, D) for w in (layer.wq, layer.wk, layer.wv))
+            angles = rope_angles(torch.arange(M), D, 10_000.0, dtype=z.dtype)
+            q_, k_ = apply_rope(q_, *angles), apply_rope(k_, *angles)
+            p = (torch.einsum("bthd,bshd->bhts", q_, k_) / D**0.5).softmax(-1)
+            c = c + layer.wo(torch.einsum("bhts,bshd->bthd", p, v_).flatten(2)[0])
+            c = c + layer.mlp(layer.mlp_norm(c))
+        c = stack.encoder.norm(c)
+        k.append(stack.encoder.wk(c[:L]).view(L, H, D))
+        v.append(stack.encoder.wv(c[:L]).view(L, H, D))
+        keys.append(
+            rms_norm(lower[:L].mean(0), (C,), eps=1e-6)
+            if config.retriever == "fixed"
+            else stack.encoder.wl(c[L])
+            if config.projections
+            else c[L]
+        )
+
+    size = len(stack.upper) // config.num_groups
+    for i, layer in enumerate(stack.upper):
+        if i % size == 0:
+            reads = {0: []}  # chunk: pairs of what it reads and by which weight
+            for n in range(N):
+                h = stream[n * M + L]
+                query = keys[n] if config.retriever == "fixed" else stack.queries[i // size](h)
+                r = {j: float(query @ keys[j]) / math.sqrt(C) for j in range(n)}
+                best = sorted(r, key=r.__getitem__, reverse=True)[:R]
+                total = sum(math.exp(r[j]) for j in best)
+                reads[n + 1] = [(j, math.exp(r[j]) / total) for j in best]
+        mixed = window(layer.attention, [layer.attention_norm(row) for row in stream])
+        after = []
+        for place, (h, m) in enumerate(zip(stream, mixed, strict=True)):
+            u = h + m
+            q = layer.wq(layer.cross_norm(u)).view(H, D)
+            read = torch.zeros(H, D, dtype=u.dtype)
+            for j, w in reads[place // M]:
+                e = torch.einsum("hd,lhd->hl", q, k[j]).div(D**0.5).exp()
+                p = e / (e.sum(-1, keepdim=True) + config.softmax1)
+                read += w * torch.einsum("hl,lhd->hd", p, v[j])
+            o = layer.wo(read.flatten())
+            base = u if config.residual == "released" else u + o
+            after.append(base + layer.mlp(layer.mlp_norm(u + o)))
+        stream = after
+    return torch.stack([row for place, row in enumerate(stream) if place % M < L])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stack_is_what_the_paper_defines(form):
+    stack = build(FORMS[form])
+    x = torch.randn(1, 7 * L + 2, C, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close("outputs", stack(x)[0][0], define(stack, x[0]), rtol=1e-10)
+
+
+def test_a_token_reads_far_beyond_the_window_but_not_before_the_third_chunk():
+    """Otherwise a stack without retrieval could pass."""
+    stack = build(CONFIG)
+    x = torch.randn(1, 40 * L, C, dtype=torch.float64, requires_grad=True)
+    y, _ = stack(x)
+    # Each of four layers reaches W - 1 places back, so far less than 30 chunks.
+    (dx,) = torch.autograd.grad(y[0, -1].sum(), x)
+    assert (dx[0, : 30 * L] != 0).any()
+    # Without any window, what comes from another chunk was read.
+    alone = build(replace(CONFIG, window_size=1))
+    for chunk in range(4):
+        y, _ = alone(x[:, : (chunk + 1) * L])
+        (dx,) = torch.autograd.grad(y[0, -1].sum(), x)
+        assert bool((dx[0, : chunk * L] != 0).any()) == (chunk >= 2)
+
+
+@pytest.mark.parametrize("form", ["default", "as released"])
+def test_gradients_reach_every_weight_and_are_finite(form):
+    stack = build(FORMS[form]).train()
+    x = torch.randn(2, 8 * L + 1, C, dtype=torch.float64, requires_grad=True)
+    y, _ = stack(x)
+    y.square().sum().backward()
+    for name, weight in stack.named_parameters():
+        assert weight.grad is not None and weight.grad.isfinite().all(), name
+        assert (weight.grad != 0).any(), name
+    assert x.grad.isfinite().all()
+
+
+def test_gradients_are_those_of_finite_differences():
+    stack = build(replace(CONFIG, num_layers=2, num_groups=1, num_encoder_layers=1))
+    x = 0.5 * torch.randn(1, 4 * L, C, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: stack(x)[0], x, fast_mode=True)
+
+
+def test_only_training_with_noise_explores():
+    x = torch.randn(1, 30 * L, C, dtype=torch.float64)
+    with torch.no_grad():
+        for noise, training in ((True, True), (True, False), (False, True)):
+            stack = build(replace(CONFIG, gumbel_noise=noise)).train(training)
+            torch.manual_seed(1)
+            first, second = stack(x)[0], stack(x)[0]
+            assert torch.equal(first, second) != (noise and training)
+            torch.manual_seed(1)
+            assert torch.equal(stack(x)[0], first), "a seed repeats a run"
+
+
+def test_random_and_fixed_retrievers_are_trained_by_their_own_rules():
+    x = torch.randn(1, 9 * L, C, dtype=torch.float64)
+    fixed = build(FORMS["fixed"])
+    assert fixed.encoder.wl is None and len(fixed.queries) == 0
+    random = build(replace(CONFIG, retriever="random"))
+    random(x)[0].square().sum().backward()
+    assert (random.encoder.wl.weight.grad != 0).any()
+
+
+@pytest.mark.parametrize("splits", [(37,), (5, 1, 0, 20, 11), (4, 4, 8, 21), (3,) * 12 + (1,)])
+def test_every_segmentation_of_many_chunks_is_the_whole(splits):
+    check_segments(build(CONFIG, torch.float32), num_tokens=37, splits=splits, batch=3)
+
+
+@pytest.mark.parametrize("prompts", [(0, 4, 8, 9), (30, 31, 32, 33), (1,), (12,), (11, 11)])
+def test_rows_decode_across_many_chunks_as_alone(prompts):
+    check_step(build(CONFIG, torch.float32), prompts, 27)
+
+
+@pytest.mark.parametrize("lengths", [(17, 33, 4, 5), (1,) * 20, (0, 0, 40), (4, 8, 16, 0)])
+def test_packed_documents_read_nothing_of_each_other(lengths):
+    check_packed(build(CONFIG, torch.float32), lengths)
+
+
+def test_rows_with_landmarks_to_come_go_on_by_forward():
+    """A step leaves the landmark to `before_step`; a forward must run it, in some rows or all."""
+    stack = build(CONFIG, torch.float32)
+    x = torch.randn(2, 5 * L, C)
+    with torch.no_grad():
+        whole, _ = stack(x)
+        lengths = torch.tensor([2 * L - 1, 2 * L - 2])
+        _, state = stack(x[:, : 2 * L], stack.init_state(2), lengths=lengths)
+        state = stack.reserve(state, 1)
+        rows = torch.arange(2)
+        stack.before_step(state)
+        stack.step(x[rows, lengths][:, None], state)
+        assert (state.num_places % (L + 1)).tolist() == [L, L - 1]
+        rest = torch.stack([x[b, n + 1 : n + 1 + L + 2] for b, n in enumerate(lengths)])
+        y, _ = stack(rest, state)
+        for b, n in enumerate(lengths + 1):
+            assert_close(f"row {b}", y[b], whole[b, n : n + L + 2], rtol=1e-5)
+
+
+def test_steps_beyond_the_room_are_refused():
+    stack = build(CONFIG, torch.float32)
+    with torch.no_grad():
+        state = stack.reserve(stack.init_state(1), 2 * L)
+        for _ in range(2 * L):
+            stack.before_step(state)
+            stack.step(torch.randn(1, 1, C), state)
+        with pytest.raises(ValueError, match="call before_step first"):
+            stack.step(torch.randn(1, 1, C), state)
+        for _ in range(L):
+            stack.before_step(state)
+            stack.step(torch.randn(1, 1, C), state)
+        with pytest.raises(ValueError, match="room for 2 chunks"):
+            stack.before_step(state)
+
+
+def test_the_window_caches_never_exceed_the_window():
+    stack = build(CONFIG, torch.float32)
+    with torch.no_grad():
+        _, state = stack(torch.randn(1, 50, C), stack.init_state(1))
+        state = stack.reserve(state, 50)
+    assert {cache.k.shape[1] for cache in state.caches} == {W}
