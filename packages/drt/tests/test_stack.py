@@ -50,7 +50,9 @@ def define(stack, x):
     N = P // M  # complete chunks
 
     def window(attention, z):
-        q, k, v = ([w(row).view(H, D) for row in z] for w in (attention.wq, attention.wk, attention.wv))
+        q, k, v = (
+            [w(row).view(H, D) for row in z] for w in (attention.wq, attention.wk, attention.wv)
+        )
         rows = []
         for i in range(P):
             heads = []
@@ -150,7 +152,8 @@ def test_gradients_reach_every_weight_and_are_finite(form):
     y, _ = stack(x)
     y.square().sum().backward()
     for name, weight in stack.named_parameters():
-        assert weight.grad is not None and weight.grad.isfinite().all(), name
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
         assert (weight.grad != 0).any(), name
     assert x.grad.isfinite().all()
 
@@ -176,7 +179,8 @@ def test_only_training_with_noise_explores():
 def test_random_and_fixed_retrievers_are_trained_by_their_own_rules():
     x = torch.randn(1, 9 * L, C, dtype=torch.float64)
     fixed = build(FORMS["fixed"])
-    assert fixed.encoder.wl is None and len(fixed.queries) == 0
+    assert fixed.encoder.wl is None
+    assert len(fixed.queries) == 0
     random = build(replace(CONFIG, retriever="random"))
     random(x)[0].square().sum().backward()
     assert (random.encoder.wl.weight.grad != 0).any()

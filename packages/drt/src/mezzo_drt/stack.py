@@ -117,6 +117,18 @@ class DRTState(NamedTuple):
         return self.caches[0].lengths
 
 
+class Due(NamedTuple):
+    """Which rows run a landmark.
+
+    Attributes:
+        rows: their indices.
+        stored: (B,), how many chunks each row of the batch has in memory.
+    """
+
+    rows: Tensor
+    stored: Tensor
+
+
 class DRT(AbstractStack):
     """Window layers whose upper half reads past chunks that it retrieves (section 3).
 
@@ -135,17 +147,13 @@ class DRT(AbstractStack):
         self.d_model = d_model
         self.config = config
         D, hidden, eps = config.head_dim, config.hidden, config.norm_eps
-        attention = AttentionConfig(
-            D, window_size=config.window_size, rope_base=None, alibi="olmo"
-        )
+        attention = AttentionConfig(D, window_size=config.window_size, rope_base=None, alibi="olmo")
         mlp = MLPConfig("swiglu", hidden)
         half = config.num_layers // 2
         block = MixerBlockConfig(attention, mlp, eps)
         self.landmark = nn.Embedding(1, d_model)
         # torch's ModuleList has no element type, so the casts tell it to type checkers.
-        self.lower = cast(
-            Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half))
-        )
+        self.lower = cast(Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half)))
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
@@ -190,9 +198,7 @@ class DRT(AbstractStack):
         caches = []
         h = places.spread(x, self.landmark.weight)
         for block, its_cache in zip(self.lower, before, strict=False):
-            h, cache = block(
-                h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths
-            )
+            h, cache = block(h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
             caches.append(cache)
         chunks = places.to_chunks(h)
         if state is not None:
@@ -239,28 +245,19 @@ class DRT(AbstractStack):
                 f"state has room for {state.memory.k.shape[1]} chunks, and a row has them all: "
                 "reserve more"
             )
-        # All rows run the landmark; the others then get back what it overwrote.
-        others = (~is_due).nonzero()[:, 0].to(state.lower.device)
-        kept = [_newest_slots(cache, others) for cache in state.caches]
-        lower = state.lower[others]
-        rows = is_due.nonzero()[:, 0].to(state.lower.device)
-        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(is_due), -1, -1)
-        self._step_place(x, state, (rows, count.to(rows.device)))
-        state.lower[others] = lower
-        for cache, (slot, k, v) in zip(state.caches, kept, strict=True):
-            cache.k[others, slot], cache.v[others, slot] = k, v
-            cache.lengths[others] -= 1
+        due = is_due.to(state.lower.device)
+        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due), -1, -1)
+        self._step_place(x, state, Due(due.nonzero()[:, 0], count.to(due.device)))
+        # The other rows ran it too. What it wrote goes where their next place will be written, so
+        # counting it back undoes it: in a full ring, that slot has left the window by then.
+        for cache in state.caches:
+            cache.lengths.sub_((~due).long())
 
-    def _step_place(
-        self, x: Tensor, state: DRTState, landmark: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Run one place of every row, overwriting the state.
+    def _step_place(self, x: Tensor, state: DRTState, due: Due | None = None) -> Tensor:
+        """Run one place of every row, (B, 1, C), overwriting the state.
 
-        Args:
-            x: (B, 1, C).
-            state: of the rows.
-            landmark: if x are landmarks: the rows where they are due, and how many chunks each row
-                has stored. The chunk of these rows is stored, and they retrieve for the next.
+        With `due`, x are landmarks. In the rows where they are due, the chunk is stored and
+        retrieves for the next.
         """
         batch = torch.arange(len(x), device=x.device)
         place = state.num_places % (self.config.chunk_size + 1)
@@ -269,23 +266,23 @@ class DRT(AbstractStack):
             h = block.step(h, cache)
         state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
         encoded: Memory | None = None
-        if landmark is not None:
-            rows, count = landmark
-            encoded = self.encoder(state.lower[:, None])
+        if due is not None:
+            encoded = cast(Memory, self.encoder(state.lower[:, None]))
             for old, new in zip(state.memory, encoded, strict=True):
-                old[rows, count[rows]] = new[rows, 0].to(old.dtype)
+                old[due.rows, due.stored[due.rows]] = new[due.rows, 0].to(old.dtype)
         found = []
         for i, layer in enumerate(self.upper):
             group = i // self._group_size
-            if encoded is not None and i % self._group_size == 0:
-                lo, hi = torch.zeros_like(landmark[1])[:, None], landmark[1][:, None]
+            if due is not None and encoded is not None and i % self._group_size == 0:
+                hi = due.stored[:, None]
+                lo = torch.zeros_like(hi)
                 found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
             reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
             h = layer.step(h, state.caches[len(self.lower) + i], state.memory, reads)
-        if landmark is not None:
-            rows = landmark[0]
-            for old, new in zip(state[-2:], zip(*found, strict=True), strict=True):
-                old[rows] = torch.cat(new, 1)[rows].to(old.dtype)
+        if due is not None:
+            indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+            state.indices[due.rows] = indices[due.rows]
+            state.weights[due.rows] = weights[due.rows].to(state.weights.dtype)
         return h
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
@@ -341,9 +338,7 @@ class DRT(AbstractStack):
         c, C, L = self.config, self.d_model, self.config.chunk_size
         N = num_tokens / L
         places = (L + 1) / L
-        attention = sum(
-            a.flops_per_token(round(num_tokens * places)) for a in self._attentions()
-        )
+        attention = sum(a.flops_per_token(round(num_tokens * places)) for a in self._attentions())
         rest = [block.mlp for block in self.lower]
         rest += [m for layer in self.upper for m in (layer.wq, layer.wo, layer.mlp)]
         layers = attention + 2 * _weights(rest)
@@ -373,9 +368,7 @@ class DRT(AbstractStack):
         state: DRTState | None,
     ) -> Reads:
         """Return what the N chunks of the grid read in a group, and the one after them."""
-        found = self._retrieve(
-            group, places.landmarks(h), encoded, memory, places.lo, places.hi
-        )
+        found = self._retrieve(group, places.landmarks(h), encoded, memory, places.lo, places.hi)
         if state is None:  # the first chunk reads nothing
             return Reads(
                 F.pad(found.indices, (0, 0, 1, 0), value=-1), F.pad(found.weights, (0, 0, 1, 0))
@@ -404,12 +397,6 @@ def _weights(modules: Sequence[nn.Module]) -> int:
     return sum(weight.numel() for module in modules for weight in module.parameters())
 
 
-def _newest_slots(cache: KVCache, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slot of each row's next place, and copies of the key and the value in it."""
-    slot = cache.lengths[rows] % cache.k.shape[1]
-    return slot, cache.k[rows, slot], cache.v[rows, slot]
-
-
 def _with_room(part: Tensor, num_chunks: int) -> Tensor:
     """Copy (B, S, ...) into a buffer of `num_chunks` chunks, or of S if that is more."""
     room = part.new_zeros(part.shape[0], max(num_chunks, part.shape[1]), *part.shape[2:])
@@ -436,7 +423,6 @@ def _next_state(
     done = continued.done[:, None]
     lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
     indices, weights = (
-        torch.cat([take(part, done) for part in parts], 1)
-        for parts in zip(*reads, strict=True)
+        torch.cat([take(part, done) for part in parts], 1) for parts in zip(*reads, strict=True)
     )
     return DRTState(caches, lower[:, 0], memory, indices, weights)
