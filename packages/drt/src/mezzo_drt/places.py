@@ -53,12 +53,14 @@ class Places(NamedTuple):
             x: the tokens.
             landmark: (1, C).
         """
-        landmark = landmark.to(x.dtype).expand(len(x), 1, -1)
+        landmark = landmark.to(x.dtype)
         if self.source is None:
             N, L = self.num_chunks, self.chunk_size
             chunks = F.pad(x, (0, 0, 0, N * L - self.num_tokens)).unflatten(1, (N, L))
-            return torch.cat([chunks, landmark[:, None].expand(-1, N, -1, -1)], 2).flatten(1, 2)
-        return take(torch.cat([x, landmark, torch.zeros_like(landmark)], 1), self.source)
+            return torch.cat([chunks, landmark.expand(len(x), N, -1, -1)], 2).flatten(1, 2)
+        # All landmarks by one `where`, whose gradient is a sum: that of a gather uses atomics.
+        tokens = take(F.pad(x, (0, 0, 0, 2)), self.source)
+        return torch.where((self.source == self.num_tokens)[..., None], landmark, tokens)
 
     def collect(self, y: Tensor) -> Tensor:
         """Drop landmarks and padding: (B, P, C) to (B, T, C)."""

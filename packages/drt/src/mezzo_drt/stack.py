@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, AttentionConfig, MixerBlockConfig
-from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
@@ -18,15 +17,9 @@ from torch import Tensor, nn
 
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.places import (
-    Continued,
-    Places,
-    continued_places,
-    packed_places,
-    take,
-    whole_places,
-)
+from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
+from mezzo_drt.state import DRTState, next_state, with_open_chunk, with_room
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -90,31 +83,6 @@ class DRTConfig:
     def build(self, d_model: int) -> "DRT":
         """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
         return DRT(d_model, self)
-
-
-class DRTState(NamedTuple):
-    """State of `DRT`.
-
-    Attributes:
-        caches: of each layer; their `lengths` count places.
-        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
-            come hold anything.
-        memory: what can be read of the S complete chunks. A row that has fewer holds anything in
-            the others.
-        indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
-        weights: (B, G, R) float32 (float64 for float64), their weights.
-    """
-
-    caches: tuple[KVCache, ...]
-    lower: Tensor
-    memory: Memory
-    indices: Tensor
-    weights: Tensor
-
-    @property
-    def num_places(self) -> Tensor:
-        """(B,), the places of each row so far."""
-        return self.caches[0].lengths
 
 
 class Due(NamedTuple):
@@ -202,7 +170,7 @@ class DRT(AbstractStack):
             caches.append(cache)
         chunks = places.to_chunks(h)
         if state is not None:
-            chunks = _with_open_chunk(chunks, state)
+            chunks = with_open_chunk(chunks, state)
         encoded = memory = self.encoder(chunks)
         if state is not None and continued is not None:
             memory = Memory(*map(continued.extend, state.memory, encoded))
@@ -216,7 +184,7 @@ class DRT(AbstractStack):
         y = places.collect(h)
         if continued is None:
             return y, None
-        return y, _next_state(tuple(caches), chunks, memory, reads, continued)
+        return y, next_state(tuple(caches), chunks, memory, reads, continued)
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
@@ -297,7 +265,7 @@ class DRT(AbstractStack):
             layer.reserve(cache, num_places)
             for layer, cache in zip(self._attentions(), state.caches, strict=True)
         )
-        memory = Memory(*(_with_room(part, seen // L) for part in state.memory))
+        memory = Memory(*(with_room(part, seen // L) for part in state.memory))
         return DRTState(
             caches, state.lower.clone(), memory, state.indices.clone(), state.weights.clone()
         )
@@ -341,11 +309,14 @@ class DRT(AbstractStack):
         attention = sum(a.flops_per_token(round(num_tokens * places)) for a in self._attentions())
         rest = [block.mlp for block in self.lower]
         rest += [m for layer in self.upper for m in (layer.wq, layer.wo, layer.mlp)]
-        layers = attention + 2 * _weights(rest)
         reading = len(self.upper) * 4 * C * L * min(c.num_retrieved, N / 2)
-        encoder = 2 * _weights([self.encoder]) + len(self.encoder.layers) * 4 * C * (L + 1)
-        scores = c.num_groups * 2 * C * N / 2 / L
-        return places * (layers + reading + encoder) + 2 * _weights([self.queries]) / L + scores
+        encoder = self.encoder
+        encoding = 2 * _weights([encoder.layers]) + len(encoder.layers) * 4 * C * (L + 1)
+        every_place = attention + 2 * _weights(rest) + reading + encoding
+        every_chunk = 2 * _weights([self.queries, *([] if encoder.wl is None else [encoder.wl])])
+        scores = c.num_groups * 2 * C * N / 2
+        every_token = 2 * _weights([encoder.wk, encoder.wv])
+        return places * every_place + every_token + (every_chunk + scores) / L
 
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""
@@ -395,34 +366,3 @@ class DRT(AbstractStack):
 
 def _weights(modules: Sequence[nn.Module]) -> int:
     return sum(weight.numel() for module in modules for weight in module.parameters())
-
-
-def _with_room(part: Tensor, num_chunks: int) -> Tensor:
-    """Copy (B, S, ...) into a buffer of `num_chunks` chunks, or of S if that is more."""
-    room = part.new_zeros(part.shape[0], max(num_chunks, part.shape[1]), *part.shape[2:])
-    room[:, : part.shape[1]] = part
-    return room
-
-
-def _with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
-    """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
-    M = chunks.shape[2]
-    is_old = torch.arange(M, device=chunks.device) < (state.num_places % M)[:, None]
-    first = torch.where(is_old[..., None], state.lower.to(chunks.dtype), chunks[:, 0])
-    return torch.cat([first[:, None], chunks[:, 1:]], 1)
-
-
-def _next_state(
-    caches: tuple[KVCache, ...],
-    chunks: Tensor,
-    memory: Memory,
-    reads: Sequence[Reads],
-    continued: Continued,
-) -> DRTState:
-    """Return the state after a call, which begins in chunk `done` of the call's grid."""
-    done = continued.done[:, None]
-    lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
-    indices, weights = (
-        torch.cat([take(part, done) for part in parts], 1) for parts in zip(*reads, strict=True)
-    )
-    return DRTState(caches, lower[:, 0], memory, indices, weights)
