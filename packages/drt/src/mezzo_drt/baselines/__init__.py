@@ -6,6 +6,7 @@ from mezzo_drt.baselines.block_recurrent import (
     BlockRecurrentState,
 )
 from mezzo_drt.baselines.landmark import LandmarkConfig, LandmarkStack, LandmarkState
+from mezzo_drt.baselines.models import ModelSize, base_lm, block_recurrent_lm, landmark_lm
 
 __all__ = [
     "BlockRecurrent",
@@ -14,4 +15,8 @@ __all__ = [
     "LandmarkConfig",
     "LandmarkStack",
     "LandmarkState",
+    "ModelSize",
+    "base_lm",
+    "block_recurrent_lm",
+    "landmark_lm",
 ]
