@@ -8,16 +8,9 @@ import pytest
 import torch
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.errors import UserError
+from toys.jobs import fail, place_of
 
 CPU = torch.device("cpu")
-
-
-def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int, str]:
-    return number, os.getpid(), f"{folder} {device}"
-
-
-def fail(folder: Path, device: torch.device) -> None:
-    raise UserError("this one fails")
 
 
 def test_one_job_runs_in_this_process_one_after_another():
