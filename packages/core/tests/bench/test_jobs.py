@@ -31,4 +31,4 @@ def test_several_jobs_run_in_processes_with_folders_of_their_own():
 
 def test_an_error_of_a_job_reaches_the_caller():
     with pytest.raises(UserError, match="this one fails"):
-        list(side_by_side([fail], Path("here"), CPU, 2))
+        list(side_by_side([fail, fail], Path("here"), CPU, 2))
