@@ -44,15 +44,15 @@ def check(inputs, softmax1=True):
 
 
 SHAPES = {
-    "a landmark": (1, 3, 65, 4, 64, 2, 2, 32),
-    "short chunks": (2, 3, 17, 4, 16, 2, 2, 16),
+    "a landmark": (1, 2, 65, 3, 64, 2, 1, 32),
+    "short chunks": (2, 2, 17, 3, 16, 2, 2, 16),
     "medium chunks": (1, 3, 33, 4, 32, 3, 1, 16),
-    "long chunks": (1, 2, 129, 3, 128, 1, 1, 16),
+    "long chunks": (1, 1, 129, 2, 128, 1, 1, 16),
     "odd chunks": (1, 2, 20, 3, 19, 2, 1, 16),
-    "chunks between": (1, 2, 101, 3, 100, 1, 1, 16),
+    "chunks between": (1, 1, 101, 2, 100, 1, 1, 16),
     "one query": (2, 5, 1, 7, 24, 3, 2, 16),
     "many retrieved": (1, 2, 5, 40, 5, 33, 1, 16),
-    "popular chunks": (2, 20, 4, 2, 16, 3, 1, 16),
+    "popular chunks": (2, 12, 4, 2, 16, 3, 1, 16),
     "wide heads": (1, 2, 9, 2, 16, 1, 1, 256),
     "wide heads of long chunks": (1, 1, 33, 2, 64, 1, 1, 256),
 }
@@ -126,7 +126,7 @@ def test_no_part_of_a_chunk_is_lost():
 
 
 def test_repeats_are_bit_equal():
-    inputs = draw(2, 20, 17, 2, 16, 3, 2, 16, dtype=torch.float16)
+    inputs = draw(1, 20, 5, 1, 16, 2, 2, 16, dtype=torch.float16)
     first, second = run(inputs), run(inputs)
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
@@ -134,39 +134,33 @@ def test_repeats_are_bit_equal():
 
 def test_keys_and_values_are_read_where_they_lie():
     """Here side by side in one projection, with the landmark's place left out."""
-    B, S, L, H, D = 2, 3, 16, 2, 16
-    inputs = draw(B, 4, 17, S, L, 2, H, D)
+    B, S, L, H, D = 2, 2, 5, 2, 16
+    inputs = draw(B, 2, 6, S, L, 2, H, D)
     both = torch.randn(B, S, L + 1, 2, H, D, device=DEVICE)
     k, v = both[:, :, :L].unbind(3)
-    strided = run(inputs | {"k": k, "v": v})
+    assert not k.is_contiguous()
     apart = run(inputs | {"k": k.contiguous(), "v": v.contiguous()})
-    for name, x in apart.items():
-        assert torch.equal(strided[name], x), name
-    assert strided["dk"].any()
-    shuffled = {"k": k.transpose(3, 4).contiguous().transpose(3, 4), "v": v.flip(1)}
-    for name, x in run(inputs | shuffled).items():
-        expected = run(inputs | {"k": k.contiguous(), "v": v.flip(1).contiguous()})[name]
-        assert torch.equal(x, expected), name
+    assert apart["dk"].any()
+    # The second cannot be read as it lies.
+    for keys in (k, k.transpose(3, 4).contiguous().transpose(3, 4)):
+        found = run(inputs | {"k": keys, "v": v})
+        for name, x in apart.items():
+            assert torch.equal(found[name], x), name
 
 
 def test_the_registered_op_is_sound():
-    inputs = draw(1, 3, 17, 4, 16, 2, 1, 16)
+    inputs = draw(1, 2, 3, 2, 4, 2, 1, 16)
     tensors = [x.requires_grad_(x.is_floating_point()) for x in inputs.values()]
     torch.library.opcheck(op._attention, (*tensors, True, 0.25))
-    torch.library.opcheck(
-        op._attention_bwd,
-        (inputs["q"].detach(), *(x.detach() for x in tensors), *_lse(inputs), True, 0.25),
-    )
-
-
-def _lse(inputs):
-    return [op._attention(*(x.detach() for x in inputs.values()), True, 0.25)[1]]
+    out, lse = (x.detach() for x in op._attention(*tensors, True, 0.25))
+    tensors = [x.detach() for x in tensors]
+    torch.library.opcheck(op._attention_bwd, (out, *tensors, lse, True, 0.25))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.any_shapes
 def test_it_compiles_as_one_graph(impl):
-    inputs = draw(1, 3, 17, 4, 16, 2, 1, 16)
+    inputs = draw(1, 2, 5, 3, 4, 2, 1, 16)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     call = lambda **x: grouped_cross_attention(**x, impl=impl)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, backend=backend)
