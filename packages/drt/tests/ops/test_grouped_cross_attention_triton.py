@@ -92,8 +92,8 @@ def test_large_logits_do_not_overflow(softmax1):
     inputs["q"] *= 30
     inputs["k"] *= 30
     found, ref = (run(inputs, impl, softmax1) for impl in ("triton", "reference"))
-    for name, x in ref.items():
-        assert found[name].isfinite().all(), name
+    for name, x in found.items():
+        assert x.isfinite().all(), name
     assert_close("out", found["out"], ref["out"], rtol=5e-3)
 
 
