@@ -84,16 +84,15 @@ def _attention_bwd(
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = (x.new_empty(x.shape) for x in (q, k, v, weights))
-    dq, dk, dv, dweights = found
+    dq, dk, dv, dweights = (x.new_empty(x.shape) for x in (q, k, v, weights))
     return dq, dk, dv, dweights
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, softmax1, scale = inputs
-    ctx.form = Form(softmax1, scale)
+    q, k, v, indices, weights, *form = inputs
+    ctx.form = Form(*form)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*Saved(*tensors, output[1]))
+    ctx.save_for_backward(*Saved(q, k, v, indices, weights, output[1]))
 
 
 def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:

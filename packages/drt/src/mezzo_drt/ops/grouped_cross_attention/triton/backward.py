@@ -15,10 +15,10 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     chunked,
     key_tile,
     load_keys,
-    load_rows,
     logits,
     place,
     query_tiles,
+    row_offsets,
 )
 
 
@@ -37,14 +37,19 @@ def queries_bwd_kernel(
     first = i_c // N * S
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < M
-    b_q, o_q = load_rows(q, i_c * M, o_m, m_m, i_h, H, D)
-    b_do, _ = load_rows(do, i_c * M, o_m, m_m, i_h, H, D)
+    q += i_c * M * (H * D)
+    do += i_c * M * (H * D)
+    dq += i_c * M * (H * D)
+    o_q = row_offsets(o_m, i_h, H, D)
+    b_q = tl.load(q + o_q, mask=m_m[:, None], other=0.0)
+    b_do = tl.load(do + o_q, mask=m_m[:, None], other=0.0)
     b_dq = tl.zeros([BM, D], tl.float32)
     if BX:
         o_x = tiles * BM + tl.arange(0, BX)
         m_x = (o_x < M) & (i_m == tiles - 1)
-        b_qx, o_qx = load_rows(q, i_c * M, o_x, m_x, i_h, H, D)
-        b_dox, _ = load_rows(do, i_c * M, o_x, m_x, i_h, H, D)
+        o_qx = row_offsets(o_x, i_h, H, D)
+        b_qx = tl.load(q + o_qx, mask=m_x[:, None], other=0.0)
+        b_dox = tl.load(do + o_qx, mask=m_x[:, None], other=0.0)
         b_dqx = tl.zeros([D, BX], tl.float32)
     for r in range(R):
         index = tl.load(indices + i_c * R + r)
@@ -93,10 +98,10 @@ def backward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
     """Return the sizes for M queries and L keys of width D."""
     BN = key_tile(L, D, dtype)
     if dtype == torch.float32:
-        return Tiles(*query_tiles(M, BN, L, 32), BN, 4, 1)
+        return Tiles(16, 0, BN, 4 if D <= 64 else 8, 1)
     BM, BX = query_tiles(M, BN, L, 128 if D <= 64 else 64)
-    wide = BM * D > 64 * 64 or BN * D > 64 * 64
-    return Tiles(BM, BX, BN, 8 if wide else 4, 2)
+    warps = 4 if max(BM, BN) <= 64 and D <= 128 else 8
+    return Tiles(BM, BX, BN, warps, 3 if BN * D <= 64 * 64 else 2)
 
 
 def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]:

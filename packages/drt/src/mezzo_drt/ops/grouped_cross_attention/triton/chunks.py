@@ -86,8 +86,10 @@ def chunk_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
     """Return the sizes for M queries of each reader and L keys of width D."""
     BN = key_tile(L, D, dtype)
     if dtype == torch.float32:
-        return Tiles(32, 0, BN, 4, 1)
-    return Tiles(64, 0, BN, 8 if BN * D > 64 * 64 else 4, 2)
+        return Tiles(16, 0, BN, 4 if D <= 64 else 8, 1)
+    if D == 128:
+        return Tiles(32, 0, BN, 4 if BN <= 64 else 8, 2)
+    return Tiles(64, 0, BN, 4 if BN * D <= 64 * 64 else 8, 2)
 
 
 def chunks_bwd(

@@ -14,10 +14,10 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     chunked,
     key_tile,
     load_keys,
-    load_rows,
     logits,
     place,
     query_tiles,
+    row_offsets,
 )
 
 
@@ -46,12 +46,16 @@ def attend_fwd_kernel(
     first = i_c // N * S
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < M
-    b_q, o_q = load_rows(q, i_c * M, o_m, m_m, i_h, H, D)
+    q += i_c * M * (H * D)
+    out += i_c * M * (H * D)
+    o_q = row_offsets(o_m, i_h, H, D)
+    b_q = tl.load(q + o_q, mask=m_m[:, None], other=0.0)
     b_acc = tl.zeros([BM, D], tl.float32)
     if BX:
         o_x = tiles * BM + tl.arange(0, BX)
         m_x = (o_x < M) & (i_m == tiles - 1)
-        b_qx, o_qx = load_rows(q, i_c * M, o_x, m_x, i_h, H, D)
+        o_qx = row_offsets(o_x, i_h, H, D)
+        b_qx = tl.load(q + o_qx, mask=m_x[:, None], other=0.0)
         b_accx = tl.zeros([D, BX], tl.float32)
     for r in range(R):
         index = tl.load(indices + i_c * R + r)
@@ -61,13 +65,14 @@ def attend_fwd_kernel(
             b_k = load_keys(k, index, first, 0, k_chunk, k_row, i_h, L, BN, D)
             b_v = load_keys(v, index, first, 0, v_chunk, v_row, i_h, L, BN, D)
             b_s = logits(b_q, b_k, 0, scale2, L, BN, 1, PRECISION)
+            if BX:
+                b_sx = logits(b_k, b_qx, 0, scale2, L, BN, 0, PRECISION)
             b_p, b_lse = softmax(b_s, weight, 1, SOFTMAX1)
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
             if BX:
-                b_s = logits(b_k, b_qx, 0, scale2, L, BN, 0, PRECISION)
-                b_p, b_lsex = softmax(b_s, weight, 0, SOFTMAX1)
-                b_p = b_p.to(b_v.dtype)
-                b_accx = tl.dot(tl.trans(b_v), b_p, b_accx, input_precision=PRECISION)
+                b_px, b_lsex = softmax(b_sx, weight, 0, SOFTMAX1)
+                b_px = b_px.to(b_v.dtype)
+                b_accx = tl.dot(tl.trans(b_v), b_px, b_accx, input_precision=PRECISION)
                 tl.store(p_lse + o_x, b_lsex, mask=m_x)
         else:
             # An online softmax over the tiles of the chunk; softmax1's own key comes first.
@@ -97,10 +102,10 @@ def forward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
     """Return the sizes for M queries and L keys of width D."""
     BN = key_tile(L, D, dtype)
     if dtype == torch.float32:
-        return Tiles(*query_tiles(M, BN, L, 32), BN, 4, 1)
-    BM, BX = query_tiles(M, BN, L, 128 if D <= 128 else 64)
-    wide = BM * D > 64 * 128 or BN * D > 128 * 64
-    return Tiles(BM, BX, BN, 8 if wide else 4, 2 if BN * D > 64 * 64 else 3)
+        return Tiles(16, 0, BN, 4 if D <= 128 else 8, 1)
+    BM, BX = query_tiles(M, BN, L, 128 if D <= 64 else 64)
+    warps = 4 if max(BM, BN) <= 64 and D <= 128 else 8
+    return Tiles(BM, BX, BN, warps, 3 if BN * D <= 128 * 64 else 2)
 
 
 def attend(

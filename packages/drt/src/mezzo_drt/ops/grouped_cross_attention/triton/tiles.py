@@ -45,16 +45,15 @@ class Tiles(NamedTuple):
 
 def key_tile(L: int, D: int, dtype: torch.dtype) -> int:
     """Return BN: all keys of a chunk, or as many as fit."""
-    BN = max(16, triton.next_power_of_2(L))
     if dtype == torch.float32:
-        return min(BN, 32)
-    return min(BN, 128 if D <= 128 else 64)
+        return 16
+    return min(max(16, triton.next_power_of_2(L)), 128 if D <= 128 else 32)
 
 
 def query_tiles(M: int, BN: int, L: int, most: int) -> tuple[int, int]:
     """Return BM, at most `most`, and BX."""
     below = min(2 ** (max(M, 1).bit_length() - 1), most)
-    # Few queries are left over, and are fewer than a tile of the next size would add.
+    # What is left over must be few, and chunks read in one go.
     if below >= 32 and 1 <= M % below <= 16 and L <= BN:
         return below, 16
     return min(max(16, triton.next_power_of_2(M)), most), 0
@@ -89,10 +88,12 @@ def place(chunks, tiles):
 
 
 @triton.jit
-def load_rows(p, row, o_m, m_m, i_h, H: tl.constexpr, D: tl.constexpr):
-    """Load rows (BM, D) of one head of a contiguous (rows, H, D); return their offsets too."""
-    o_q = ((row + o_m)[:, None] * H + i_h) * D + tl.arange(0, D)[None, :]
-    return tl.load(p + o_q, mask=m_m[:, None], other=0.0), o_q
+def row_offsets(o_m, i_h, H: tl.constexpr, D: tl.constexpr):
+    """Return the offsets (BM, D) of rows of one head, from the first row of their chunk.
+
+    They are int32, half the registers of int64: only what a chunk's place adds can be large.
+    """
+    return (o_m[:, None] * H + i_h) * D + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -102,10 +103,8 @@ def load_keys(
     """Load BN rows (BN, D) of chunk `first + index`, from row j; zeros if the index is -1."""
     o_l = j + tl.arange(0, BN)
     p += (first + index) * chunk + i_h * D
-    o_k = o_l.to(tl.int64)[:, None] * row + tl.arange(0, D)[None, :]
-    if L % BN:
-        return tl.load(p + o_k, mask=(o_l < L)[:, None] & (index >= 0), other=0.0)
-    return tl.load(p + o_k, mask=(o_l >= 0)[:, None] & (index >= 0), other=0.0)
+    o_k = o_l[:, None] * row + tl.arange(0, D)[None, :]
+    return tl.load(p + o_k, mask=(o_l < L)[:, None] & (index >= 0), other=0.0)
 
 
 @triton.jit
