@@ -19,6 +19,7 @@ from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
+from mezzo_drt.room import append, buffers, make_leaf
 from mezzo_drt.state import DRTState, next_state, with_open_chunk, with_room
 
 Retriever = Literal["learned", "random", "fixed"]
@@ -171,20 +172,22 @@ class DRT(AbstractStack):
         chunks = places.to_chunks(h)
         if state is not None:
             chunks = with_open_chunk(chunks, state)
-        encoded = memory = self.encoder(chunks)
+        encoded = memory = readable = self.encoder(chunks)
         if state is not None and continued is not None:
-            memory = Memory(*map(continued.extend, state.memory, encoded))
+            memory, room = append(state.memory, state.room, encoded, continued)
+            # Whole buffers lie without gaps, and so the kernels take them as they are.
+            readable = buffers(memory, room)
         reads: list[Reads] = []
         for i, layer in enumerate(self.upper):
             if i % self._group_size == 0:
                 reads.append(self._reads(len(reads), h, encoded, memory, places, state))
             here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
-            h, cache = layer(h, before[len(caches)], memory, here, places)
+            h, cache = layer(h, before[len(caches)], readable, here, places)
             caches.append(cache)
         y = places.collect(h)
         if continued is None:
             return y, None
-        return y, next_state(tuple(caches), chunks, memory, reads, continued)
+        return y, next_state(tuple(caches), chunks, memory, room, reads, continued)
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
@@ -198,15 +201,26 @@ class DRT(AbstractStack):
     def before_step(self, state: DRTState) -> None:
         """Run the landmark of rows whose chunk is complete, store the chunk, and retrieve.
 
-        The call waits for a GPU, to read which rows these are.
+        The call waits for a GPU, to read which rows these are, only when one may be: after that it
+        counts the steps until the next.
 
         Raises:
             ValueError: if the state has no room for the chunk.
         """
         L = self.config.chunk_size
-        is_due = (state.num_places % (L + 1) == L).cpu()
-        if not is_due.any():
+        if (state.wait > 0).all():
+            state.wait.sub_(1)
             return
+        place = (state.num_places % (L + 1)).cpu()
+        is_due = place == L
+        if is_due.any():
+            self._run_landmarks(state, is_due)
+        # A step brings a row with p places of the open chunk to p + 1, and L need a landmark.
+        state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
+
+    def _run_landmarks(self, state: DRTState, is_due: Tensor) -> None:
+        """Run the landmark of the rows where it is due, (B,) in the host's memory."""
+        L = self.config.chunk_size
         count = (state.num_places // (L + 1)).cpu()
         if int(count[is_due].max()) >= state.memory.k.shape[1]:
             raise ValueError(
@@ -267,8 +281,9 @@ class DRT(AbstractStack):
         )
         memory = Memory(*(with_room(part, seen // L) for part in state.memory))
         return DRTState(
-            caches, state.lower.clone(), memory, state.indices.clone(), state.weights.clone()
-        )
+            caches, state.lower.clone(), memory, state.indices.clone(), state.weights.clone(),
+            make_leaf(len(state.wait)), state.wait.clone(),
+        )  # fmt: skip
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
@@ -283,6 +298,8 @@ class DRT(AbstractStack):
             like.new_zeros(
                 batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)
             ),
+            make_leaf(batch),
+            torch.zeros(batch, dtype=torch.int64, device="cpu"),
         )
 
     def state_bytes(self, num_tokens: int) -> int:

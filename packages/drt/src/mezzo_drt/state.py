@@ -23,6 +23,8 @@ class DRTState(NamedTuple):
             the others.
         indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
         weights: (B, G, R) float32 (float64 for float64), their weights.
+        room: (B, 0) int64 in the host's memory, from `make_leaf`: where the memory may grow.
+        wait: (B,) int64 in the host's memory: no landmark is due for so many steps.
     """
 
     caches: tuple[KVCache, ...]
@@ -30,6 +32,8 @@ class DRTState(NamedTuple):
     memory: Memory
     indices: Tensor
     weights: Tensor
+    room: Tensor
+    wait: Tensor
 
     @property
     def num_places(self) -> Tensor:
@@ -56,6 +60,7 @@ def next_state(
     caches: tuple[KVCache, ...],
     chunks: Tensor,
     memory: Memory,
+    room: Tensor,
     reads: Sequence[Reads],
     continued: Continued,
 ) -> DRTState:
@@ -65,4 +70,5 @@ def next_state(
     indices, weights = (
         torch.cat([take(part, done) for part in parts], 1) for parts in zip(*reads, strict=True)
     )
-    return DRTState(caches, lower[:, 0], memory, indices, weights)
+    wait = torch.zeros(len(lower), dtype=torch.int64, device="cpu")
+    return DRTState(caches, lower[:, 0], memory, indices, weights, room, wait)

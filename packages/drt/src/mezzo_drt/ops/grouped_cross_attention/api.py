@@ -93,7 +93,9 @@ def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) ->
     if not isinstance(softmax1, bool):
         raise TypeError(f"{OP}: softmax1 must be a bool, got {type(softmax1).__name__}")
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"{OP}: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise TypeError(
+            f"{OP}: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if q.ndim != 5 or 0 in q.shape[3:]:
         raise ValueError(f"{OP}: q must be (B, N, M, H, D), got {tuple(q.shape)}")
     B, N, _, H, D = q.shape
