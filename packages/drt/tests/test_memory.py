@@ -1,6 +1,7 @@
 """The memory of chunks grows in place, and no state that still lives is harmed."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,13 +17,17 @@ CONFIG = DRTConfig(
 )  # fmt: skip
 
 
-@pytest.fixture
-def stack():
+def build(**fields):
     torch.manual_seed(0)
-    stack = CONFIG.build(C)
+    stack = replace(CONFIG, **fields).build(C)
     for weight in stack.parameters():
         torch.nn.init.normal_(weight, std=0.4)
     return stack.eval()
+
+
+@pytest.fixture(params=[False, True], ids=["device", "offload"])
+def stack(request):
+    return build(offload=request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +146,27 @@ def test_a_forward_leaves_a_state_that_steps_its_own_buffers(stack):
         stack.before_step(state)
         y = stack.step(x[:, t : t + 1], state)
     assert_close("the last step", y, stack(x)[0][:, -1:], rtol=1e-5)
+
+
+def test_reserve_takes_room_that_is_there_and_leaves_the_state_as_it_was(stack):
+    x = torch.randn(2, 20 * L, C)
+    _, given = run(stack, x[:, : 9 * L], L)
+    assert room_of(given.room).capacity == 16
+    kept = [leaf.clone() for leaf in tree_leaves(given)]
+    state = stack.reserve(given, 7 * L)
+    assert places(state) == places(given)
+    again = stack.reserve(given, 7 * L)
+    assert places(again) != places(given), "the room has been given away"
+    for t in range(9 * L, 16 * L):
+        for mine, token in ((state, x[:, t : t + 1]), (again, torch.randn(2, 1, C))):
+            stack.before_step(mine)
+            y = stack.step(token, mine)
+            if mine is state:
+                assert_close(f"step {t}", y, stack(x[:, : t + 1])[0][:, -1:], rtol=1e-5)
+    assert all(map(torch.equal, kept, tree_leaves(given)))
+    y, _ = run(stack, x[:, 9 * L :], 5, given)
+    assert_close("the state given", y, stack(x)[0][:, 9 * L :], rtol=1e-5)
+    assert places(stack.reserve(given, 30 * L)) != places(given), "so much room there is not"
 
 
 def test_inference_mode_may_end_between_segments(stack):

@@ -173,8 +173,8 @@ class Continued(NamedTuple):
             return torch.cat([kept, new[:, : self.num_after - self.num_before]], 1)
         S = old.shape[1]
         chunk = torch.arange(self.num_after, device=old.device)
-        is_old = chunk < self.before[:, None]
-        index = torch.where(is_old, chunk, S + chunk - self.before[:, None])
+        before = self.before.to(old.device)[:, None]
+        index = torch.where(chunk < before, chunk, S + chunk - before)
         return take(torch.cat([old, new], 1), index.clamp(max=S + new.shape[1] - 1))
 
 

@@ -85,7 +85,11 @@ def append(
     if not continued.num_done:
         return memory, leaf
     if torch.is_grad_enabled():
-        return Memory(*map(continued.extend, memory, new)), make_leaf(len(leaf))
+        parts = [
+            continued.extend(old, added.to(old.device))
+            for old, added in zip(memory, new, strict=True)
+        ]
+        return Memory(*parts), make_leaf(len(leaf))
     numbers = _numbers(leaf)
     room, whole = room_of(leaf), buffers(memory, leaf)
     fits = room is not None and room.filled == S == continued.writes_at and end <= room.capacity
@@ -102,6 +106,36 @@ def append(
     return Memory(*(part[:, :end] for part in whole)), leaf
 
 
+def claim(memory: Memory, leaf: Tensor, count: int | None, num_chunks: int) -> Memory:
+    """Return a memory with room for `num_chunks` chunks, which `before_step` may write.
+
+    Nothing is copied if the buffers have that much room behind what the states before can see, and
+    all rows have as many chunks. Then the room is given away: a state that appends will copy.
+
+    Args:
+        memory: of a state.
+        leaf: of the state.
+        count: the complete chunks of all rows; None if they differ.
+        num_chunks: for which there shall be room.
+    """
+    S, numbers, room, whole = (
+        memory.keys.shape[1],
+        _numbers(leaf),
+        room_of(leaf),
+        buffers(memory, leaf),
+    )
+    fits = room is not None and room.filled == S == count and num_chunks <= room.capacity
+    if numbers is not None and fits and whole is not memory and _may_write(memory, memory):
+        numbers[0] = numbers[1]
+        return whole
+    parts = []
+    for part in memory:
+        buffer = part.new_zeros(len(part), max(num_chunks, S), *part.shape[2:])
+        buffer[:, :S] = part
+        parts.append(buffer)
+    return Memory(*parts)
+
+
 def _may_write(memory: Memory, new: Memory) -> bool:
     """Tell whether the memory takes the dtypes of `new`, and writes in place at all."""
     same = all(old.dtype == added.dtype for old, added in zip(memory, new, strict=True))
@@ -111,9 +145,9 @@ def _may_write(memory: Memory, new: Memory) -> bool:
 def _copied(old: Tensor, new: Tensor, continued: Continued, capacity: int) -> Tensor:
     """Append to a copy with room for `capacity` chunks."""
     end, before = continued.num_after, continued.num_before
-    buffer = new.new_empty(len(new), capacity, *new.shape[2:])
+    buffer = new.new_empty(len(new), capacity, *new.shape[2:], device=old.device)
     if before is None:
-        buffer[:, :end] = continued.extend(old, new)
+        buffer[:, :end] = continued.extend(old, new.to(old.device))
     else:  # without a second copy
         buffer[:, :before] = old[:, :before]
         buffer[:, before:end] = new[:, : end - before]
