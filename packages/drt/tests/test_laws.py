@@ -21,6 +21,8 @@ FORMS = {
     "as in the text": replace(SMALL, window_size=100, residual="text", softmax1=False),
     "random": replace(SMALL, num_groups=2, retriever="random"),
     "fixed": replace(SMALL, retriever="fixed"),
+    "offload": replace(SMALL, num_groups=2, offload=True),
+    "offload, as in the text": replace(SMALL, window_size=100, residual="text", offload=True),
     "chunks of one": replace(SMALL, chunk_size=1, num_retrieved=3),
 }
 

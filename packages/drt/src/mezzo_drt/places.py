@@ -153,6 +153,8 @@ class Continued(NamedTuple):
         done: (B,), how many the call completes. The next call begins in this chunk of the grid.
         num_before: the same number if all rows have as many, else None.
         num_after: how many chunks the row that has most of them has after the call.
+        num_done: the most chunks that the call completes in a row.
+        writes_at: `before` of the rows that complete chunks, if all of these have the same.
     """
 
     places: Places
@@ -160,6 +162,8 @@ class Continued(NamedTuple):
     done: Tensor
     num_before: int | None
     num_after: int
+    num_done: int
+    writes_at: int | None
 
     def extend(self, old: Tensor, new: Tensor) -> Tensor:
         """Append the completed chunks: (B, S, ...) and (B, N, ...) give (B, `num_after`, ...)."""
@@ -169,8 +173,8 @@ class Continued(NamedTuple):
             return torch.cat([kept, new[:, : self.num_after - self.num_before]], 1)
         S = old.shape[1]
         chunk = torch.arange(self.num_after, device=old.device)
-        is_old = chunk < self.before[:, None]
-        index = torch.where(is_old, chunk, S + chunk - self.before[:, None])
+        before = self.before.to(old.device)[:, None]
+        index = torch.where(chunk < before, chunk, S + chunk - before)
         return take(torch.cat([old, new], 1), index.clamp(max=S + new.shape[1] - 1))
 
 
@@ -213,8 +217,9 @@ def continued_places(
     )  # fmt: skip
     done = end // M - before
     return Continued(
-        places, before.to(device), done.to(device), _same(before), _largest(before + done)
-    )
+        places, before.to(device), done.to(device), _same(before), _largest(before + done),
+        _largest(done), _same(before[done > 0]),
+    )  # fmt: skip
 
 
 def _largest(values: Tensor) -> int:

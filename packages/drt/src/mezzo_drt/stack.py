@@ -14,12 +14,16 @@ from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
+from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_rows, slots
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
-from mezzo_drt.state import DRTState, next_state, with_open_chunk, with_room
+from mezzo_drt.room import append, buffers, claim, make_leaf
+from mezzo_drt.state import DRTState, next_state, with_open_chunk
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -48,6 +52,8 @@ class DRTConfig:
             learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
             that is read trains it.
         gumbel_noise: whether training explores by noise on the scores.
+        offload: whether a state keeps the keys and values of complete chunks in the host's memory.
+            The outputs are the same.
     """
 
     num_layers: int = 12
@@ -64,6 +70,7 @@ class DRTConfig:
     softmax1: bool = True
     retriever: Retriever = "learned"
     gumbel_noise: bool = True
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -171,20 +178,28 @@ class DRT(AbstractStack):
         chunks = places.to_chunks(h)
         if state is not None:
             chunks = with_open_chunk(chunks, state)
-        encoded = memory = self.encoder(chunks)
+        encoded = memory = readable = self.encoder(chunks)
         if state is not None and continued is not None:
-            memory = Memory(*map(continued.extend, state.memory, encoded))
+            memory, room = append(state.memory, state.room, encoded, continued)
+            # Whole buffers lie without gaps, and so the kernels take them as they are.
+            readable = memory if self.config.offload else buffers(memory, room)
         reads: list[Reads] = []
         for i, layer in enumerate(self.upper):
             if i % self._group_size == 0:
                 reads.append(self._reads(len(reads), h, encoded, memory, places, state))
-            here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
-            h, cache = layer(h, before[len(caches)], memory, here, places)
+                here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
+                if self.config.offload and state is not None:
+                    readable, indices = fetch(memory, here.indices)
+                    here = here._replace(indices=indices)
+            h, cache = layer(h, before[len(caches)], readable, here, places)
             caches.append(cache)
         y = places.collect(h)
-        if continued is None:
+        if state is None or continued is None:
             return y, None
-        return y, next_state(tuple(caches), chunks, memory, reads, continued)
+        after = next_state(tuple(caches), chunks, memory, room, state.fetched, reads, continued)
+        if self.config.offload:
+            after = after._replace(fetched=fetch_open(memory, after.indices))
+        return y, after
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
@@ -198,15 +213,26 @@ class DRT(AbstractStack):
     def before_step(self, state: DRTState) -> None:
         """Run the landmark of rows whose chunk is complete, store the chunk, and retrieve.
 
-        The call waits for a GPU, to read which rows these are.
+        The call waits for a GPU, to read which rows these are, only when one may be: after that it
+        counts the steps until the next.
 
         Raises:
             ValueError: if the state has no room for the chunk.
         """
         L = self.config.chunk_size
-        is_due = (state.num_places % (L + 1) == L).cpu()
-        if not is_due.any():
+        if (state.wait > 0).all():
+            state.wait.sub_(1)
             return
+        place = (state.num_places % (L + 1)).cpu()
+        is_due = place == L
+        if is_due.any():
+            self._run_landmarks(state, is_due)
+        # A step brings a row with p places of the open chunk to p + 1, and L need a landmark.
+        state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
+
+    def _run_landmarks(self, state: DRTState, is_due: Tensor) -> None:
+        """Run the landmark of the rows where it is due, (B,) in the host's memory."""
+        L = self.config.chunk_size
         count = (state.num_places // (L + 1)).cpu()
         if int(count[is_due].max()) >= state.memory.k.shape[1]:
             raise ValueError(
@@ -237,7 +263,8 @@ class DRT(AbstractStack):
         if due is not None:
             encoded = cast(Memory, self.encoder(state.lower[:, None]))
             for old, new in zip(state.memory, encoded, strict=True):
-                old[due.rows, due.stored[due.rows]] = new[due.rows, 0].to(old.dtype)
+                rows, slot = due.rows.to(old.device), due.stored[due.rows].to(old.device)
+                old[rows, slot] = new[due.rows, 0].to(old)
         found = []
         for i, layer in enumerate(self.upper):
             group = i // self._group_size
@@ -245,12 +272,23 @@ class DRT(AbstractStack):
                 hi = due.stored[:, None]
                 lo = torch.zeros_like(hi)
                 found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
-            reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
-            h = layer.step(h, state.caches[len(self.lower) + i], state.memory, reads)
+            reads, memory = (
+                Reads(state.indices[:, group, None], state.weights[:, group, None]),
+                state.memory,
+            )
+            if self.config.offload:
+                reads = reads._replace(indices=slots(state.indices, group))
+                memory = Memory(memory.keys, *state.fetched)
+            h = layer.step(h, state.caches[len(self.lower) + i], memory, reads)
         if due is not None:
             indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
             state.indices[due.rows] = indices[due.rows]
             state.weights[due.rows] = weights[due.rows].to(state.weights.dtype)
+            if self.config.offload:
+                chosen = indices[due.rows].cpu().clamp(min=0).flatten(1)
+                found_rows = fetch_rows(state.memory, due.rows.tolist(), chosen, h.device)
+                for old, new in zip(state.fetched, found_rows, strict=True):
+                    old.index_copy_(0, due.rows, new)
         return h
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
@@ -263,60 +301,51 @@ class DRT(AbstractStack):
         num_places = seen + seen // L - most + 1
         caches = tuple(
             layer.reserve(cache, num_places)
-            for layer, cache in zip(self._attentions(), state.caches, strict=True)
+            for layer, cache in zip(self.attentions(), state.caches, strict=True)
         )
-        memory = Memory(*(with_room(part, seen // L) for part in state.memory))
-        return DRTState(
-            caches, state.lower.clone(), memory, state.indices.clone(), state.weights.clone()
-        )
+        same = bool((state.num_places // M == most // M).all())
+        memory = claim(state.memory, state.room, most // M if same else None, seen // L)
+        # What `room` says is lost in a clone: the room now belongs to the steps.
+        rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
+        return DRTState(caches, memory, **rest)
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
         c, like = self.config, self.landmark.weight
         C, L, D = self.d_model, c.chunk_size, c.head_dim
         tokens = like.new_zeros(batch, 0, L, C // D, D)
+        num_fetched = c.num_groups * c.num_retrieved if c.offload else 0
+        fetched = like.new_zeros(batch, num_fetched, L, C // D, D)
+        if c.offload:
+            tokens = tokens.cpu()
         return DRTState(
-            tuple(layer.init_state(batch) for layer in self._attentions()),
-            like.new_zeros(batch, L + 1, C),
+            tuple(layer.init_state(batch) for layer in self.attentions()),
             Memory(like.new_zeros(batch, 0, C), tokens, tokens.clone()),
+            like.new_zeros(batch, L + 1, C),
             torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
             like.new_zeros(
                 batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)
             ),
+            make_leaf(batch),
+            torch.zeros(batch, dtype=torch.int64, device="cpu"),
+            Fetched(fetched, fetched.clone()),
         )
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
 
-        A chunk takes its keys and values and its key of retrieval, in the dtype of the weights.
+        A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
+        of the weights. A state that grows in place may have room for twice the chunks.
         """
-        c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
-        chunks = num_tokens // c.chunk_size
-        caches = sum(a.state_bytes(num_tokens + chunks) for a in self._attentions())
-        lower = (c.chunk_size + 1) * C * size
-        memory = chunks * (2 * c.chunk_size + 1) * C * size
-        return caches + lower + memory + c.num_groups * c.num_retrieved * (8 + 4)
+        return cost.state_bytes(self, num_tokens)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
+        return cost.host_state_bytes(self, num_tokens)
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
-
-        Landmarks are counted with the tokens before them. A chunk scores half of all chunks on
-        average, and reads R.
-        """
-        c, C, L = self.config, self.d_model, self.config.chunk_size
-        N = num_tokens / L
-        places = (L + 1) / L
-        attention = sum(a.flops_per_token(round(num_tokens * places)) for a in self._attentions())
-        rest = [block.mlp for block in self.lower]
-        rest += [m for layer in self.upper for m in (layer.wq, layer.wo, layer.mlp)]
-        reading = len(self.upper) * 4 * C * L * min(c.num_retrieved, N / 2)
-        encoder = self.encoder
-        encoding = 2 * _weights([encoder.layers]) + len(encoder.layers) * 4 * C * (L + 1)
-        every_place = attention + 2 * _weights(rest) + reading + encoding
-        every_chunk = 2 * _weights([self.queries, *([] if encoder.wl is None else [encoder.wl])])
-        scores = c.num_groups * 2 * C * N / 2
-        every_token = 2 * _weights([encoder.wk, encoder.wv])
-        return places * every_place + every_token + (every_chunk + scores) / L
+        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval."""
+        return cost.flops_per_token(self, num_tokens)
 
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""
@@ -326,7 +355,8 @@ class DRT(AbstractStack):
     def _group_size(self) -> int:
         return len(self.upper) // self.config.num_groups
 
-    def _attentions(self) -> list[Any]:
+    def attentions(self) -> list[Any]:
+        """Return the self-attention of every layer."""
         return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
 
     def _reads(
@@ -362,7 +392,3 @@ class DRT(AbstractStack):
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
         )
-
-
-def _weights(modules: Sequence[nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in module.parameters())

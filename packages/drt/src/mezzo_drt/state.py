@@ -8,6 +8,7 @@ from mezzo_core.nn.attention import KVCache
 from torch import Tensor
 
 from mezzo_drt.encoder import Memory
+from mezzo_drt.offload import Fetched
 from mezzo_drt.places import Continued, take
 from mezzo_drt.retrieval import Reads
 
@@ -17,31 +18,30 @@ class DRTState(NamedTuple):
 
     Attributes:
         caches: of each layer; their `lengths` count places.
-        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
-            come hold anything.
         memory: what can be read of the S complete chunks. A row that has fewer holds anything in
             the others.
+        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
+            come hold anything.
         indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
         weights: (B, G, R) float32 (float64 for float64), their weights.
+        room: (B, 0) int64 in the host's memory, from `make_leaf`: where the memory may grow.
+        wait: (B,) int64 in the host's memory: no landmark is due for so many steps.
+        fetched: what the open chunk reads, if the host has the memory's keys and values.
     """
 
     caches: tuple[KVCache, ...]
-    lower: Tensor
     memory: Memory
+    lower: Tensor
     indices: Tensor
     weights: Tensor
+    room: Tensor
+    wait: Tensor
+    fetched: Fetched
 
     @property
     def num_places(self) -> Tensor:
         """(B,), the places of each row so far."""
         return self.caches[0].lengths
-
-
-def with_room(part: Tensor, num_chunks: int) -> Tensor:
-    """Copy (B, S, ...) into a buffer of `num_chunks` chunks, or of S if that is more."""
-    room = part.new_zeros(part.shape[0], max(num_chunks, part.shape[1]), *part.shape[2:])
-    room[:, : part.shape[1]] = part
-    return room
 
 
 def with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
@@ -56,6 +56,8 @@ def next_state(
     caches: tuple[KVCache, ...],
     chunks: Tensor,
     memory: Memory,
+    room: Tensor,
+    fetched: Fetched,
     reads: Sequence[Reads],
     continued: Continued,
 ) -> DRTState:
@@ -65,4 +67,5 @@ def next_state(
     indices, weights = (
         torch.cat([take(part, done) for part in parts], 1) for parts in zip(*reads, strict=True)
     )
-    return DRTState(caches, lower[:, 0], memory, indices, weights)
+    wait = torch.zeros(len(lower), dtype=torch.int64, device="cpu")
+    return DRTState(caches, memory, lower[:, 0], indices, weights, room, wait, fetched)
