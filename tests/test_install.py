@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAPERS = ("rat", "gsa", "recurrent-transformer")
+PAPERS = ("rat", "gsa", "recurrent-transformer", "drt")
 
 
 def module(paper: str) -> str:
@@ -85,6 +85,7 @@ LAYERS = {
         "TransformerBlockConfig(head_dim=8)",
         "RecurrentStackConfig(2)",
     ],
+    "drt": ["DRTConfig(2, chunk_size=4)", "DRTConfig(4, num_groups=2, chunk_size=3)"],
 }
 
 

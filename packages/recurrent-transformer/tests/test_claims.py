@@ -8,6 +8,7 @@ import pytest
 import torch
 from mezzo_core.papers.claims import check_complete
 from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.growth import Growth
 from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.testing.claims import check_claims
 from mezzo_recurrent_transformer import (
@@ -21,7 +22,7 @@ from mezzo_recurrent_transformer import (
     theory,
 )
 from mezzo_recurrent_transformer.claims import ANSWERS, NORMALIZED, RAW, REPRODUCTION, in_nats
-from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, Growth, by_layers
+from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, by_layers
 from mezzo_recurrent_transformer.recipes import RECIPES
 from mezzo_recurrent_transformer.speed import EAGER, GRAPH, NAIVE
 

@@ -19,6 +19,7 @@ from mezzo_core.papers.criteria import (
     Ratio,
     about,
 )
+from mezzo_core.papers.growth import Growth, Steady, Within
 from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.papers.published import Claim, Table
 from mezzo_core.papers.reproduction import Reproduction, Scale
@@ -31,10 +32,7 @@ from mezzo_recurrent_transformer.criteria import (
     BestColumn,
     BetterAtBest,
     ByLayers,
-    Growth,
-    Steady,
     Trains,
-    Within,
     with_layers,
 )
 from mezzo_recurrent_transformer.recipes import PAPER_NAMES, RECIPES

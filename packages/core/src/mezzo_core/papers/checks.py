@@ -49,7 +49,10 @@ def decode_equals_prefill(id: str, config: LMConfig, layers: str) -> Check:
             full = model(tokens).logits
             output = model(tokens[:, :prefill], model.init_state(2))
             state = model.reserve(output.state, T - prefill)
-            steps = [model.step(tokens[:, t : t + 1], state) for t in range(prefill, T)]
+            steps = []
+            for t in range(prefill, T):
+                model.before_step(state)
+                steps.append(model.step(tokens[:, t : t + 1], state))
         return equality(
             f"a prefill of {prefill} tokens and {T - prefill} steps in place give the logits of "
             f"one full forward ({layers})",
@@ -65,10 +68,16 @@ def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Mea
 
     Labels that we have no value for (number of GPUs) are named in the setting.
     """
-    rows = {label: (v, ours[label]) for label, v in claim.labelled().items() if label in ours}
+    printed = {label: value for label, value in claim.labelled().items() if label in ours}
     left_out = ", ".join(label for label in claim.labels if label not in ours)
     words = f"; left out: {left_out}" if left_out else ""
-    columns, setting = ("printed", "ours"), f"{setting}{words}; nothing was trained"
+    return beside(printed, ours, f"{setting}{words}")
+
+
+def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
+    """Put our values beside printed ones by their labels, for `Equal`."""
+    rows = {label: (value, ours[label]) for label, value in printed.items()}
+    columns, setting = ("printed", "ours"), f"{setting}; nothing was trained"
     return Measurement(entries(rows, columns), columns, setting, How.PAPER)
 
 

@@ -1,0 +1,227 @@
+"""DRT, its ablations and the plain models beside it, as functions that return a `TrainConfig`.
+
+A recipe's name is `<size>_<architecture>`: `tiny_drt1`, `128m_pg19_base`. To make a variant of a
+recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
+
+| Size                  | Model              | Trains on                  | T   | W, L, R    |
+|-----------------------|--------------------|----------------------------|-----|------------|
+| tiny                  | C 64, 4 layers     | embedded novels, bytes     | 256 | 32, 16, 4  |
+| small                 | C 320, 12 layers   | a text, GPT-2 tokens       | 4K  | 512, 64, 8 |
+| 128m_pg19, 128m_math  | C 768, 12 layers   | PG19, arXiv; GPT-2 tokens  | 16K | 512, 64, 8 |
+| 350m_pg19, 350m_math  | C 1024, 24 layers  | the same                   | 16K | 512, 64, 8 |
+
+The last two rows are the paper's (section 4.1 and appendix A). It does not print the shape of its
+350M models; ours is the usual one of this size. Sizes are those of the plain model: DRT has the
+encoder and the cross-attention besides.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mezzo_core.data import DataConfig
+from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
+from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_core.train.recipes import Recipes
+
+from mezzo_drt.stack import DRTConfig
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The hyperparameters that all architectures of one comparison share.
+
+    Attributes:
+        vocab_size, d_model: of the model.
+        drt: the stack of DRT with one group, whose layers and widths the others take too.
+        seq_len, batch_size, micro_batch_size, steps, data, optim: of the training.
+        eval_every, eval_batches, checkpoint_every, compile: of the training.
+    """
+
+    vocab_size: int
+    d_model: int
+    drt: DRTConfig
+    seq_len: int
+    batch_size: int
+    steps: int
+    data: DataConfig
+    optim: OptimConfig
+    micro_batch_size: int | None = None
+    eval_every: int = 100
+    eval_batches: int | None = None
+    checkpoint_every: int = 100
+    compile: bool = False
+
+
+def tiny() -> Hyperparameters:
+    """A third of a million weights: trains in a minute on a laptop and needs no network."""
+    return Hyperparameters(
+        vocab_size=257,
+        d_model=64,
+        drt=DRTConfig(
+            num_layers=4,
+            chunk_size=16,
+            num_retrieved=4,
+            window_size=32,
+            head_dim=16,
+            hidden=192,
+            num_encoder_layers=1,
+        ),
+        seq_len=256,
+        batch_size=4,
+        steps=300,
+        data=DataConfig(),
+        optim=OptimConfig(lr=3e-3, min_lr=6e-4, warmup_fraction=0.1, weight_decay=1e-3),
+        eval_batches=20,
+    )
+
+
+def small() -> Hyperparameters:
+    """15M weights in the plain model's layers: for one GPU. The schedule is the paper's."""
+    return Hyperparameters(
+        vocab_size=50_257,
+        d_model=320,
+        drt=DRTConfig(hidden=853),
+        seq_len=4096,
+        batch_size=4,
+        steps=3000,
+        data=DataConfig(
+            source="hub:Salesforce/wikitext:wikitext-103-raw-v1",
+            tokenizer="hub:openai-community/gpt2",
+        ),
+        optim=OPTIM,
+        eval_every=500,
+        checkpoint_every=1000,
+        compile=True,
+    )
+
+
+def paper(num_layers: int, d_model: int, hidden: int, source: str) -> Hyperparameters:
+    """One of the paper's trainings (appendix A): 2^19 tokens a step, 60K steps."""
+    return Hyperparameters(
+        vocab_size=50_257,
+        d_model=d_model,
+        drt=DRTConfig(num_layers=num_layers, hidden=hidden),
+        seq_len=16_384,
+        batch_size=32,
+        micro_batch_size=2,
+        steps=60_000,
+        data=DataConfig(source=source, tokenizer="hub:openai-community/gpt2", streaming=True),
+        optim=OPTIM,
+        eval_every=1000,
+        eval_batches=20,
+        checkpoint_every=1000,
+        compile=True,
+    )
+
+
+OPTIM = OptimConfig(
+    lr=2e-3, min_lr=4e-4, warmup_fraction=0.02, betas=(0.9, 0.95), weight_decay=1e-3, clip=1.0
+)
+"""The paper's (appendix A)."""
+PG19 = "hub:emozilla/pg19"
+PROOF_PILE = "hub:hoskinson-center/proof-pile"
+"""The corpus of which arXiv-math is the larger part. A copy of that part goes to `--data`."""
+_128M = partial(paper, 12, 768, 2048)
+_350M = partial(paper, 24, 1024, 2816)
+SIZES: Mapping[str, Callable[[], Hyperparameters]] = {
+    "tiny": tiny,
+    "small": small,
+    "128m_pg19": partial(_128M, PG19),
+    "128m_math": partial(_128M, PROOF_PILE),
+    "350m_pg19": partial(_350M, PG19),
+    "350m_math": partial(_350M, PROOF_PILE),
+}
+
+
+def base(s: Hyperparameters) -> LMConfig:
+    """Return BaseLM: the plain layers of the same window."""
+    return plain(s, s.drt.num_layers, s.drt.window_size)
+
+
+def base_wide(s: Hyperparameters) -> LMConfig:
+    """Return BaseLM with DRT's attention field in as many layers (768 in the paper)."""
+    return plain(s, s.drt.num_layers, attention_field(s.drt) // s.drt.num_layers)
+
+
+def base_deep(s: Hyperparameters) -> LMConfig:
+    """Return BaseLM with DRT's attention field in two layers more (658 in the paper)."""
+    num_layers = s.drt.num_layers + 2
+    return plain(s, num_layers, attention_field(s.drt) // num_layers)
+
+
+def attention_field(drt: DRTConfig) -> int:
+    """Return the tokens that all layers see: windows, and what upper layers read (4.1.2)."""
+    reading = drt.num_retrieved * drt.chunk_size
+    return drt.num_layers * drt.window_size + drt.num_layers // 2 * reading
+
+
+def plain(s: Hyperparameters, num_layers: int, window_size: int) -> LMConfig:
+    """Return a model of layers such as DRT's lower ones."""
+    drt = s.drt
+    attention = AttentionConfig(drt.head_dim, window_size=window_size, rope_base=None, alibi="olmo")
+    return LMConfig(
+        s.vocab_size,
+        s.d_model,
+        mixers=(attention,) * num_layers,
+        mlp=MLPConfig("swiglu", drt.hidden),
+        norm_eps=drt.norm_eps,
+    )
+
+
+def with_changes(s: Hyperparameters, **changes: object) -> LMConfig:
+    """Return DRT with other options."""
+    stack = replace(s.drt, **changes)  # type: ignore[arg-type]
+    return LMConfig(s.vocab_size, s.d_model, norm_eps=s.drt.norm_eps, stack=stack)
+
+
+ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], LMConfig]] = {
+    "base": base,
+    "base_wide": base_wide,
+    "base_deep": base_deep,
+    "drt1": with_changes,
+    "drt2": partial(with_changes, num_groups=2),
+    "no_gumbel": partial(with_changes, gumbel_noise=False),
+    "random": partial(with_changes, retriever="random"),
+    "fixed": partial(with_changes, retriever="fixed"),
+}
+"""`drt1` and `drt2` retrieve once and twice. The last three are ablations of `drt1`: without noise
+in training, chunks at random, and chunks by a similarity that is not learned."""
+PAPER_NAMES = {
+    "base": "BaseLM (sliding window + ALiBi)",
+    "base_wide": "BaseLM (sliding window + ALiBi), window 768",
+    "base_deep": "BaseLM (sliding window + ALiBi) +2 layers",
+    "drt1": "DRT_retrieval\N{MULTIPLICATION SIGN}1",
+    "drt2": "DRT_retrieval\N{MULTIPLICATION SIGN}2",
+    "no_gumbel": "DRT w/o gumbel top-k",
+    "random": "DRT w/ random retriever",
+    "fixed": "DRT w/ fixed retriever",
+}
+"""The names in the paper's Table 1, and one like them (its fixed retriever is Contriever)."""
+
+
+def recipe(size: str, architecture: str) -> TrainConfig:
+    """Return the run of one architecture at one size."""
+    s = SIZES[size]()
+    return TrainConfig(
+        name=f"{size}_{architecture}",
+        model=ARCHITECTURES[architecture](s),
+        data=s.data,
+        optim=s.optim,
+        seq_len=s.seq_len,
+        batch_size=s.batch_size,
+        micro_batch_size=s.micro_batch_size,
+        steps=s.steps,
+        eval_every=s.eval_every,
+        eval_batches=s.eval_batches,
+        checkpoint_every=s.checkpoint_every,
+        compile=s.compile,
+    )
+
+
+RECIPES: Recipes = {
+    f"{size}_{architecture}": partial(recipe, size, architecture)
+    for size in SIZES
+    for architecture in ARCHITECTURES
+}
+"""All recipes by name."""

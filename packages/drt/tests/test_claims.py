@@ -1,0 +1,311 @@
+"""Each table and claim of the paper has one answer, and each criterion can come out both ways."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.papers.claims import check_complete
+from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.measurement import Entry, Measurement
+from mezzo_core.testing.claims import check_claims
+from mezzo_drt import DRT, DRTConfig, checks, counts, equations, layer, settings, stack
+from mezzo_drt.claims import (
+    ANSWERS,
+    BASE,
+    DRT1,
+    DRT2,
+    LANDMARK,
+    LONGEST,
+    PRINTED,
+    REPRODUCTION,
+    WINDOW,
+    at_length,
+    in_gigabytes,
+)
+from mezzo_drt.criteria import AtLeast, Gap, NearPrinted
+from mezzo_drt.recipes import RECIPES
+
+PUBLISHED = REPRODUCTION.published
+DEEP = "BaseLM +2 layers"
+
+
+def numbers(columns, groups=("",), **rows):
+    """Return a measurement with three seeds, by short names; words are values too."""
+    names = {"drt1": DRT1, "drt2": DRT2, "lm": LANDMARK, "base": "BaseLM", "deep": DEEP}
+    names |= {"window": WINDOW}
+    every = [
+        Entry(names.get(name, name), c, v if isinstance(v, str) else v * (1 + s / 1e4), g, s)
+        for g in groups
+        for name, values in rows.items()
+        for c, v in zip(columns, values, strict=True)
+        for s in range(3)
+    ]
+    return Measurement(tuple(every), tuple(columns), "made up")
+
+
+def costs(drt, landmark):
+    """Return inference costs in the columns of Table 3, both prompts alike."""
+    columns = PUBLISHED.table("drt.table3").columns[2:]
+    return numbers(columns, ("16K", "48K"), base=(2, 3, 2, 3), drt1=drt, lm=landmark)
+
+
+def with_prompts(short, long):
+    kept = [e for e in short.entries if e.group == "16K"]
+    return replace(short, entries=(*kept, *(e for e in long.entries if e.group == "48K")))
+
+
+CHEAP = with_prompts(
+    costs((2.5, 4.62, 2.12, 12.24), (321.8, 5.94, 8.32, 96)),
+    costs((2.54, 4.86, 2.16, 28.23), (326.2, 8.94, 8.5, 288)),
+)
+DEAR = with_prompts(
+    costs((6, 4.62, 2.12, 12.24), (321.8, 5.94, 8.32, 96)),
+    costs((2.54, 4.86, 2.16, 28.23), (326.2, 8.94, 8.5, 288)),
+)
+HOPS = ("1K", "4K", "64K", "4M")
+MEMORY = PUBLISHED.table("drt.table4.memory")
+ALL_FOUND = dict.fromkeys(("drt1", "drt2"), (99.0,) * 8)
+EXAMPLES = {
+    "drt.table2.single_niah": (
+        numbers(("4K", "64K"), deep=(12, 3), drt1=(96, 97), lm=(99, 4)),
+        numbers(("4K", "64K"), deep=(12, 3), drt1=(96, 97), lm=(99, 40)),
+    ),
+    "drt.table2.two_hop_niah": (
+        numbers(("1K", "4M"), drt1=(44, 36), drt2=(85, 80)),
+        numbers(("1K", "4M"), drt1=(44, 36), drt2=(85, 60)),
+    ),
+    "drt.table3": (CHEAP, DEAR),
+    "drt.table4.memory": (
+        numbers(MEMORY.columns, window=(20, 20, 20, 20), drt1=(22, 23, 25, 22), drt2=(23,) * 4),
+        numbers(MEMORY.columns, window=(20, 20, 20, 20), drt1=(22, 23, 25, 22), drt2=(40,) * 4),
+    ),
+    "drt.claim.length_generalization": (
+        numbers(("16M",), drt1=(96,), drt2=(96,)),
+        numbers(("16M",), drt1=(90,), drt2=(90,)),
+    ),
+    "drt.claim.passkey_16m": (
+        numbers(LONGEST, **ALL_FOUND),
+        numbers(LONGEST, drt1=(99,) * 7 + (97,), drt2=(97,) + (99,) * 7),
+    ),
+    "drt.claim.pretrain_64k": (
+        numbers(("65536",), drt1=(3,)),
+        numbers(("65536",), drt1=("OOM",)),
+    ),
+    "drt.claim.two_hop": (
+        numbers(HOPS, drt1=(41, 33, 38, 34), drt2=(88, 84, 81, 79), lm=(91, 88, 0, 0)),
+        numbers(HOPS, drt1=(41, 33, 70, 34), drt2=(48, 84, 81, 79), lm=(91, 88, 0, 0)),
+    ),
+    "drt.claim.train_time_linear": (
+        numbers(("4096", "65536"), drt1=(1, 16)),
+        numbers(("4096", "65536"), drt1=(1, 64)),
+    ),
+}  # fmt: skip
+LENGTHS = ("2048", "4096", "16384", "T=256", "T=1024", "T=4096")
+FLAT = {BASE: (9.1, 9, 8.9, 2, 1.97, 1.96)}
+EXAMPLES["drt.claim.extrapolation"] = (
+    numbers(LENGTHS, **FLAT, drt1=(9, 8, 7.9, 2, 1.96, 1.95)),
+    numbers(LENGTHS, **FLAT, drt1=(9, 8, 12, 2, 1.96, 2.6)),
+)
+EQUATIONS = ("relevance_score", "gca_fusion", "gca_head")
+
+
+def error(size):
+    entry = Entry("z", equations.ERROR, size)
+    return Measurement((entry,), (equations.ERROR,), "made up", unit=equations.ERROR)
+
+
+EXAMPLES |= {f"drt.claim.{name}": (error(1e-15), error(1e-9)) for name in EQUATIONS}
+
+
+def test_the_whole_paper_is_answered_in_its_order():
+    assert (len(PUBLISHED.tables), len(PUBLISHED.claims)) == (12, 32)
+    check_complete(PUBLISHED, ANSWERS)
+
+
+def test_every_criterion_can_agree_and_differ():
+    check_claims(REPRODUCTION, EXAMPLES)
+
+
+def judge(name):
+    """Return the judgement of a claim that is counted."""
+    (answer,) = (each for each in ANSWERS if each.id == f"drt.claim.{name}")
+    claim, (evidence,) = PUBLISHED.claim(answer.id), answer.evidence
+    return evidence.criterion(claim, evidence.find(None, claim))
+
+
+def damaged(right):
+    """Return a function whose output, or the last part of it, is wrong by a millionth."""
+
+    def wrong(*inputs, **options):
+        out = right(*inputs, **options)
+        if isinstance(out, tuple):
+            return out._replace(**{out._fields[-1]: out[-1] * (1 + 1e-6)})
+        return out * (1 + 1e-6)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("relevance_score", stack, "retrieve"),
+        ("gca_fusion", layer, "grouped_cross_attention"),
+        ("gca_head", equations, "grouped_cross_attention"),
+    ],
+)
+def test_an_equation_that_is_computed_slightly_wrong_differs(monkeypatch, name, module, function):
+    assert judge(name).outcome is Outcome.AGREES
+    monkeypatch.setattr(module, function, damaged(getattr(module, function)))
+    assert judge(name).outcome is Outcome.DIFFERS
+
+
+def test_chunks_chosen_otherwise_differ(monkeypatch):
+    right = stack.retrieve
+
+    def wrong(queries, *others, **options):
+        return right(-queries, *others, **options)
+
+    monkeypatch.setattr(stack, "retrieve", wrong)
+    assert "inf" in judge("relevance_score").summary
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("limit_dense", checks, "grouped_cross_attention"),
+        ("softmax1_limit", checks, "grouped_cross_attention"),
+    ],
+)
+def test_a_check_of_an_op_with_another_scale_differs(monkeypatch, name, module, function):
+    (check,) = (each for each in REPRODUCTION.checks if each.id == f"drt.check.{name}")
+    assert check.work().outcome is Outcome.AGREES
+    right = getattr(module, function)
+
+    def wrong(q, k, v, indices, weights, *, softmax1):
+        # Adds what depends on the switch, and so is in one of the two sides alone.
+        out = right(q, k, v, indices, weights, softmax1=softmax1)
+        return out if name == "softmax1_limit" and softmax1 else out * (1 + 1e-6)
+
+    monkeypatch.setattr(module, function, wrong)
+    assert check.work().outcome is Outcome.DIFFERS
+
+
+@pytest.mark.parametrize("name", ["all_chunks", "nothing_to_read"])
+def test_a_check_of_a_stack_that_reads_what_it_may_not_differs(monkeypatch, name):
+    (check,) = (each for each in REPRODUCTION.checks if each.id == f"drt.check.{name}")
+    assert check.work().outcome is Outcome.AGREES
+    right = stack.retrieve
+
+    def wrong(queries, keys, lo, hi, num_retrieved, **options):
+        reads = right(queries, keys, lo, hi, num_retrieved, **options)
+        more = 1 / num_retrieved  # of weight, to chunk 0 too, which is never to be read that early
+        return reads._replace(indices=reads.indices.clamp(min=0), weights=reads.weights + more)
+
+    monkeypatch.setattr(stack, "retrieve", wrong)
+    assert check.work().outcome is Outcome.DIFFERS
+
+
+def test_decoding_that_is_slightly_wrong_differs(monkeypatch):
+    (check,) = (c for c in REPRODUCTION.checks if c.id == "drt.check.decode_equals_prefill")
+    right = DRT.step
+    monkeypatch.setattr(DRT, "step", lambda self, x, state: right(self, x, state) + 1e-3)
+    assert check.work().outcome is Outcome.DIFFERS
+
+
+def test_pairs_are_those_of_a_forward(monkeypatch):
+    """What the costs are counted from is what the stack does."""
+    config = DRTConfig(
+        num_layers=4, num_groups=2, chunk_size=4, num_retrieved=3, window_size=9, head_dim=8,
+        hidden=8,
+    )  # fmt: skip
+    found = dict.fromkeys(counts.pairs(config, 4), 0)
+    right_retrieve, right_op = stack.retrieve, layer.grouped_cross_attention
+
+    def retrieve(queries, keys, lo, hi, *others, **options):
+        # The last chunk's landmark retrieves for a chunk that does not exist.
+        found[counts.SCORES] += int((hi - lo).clamp(min=0).sum())
+        return right_retrieve(queries, keys, lo, hi, *others, **options)
+
+    def op(q, k, v, indices, *others, **options):
+        found[counts.READING] += int((indices >= 0).sum()) * q.shape[2] * k.shape[2]
+        return right_op(q, k, v, indices, *others, **options)
+
+    monkeypatch.setattr(stack, "retrieve", retrieve)
+    monkeypatch.setattr(layer, "grouped_cross_attention", op)
+    with torch.no_grad():
+        config.build(16)(torch.randn(1, 32, 16))
+    places = 40
+    found[counts.WINDOW] = 4 * sum(min(p + 1, 9) for p in range(places))
+    assert found == counts.pairs(config, 32)
+
+
+def test_other_counts_of_retrievals_differ(monkeypatch):
+    assert judge("swap_frequency").outcome is Outcome.AGREES
+    assert judge("group_map").outcome is Outcome.AGREES
+    assert judge("retrieval_vs_landmark").outcome is Outcome.AGREES
+    right = counts._small
+    monkeypatch.setattr(counts, "_small", lambda N, G, L: right(N, 1, L // 2))
+    assert judge("swap_frequency").outcome is Outcome.DIFFERS
+    assert judge("group_map").outcome is Outcome.DIFFERS
+    assert judge("retrieval_vs_landmark").outcome is Outcome.DIFFERS
+
+
+def test_quadratic_reading_is_not_taken_for_linear(monkeypatch):
+    right = counts.pairs
+
+    def wrong(config, num_tokens):
+        every = replace(config, num_retrieved=10**9)  # each chunk reads all before it
+        return right(every, num_tokens)
+
+    monkeypatch.setattr(counts, "pairs", wrong)
+    assert judge("complexity_total").outcome is Outcome.DIFFERS
+    assert judge("linear_attention_cost").outcome is Outcome.DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "change", "words"),
+    [
+        ("optimizer", settings.PAPER_DRT, "optim", "learning rate: printed 0.002, ours 0.003"),
+        ("training_budget", settings.PAPER_DRT, "steps", "steps: printed 60000, ours 50000"),
+        ("train_context", settings.BASE, "seq_len", f"{settings.BASE}: printed 16384, ours 8192"),
+    ],
+)
+def test_a_recipe_with_another_value_differs_and_names_it(monkeypatch, name, recipe, change, words):
+    right = RECIPES[recipe]()
+    values = {"optim": replace(right.optim, lr=3e-3), "steps": 50_000, "seq_len": 8192}
+    wrong = replace(right, **{change: values[change]})
+    monkeypatch.setattr(settings, "RECIPES", {**RECIPES, right.name: lambda: wrong})
+    judged = judge(name)
+    assert judged.outcome is Outcome.DIFFERS
+    assert words in judged.details
+
+
+def test_a_length_of_the_small_models_is_a_column_of_table_1():
+    ours = numbers(("2048", "4096"), drt1=(9, 8), drt2=(8, 7))
+    column = at_length(ours, "4096")
+    assert column.columns == (PRINTED,)
+    assert PRINTED in PUBLISHED.table("drt.table1.eval_2k").columns
+    assert {e.model: e.value for e in column.entries if e.seed == 0} == {DRT1: 8, DRT2: 7}
+
+
+def test_peaks_are_read_as_memory():
+    entries = (
+        Entry(DRT1, "350M, 32K", 9.0, details={"peak_gb": 40.5}),
+        Entry(DRT1, "3B, 4K", "OOM"),
+    )
+    ours = Measurement(
+        entries, ("350M, 32K", "3B, 4K"), "made up", unit="tokens/s", better="higher"
+    )
+    turned = in_gigabytes(ours)
+    assert [entry.value for entry in turned.entries] == [40.5, "OOM"]
+    assert (turned.unit, turned.better) == ("GB", "lower")
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [NearPrinted(10), AtLeast(95, DRT1, ("16M",)), Gap(DRT1, DRT2, ("4M",), 0, 1)],
+    ids=lambda criterion: type(criterion).__name__,
+)
+def test_what_was_not_measured_is_not_settled(criterion):
+    table = PUBLISHED.table("drt.table2.single_niah")
+    assert criterion(table, numbers(("1M",), drt1=(50,))).outcome is Outcome.NOT_SETTLED
