@@ -1,5 +1,7 @@
 """The stack keeps the contract, in each of its forms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mezzo_core.testing.arguments import check_fields, check_module_arguments
@@ -8,18 +10,20 @@ from mezzo_drt import DRTConfig
 from torch import nn
 
 C = 16
-SMALL = dict(
+SMALL = DRTConfig(
     num_layers=4, chunk_size=3, num_retrieved=2, window_size=6, head_dim=4, hidden=24,
     num_encoder_layers=1,
 )  # fmt: skip
 FORMS = {
-    "one group": DRTConfig(**SMALL),
-    "two groups": DRTConfig(**SMALL, num_groups=2),
-    "as released": DRTConfig(**SMALL, projections=False),
-    "as in the text": DRTConfig(**{**SMALL, "window_size": 100}, residual="text", softmax1=False),
-    "random": DRTConfig(**SMALL, num_groups=2, retriever="random"),
-    "fixed": DRTConfig(**SMALL, retriever="fixed"),
-    "chunks of one": DRTConfig(**{**SMALL, "chunk_size": 1, "num_retrieved": 3}),
+    "one group": SMALL,
+    "two groups": replace(SMALL, num_groups=2),
+    "as released": replace(SMALL, projections=False),
+    "as in the text": replace(SMALL, window_size=100, residual="text", softmax1=False),
+    "random": replace(SMALL, num_groups=2, retriever="random"),
+    "fixed": replace(SMALL, retriever="fixed"),
+    "offload": replace(SMALL, num_groups=2, offload=True),
+    "offload, as in the text": replace(SMALL, window_size=100, residual="text", offload=True),
+    "chunks of one": replace(SMALL, chunk_size=1, num_retrieved=3),
 }
 
 

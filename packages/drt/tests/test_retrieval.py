@@ -113,9 +113,8 @@ def test_random_choices_are_even_and_stay_when_tokens_come_before():
     many = torch.randn(1, N + 8, 2)
     spread = retrieve(queries, many, sizes * 0, sizes, 1, noise=False, random_group=0)
     share = spread.indices[0, :, 0] / sizes[0]
-    assert abs(share.mean() - 0.5) < 0.02 and abs(share.var() - 1 / 12) < 0.01
+    assert abs(share.mean() - 0.5) < 0.02
+    assert abs(share.var() - 1 / 12) < 0.01
     torch.manual_seed(0)
-    noisy = [
-        retrieve(queries, keys, lo, lo + hi, R, noise=True, random_group=0) for _ in range(2)
-    ]
+    noisy = [retrieve(queries, keys, lo, lo + hi, R, noise=True, random_group=0) for _ in range(2)]
     assert not torch.equal(*(reads.indices for reads in noisy))

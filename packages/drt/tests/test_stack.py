@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.positions import apply_rope, rope_angles
 from mezzo_core.testing.laws import check_packed, check_segments, check_step
 from mezzo_core.testing.numerics import assert_close
 from mezzo_drt import DRTConfig
 from torch import nn
 from torch.nn.functional import rms_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 C, L, R, W, D = 12, 4, 2, 7, 6
 CONFIG = DRTConfig(
@@ -50,7 +52,9 @@ def define(stack, x):
     N = P // M  # complete chunks
 
     def window(attention, z):
-        q, k, v = ([w(row).view(H, D) for row in z] for w in (attention.wq, attention.wk, attention.wv))
+        q, k, v = (
+            [w(row).view(H, D) for row in z] for w in (attention.wq, attention.wk, attention.wv)
+        )
         rows = []
         for i in range(P):
             heads = []
@@ -150,7 +154,8 @@ def test_gradients_reach_every_weight_and_are_finite(form):
     y, _ = stack(x)
     y.square().sum().backward()
     for name, weight in stack.named_parameters():
-        assert weight.grad is not None and weight.grad.isfinite().all(), name
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
         assert (weight.grad != 0).any(), name
     assert x.grad.isfinite().all()
 
@@ -176,7 +181,8 @@ def test_only_training_with_noise_explores():
 def test_random_and_fixed_retrievers_are_trained_by_their_own_rules():
     x = torch.randn(1, 9 * L, C, dtype=torch.float64)
     fixed = build(FORMS["fixed"])
-    assert fixed.encoder.wl is None and len(fixed.queries) == 0
+    assert fixed.encoder.wl is None
+    assert len(fixed.queries) == 0
     random = build(replace(CONFIG, retriever="random"))
     random(x)[0].square().sum().backward()
     assert (random.encoder.wl.weight.grad != 0).any()
@@ -238,3 +244,26 @@ def test_the_window_caches_never_exceed_the_window():
         _, state = stack(torch.randn(1, 50, C), stack.init_state(1))
         state = stack.reserve(state, 50)
     assert {cache.k.shape[1] for cache in state.caches} == {W}
+
+
+@pytest.mark.parametrize(("projections", "millions"), [(False, 146), (True, 147)])
+def test_the_papers_128m_model_has_its_number_of_weights(projections, millions):
+    """146M with embeddings and encoder, where landmarks are compared without projections."""
+    with torch.device("meta"):
+        model = LMConfig(50_265, 768, stack=DRTConfig(projections=projections)).build()
+    assert round(model.num_parameters() / 1e6) == millions
+
+
+def test_flops_are_those_that_torch_counts():
+    """Torch does not see the products of attention here, and counts scores that are masked."""
+    config = replace(CONFIG, chunk_size=16, num_layers=4, num_groups=2, hidden=40)
+    stack, T = config.build(48), 1280
+    places = T + T // config.chunk_size
+    attention = AttentionConfig(D, window_size=W, rope_base=None, alibi="olmo").build(48)
+    weights = 2 * sum(weight.numel() for weight in attention.parameters())
+    unseen = config.num_layers * (attention.flops_per_token(places) - weights) * places
+    unseen += config.num_encoder_layers * 4 * 48 * 17 * places
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        stack(torch.randn(1, T, 48))
+    told = stack.flops_per_token(T) * T - unseen
+    assert abs(counter.get_total_flops() / told - 1) < 0.01

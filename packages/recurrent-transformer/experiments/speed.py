@@ -1,12 +1,12 @@
-"""Measure the paper's Table 2, its figure of latency over length, and its training throughputs.
+"""Measure the paper's Table 2, latency over length, training throughputs, and decoding.
 
     python packages/recurrent-transformer/experiments/speed.py \
         --out packages/recurrent-transformer/results/nvidia-h200
     python packages/recurrent-transformer/experiments/speed.py --out DIR --dry-run    # on a CPU
 
-Writes speed_graphs.json, speed_length.json and speed_throughput.json; `--models` takes some layers
-or models alone. `mezzo-recurrent-transformer reproduce --scale gpu` measures the same and compares
-it with the paper.
+Writes speed_graphs.json, speed_length.json, speed_throughput.json and speed_decoding.json;
+`--models` takes some layers or models alone. `mezzo-recurrent-transformer reproduce --scale gpu`
+measures the same and compares it with the paper.
 """
 
 import sys

@@ -59,5 +59,6 @@ def test_what_does_not_fit_is_said_and_the_rest_is_timed(monkeypatch):
     rows = list(bench.layer_rows(TINY, CPU))
     assert len(rows) == 3 * 2 * 2
     assert said[0] == (
-        "recurrent_transformer layer train (mezzo) at {'B': 3, 'T': 8, 'C': 16}: out of memory"
+        "recurrent_transformer layer train (transformer) at {'B': 3, 'T': 8, 'C': 16}: "
+        "out of memory"
     )

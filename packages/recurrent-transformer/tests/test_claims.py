@@ -18,6 +18,7 @@ from mezzo_recurrent_transformer import (
     checks,
     counts,
     schedule,
+    settings,
     theory,
 )
 from mezzo_recurrent_transformer.claims import ANSWERS, NORMALIZED, RAW, REPRODUCTION, in_nats
@@ -224,10 +225,10 @@ def test_the_naive_evaluation_is_not_taken_for_the_tiled_one(monkeypatch):
 def test_a_recipe_with_another_value_differs_and_names_it(monkeypatch):
     right = RECIPES["300m_12_recurrent"]()
     wrong = replace(right, optim=replace(right.optim, lr=2e-3))
-    monkeypatch.setattr(counts, "RECIPES", {**RECIPES, right.name: lambda: wrong})
+    monkeypatch.setattr(settings, "RECIPES", {**RECIPES, right.name: lambda: wrong})
     (answer,) = (each for each in ANSWERS if each.id == "rt.claim.hyper_optimizer")
     claim = PUBLISHED.claim(answer.id)
-    judged = answer.evidence[0].criterion(claim, counts.hyper_optimizer(claim))
+    judged = answer.evidence[0].criterion(claim, settings.hyper_optimizer(claim))
     assert judged.outcome is Outcome.DIFFERS
     assert judged.details == ("learning rate: printed 0.001, ours 0.002",)
 

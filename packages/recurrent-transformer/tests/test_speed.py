@@ -32,7 +32,7 @@ def rehearsal(tmp_path_factory):
 
 
 def test_a_rehearsal_measures_every_cell_three_times(rehearsal):
-    models = {**LAYERS, "throughput": tuple(MODELS)}
+    models = {**LAYERS, "throughput": tuple(MODELS), "decoding": tuple(MODELS)}
     for name, ours in rehearsal.items():
         assert tuple(model for _, model in ours.rows) == models[name]
         assert ours.how is How.SCALED_DOWN

@@ -8,16 +8,9 @@ import pytest
 import torch
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.errors import UserError
+from toys.jobs import fail, place_of
 
 CPU = torch.device("cpu")
-
-
-def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int, str]:
-    return number, os.getpid(), f"{folder} {device}"
-
-
-def fail(folder: Path, device: torch.device) -> None:
-    raise UserError("this one fails")
 
 
 def test_one_job_runs_in_this_process_one_after_another():
@@ -38,4 +31,4 @@ def test_several_jobs_run_in_processes_with_folders_of_their_own():
 
 def test_an_error_of_a_job_reaches_the_caller():
     with pytest.raises(UserError, match="this one fails"):
-        list(side_by_side([fail], Path("here"), CPU, 2))
+        list(side_by_side([fail, fail], Path("here"), CPU, 2))

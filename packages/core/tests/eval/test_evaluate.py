@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from mezzo_core.data import Batch
-from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.eval.evaluate import evaluate, evaluate_segments
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 
@@ -110,3 +110,44 @@ def test_a_hopeless_model_has_infinite_perplexity(model):
     found = evaluate(model, batches())
     assert math.isfinite(found.loss)
     assert found.perplexity == math.inf
+
+
+def pieces(batch, size):
+    return (Batch(*part) for part in zip(*(x.split(size, 1) for x in batch[:2]), strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_rows_that_come_in_segments_score_as_whole_rows(model, size):
+    ignored = (0, 1, 2, 4)  # segments without targets are among the shorter ones
+    whole = evaluate(model, batches(ignored))
+    found = evaluate_segments(model, (pieces(batch, size) for batch in batches(ignored)))
+    assert found.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert found.tokens == whole.tokens == 20
+    assert (found.accuracy, found.exact_match) == (whole.accuracy, whole.exact_match)
+
+
+def test_a_segment_without_targets_does_not_run_through_the_head(model):
+    seen = []
+    model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    evaluate_segments(model, (pieces(batch, 4) for batch in batches(ignored=range(6))))
+    assert seen == [1, 4, 1, 4]
+
+
+def test_one_segment_is_taken_at_a_time(model):
+    """A row's next segment is drawn when the one before has been scored."""
+    log = []
+
+    def segments():
+        for batch in pieces(next(batches()), 2):
+            log.append("drawn")
+            yield batch
+
+    model.stack.register_forward_hook(lambda *_: log.append("run"))
+    evaluate_segments(model, [segments()])
+    assert log == ["drawn", "run"] * 4
+
+
+def test_segments_of_other_rows_are_refused(model):
+    first, second = batches()
+    with pytest.raises(ValueError, match="segments must have the same rows, got 3 after 2"):
+        evaluate_segments(model, [[first, second]])

@@ -18,10 +18,10 @@ Residual = Literal["released", "text"]
 class UpperLayer(nn.Module):
     """A layer with three norms: window attention, cross-attention, MLP.
 
-        u   = h + SelfAttn(n1(h))
-        O   = Wo Σ_j w_j Softmax1(Q(n2(u)) K(C_j)ᵀ / sqrt(D)) V(C_j)
-        out = u + FFN(n3(u + O))                    residual "released": O reaches the FFN only
-        out = (u + O) + FFN(n3(u + O))              residual "text"
+    u   = h + SelfAttn(n1(h))
+    O   = Wo Σ_j w_j Softmax1(Q(n2(u)) K(C_j)ᵀ / sqrt(D)) V(C_j)
+    out = u + FFN(n3(u + O))                    residual "released": O reaches the FFN only
+    out = (u + O) + FFN(n3(u + O))              residual "text"
     """
 
     def __init__(
@@ -74,9 +74,7 @@ class UpperLayer(nn.Module):
         if memory.k.shape[1] == 0:  # no chunk is complete
             return q.new_zeros(q.shape)
         heads = q.unflatten(-1, (-1, memory.k.shape[-1])).to(memory.k.dtype)
-        out = grouped_cross_attention(
-            heads, memory.k, memory.v, *reads, softmax1=self.softmax1
-        )
+        out = grouped_cross_attention(heads, memory.k, memory.v, *reads, softmax1=self.softmax1)
         return out.flatten(-2).to(q.dtype)
 
     def _finish(self, u: Tensor, read: Tensor) -> Tensor:

@@ -53,12 +53,14 @@ class Places(NamedTuple):
             x: the tokens.
             landmark: (1, C).
         """
-        landmark = landmark.to(x.dtype).expand(len(x), 1, -1)
+        landmark = landmark.to(x.dtype)
         if self.source is None:
             N, L = self.num_chunks, self.chunk_size
             chunks = F.pad(x, (0, 0, 0, N * L - self.num_tokens)).unflatten(1, (N, L))
-            return torch.cat([chunks, landmark[:, None].expand(-1, N, -1, -1)], 2).flatten(1, 2)
-        return take(torch.cat([x, landmark, torch.zeros_like(landmark)], 1), self.source)
+            return torch.cat([chunks, landmark.expand(len(x), N, -1, -1)], 2).flatten(1, 2)
+        # All landmarks by one `where`, whose gradient is a sum: that of a gather uses atomics.
+        tokens = take(F.pad(x, (0, 0, 0, 2)), self.source)
+        return torch.where((self.source == self.num_tokens)[..., None], landmark, tokens)
 
     def collect(self, y: Tensor) -> Tensor:
         """Drop landmarks and padding: (B, P, C) to (B, T, C)."""
@@ -151,6 +153,8 @@ class Continued(NamedTuple):
         done: (B,), how many the call completes. The next call begins in this chunk of the grid.
         num_before: the same number if all rows have as many, else None.
         num_after: how many chunks the row that has most of them has after the call.
+        num_done: the most chunks that the call completes in a row.
+        writes_at: `before` of the rows that complete chunks, if all of these have the same.
     """
 
     places: Places
@@ -158,6 +162,8 @@ class Continued(NamedTuple):
     done: Tensor
     num_before: int | None
     num_after: int
+    num_done: int
+    writes_at: int | None
 
     def extend(self, old: Tensor, new: Tensor) -> Tensor:
         """Append the completed chunks: (B, S, ...) and (B, N, ...) give (B, `num_after`, ...)."""
@@ -167,8 +173,8 @@ class Continued(NamedTuple):
             return torch.cat([kept, new[:, : self.num_after - self.num_before]], 1)
         S = old.shape[1]
         chunk = torch.arange(self.num_after, device=old.device)
-        is_old = chunk < self.before[:, None]
-        index = torch.where(is_old, chunk, S + chunk - self.before[:, None])
+        before = self.before.to(old.device)[:, None]
+        index = torch.where(chunk < before, chunk, S + chunk - before)
         return take(torch.cat([old, new], 1), index.clamp(max=S + new.shape[1] - 1))
 
 
@@ -211,8 +217,9 @@ def continued_places(
     )  # fmt: skip
     done = end // M - before
     return Continued(
-        places, before.to(device), done.to(device), _same(before), _largest(before + done)
-    )
+        places, before.to(device), done.to(device), _same(before), _largest(before + done),
+        _largest(done), _same(before[done > 0]),
+    )  # fmt: skip
 
 
 def _largest(values: Tensor) -> int:

@@ -8,25 +8,22 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, AttentionConfig, MixerBlockConfig
-from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.places import (
-    Continued,
-    Places,
-    continued_places,
-    packed_places,
-    take,
-    whole_places,
-)
+from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_rows, slots
+from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
+from mezzo_drt.room import append, buffers, claim, make_leaf
+from mezzo_drt.state import DRTState, next_state, with_open_chunk
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -55,6 +52,8 @@ class DRTConfig:
             learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
             that is read trains it.
         gumbel_noise: whether training explores by noise on the scores.
+        offload: whether a state keeps the keys and values of complete chunks in the host's memory.
+            The outputs are the same.
     """
 
     num_layers: int = 12
@@ -71,6 +70,7 @@ class DRTConfig:
     softmax1: bool = True
     retriever: Retriever = "learned"
     gumbel_noise: bool = True
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -92,29 +92,16 @@ class DRTConfig:
         return DRT(d_model, self)
 
 
-class DRTState(NamedTuple):
-    """State of `DRT`.
+class Due(NamedTuple):
+    """Which rows run a landmark.
 
     Attributes:
-        caches: of each layer; their `lengths` count places.
-        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
-            come hold anything.
-        memory: what can be read of the S complete chunks. A row that has fewer holds anything in
-            the others.
-        indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
-        weights: (B, G, R) float32 (float64 for float64), their weights.
+        rows: their indices.
+        stored: (B,), how many chunks each row of the batch has in memory.
     """
 
-    caches: tuple[KVCache, ...]
-    lower: Tensor
-    memory: Memory
-    indices: Tensor
-    weights: Tensor
-
-    @property
-    def num_places(self) -> Tensor:
-        """(B,), the places of each row so far."""
-        return self.caches[0].lengths
+    rows: Tensor
+    stored: Tensor
 
 
 class DRT(AbstractStack):
@@ -135,17 +122,13 @@ class DRT(AbstractStack):
         self.d_model = d_model
         self.config = config
         D, hidden, eps = config.head_dim, config.hidden, config.norm_eps
-        attention = AttentionConfig(
-            D, window_size=config.window_size, rope_base=None, alibi="olmo"
-        )
+        attention = AttentionConfig(D, window_size=config.window_size, rope_base=None, alibi="olmo")
         mlp = MLPConfig("swiglu", hidden)
         half = config.num_layers // 2
         block = MixerBlockConfig(attention, mlp, eps)
         self.landmark = nn.Embedding(1, d_model)
         # torch's ModuleList has no element type, so the casts tell it to type checkers.
-        self.lower = cast(
-            Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half))
-        )
+        self.lower = cast(Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half)))
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
@@ -190,27 +173,33 @@ class DRT(AbstractStack):
         caches = []
         h = places.spread(x, self.landmark.weight)
         for block, its_cache in zip(self.lower, before, strict=False):
-            h, cache = block(
-                h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths
-            )
+            h, cache = block(h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
             caches.append(cache)
         chunks = places.to_chunks(h)
         if state is not None:
-            chunks = _with_open_chunk(chunks, state)
-        encoded = memory = self.encoder(chunks)
+            chunks = with_open_chunk(chunks, state)
+        encoded = memory = readable = self.encoder(chunks)
         if state is not None and continued is not None:
-            memory = Memory(*map(continued.extend, state.memory, encoded))
+            memory, room = append(state.memory, state.room, encoded, continued)
+            # Whole buffers lie without gaps, and so the kernels take them as they are.
+            readable = memory if self.config.offload else buffers(memory, room)
         reads: list[Reads] = []
         for i, layer in enumerate(self.upper):
             if i % self._group_size == 0:
                 reads.append(self._reads(len(reads), h, encoded, memory, places, state))
-            here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
-            h, cache = layer(h, before[len(caches)], memory, here, places)
+                here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
+                if self.config.offload and state is not None:
+                    readable, indices = fetch(memory, here.indices)
+                    here = here._replace(indices=indices)
+            h, cache = layer(h, before[len(caches)], readable, here, places)
             caches.append(cache)
         y = places.collect(h)
-        if continued is None:
+        if state is None or continued is None:
             return y, None
-        return y, _next_state(tuple(caches), chunks, memory, reads, continued)
+        after = next_state(tuple(caches), chunks, memory, room, state.fetched, reads, continued)
+        if self.config.offload:
+            after = after._replace(fetched=fetch_open(memory, after.indices))
+        return y, after
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
@@ -224,43 +213,45 @@ class DRT(AbstractStack):
     def before_step(self, state: DRTState) -> None:
         """Run the landmark of rows whose chunk is complete, store the chunk, and retrieve.
 
-        The call waits for a GPU, to read which rows these are.
+        The call waits for a GPU, to read which rows these are, only when one may be: after that it
+        counts the steps until the next.
 
         Raises:
             ValueError: if the state has no room for the chunk.
         """
         L = self.config.chunk_size
-        is_due = (state.num_places % (L + 1) == L).cpu()
-        if not is_due.any():
+        if (state.wait > 0).all():
+            state.wait.sub_(1)
             return
+        place = (state.num_places % (L + 1)).cpu()
+        is_due = place == L
+        if is_due.any():
+            self._run_landmarks(state, is_due)
+        # A step brings a row with p places of the open chunk to p + 1, and L need a landmark.
+        state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
+
+    def _run_landmarks(self, state: DRTState, is_due: Tensor) -> None:
+        """Run the landmark of the rows where it is due, (B,) in the host's memory."""
+        L = self.config.chunk_size
         count = (state.num_places // (L + 1)).cpu()
         if int(count[is_due].max()) >= state.memory.k.shape[1]:
             raise ValueError(
                 f"state has room for {state.memory.k.shape[1]} chunks, and a row has them all: "
                 "reserve more"
             )
-        # All rows run the landmark; the others then get back what it overwrote.
-        others = (~is_due).nonzero()[:, 0].to(state.lower.device)
-        kept = [_newest_slots(cache, others) for cache in state.caches]
-        lower = state.lower[others]
-        rows = is_due.nonzero()[:, 0].to(state.lower.device)
-        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(is_due), -1, -1)
-        self._step_place(x, state, (rows, count.to(rows.device)))
-        state.lower[others] = lower
-        for cache, (slot, k, v) in zip(state.caches, kept, strict=True):
-            cache.k[others, slot], cache.v[others, slot] = k, v
-            cache.lengths[others] -= 1
+        due = is_due.to(state.lower.device)
+        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due), -1, -1)
+        self._step_place(x, state, Due(due.nonzero()[:, 0], count.to(due.device)))
+        # The other rows ran it too. What it wrote goes where their next place will be written, so
+        # counting it back undoes it: in a full ring, that slot has left the window by then.
+        for cache in state.caches:
+            cache.lengths.sub_((~due).long())
 
-    def _step_place(
-        self, x: Tensor, state: DRTState, landmark: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Run one place of every row, overwriting the state.
+    def _step_place(self, x: Tensor, state: DRTState, due: Due | None = None) -> Tensor:
+        """Run one place of every row, (B, 1, C), overwriting the state.
 
-        Args:
-            x: (B, 1, C).
-            state: of the rows.
-            landmark: if x are landmarks: the rows where they are due, and how many chunks each row
-                has stored. The chunk of these rows is stored, and they retrieve for the next.
+        With `due`, x are landmarks. In the rows where they are due, the chunk is stored and
+        retrieves for the next.
         """
         batch = torch.arange(len(x), device=x.device)
         place = state.num_places % (self.config.chunk_size + 1)
@@ -269,23 +260,35 @@ class DRT(AbstractStack):
             h = block.step(h, cache)
         state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
         encoded: Memory | None = None
-        if landmark is not None:
-            rows, count = landmark
-            encoded = self.encoder(state.lower[:, None])
+        if due is not None:
+            encoded = cast(Memory, self.encoder(state.lower[:, None]))
             for old, new in zip(state.memory, encoded, strict=True):
-                old[rows, count[rows]] = new[rows, 0].to(old.dtype)
+                rows, slot = due.rows.to(old.device), due.stored[due.rows].to(old.device)
+                old[rows, slot] = new[due.rows, 0].to(old)
         found = []
         for i, layer in enumerate(self.upper):
             group = i // self._group_size
-            if encoded is not None and i % self._group_size == 0:
-                lo, hi = torch.zeros_like(landmark[1])[:, None], landmark[1][:, None]
+            if due is not None and encoded is not None and i % self._group_size == 0:
+                hi = due.stored[:, None]
+                lo = torch.zeros_like(hi)
                 found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
-            reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
-            h = layer.step(h, state.caches[len(self.lower) + i], state.memory, reads)
-        if landmark is not None:
-            rows = landmark[0]
-            for old, new in zip(state[-2:], zip(*found, strict=True), strict=True):
-                old[rows] = torch.cat(new, 1)[rows].to(old.dtype)
+            reads, memory = (
+                Reads(state.indices[:, group, None], state.weights[:, group, None]),
+                state.memory,
+            )
+            if self.config.offload:
+                reads = reads._replace(indices=slots(state.indices, group))
+                memory = Memory(memory.keys, *state.fetched)
+            h = layer.step(h, state.caches[len(self.lower) + i], memory, reads)
+        if due is not None:
+            indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+            state.indices[due.rows] = indices[due.rows]
+            state.weights[due.rows] = weights[due.rows].to(state.weights.dtype)
+            if self.config.offload:
+                chosen = indices[due.rows].cpu().clamp(min=0).flatten(1)
+                found_rows = fetch_rows(state.memory, due.rows.tolist(), chosen, h.device)
+                for old, new in zip(state.fetched, found_rows, strict=True):
+                    old.index_copy_(0, due.rows, new)
         return h
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
@@ -298,59 +301,51 @@ class DRT(AbstractStack):
         num_places = seen + seen // L - most + 1
         caches = tuple(
             layer.reserve(cache, num_places)
-            for layer, cache in zip(self._attentions(), state.caches, strict=True)
+            for layer, cache in zip(self.attentions(), state.caches, strict=True)
         )
-        memory = Memory(*(_with_room(part, seen // L) for part in state.memory))
-        return DRTState(
-            caches, state.lower.clone(), memory, state.indices.clone(), state.weights.clone()
-        )
+        same = bool((state.num_places // M == most // M).all())
+        memory = claim(state.memory, state.room, most // M if same else None, seen // L)
+        # What `room` says is lost in a clone: the room now belongs to the steps.
+        rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
+        return DRTState(caches, memory, **rest)
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
         c, like = self.config, self.landmark.weight
         C, L, D = self.d_model, c.chunk_size, c.head_dim
         tokens = like.new_zeros(batch, 0, L, C // D, D)
+        num_fetched = c.num_groups * c.num_retrieved if c.offload else 0
+        fetched = like.new_zeros(batch, num_fetched, L, C // D, D)
+        if c.offload:
+            tokens = tokens.cpu()
         return DRTState(
-            tuple(layer.init_state(batch) for layer in self._attentions()),
-            like.new_zeros(batch, L + 1, C),
+            tuple(layer.init_state(batch) for layer in self.attentions()),
             Memory(like.new_zeros(batch, 0, C), tokens, tokens.clone()),
+            like.new_zeros(batch, L + 1, C),
             torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
             like.new_zeros(
                 batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)
             ),
+            make_leaf(batch),
+            torch.zeros(batch, dtype=torch.int64, device="cpu"),
+            Fetched(fetched, fetched.clone()),
         )
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
 
-        A chunk takes its keys and values and its key of retrieval, in the dtype of the weights.
+        A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
+        of the weights. A state that grows in place may have room for twice the chunks.
         """
-        c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
-        chunks = num_tokens // c.chunk_size
-        caches = sum(a.state_bytes(num_tokens + chunks) for a in self._attentions())
-        lower = (c.chunk_size + 1) * C * size
-        memory = chunks * (2 * c.chunk_size + 1) * C * size
-        return caches + lower + memory + c.num_groups * c.num_retrieved * (8 + 4)
+        return cost.state_bytes(self, num_tokens)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
+        return cost.host_state_bytes(self, num_tokens)
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
-
-        Landmarks are counted with the tokens before them. A chunk scores half of all chunks on
-        average, and reads R.
-        """
-        c, C, L = self.config, self.d_model, self.config.chunk_size
-        N = num_tokens / L
-        places = (L + 1) / L
-        attention = sum(
-            a.flops_per_token(round(num_tokens * places)) for a in self._attentions()
-        )
-        rest = [block.mlp for block in self.lower]
-        rest += [m for layer in self.upper for m in (layer.wq, layer.wo, layer.mlp)]
-        layers = attention + 2 * _weights(rest)
-        reading = len(self.upper) * 4 * C * L * min(c.num_retrieved, N / 2)
-        encoder = 2 * _weights([self.encoder]) + len(self.encoder.layers) * 4 * C * (L + 1)
-        scores = c.num_groups * 2 * C * N / 2 / L
-        return places * (layers + reading + encoder) + 2 * _weights([self.queries]) / L + scores
+        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval."""
+        return cost.flops_per_token(self, num_tokens)
 
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""
@@ -360,7 +355,8 @@ class DRT(AbstractStack):
     def _group_size(self) -> int:
         return len(self.upper) // self.config.num_groups
 
-    def _attentions(self) -> list[Any]:
+    def attentions(self) -> list[Any]:
+        """Return the self-attention of every layer."""
         return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
 
     def _reads(
@@ -373,9 +369,7 @@ class DRT(AbstractStack):
         state: DRTState | None,
     ) -> Reads:
         """Return what the N chunks of the grid read in a group, and the one after them."""
-        found = self._retrieve(
-            group, places.landmarks(h), encoded, memory, places.lo, places.hi
-        )
+        found = self._retrieve(group, places.landmarks(h), encoded, memory, places.lo, places.hi)
         if state is None:  # the first chunk reads nothing
             return Reads(
                 F.pad(found.indices, (0, 0, 1, 0), value=-1), F.pad(found.weights, (0, 0, 1, 0))
@@ -398,45 +392,3 @@ class DRT(AbstractStack):
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
         )
-
-
-def _weights(modules: Sequence[nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in module.parameters())
-
-
-def _newest_slots(cache: KVCache, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slot of each row's next place, and copies of the key and the value in it."""
-    slot = cache.lengths[rows] % cache.k.shape[1]
-    return slot, cache.k[rows, slot], cache.v[rows, slot]
-
-
-def _with_room(part: Tensor, num_chunks: int) -> Tensor:
-    """Copy (B, S, ...) into a buffer of `num_chunks` chunks, or of S if that is more."""
-    room = part.new_zeros(part.shape[0], max(num_chunks, part.shape[1]), *part.shape[2:])
-    room[:, : part.shape[1]] = part
-    return room
-
-
-def _with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
-    """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
-    M = chunks.shape[2]
-    is_old = torch.arange(M, device=chunks.device) < (state.num_places % M)[:, None]
-    first = torch.where(is_old[..., None], state.lower.to(chunks.dtype), chunks[:, 0])
-    return torch.cat([first[:, None], chunks[:, 1:]], 1)
-
-
-def _next_state(
-    caches: tuple[KVCache, ...],
-    chunks: Tensor,
-    memory: Memory,
-    reads: Sequence[Reads],
-    continued: Continued,
-) -> DRTState:
-    """Return the state after a call, which begins in chunk `done` of the call's grid."""
-    done = continued.done[:, None]
-    lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
-    indices, weights = (
-        torch.cat([take(part, done) for part in parts], 1)
-        for parts in zip(*reads, strict=True)
-    )
-    return DRTState(caches, lower[:, 0], memory, indices, weights)

@@ -1,4 +1,4 @@
-"""The paper's speeds: Table 2, the latency over the length, and the throughput of training.
+"""The paper's speeds: Table 2, latency over the length, throughput of training, and decoding.
 
 Each is measured into `speed_NAME.json` below a folder. A cell that the file has already, from the
 same machine and commit, is not measured again. The algorithm of the paper stands beside our op: it
@@ -26,9 +26,12 @@ from mezzo_core.bench import (
     origin,
     start_afresh,
 )
+from mezzo_core.bench.generation import time_throughput
 from mezzo_core.bench.result import Say
 from mezzo_core.bench.training_step import time_training
+from mezzo_core.nn.lm import LM
 from mezzo_core.papers.measurement import Measurement, read_result
+from mezzo_core.train.config import TrainConfig
 from torch import Tensor
 
 from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, stack_weights
@@ -66,6 +69,9 @@ class Sizes:
         naive: the longest T at which the naive loop is timed; it reads T^2 positions.
         trained: the size whose recipes are trained, by its layers.
         most_trained: sequences of a training step, if the recipe computes more at once.
+        contexts: tokens of a generated sequence in the end.
+        new_tokens: those of them that follow the prompt.
+        most_generated: sequences that are generated at once, if more fit.
         seconds: for each timing.
         models: those that are measured; None: all.
     """
@@ -80,6 +86,9 @@ class Sizes:
     naive: int
     trained: Mapping[int, str]
     most_trained: int
+    contexts: tuple[int, ...]
+    new_tokens: int
+    most_generated: int
     seconds: float
     models: tuple[str, ...] | None = None
 
@@ -99,9 +108,27 @@ FULL = Sizes(
     naive=1024,
     trained={12: "300m_12", 6: "300m_6"},
     most_trained=512,
+    contexts=(512, 4096),
+    new_tokens=128,
+    most_generated=2048,
     seconds=0.05,
 )
-DRY = Sizes("cpu", 16, 8, 8, (1, 2), 2, (4, 8), 8, dict.fromkeys(DEPTHS, "tiny"), 1, 0.0)
+DRY = Sizes(
+    device="cpu",
+    d_model=16,
+    head_dim=8,
+    seq_len=8,
+    batches=(1, 2),
+    batch=2,
+    lengths=(4, 8),
+    naive=8,
+    trained=dict.fromkeys(DEPTHS, "tiny"),
+    most_trained=1,
+    contexts=(8,),
+    new_tokens=4,
+    most_generated=8,
+    seconds=0.0,
+)
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
 
@@ -174,11 +201,7 @@ def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
     for model, (depth, architecture) in MODELS.items():
         if result.has(model, "tokens/s") or not sizes.wants(model):
             continue
-        start_afresh()
-        config = recipe(sizes.trained[depth], architecture)
-        torch.manual_seed(0)
-        with torch.device(sizes.device):
-            lm = config.model.build()
+        config, lm = _build(sizes, depth, architecture)
         if sizes.device == "cuda" and config.compile:
             for unit in lm.stack.units():
                 unit.compile(dynamic=False)
@@ -188,9 +211,53 @@ def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
     return _measurement(result)
 
 
+def measure_decoding(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
+    """Measure the tokens a second that the 300M models generate, each at its largest batch.
+
+    Returns, raises: as `measure_layers`.
+    """
+    sizes_named = ", ".join(dict.fromkeys(sizes.trained.values()))
+    dtype = "bf16" if sizes.device == "cuda" else "float32"
+    result = _result(
+        folder / "speed_decoding.json",
+        sizes,
+        say,
+        title="Decoding of the 300M models",
+        setting=f"models of the recipes of {sizes_named}, {dtype}; the last {sizes.new_tokens} of "
+        "T tokens, by a CUDA graph of a step, at the largest batch B that fits, at most "
+        f"{sizes.most_generated}",
+        columns=tuple(f"T={T}" for T in sizes.contexts),
+        models=tuple(MODELS),
+        unit="tokens/s",
+        better="higher",
+    )
+    for model, (depth, architecture) in MODELS.items():
+        for T in sizes.contexts:
+            if result.has(model, f"T={T}") or not sizes.wants(model):
+                continue
+            _, lm = _build(sizes, depth, architecture)
+            lm = lm.eval()
+            lm = lm.bfloat16() if sizes.device == "cuda" else lm
+            work = partial(time_throughput, lm, T, sizes.new_tokens, passes=PASSES)
+            limits = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
+            passes = attempt(partial(work, **limits))
+            result.add_passes(passes, "tokens_per_second", model=model, column=f"T={T}")
+    return _measurement(result)
+
+
+def _build(sizes: Sizes, depth: int, architecture: str) -> tuple[TrainConfig, LM]:
+    """Return a recipe and its model."""
+    start_afresh()
+    config = recipe(sizes.trained[depth], architecture)
+    torch.manual_seed(0)
+    with torch.device(sizes.device):
+        return config, config.model.build()
+
+
 MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
     **{name: partial(measure_layers, name) for name in LAYERS},
     "throughput": measure_throughput,
+    "decoding": measure_decoding,
 }
 """What this module measures, by the names in the files' names."""
 

@@ -29,13 +29,14 @@ def side_by_side(
             another one, so calls and what they return can be pickled.
         folder: scratch. One process uses it as it is, each of several a folder in it.
         device: where to measure. Several processes share out all GPUs.
-        jobs: the number of processes; 1 calls one after another in this one.
+        jobs: the number of processes, at most; 1 calls one after another in this one. If a call
+            fails, those that run are still waited for.
     """
     if jobs == 1:
         for i, call in enumerate(calls):
             yield i, call(folder, device)
         return
-    context = multiprocessing.get_context("spawn")
+    context, jobs = multiprocessing.get_context("spawn"), min(jobs, max(len(calls), 1))
     places = context.Queue()
     for i in range(jobs):
         chosen = device
@@ -48,7 +49,7 @@ def side_by_side(
             for done in as_completed(running):
                 yield running[done], done.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _begin(places: Any) -> None:

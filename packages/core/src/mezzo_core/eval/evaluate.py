@@ -1,7 +1,7 @@
 """Evaluation of a model on held-out rows: perplexity, accuracy and exact match."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +63,65 @@ def evaluate(
     """
     if segment_tokens is not None and segment_tokens < 1:
         raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens}")
+    has_state = segment_tokens is not None
+    rows = (_split(batch, segment_tokens) for batch in batches)
+    return _evaluate(model, rows, num_bytes, precision, add_up, has_state=has_state)
+
+
+def evaluate_segments(
+    model: LM,
+    rows: Iterable[Iterable[Batch]],
+    *,
+    precision: str = "auto",
+    add_up: Callable[[Tensor], Any] | None = None,
+) -> Evaluation:
+    """Evaluate a model on rows that come in segments, of any length, in bounded memory.
+
+    The model's state goes from each segment to the next. A segment without targets is a prefill: it
+    does not run through the head.
+
+    Args:
+        model: as in `evaluate`.
+        rows: each item yields the consecutive segments of some rows, with as many rows in all of
+            them. A segment is taken when it is needed, and none is kept.
+        precision: as in `evaluate`.
+        add_up: as in `evaluate`.
+
+    Raises:
+        ValueError: if there are no targets, or the segments of an item differ in their rows.
+    """
+    return _evaluate(model, rows, None, precision, add_up, has_state=True)
+
+
+def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
+    """Yield a batch's segments; the whole batch if they have no length."""
+    if segment_tokens is None:
+        yield batch
+        return
+    if batch.cu_seqlens is not None:
+        raise ValueError("segment_tokens is for rows, and these documents are packed")
+    parts = (part.split(segment_tokens, 1) for part in batch[:2])
+    yield from map(Batch, *parts)
+
+
+def _evaluate(
+    model: LM,
+    rows: Iterable[Iterable[Batch]],
+    num_bytes: int | None,
+    precision: str,
+    add_up: Callable[[Tensor], Any] | None,
+    *,
+    has_state: bool,
+) -> Evaluation:
+    """Sum the scores of all rows, which come in one piece each if `has_state` is False."""
     device = next(model.parameters()).device
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            for batch in batches:
-                sums += _score_rows(model, move_batch(batch, device), segment_tokens, precision)
+            for segments in rows:
+                sums += _score_rows(model, segments, precision, device, has_state=has_state)
     finally:
         model.train(was_training)
     if add_up is not None:
@@ -89,21 +140,41 @@ def evaluate(
     )
 
 
-def _score_rows(model: LM, batch: Batch, segment_tokens: int | None, precision: str) -> Tensor:
+def _score_rows(
+    model: LM,
+    segments: Iterable[Batch],
+    precision: str,
+    device: torch.device,
+    *,
+    has_state: bool,
+) -> Tensor:
     """Return nats, targets, hits; rows with a target, and those of them in which all are hits."""
-    tokens, targets, borders = batch
-    if segment_tokens is not None and borders is not None:
-        raise ValueError("segment_tokens is for rows, and these documents are packed")
-    size = segment_tokens or max(tokens.shape[1], 1)
-    state = None if segment_tokens is None else model.init_state(len(tokens))
-    sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
-    is_asked = (targets != NO_TARGET).any(1)
-    is_right = is_asked
-    for segment, its_targets in zip(tokens.split(size, 1), targets.split(size, 1), strict=True):
-        with autocast(tokens.device, precision):
-            loss, count, hits, state = model.score(segment, its_targets, borders, state=state)
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    state: Any = None
+    is_asked = is_right = torch.zeros(0, dtype=torch.bool, device=device)
+    is_first, is_packed = True, False
+    for batch in segments:
+        is_packed = batch.cu_seqlens is not None
+        is_prefill = has_state and not (batch.targets != NO_TARGET).any()
+        tokens, targets, borders = move_batch(batch, device)
+        if is_first:
+            state = model.init_state(len(tokens)) if has_state else None
+            is_asked = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+            is_first, is_right = False, ~is_asked
+        elif len(tokens) != len(is_asked):
+            raise ValueError(
+                f"segments must have the same rows, got {len(tokens)} after {len(is_asked)}"
+            )
+        if is_prefill and tokens.shape[1] == 0:
+            continue
+        with autocast(device, precision):
+            if is_prefill:
+                state = model(tokens, state, last_only=True).state
+                continue
+            loss, count, hits, state = model.score(tokens, targets, borders, state=state)
         sums[:3] += torch.stack([loss.double(), count, hits.sum()])
-        is_right = is_right & (hits | (its_targets == NO_TARGET)).all(1)
-    if borders is None:
-        sums[3:] += torch.stack([is_asked.sum(), is_right.sum()])
+        is_asked = is_asked | (targets != NO_TARGET).any(1)
+        is_right = is_right & (hits | (targets == NO_TARGET)).all(1)
+    if not is_packed:
+        sums[3:] += torch.stack([is_asked.sum(), (is_asked & is_right).sum()])
     return sums

@@ -1,22 +1,121 @@
-"""The public op `grouped_cross_attention`."""
+"""The public op `grouped_cross_attention`: checks its arguments and chooses an implementation."""
 
-from jaxtyping import Float, Int
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 
+from mezzo_drt.ops.grouped_cross_attention.op import differentiable_attention
 from mezzo_drt.ops.grouped_cross_attention.reference import grouped_cross_attention_reference
+
+OP = "grouped_cross_attention"
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_WIDTHS = (16, 32, 64, 128, 256)
+TRITON_KEYS = 128
 
 
 def grouped_cross_attention(
     q: Float[Tensor, "B N M H D"],
     k: Float[Tensor, "B S L H D"],
     v: Float[Tensor, "B S L H D"],
-    indices: Int[Tensor, "B N R"],
+    indices: Int64[Tensor, "B N R"],
     weights: Float[Tensor, "B N R"],
     *,
     softmax1: bool = True,
     scale: float | None = None,
+    impl: Impl = "auto",
 ) -> Float[Tensor, "B N M H D"]:
-    """Attend from each chunk's places to the chunks it retrieved; see the reference."""
+    """Attend from each chunk's queries to the chunks that it retrieved, each by its own softmax.
+
+    Section 3.1, Equations 2 and 3. `grouped_cross_attention_reference` is the definition: what each
+    retrieved chunk gives is summed by the chunks' weights. Differentiable in q, k, v and weights;
+    there is no double backward. Softmax and sums are in float32 (float64 for float64).
+
+    The kernels read chunks by their index, without copies of them, and keep no attention weights
+    for the backward. They use no atomics, so repeats are equal to the bit.
+
+    Args:
+        q: (B, N, M, H, D), the queries of N chunks, M places each (with a landmark L + 1).
+        k: (B, S, L, H, D), the keys of S chunks.
+        v: (B, S, L, H, D), their values.
+        indices: (B, N, R) int64, which chunks of its row each chunk reads; -1 for none, whose
+            weight is not read. A chunk may be read by any number of chunks. Values are checked on
+            the CPU only: on a GPU a wrong one reads foreign memory.
+        weights: (B, N, R), the weight of each retrieved chunk, of any float dtype.
+        softmax1: softmax1(s)_i = exp(s_i) / (1 + Σ exp(s)), with which a query may ignore a chunk;
+            False for the softmax.
+        scale: of the products of queries and keys; None for D^-1/2.
+        impl: "reference"; "triton" (D a power of 2 from 16 to 256, L to 128, not in float64); or
+            "auto".
+
+    Returns:
+        (B, N, M, H, D) in the dtype of q; 0 where nothing is retrieved.
+
+    Raises:
+        TypeError: if a tensor or an option is of the wrong kind, or q, k and v of several dtypes.
+        ValueError: if shapes or devices disagree, an index is not from -1 to S - 1, or `impl`
+            cannot be met; the message names the argument.
+    """
+    _check(q, k, v, indices, weights, softmax1)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    return grouped_cross_attention_reference(q, k, v, indices, weights, softmax1, scale)
+    check_number(OP, "scale", scale)
+    if resolve_impl(OP, impl, q.device, _unsupported(k)) == "triton":
+        tensors = (q.contiguous(), k, v, indices.contiguous(), weights.float().contiguous())
+        return differentiable_attention(*tensors, softmax1, float(scale))[0]
+    if k.shape[1] == 0:  # a chunk that nobody reads, for the reference to gather from
+        k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        return grouped_cross_attention_reference(q, k, v, indices, weights, softmax1, scale)
+
+
+def _unsupported(k: Tensor) -> str | None:
+    """Say what the kernels cannot do here, and what they can."""
+    L, D = k.shape[2], k.shape[4]
+    if k.dtype not in TRITON_DTYPES:
+        return f"{k.dtype}; supported: float32, bfloat16, float16"
+    if D not in TRITON_WIDTHS:
+        return f"heads of width D = {D}; supported: {', '.join(map(str, TRITON_WIDTHS))}"
+    if L > TRITON_KEYS:
+        return f"chunks of L = {L} keys; supported: up to {TRITON_KEYS}"
+    return None
+
+
+def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) -> None:
+    for name, x in {"q": q, "k": k, "v": v, "weights": weights}.items():
+        check_floating(OP, name, x)
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"{OP}: indices must be an int64 tensor, got {got}")
+    if not isinstance(softmax1, bool):
+        raise TypeError(f"{OP}: softmax1 must be a bool, got {type(softmax1).__name__}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{OP}: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if q.ndim != 5 or 0 in q.shape[3:]:
+        raise ValueError(f"{OP}: q must be (B, N, M, H, D), got {tuple(q.shape)}")
+    B, N, _, H, D = q.shape
+    if k.ndim != 5 or (k.shape[0], *k.shape[3:]) != (B, H, D) or k.shape[2] == 0:
+        raise ValueError(f"{OP}: k must be ({B}, S, L, {H}, {D}), got {tuple(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"{OP}: v must be {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    if indices.ndim != 3 or indices.shape[:2] != (B, N):
+        raise ValueError(f"{OP}: indices must be ({B}, {N}, R), got {tuple(indices.shape)}")
+    if weights.shape != indices.shape:
+        raise ValueError(
+            f"{OP}: weights must be {tuple(indices.shape)} as indices, got {tuple(weights.shape)}"
+        )
+    for name, x in {"k": k, "v": v, "indices": indices, "weights": weights}.items():
+        if x.device != q.device:
+            raise ValueError(f"{OP}: {name} is on {x.device}, q on {q.device}")
+    # Looking at values would stop a GPU's stream or break a graph.
+    if indices.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = indices[(indices < -1) | (indices >= k.shape[1])]
+        if wrong.numel() > 0:
+            raise ValueError(
+                f"{OP}: indices must be from -1 to S - 1 = {k.shape[1] - 1}, got {int(wrong[0])}"
+            )

@@ -1,5 +1,6 @@
 """The registered op: its schema, its fake and its gradient."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ _FORM = (
     "SymInt block_size, str impl"
 )
 _WEIGHTS = len(Matrices._fields)
+_IN_TURN = threading.RLock()
+"""Calls share buffers and graphs: no thread may launch its work in between another's."""
 
 
 class Inputs(NamedTuple):
@@ -101,7 +104,7 @@ def _recurrent_layers(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
     z of all layers is for the backward, and empty if there is one layer. Without a past k and v are
     empty.
     """
-    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+    with _IN_TURN, torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         return _run(Inputs.of(x, *arguments), x)
 
 
@@ -150,7 +153,7 @@ def _recurrent_layers_bwd(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Return dx, the gradients of the weights that there are, and those of k and v if there are."""
-    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+    with _IN_TURN, torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         return _run_bwd(Inputs.of(x, *arguments), dz, dk, dv, z, x)
 
 

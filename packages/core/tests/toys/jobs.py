@@ -1,0 +1,15 @@
+"""Calls for processes of their own, which find them here."""
+
+import os
+from pathlib import Path
+
+import torch
+from mezzo_core.errors import UserError
+
+
+def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int, str]:
+    return number, os.getpid(), f"{folder} {device}"
+
+
+def fail(folder: Path, device: torch.device) -> None:
+    raise UserError("this one fails")

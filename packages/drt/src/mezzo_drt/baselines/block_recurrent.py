@@ -1,0 +1,320 @@
+"""The Block-Recurrent Transformer's layer (Hutchins et al. 2022, arXiv 2203.07852), as a mixer.
+
+A row is cut into blocks of L tokens. Between two blocks go M state vectors, s (M, C). Tokens of a
+block attend to tokens by a sliding window, and to the states from the end of the block before; the
+states attend to themselves and to the block's tokens, and become those of the next block by a gate:
+
+    y = Wy [ attention(q_e; K_e, V_e), attention(q_es; K_s, V_s) ]      for the tokens (vertical)
+    h = Wh [ attention(q_s; K_s, V_s), attention(q_se; K_e, V_e) ]      for the states (horizontal)
+    s' = g s + (1 - g) Wz h,  g = sigmoid(b)              "fixed";  or
+    s' = sigmoid(Wf h + bf + 1) s + sigmoid(Wi h + bi - 1) tanh(Wz h + bz)            "lstm"
+
+Tokens and states have one pair of keys and values each, which both directions read. The states are
+normalized, and learned vectors that tell them apart are added, before they are projected.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn import AbstractMixer
+from mezzo_core.nn.linear import Linear
+from mezzo_core.ops.attention import attention
+from mezzo_core.ops.checks import check_size
+from mezzo_core.positions import AlibiFormula, alibi_slopes, sequence_ids, sequence_positions
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class BlockRecurrentState(NamedTuple):
+    """What a row goes on from.
+
+    Attributes:
+        k: (B, W, H, D) keys of the window, token p in slot p % W.
+        v: likewise the values.
+        s: (B, M, C) states after the newest complete block.
+        seen: (B,) int64, the tokens of each row.
+    """
+
+    k: Tensor
+    v: Tensor
+    s: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class BlockRecurrentConfig:
+    """Describes a `BlockRecurrent` mixer.
+
+    Attributes:
+        head_dim: D.
+        num_states: M.
+        block_size: L.
+        window_size: W, the keys that a token sees, its own counted; at least L.
+        alibi: formula of the slopes of the tokens' window.
+        gate: "fixed" or "lstm".
+        norm_eps: epsilon of the states' norm.
+    """
+
+    head_dim: int = 64
+    num_states: int = 512
+    block_size: int = 512
+    window_size: int = 512
+    alibi: AlibiFormula | None = "olmo"
+    gate: Literal["fixed", "lstm"] = "fixed"
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("head_dim", "num_states", "block_size", "window_size"):
+            check_size("BlockRecurrentConfig", name, getattr(self, name))
+        if self.window_size < self.block_size:
+            raise ValueError(
+                f"window_size must be at least the block_size, {self.block_size}, "
+                f"got {self.window_size}"
+            )
+        if not 0 < self.norm_eps <= 100:
+            raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
+
+    def build(self, d_model: int) -> "BlockRecurrent":
+        """Build the mixer, on torch's default device; a ValueError if head_dim does not divide."""
+        return BlockRecurrent(d_model, self)
+
+
+class _Blocks(NamedTuple):
+    """How the tokens of a call lie in blocks."""
+
+    slot: Tensor  # (B, T) int64, each token's place in N blocks of L
+    is_first: Tensor  # (B, N), where a sequence begins
+    is_complete: Tensor  # (B, N), whether the block ends here
+
+
+class BlockRecurrent(AbstractMixer):
+    """Tokens and recurrent states that attend to each other, (B, T, C) to (B, T, C).
+
+    It takes the place of attention in one layer or a few. Its loop runs over blocks, not tokens.
+    """
+
+    state_type = BlockRecurrentState
+
+    def __init__(self, d_model: int, config: BlockRecurrentConfig) -> None:
+        """Create the projections.
+
+        Raises:
+            ValueError: if `head_dim` does not divide `d_model`.
+        """
+        super().__init__()
+        check_size("BlockRecurrent", "d_model", d_model)
+        if d_model % config.head_dim:
+            raise ValueError(f"head_dim must divide d_model, got {config.head_dim} and {d_model}")
+        C, M = d_model, config.num_states
+        self.d_model, self.config, self.num_heads = C, config, C // config.head_dim
+        self.token_qkv = Linear(C, 4 * C, bias=False)  # q to tokens, q to states, k, v
+        self.state_qkv = Linear(C, 4 * C, bias=False)  # q to states, q to tokens, k, v
+        self.token_out = Linear(2 * C, C, bias=False)
+        self.state_out = Linear(2 * C, C, bias=False)
+        self.state_norm = nn.RMSNorm(C, eps=config.norm_eps)
+        self.state_ids = nn.Parameter(torch.empty(M, C))
+        self.first_states = nn.Parameter(torch.empty(M, C))
+        self.is_lstm = config.gate == "lstm"
+        self.gate = Linear(C, 3 * C if self.is_lstm else C)  # z; or z, i, f
+        self.forget = None if self.is_lstm else nn.Parameter(torch.empty(C))
+        self.init_own_weights()
+
+    def init_own_weights(self) -> None:
+        """Draw the first states and their ids; fixed gates start near 0.9, a memory of ten blocks.
+
+        These starts are ours.
+        """
+        nn.init.normal_(self.state_ids, std=0.02)
+        nn.init.normal_(self.first_states, std=1.0)
+        if self.forget is not None:
+            nn.init.constant_(self.forget, 2.2)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: BlockRecurrentState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, BlockRecurrentState | None]:
+        """Mix along time; arguments and results as `AbstractMixer.forward` says."""
+        self.check_input(x, state, cu_seqlens, lengths)
+        B, T = x.shape[:2]
+        if T == 0:
+            return x, state
+        if lengths is not None:  # padding may hold NaN or infinity
+            x = x.masked_fill((torch.arange(T, device=x.device) >= lengths[:, None])[..., None], 0)
+        q, q_states, k, v = self._heads(self.token_qkv(x))
+        own = self._attend_window(q, k, v, state, cu_seqlens)
+        seen = torch.zeros(B, dtype=torch.int64, device=x.device) if state is None else state.seen
+        after = seen + (T if lengths is None else lengths)
+        blocks = (
+            self._blocks(seen, after, T, fresh=state is None)
+            if cu_seqlens is None
+            else self._packed_blocks(cu_seqlens, T)
+        )
+        s, read = self._run_states(q_states, k, v, state, blocks)
+        y = self.token_out(torch.cat([own.flatten(2), read.flatten(2)], -1))
+        if state is None:
+            return y, None
+        k, v = self._keep(state.k, k, seen, after), self._keep(state.v, v, seen, after)
+        return y, BlockRecurrentState(k, v, s.to(state.s.dtype), after)
+
+    def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Cut (B, X, 4 C) into four of (B, X, H, D)."""
+        heads = (self.num_heads, self.config.head_dim)
+        return tuple(part.unflatten(-1, heads) for part in projected.chunk(4, -1))
+
+    def _attend_window(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: BlockRecurrentState | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """Attend to the last W tokens."""
+        W, formula = self.config.window_size, self.config.alibi
+        q_positions, k_positions = None, None
+        if state is not None:
+            q_positions = sequence_positions(q.shape[1], None, state.seen, q.device)
+            k_positions = torch.cat([_ring_positions(state.seen, W), q_positions], 1)
+            k = torch.cat([state.k.to(k.dtype), k], 1)
+            v = torch.cat([state.v.to(v.dtype), v], 1)
+        slopes = None if formula is None else alibi_slopes(self.num_heads, formula, device=q.device)
+        return attention(
+            q,
+            k,
+            v,
+            window_size=W,
+            alibi_slopes=slopes,
+            cu_seqlens=cu_seqlens,
+            q_positions=q_positions,
+            k_positions=k_positions,
+        ).out
+
+    def _run_states(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: BlockRecurrentState | None,
+        blocks: _Blocks,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the states over the blocks; return the last ones, and what each token reads of them.
+
+        q, k and v are the tokens' (B, T, H, D).
+        """
+        (B, N), L = blocks.is_first.shape, self.config.block_size
+        first = self.first_states.expand(B, -1, -1)
+        s = first if state is None else state.s
+        grid = [x.new_zeros(B, N * L, *x.shape[2:]) for x in (q, k, v)]
+        if state is not None:  # the open block's earlier tokens are in the window
+            earlier = (state.seen // L * L)[:, None] + torch.arange(L, device=q.device)
+            index = (earlier % self.config.window_size)[..., None, None]
+            is_there = (earlier < state.seen[:, None])[..., None, None]
+            for i, ring in ((1, state.k), (2, state.v)):
+                old = ring.gather(1, index.expand(-1, -1, *ring.shape[2:]))
+                grid[i][:, :L] = torch.where(is_there, old, 0).to(grid[i].dtype)
+        slot = blocks.slot[..., None, None].expand_as(q)
+        tokens = [x.scatter(1, slot, new) for x, new in zip(grid, (q, k, v), strict=True)]
+        read = []
+        for block, (bq, bk, bv) in enumerate(zip(*(x.split(L, 1) for x in tokens), strict=True)):
+            s = torch.where(blocks.is_first[:, block, None, None], first.to(s.dtype), s)
+            s_q, s_to_tokens, s_k, s_v = self._heads(self.state_qkv(self._normed(s).to(q.dtype)))
+            read.append(attention(bq, s_k, s_v, causal=False).out)
+            h = torch.cat(
+                [
+                    attention(s_q, s_k, s_v, causal=False).out.flatten(2),
+                    attention(s_to_tokens, bk, bv, causal=False).out.flatten(2),
+                ],
+                -1,
+            )
+            is_complete = blocks.is_complete[:, block, None, None]
+            s = torch.where(is_complete, self._gated(s, self.state_out(h)), s)
+        return s, torch.cat(read, 1).gather(1, slot)
+
+    def _normed(self, s: Tensor) -> Tensor:
+        return self.state_norm(s) + self.state_ids
+
+    def _gated(self, s: Tensor, h: Tensor) -> Tensor:
+        """Return the states of the next block, in the precision of s."""
+        if self.forget is not None:
+            g = self.forget.sigmoid()
+            return (g * s + (1 - g) * self.gate(h)).to(s.dtype)
+        z, i, f = self.gate(h).chunk(3, -1)
+        return ((f + 1).sigmoid() * s + (i - 1).sigmoid() * z.tanh()).to(s.dtype)
+
+    def _blocks(self, seen: Tensor, after: Tensor, num_tokens: int, *, fresh: bool) -> _Blocks:
+        """Lay out tokens that go on from `seen` (B,), of which those up to `after` are real."""
+        L = self.config.block_size
+        inside = seen % L
+        # At least as many blocks as any row needs, whatever `seen` is.
+        num_blocks = -(-num_tokens // L) if fresh else (num_tokens + L - 2) // L + 1
+        block = torch.arange(num_blocks, device=seen.device)
+        slot = inside[:, None] + torch.arange(num_tokens, device=seen.device)
+        ends = (seen // L * L)[:, None] + (block + 1) * L
+        return _Blocks(slot, torch.zeros_like(ends, dtype=torch.bool), ends <= after[:, None])
+
+    def _packed_blocks(self, cu_seqlens: Tensor, num_tokens: int) -> _Blocks:
+        """Lay out packed sequences, each from a new block on."""
+        L = self.config.block_size
+        borders = cu_seqlens.long()
+        num_blocks = num_tokens // L + len(borders) - 1  # at least; depends on no value
+        sizes = (borders.diff() + L - 1) // L
+        begins = F.pad(sizes.cumsum(0), (1, 0))
+        ids = sequence_ids(num_tokens, cu_seqlens)
+        position = torch.arange(num_tokens, device=borders.device) - borders[ids]
+        block = torch.arange(num_blocks, device=borders.device)
+        is_first = (block[:, None] == begins[:-1]).any(1)
+        # The states of a block that is not complete go nowhere: a sequence begins behind it.
+        return _Blocks(
+            (begins[ids] * L + position)[None], is_first[None], torch.ones_like(is_first)[None]
+        )
+
+    def _keep(self, ring: Tensor, new: Tensor, seen: Tensor, after: Tensor) -> Tensor:
+        """Return the ring (B, W, H, D) with this call's keys or values (B, T, H, D)."""
+        W = self.config.window_size
+        position = _ring_positions(after, W)
+        index = (position - seen[:, None])[..., None, None]
+        taken = new.to(ring.dtype).gather(
+            1, index.clamp(0, new.shape[1] - 1).expand(-1, -1, *new.shape[2:])
+        )
+        return torch.where(index >= 0, taken, ring)
+
+    def init_state(self, batch: int) -> BlockRecurrentState:
+        """Return the state before the first token: an empty window and the first states.
+
+        These do not learn from it: in training, where no state is given, they do.
+        """
+        shape = (batch, self.config.window_size, self.num_heads, self.config.head_dim)
+        k, v = (self.first_states.new_zeros(shape) for _ in range(2))
+        seen = torch.zeros(batch, dtype=torch.int64, device=k.device)
+        s = self.first_states.detach().expand(batch, -1, -1).clone()
+        return BlockRecurrentState(k, v, s, seen)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the window and the states of one sequence, for any length."""
+        rows = 2 * self.config.window_size + self.config.num_states
+        return rows * self.d_model * self.first_states.element_size()
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the FLOPs per token: weights, 4 C for each key or state that it sees.
+
+        The states' own work is shared by the L tokens of a block.
+        """
+        C, M, L = self.d_model, self.config.num_states, self.config.block_size
+        window = min(self.config.window_size, num_tokens)
+        keys = window * (window + 1) / 2 + (num_tokens - window) * window
+        token = 2 * (4 + 2) * C * C + 4 * C * (keys / max(num_tokens, 1) + M)
+        state = 2 * ((4 + 2) * C * C + self.gate.weight.numel()) + 4 * C * (M + L)
+        return token + state * M / L
+
+
+def _ring_positions(seen: Tensor, num_slots: int) -> Tensor:
+    """Return (B, W), the position of the token in each slot, negative for an empty slot."""
+    newest = seen[:, None] - 1
+    return newest - (newest - torch.arange(num_slots, device=seen.device)) % num_slots

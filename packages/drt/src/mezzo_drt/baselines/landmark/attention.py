@@ -1,0 +1,195 @@
+"""Landmark attention (Mohtashami and Jaggi 2023, arXiv 2305.16300), in two forms of one definition.
+
+A chunk is L tokens and a landmark, P = L + 1 places. A query in chunk n sees its own chunk's
+earlier tokens, and of the past: the `local` chunks before its own, and, of the chunks before those,
+the `retrieved` ones whose landmarks have the highest logits, chosen by each query and head alone.
+Tokens of its own chunk share one softmax with the landmarks of the past chunks that it sees; the
+weight of a landmark goes to its chunk's tokens, by a softmax of their own:
+
+    s_ij = q_i k_j / sqrt(D)
+    w_ij = softmax(s_i over own tokens and landmarks)_j                           j in i's chunk
+    w_ij = softmax(s_i over own tokens and landmarks)_m softmax(s_i over m's chunk)_j     elsewhere
+
+Up to `local + retrieved + 1` chunks all of the past is seen: this is how the model is trained.
+
+RoPE turns a query by the places between it and the beginning of the key's chunk, and a key by its
+place in its chunk. Chunks further away than `local + retrieved`, the furthest in training, are read
+as if they were at that distance (ours: the paper moves the chosen chunks there in their order).
+"""
+
+from typing import NamedTuple
+
+import torch
+from mezzo_core.positions import apply_rope, rope_angles
+from torch import Tensor
+
+TILE = 64
+"""Queries whose chunks are gathered at a time: 160 MB in float32 at C = 768, 12 chunks of 65."""
+PREFERENCE = 1e-4
+"""What a landmark's logit loses for each chunk of distance, where chunks are chosen. In the first
+layer all landmarks have one key, so that far ones tie: the nearest of them is then taken, and not
+what rounding says."""
+
+
+class Places(NamedTuple):
+    """Where queries stand, in a grid of chunks."""
+
+    chunk: Tensor  # (B, X) int64, the chunk of each query
+    offset: Tensor  # (B, X) int64, its place in the chunk, from 0 to L (the landmark)
+    first: Tensor  # (B, X) int64, the first chunk of its sequence
+
+
+class Reach(NamedTuple):
+    """How far a query sees."""
+
+    local: int
+    retrieved: int
+    rope_base: float
+
+    @property
+    def furthest(self) -> int:
+        """The distance in chunks to the furthest chunk that is told apart from those beyond."""
+        return self.local + self.retrieved
+
+
+def landmark_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tensor:
+    """Attend from some places to the grid of chunks.
+
+    Args:
+        q: (B, X, H, D), not rotated, X queries in any order.
+        k: (B, N, P, H, D), rotated by `rotate_keys`; with the landmark at the last of P places.
+            What no query may see may hold anything.
+        v: likewise, not rotated.
+        places: of the queries.
+        reach: how far they see.
+
+    Returns:
+        (B, X, H, D) in the dtype of q.
+    """
+    if k.shape[1] <= reach.furthest + 1:  # every query sees all of its past
+        return dense(q, k, v, places, reach)
+    parts = []
+    for begin in range(0, q.shape[1], TILE):
+        its_places = Places(*(x[:, begin : begin + TILE] for x in places))
+        parts.append(gathered(q[:, begin : begin + TILE], k, v, its_places, reach))
+    return torch.cat(parts, 1) if parts else q
+
+
+def rotate_keys(k: Tensor, offset: Tensor, base: float) -> Tensor:
+    """Turn keys (B, X, H, D) by their places in their chunks (B, X)."""
+    return _rotate(k, offset, base)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tensor:
+    """Compute all logits of all chunks: the definition, for few chunks."""
+    B, X, H, D = q.shape
+    N, P = k.shape[1:3]
+    chunk, offset, first = (x[..., None] for x in places)
+    j = torch.arange(N, device=q.device)
+    is_own = j == chunk  # (B, X, N)
+    is_past = (j < chunk) & (j >= first)
+    distance = (chunk - j).clamp(0, reach.furthest)
+    turned = _rotate(
+        q[:, :, None].expand(B, X, N, H, D).flatten(1, 2),
+        (distance * P + offset).flatten(1),
+        reach.rope_base,
+    ).unflatten(1, (X, N))
+    k, v, is_bad = _finite(k, v)
+    logits = torch.einsum("bxnhd,bnphd->bxhnp", _high(turned), _high(k)) * D**-0.5
+    at_landmarks = logits[..., -1]
+    is_seen = is_past & (j >= chunk - reach.local)
+    is_far = (is_past & ~is_seen)[:, :, None].expand_as(at_landmarks)
+    scores = at_landmarks - PREFERENCE * (chunk - j)[:, :, None]
+    is_seen = is_seen[:, :, None] | _highest(scores, is_far, reach.retrieved)
+    # One softmax for the tokens of the own chunk and the landmarks of the others.
+    tokens = torch.arange(P - 1, device=q.device)
+    is_near = is_own[..., None] & (tokens <= offset[..., None])  # (B, X, N, L)
+    is_near = is_near[:, :, None].expand(B, X, H, N, P - 1)
+    shared = torch.cat([logits[..., :-1].flatten(3), at_landmarks], -1)
+    mask = torch.cat([is_near.flatten(3), is_seen], -1)
+    weights = shared.masked_fill(~mask, float("-inf")).softmax(-1)
+    own, gates = weights.split([N * (P - 1), N], -1)
+    inside = torch.where(is_seen[..., None], logits[..., :-1], 0).softmax(-1)
+    p = own.unflatten(-1, (N, P - 1)) + gates[..., None] * inside
+    out = torch.einsum("bxhnl,bnlhd->bxhd", p, _high(v[:, :, :-1]))
+    # A query that sees a key which is no number gives no number.
+    sees = torch.cat([is_near | is_seen[..., None], is_seen[..., None]], -1)
+    is_spoilt = (sees & is_bad[:, None, None]).flatten(3).any(-1)
+    return out.masked_fill(is_spoilt[..., None], float("nan")).to(q.dtype)
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tensor:
+    """Gather the chunks that each query and head sees: for many chunks."""
+    B, _, H, D = q.shape
+    P = k.shape[2]
+    chunk, offset, first = (x[..., None] for x in places)
+    near = chunk - torch.arange(reach.local + 1, device=q.device)  # (B, X, local + 1), own first
+    near = torch.where(near >= first, near, -1)[:, :, None].expand(-1, -1, H, -1)
+    index = torch.cat([near, _retrieve(q, k[:, :, -1], places, reach, P)], -1)  # (B, X, H, A)
+    is_there = index >= 0
+    rows = torch.arange(B, device=q.device)[:, None, None, None]
+    heads = torch.arange(H, device=q.device)[:, None]
+    hidden = ~is_there[..., None].expand(*index.shape, P).clone()
+    tokens = torch.arange(P, device=q.device)
+    hidden[..., 0, :] = ((tokens > offset) | (tokens == P - 1))[:, :, None]
+    # (B, X, H, A, P, D): two indices apart from each other put their axes first.
+    k, v = (x[rows, index.clamp(min=0), :, heads].masked_fill(hidden[..., None], 0) for x in (k, v))
+    distance = (chunk[..., None] - index).clamp(0, reach.furthest)
+    angle = distance * P + offset[..., None]
+    turned = _rotate(
+        q[:, :, :, None].expand(*index.shape, D).flatten(1, 2).flatten(1, 2)[:, :, None],
+        angle.flatten(1),
+        reach.rope_base,
+    ).reshape(*index.shape, D)
+    logits = torch.einsum("bxhad,bxhapd->bxhap", _high(turned), _high(k)) * D**-0.5
+    own = logits[..., 0, :-1].masked_fill(hidden[..., 0, :-1], float("-inf"))
+    gates = logits[..., 1:, -1].masked_fill(~is_there[..., 1:], float("-inf"))
+    weights = torch.cat([own, gates], -1).softmax(-1)
+    own, gates = weights.split([P - 1, index.shape[-1] - 1], -1)
+    p = torch.cat([own[..., None, :], gates[..., None] * logits[..., 1:, :-1].softmax(-1)], -2)
+    return torch.einsum("bxhal,bxhald->bxhd", p, _high(v[..., :-1, :])).to(q.dtype)
+
+
+def _retrieve(q: Tensor, landmarks: Tensor, places: Places, reach: Reach, P: int) -> Tensor:
+    """Return (B, X, H, R), the chunks that each query and head retrieves, -1 for none.
+
+    `landmarks` is (B, N, H, D). Only the chunks before the local ones can be retrieved.
+    """
+    B, X, H, _ = q.shape
+    N = landmarks.shape[1]
+    chunk, offset, first = places
+    scores = q.new_full((B, X, H, N), float("-inf"), dtype=_high(q).dtype)
+    j = torch.arange(N, device=q.device)
+    for distance in range(reach.local + 1, reach.furthest + 1):
+        turned = _high(_rotate(q, distance * P + offset, reach.rope_base))
+        found = torch.einsum("bxhd,bnhd->bxhn", turned, _high(landmarks)) * q.shape[-1] ** -0.5
+        gap = (chunk[..., None] - j)[:, :, None]
+        is_it = gap >= distance if distance == reach.furthest else gap == distance
+        scores = torch.where(
+            is_it & (j >= first[..., None])[:, :, None], found - PREFERENCE * gap, scores
+        )
+    best, index = scores.topk(min(reach.retrieved, N), -1)
+    return torch.where(best == float("-inf"), -1, index)
+
+
+def _highest(scores: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return where the `count` highest scores of the last axis are, of those in the mask."""
+    scores = scores.masked_fill(~mask, float("-inf"))
+    index = scores.topk(min(count, scores.shape[-1]), -1).indices
+    return torch.zeros_like(mask).scatter(-1, index, True) & mask
+
+
+def _rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return apply_rope(x, *rope_angles(positions, x.shape[-1], base, dtype=dtype))
+
+
+def _high(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Set places that hold NaN or infinity to 0, and tell which: 0 times NaN would spread."""
+    is_bad = ~(k.isfinite() & v.isfinite()).all(-1).all(-1)
+    where = is_bad[..., None, None]
+    return k.masked_fill(where, 0), v.masked_fill(where, 0), is_bad

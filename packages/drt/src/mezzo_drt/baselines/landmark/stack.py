@@ -1,0 +1,284 @@
+"""Landmark attention as a stack: it puts a landmark after every L tokens, and drops it again.
+
+A baseline of DRT's paper: trained on rows that every token sees in full, and applied to longer
+ones, where each token picks its chunks in every layer and head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn import AbstractStack, MLPConfig
+from mezzo_core.nn.linear import Linear
+from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.positions import sequence_ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention, rotate_keys
+
+
+class LandmarkState(NamedTuple):
+    """Keys and values of all places of a row so far, in chunks.
+
+    Attributes:
+        k: (B, Y, N, L + 1, H, D) keys of Y layers. Places beyond the newest token are room.
+        v: likewise the values.
+        seen: (B,) int64, the tokens of each row.
+    """
+
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class LandmarkConfig:
+    """Describes a `LandmarkStack`.
+
+    The defaults see 768 tokens: eight chunks of 64 that are near, and four that are retrieved.
+
+    Attributes:
+        num_layers: Y.
+        head_dim: D, even.
+        chunk_size: L.
+        local_chunks: chunks that a token sees before its own.
+        retrieved_chunks: R, chunks before these that it picks in each layer and head.
+        mlp: of each layer.
+        rope_base: base of RoPE.
+        norm_eps: epsilon of all norms.
+    """
+
+    num_layers: int = 12
+    head_dim: int = 64
+    chunk_size: int = 64
+    local_chunks: int = 7
+    retrieved_chunks: int = 4
+    mlp: MLPConfig = field(default_factory=lambda: MLPConfig("swiglu"))
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("num_layers", "head_dim", "chunk_size", "retrieved_chunks"):
+            check_size("LandmarkConfig", name, getattr(self, name))
+        check_size("LandmarkConfig", "local_chunks", self.local_chunks, 0)
+        for name in ("rope_base", "norm_eps"):
+            check_number("LandmarkConfig", name, getattr(self, name), positive=True)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+
+    def build(self, d_model: int) -> "LandmarkStack":
+        """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
+        return LandmarkStack(d_model, self)
+
+
+class LandmarkLayer(nn.Module):
+    """`x + attention(norm x)`, then `x + mlp(norm x)`, of tokens and landmarks alike."""
+
+    def __init__(self, d_model: int, config: LandmarkConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.reach = Reach(config.local_chunks, config.retrieved_chunks, config.rope_base)
+        self.attention_norm = nn.RMSNorm(d_model, eps=config.norm_eps)
+        self.wq, self.wk, self.wv, self.wo = (
+            Linear(d_model, d_model, bias=False) for _ in range(4)
+        )
+        self.mlp_norm = nn.RMSNorm(d_model, eps=config.norm_eps)
+        self.mlp = config.mlp.build(d_model)
+
+    def forward(
+        self, x: Tensor, k_grid: Tensor, v_grid: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run places (B, X, C); return them, and the grids (B, N, P, H, D) with their keys, values.
+
+        The grids are overwritten where gradients are off.
+        """
+        h = self.attention_norm(x)
+        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        k = rotate_keys(k, places.offset, self.reach.rope_base)
+        k_grid, v_grid = (_write(grid, new, places) for grid, new in ((k_grid, k), (v_grid, v)))
+        out = landmark_attention(q, k_grid.to(q.dtype), v_grid.to(q.dtype), places, self.reach)
+        x = x + self.wo(out.flatten(2))
+        return x + self.mlp(self.mlp_norm(x)), k_grid, v_grid
+
+
+class LandmarkStack(AbstractStack):
+    """Layers of landmark attention, with their landmarks. `landmark` is their embedding, (C,)."""
+
+    state_type = LandmarkState
+
+    def __init__(self, d_model: int, config: LandmarkConfig) -> None:
+        """Create the layers.
+
+        Raises:
+            ValueError: if `head_dim` does not divide `d_model`.
+        """
+        super().__init__()
+        check_size("LandmarkStack", "d_model", d_model)
+        if d_model % config.head_dim:
+            raise ValueError(f"head_dim must divide d_model, got {config.head_dim} and {d_model}")
+        self.d_model, self.config = d_model, config
+        self.landmark = nn.Parameter(torch.empty(d_model))
+        self.layers = cast(
+            Sequence[LandmarkLayer],
+            nn.ModuleList(LandmarkLayer(d_model, config) for _ in range(config.num_layers)),
+        )
+        self.init_own_weights()
+
+    def init_own_weights(self) -> None:
+        """Draw the landmark like a row of the embedding."""
+        nn.init.normal_(self.landmark, std=0.02)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LandmarkState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, LandmarkState | None]:
+        """Map (B, T, C) to (B, T, C); arguments and results as `AbstractStack.forward` says.
+
+        With a state it waits for the GPU, to read how long the rows are.
+        """
+        self.check_input(x, state, cu_seqlens, lengths)
+        B, T = x.shape[:2]
+        if T == 0:
+            return x, state
+        if lengths is not None:  # padding may hold NaN or infinity
+            x = x.masked_fill((torch.arange(T, device=x.device) >= lengths[:, None])[..., None], 0)
+        L = self.config.chunk_size
+        if cu_seqlens is not None:
+            places, num_chunks = self._packed_places(cu_seqlens, T)
+            return self._run(x, *self._room(x, num_chunks), places)[0], None
+        if state is None:
+            seen = torch.zeros(B, dtype=torch.int64, device=x.device)
+            return self._run(x, *self._room(x, -(-T // L)), self._places(seen, T))[0], None
+        grids = self._grown(state, T)
+        y, k, v = self._run(x, *grids, self._places(state.seen, T))
+        return y, LandmarkState(k, v, state.seen + (T if lengths is None else lengths))
+
+    def step(self, x: Tensor, state: LandmarkState) -> Tensor:
+        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        self.check_step(x, state)
+        num_chunks = state.k.shape[2]
+        if not x.is_cuda and (state.seen // self.config.chunk_size >= num_chunks).any():
+            raise ValueError(f"state has room for {num_chunks} chunks: reserve more")
+        y, *_ = self._run(x, state.k, state.v, self._places(state.seen, 1))
+        state.seen.add_(1)
+        return y
+
+    def reserve(self, state: LandmarkState, num_tokens: int) -> LandmarkState:
+        """Return a copy of the state with room for `num_tokens` more tokens of every row."""
+        return LandmarkState(*self._grown(state, num_tokens), state.seen.clone())
+
+    def _run(
+        self, x: Tensor, k: Tensor, v: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run tokens and, behind them, landmarks; the grids are (B, Y, N, P, H, D)."""
+        T = x.shape[1]
+        landmarks = self.landmark.to(x.dtype).expand(len(x), places.chunk.shape[1] - T, -1)
+        x = torch.cat([x, landmarks], 1)
+        grids = []
+        for layer, *its_grids in zip(self.layers, k.unbind(1), v.unbind(1), strict=True):
+            x, *its_grids = layer(x, *its_grids, places)
+            grids.append(its_grids)
+        if not torch.is_grad_enabled():  # written in place
+            return x[:, :T], k, v
+        k, v = (torch.stack(grid, 1) for grid in zip(*grids, strict=True))
+        return x[:, :T], k, v
+
+    def _places(self, seen: Tensor, num_tokens: int) -> Places:
+        """Return the places of tokens that go on from `seen` (B,), and of the landmarks among them.
+
+        There is a landmark for each chunk that these tokens can complete. One whose chunk they do
+        not complete is computed in vain: nothing sees it before it is computed again.
+        """
+        L = self.config.chunk_size
+        device = seen.device
+        tokens = seen[:, None] + torch.arange(num_tokens, device=device)
+        chunks = seen[:, None] // L + torch.arange(-(-num_tokens // L), device=device)
+        chunk = torch.cat([tokens // L, chunks], 1)
+        offset = torch.cat([tokens % L, torch.full_like(chunks, L)], 1)
+        return Places(chunk, offset, torch.zeros_like(chunk))
+
+    def _packed_places(self, cu_seqlens: Tensor, num_tokens: int) -> tuple[Places, int]:
+        """Return the places of packed sequences, each with chunks of its own, and all chunks."""
+        L = self.config.chunk_size
+        borders = cu_seqlens.long()
+        num_chunks = num_tokens // L + len(borders) - 1  # at least; the number depends on no value
+        sizes = (borders.diff() + L - 1) // L
+        begins = F.pad(sizes.cumsum(0), (1, 0))
+        ids = sequence_ids(num_tokens, cu_seqlens)
+        position = torch.arange(num_tokens, device=borders.device) - borders[ids]
+        landmarks = torch.arange(num_chunks, device=borders.device)
+        owners = torch.searchsorted(begins, landmarks, right=True) - 1
+        first = torch.cat([begins[ids], begins[owners.clamp(max=len(sizes))]])
+        chunk = torch.cat([begins[ids] + position // L, landmarks])
+        offset = torch.cat([position % L, torch.full_like(landmarks, L)])
+        return Places(chunk[None], offset[None], first[None]), num_chunks
+
+    def _room(self, x: Tensor, num_chunks: int) -> tuple[Tensor, Tensor]:
+        """Return empty grids for keys and values."""
+        c = self.config
+        shape = (c.num_layers, num_chunks, c.chunk_size + 1, self.d_model // c.head_dim, c.head_dim)
+        weight = self.landmark
+        return weight.new_zeros(len(x), *shape), weight.new_zeros(len(x), *shape)
+
+    def _grown(self, state: LandmarkState, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the grids with room for `num_tokens` more tokens of every row."""
+        N, L = state.k.shape[2], self.config.chunk_size
+        longest = int(state.seen.max()) if N and len(state.seen) else 0
+        more = max(-(-(longest + num_tokens) // L) - N, 0)
+        pad = (0, 0, 0, 0, 0, 0, 0, more)
+        k, v = (F.pad(grid, pad) if more else grid.clone() for grid in state[:2])
+        return k, v
+
+    def init_state(self, batch: int) -> LandmarkState:
+        """Return the state before the first token."""
+        empty = self.landmark.new_zeros(batch, 0, 0)
+        k, v = self._room(empty, 0)
+        return LandmarkState(k, v, torch.zeros(batch, dtype=torch.int64, device=empty.device))
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of keys and values of one sequence: whole chunks, with landmarks."""
+        L = self.config.chunk_size
+        places = -(-num_tokens // L) * (L + 1)
+        width = 2 * self.config.num_layers * self.d_model
+        return places * width * self.landmark.element_size()
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the FLOPs per token: 2 for each weight, 4 C for each place that it sees.
+
+        Its share of a landmark, 1 / L of a token, is counted, and 2 C for each landmark that is
+        looked at to choose; norms are not.
+        """
+        c = self.config
+        matrices = [part for part in self.modules() if isinstance(part, nn.Linear)]
+        weights = sum(matrix.weight.numel() for matrix in matrices)
+        most = (c.local_chunks + c.retrieved_chunks + 1) * c.chunk_size
+        window = min(most, num_tokens)
+        keys = window * (window + 1) / 2 + (num_tokens - window) * window
+        seen = keys / max(num_tokens, 1) * (1 + 1 / c.chunk_size)
+        looked_at = max(num_tokens - most, 0) / 2 / c.chunk_size
+        attention = c.num_layers * self.d_model * (4 * seen + 2 * looked_at)
+        return (2 * weights + attention) * (1 + 1 / c.chunk_size)
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return the layers."""
+        return tuple(self.layers)
+
+
+def _write(grid: Tensor, new: Tensor, places: Places) -> Tensor:
+    """Put (B, X, H, D) at their places of a grid (B, N, P, H, D); in place without gradients."""
+    N, P = grid.shape[1:3]
+    slot = (places.chunk * P + places.offset).clamp(max=N * P - 1)  # beyond the room: see `step`
+    slot = slot[..., None, None].expand_as(new)
+    flat, new = grid.view(len(grid), N * P, *new.shape[2:]), new.to(grid.dtype)
+    if torch.is_grad_enabled():
+        return flat.scatter(1, slot, new).view_as(grid)
+    flat.scatter_(1, slot, new)
+    return grid

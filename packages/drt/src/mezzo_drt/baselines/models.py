@@ -1,0 +1,89 @@
+"""The baselines as whole models, at any size (the paper's section 4.1, "Baselines").
+
+| Model                      | Layers   | Sees                                                    |
+|----------------------------|----------|---------------------------------------------------------|
+| `base_lm`                  | as given | a window of 512 or 768 tokens; 658 with 2 layers more   |
+| `landmark_lm`              | as given | 8 chunks of 64 that are near, and 4 that it picks       |
+| `block_recurrent_lm`       | as given | a window of 768; one layer has 512 recurrent states     |
+"""
+
+from dataclasses import dataclass
+
+from mezzo_core.config_json import check_fields
+from mezzo_core.nn import MLPConfig
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.lm import LMConfig
+
+from mezzo_drt.baselines.block_recurrent import BlockRecurrentConfig
+from mezzo_drt.baselines.landmark import LandmarkConfig
+
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of a Llama-like model; the defaults are the paper's 128M (appendix A).
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        d_model: C.
+        num_layers: layers.
+        head_dim: D.
+        hidden: F, of the SwiGLU.
+    """
+
+    vocab_size: int = 50_257
+    d_model: int = 768
+    num_layers: int = 12
+    head_dim: int = 64
+    hidden: int = 2048
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def mlp(self) -> MLPConfig:
+        """The MLP of every layer."""
+        return MLPConfig("swiglu", self.hidden)
+
+    def plain(self, mixers: tuple[MixerConfig, ...]) -> LMConfig:
+        """Return the model with these mixers."""
+        return LMConfig(self.vocab_size, self.d_model, mixers, self.mlp, NORM_EPS)
+
+
+def base_lm(size: ModelSize, window_size: int) -> LMConfig:
+    """Return BaseLM: a sliding window with ALiBi in every layer."""
+    return size.plain((_window(size, window_size),) * size.num_layers)
+
+
+def landmark_lm(size: ModelSize, chunk_size: int = 64) -> LMConfig:
+    """Return the Landmark Attention model, which sees 12 chunks; train it on rows of so many."""
+    stack = LandmarkConfig(
+        num_layers=size.num_layers,
+        head_dim=size.head_dim,
+        chunk_size=chunk_size,
+        mlp=size.mlp,
+        norm_eps=NORM_EPS,
+    )
+    return LMConfig(size.vocab_size, size.d_model, norm_eps=NORM_EPS, stack=stack)
+
+
+def block_recurrent_lm(
+    size: ModelSize, window_size: int = 768, block_size: int = 512, num_states: int = 512
+) -> LMConfig:
+    """Return BaseLM with one recurrent layer, before the last two (Hutchins et al.: 10th of 12)."""
+    recurrent = BlockRecurrentConfig(
+        head_dim=size.head_dim,
+        num_states=num_states,
+        block_size=block_size,
+        window_size=window_size,
+        norm_eps=NORM_EPS,
+    )
+    mixers: list[MixerConfig] = [_window(size, window_size)] * size.num_layers
+    mixers[max(size.num_layers - 3, 0)] = recurrent
+    return size.plain(tuple(mixers))
+
+
+def _window(size: ModelSize, window_size: int) -> AttentionConfig:
+    return AttentionConfig(size.head_dim, window_size=window_size, rope_base=None, alibi="olmo")

@@ -1,0 +1,264 @@
+"""What the needle tasks have in common: needles in a text, and a question at its end.
+
+    text ... needle ... text ... needle ... text | question | cue answer | text
+                                                            ^ a landmark, at a multiple of L
+
+The model answers from the cue on: its last token predicts the answer's first. So the text before
+the question is as long as it takes for the cue to begin a chunk. The landmark before it has seen
+the question, and what it retrieves is there for every token that predicts the answer (the paper's
+appendix D: "the landmark token can be inserted before 'is' in the question").
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from mezzo_core.config_json import check_fields
+from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig, Tokenizer, load_tokenizer
+from mezzo_core.data.batches import check_batch_size
+from mezzo_core.data.corpora import open_corpus
+from mezzo_core.data.tokenized_corpus import tokenize_corpus
+from mezzo_core.data.tokenized_text import split_documents
+from mezzo_core.errors import UserError
+
+from mezzo_drt.needles.haystack import Haystack, Row, Tokens
+
+_TRAIN, _TEST = 0, 1
+
+
+class Riddle(NamedTuple):
+    """What is hidden in a row, and what is asked about it."""
+
+    needles: tuple[Tokens, ...]
+    depths: Sequence[float]
+    """Where each needle stands in the text: 0 at its beginning, 1 right before the question."""
+    question: Tokens
+    cue: Tokens
+    """What the answer follows; a chunk begins with it."""
+    answer: Tokens
+
+
+class Words:
+    """Writes a riddle in tokens: words by the tokenizer, and names of random tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, draw: np.random.Generator) -> None:
+        self.tokenizer, self.draw = tokenizer, draw
+
+    def names(self, count: int, size: int) -> list[Tokens]:
+        """Draw `count` names of `size` tokens each, no two alike: any tokens but the end token."""
+        while True:
+            drawn = self.draw.integers(self.tokenizer.vocab_size - 1, size=(count, size))
+            if len(np.unique(drawn, axis=0)) == count:
+                return list(drawn + (drawn >= self.tokenizer.eos_token))
+
+    def write(self, *parts: str | Tokens) -> Tokens:
+        """Join words and names."""
+        return np.concatenate(
+            [
+                np.array(self.tokenizer.encode(part), np.int64) if isinstance(part, str) else part
+                for part in parts
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class AbstractNeedleConfig(ABC):
+    """Needles in a text, as what a run reads: rows are drawn when they are asked for, without end.
+
+    Attributes:
+        text: the text around the needles. Its held-out part is that of the test rows.
+        chunk_size: L; the cue begins at a multiple of it.
+        targets: what is asked for in training: the "answer" alone, or the row's whole "text". Test
+            rows only ask for the answer.
+        test_rows: the validation part.
+        seed: of the rows. Row i depends on the seed, on its part (training or test), on i and on
+            the length of the rows.
+
+    Raises:
+        UserError: if a field is of another type or out of range.
+    """
+
+    text: DataConfig = field(default_factory=DataConfig)
+    chunk_size: int = 64
+    targets: Literal["answer", "text"] = "answer"
+    test_rows: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        limits = {
+            "text": (not self.text.streaming, "tokenized before training (streaming=False)"),
+            "chunk_size": (self.chunk_size >= 1, "at least 1"),
+            "test_rows": (self.test_rows >= 1, "at least 1"),
+            "seed": (self.seed >= 0, "0 or more"),
+            **self.limits(),
+        }
+        for name, (is_met, allowed) in limits.items():
+            if not is_met:
+                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of the task."""
+
+    @property
+    @abstractmethod
+    def names_needed(self) -> tuple[int, int]:
+        """How many names a riddle has, and of how many tokens each."""
+
+    @abstractmethod
+    def limits(self) -> dict[str, tuple[bool, str]]:
+        """Return, for the task's own fields, whether their limits are met, and what is allowed."""
+
+    @abstractmethod
+    def riddle(self, words: Words) -> Riddle:
+        """Draw what a row hides and asks. All riddles of a task and a tokenizer are of one size."""
+
+    def build(
+        self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
+    ) -> "NeedleData":
+        """Tokenize the text; every process draws the same rows.
+
+        Raises:
+            UserError: if the text cannot be used, the vocabulary has too few names, or a row of
+                `seq_len` tokens cannot hold the needles and the question.
+        """
+        tokenizer = load_tokenizer(self.text.tokenizer)
+        count, size = self.names_needed
+        if (tokenizer.vocab_size - 1) ** size < 2 * count:
+            raise UserError(
+                f"the {tokenizer.vocab_size} tokens of {self.text.tokenizer!r} give too few names "
+                f"of {size} tokens, {2 * count} are needed"
+            )
+        corpus = open_corpus(self.text.source, self.text.text_column)
+        tokenized = tokenize_corpus(corpus, tokenizer, cache_dir, check=rank == 0)
+        parts = split_documents(tokenized.ends, self.text.validation_fraction, self.text.seed)
+        train, test = (Haystack(tokenized.tokens, ranges) for ranges in parts)
+        identity = f"{self.name} {' '.join(tokenized.checksums)} {tokenizer.identity}"
+        return NeedleData(self, tokenizer, train, test, seq_len=seq_len, fingerprint=identity)
+
+
+class NeedleData(BatchSource):
+    """Rows of text with needles. Every process gets the whole batch, and no row comes twice."""
+
+    def __init__(
+        self,
+        config: AbstractNeedleConfig,
+        tokenizer: Tokenizer,
+        train: Haystack,
+        test: Haystack,
+        *,
+        seq_len: int,
+        fingerprint: str,
+    ) -> None:
+        """Lay out the rows.
+
+        Args:
+            config: the task.
+            tokenizer: that of the text.
+            train: the text of the training rows.
+            test: that of the test rows.
+            seq_len: T.
+            fingerprint: what identifies task and text.
+
+        Raises:
+            UserError: if a row cannot hold the needles and the question.
+        """
+        self.seq_len, self.vocab_size = seq_len, tokenizer.vocab_size
+        self.fingerprint = fingerprint
+        self.tokenizer = tokenizer
+        self._config, self._texts = config, (train, test)
+        riddle = config.riddle(Words(tokenizer, np.random.default_rng(0)))
+        behind = len(riddle.cue) + len(riddle.answer)
+        L = config.chunk_size
+        # T + 1 tokens are read: the last one is a target alone.
+        self._cue_place = max(seq_len + 1 - behind, 0) // L * L
+        before = len(riddle.question) + sum(map(len, riddle.needles))
+        self._room = self._cue_place - before
+        if self._room < 0:
+            least = -(-before // L) * L + behind - 1
+            raise UserError(
+                f"seq_len must be at least {least} for {config.name} with chunks of {L}, "
+                f"got {seq_len}"
+            )
+
+    def row(self, index: int, *, is_test: bool) -> Row:
+        """Return row `index` of the training or the test part.
+
+        Raises:
+            ValueError: if there is no such row.
+        """
+        if index < 0:
+            raise ValueError(f"index must be 0 or more, got {index}")
+        part = _TEST if is_test else _TRAIN
+        draw = np.random.default_rng((self._config.seed, part, index))
+        text = self._texts[part]
+        start = int(draw.integers(text.num_tokens))
+        riddle = self._config.riddle(Words(self.tokenizer, draw))
+        places = np.floor(np.asarray(riddle.depths) * (self._room + 1)).clip(max=self._room)
+        parts, inserted = [], 0
+        for i in np.argsort(places, kind="stable"):
+            parts.append((int(places[i]) + inserted, riddle.needles[i]))
+            inserted += len(riddle.needles[i])
+        first = self._cue_place - len(riddle.question)
+        parts.append((first, np.concatenate([riddle.question, riddle.cue, riddle.answer])))
+        answer = self._cue_place + len(riddle.cue)
+        return Row(text, start, tuple(parts), range(answer, answer + len(riddle.answer)))
+
+    def train_batch(self, step: int, batch_size: int) -> Batch:
+        """Return the batch of a step: rows `step * batch_size` and those that follow.
+
+        Raises:
+            ValueError: if there is no such step or batch.
+        """
+        check_batch_size(batch_size)
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, got {step}")
+        first = step * batch_size
+        rows = [self.row(i, is_test=False) for i in range(first, first + batch_size)]
+        return _batch(rows, 0, self.seq_len, asks_text=self._config.targets == "text")
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield the test rows, whole; rows of zeros without targets complete the last batch."""
+        return (next(pieces) for pieces in self.test_segments(self.seq_len, batch_size))
+
+    def test_segments(self, segment_tokens: int, batch_size: int = 1) -> Iterator[Iterator[Batch]]:
+        """Yield the test rows in pieces, `batch_size` rows at a time.
+
+        Each item yields the consecutive segments of its rows, `segment_tokens` tokens of each, the
+        last one shorter. Only one segment is in memory, so that rows may have any length;
+        `mezzo_core.eval.evaluate.evaluate_segments` takes them.
+
+        Raises:
+            ValueError: if a size is not a positive int.
+        """
+        check_batch_size(batch_size)
+        if type(segment_tokens) is not int or segment_tokens < 1:
+            raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens!r}")
+        return (
+            self._segments(range(first, first + batch_size), segment_tokens)
+            for first in range(0, self._config.test_rows, batch_size)
+        )
+
+    def _segments(self, indices: range, size: int) -> Iterator[Batch]:
+        real = range(indices.start, min(indices.stop, self._config.test_rows))
+        rows = [self.row(i, is_test=True) for i in real]
+        missing = len(indices) - len(rows)
+        for begin in range(0, self.seq_len, size):
+            tokens, targets, _ = _batch(rows, begin, min(begin + size, self.seq_len))
+            padding = tokens.new_zeros(missing, tokens.shape[1])
+            yield Batch(
+                torch.cat([tokens, padding]),
+                torch.cat([targets, torch.full_like(padding, NO_TARGET)]),
+            )
+
+
+def _batch(rows: Sequence[Row], begin: int, end: int, *, asks_text: bool = False) -> Batch:
+    """Return places `begin` to before `end` of some rows."""
+    parts = [row.segment(begin, end, asks_text=asks_text) for row in rows]
+    return Batch(*(torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True)))

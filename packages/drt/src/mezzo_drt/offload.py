@@ -1,0 +1,93 @@
+"""Chunks in the host's memory: those that are read are brought to the device, once a group.
+
+The host's memory is pageable: pinned memory cannot grow without keeping its old blocks. What is
+fetched is gathered into a small pinned block first, from which it is copied asynchronously.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_drt.encoder import Memory
+
+
+class Fetched(NamedTuple):
+    """The chunks that the open chunk reads, on the device; empty without offload.
+
+    Attributes:
+        k: (B, G R, L, H, D), keys, group after group; anything where nothing is read.
+        v: likewise, values.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def fetch(memory: Memory, indices: Tensor) -> tuple[Memory, Tensor]:
+    """Bring the chunks that a segment reads to the device, each once.
+
+    Waits for a GPU. The device needs room for at most R chunks for each chunk of the segment.
+
+    Args:
+        memory: whose keys and values the host has.
+        indices: (B, N, R) on the device, which chunks are read; -1 for none.
+
+    Returns:
+        The memory with U chunks of each row, and the indices of the same chunks in it.
+    """
+    wanted = indices.cpu()
+    unique = [row[row >= 0].unique() for row in wanted]
+    chosen = wanted.new_zeros(len(wanted), max(map(len, unique), default=0))
+    local = torch.empty_like(wanted)
+    for b, chunks in enumerate(unique):
+        chosen[b, : len(chunks)] = chunks
+        local[b] = torch.searchsorted(chunks, wanted[b])
+    local.masked_fill_(wanted < 0, -1)
+    k, v = fetch_rows(memory, range(len(wanted)), chosen, indices.device)
+    return memory._replace(k=k, v=v), local.to(indices.device, non_blocking=True)
+
+
+def fetch_open(memory: Memory, indices: Tensor) -> Fetched:
+    """Bring the chunks that the open chunks of all rows read, (B, G, R); waits for a GPU."""
+    chosen = indices.cpu().clamp(min=0).flatten(1)
+    if memory.k.shape[1]:
+        return fetch_rows(memory, range(len(chosen)), chosen, indices.device)
+    sizes = (*chosen.shape, *memory.k.shape[2:])
+    return Fetched(*(part.new_zeros(sizes, device=indices.device) for part in memory[1:]))
+
+
+def fetch_rows(
+    memory: Memory, rows: Sequence[int], chosen: Tensor, device: torch.device
+) -> Fetched:
+    """Bring chunks of some rows to the device, without waiting for the copy.
+
+    Args:
+        memory: whose keys and values the host has.
+        rows: of the batch.
+        chosen: (len(rows), U) in the host's memory, which chunks of each.
+        device: to which they go.
+    """
+    found = []
+    for part in memory[1:]:
+        if torch.is_grad_enabled():
+            gathered = [
+                part[row].index_select(0, index) for row, index in zip(rows, chosen, strict=True)
+            ]
+            found.append(torch.stack(gathered).to(device))
+            continue
+        block = torch.empty(
+            (*chosen.shape, *part.shape[2:]), dtype=part.dtype, pin_memory=device.type == "cuda"
+        )
+        for row, index, there in zip(rows, chosen, block, strict=True):
+            torch.index_select(part[row], 0, index, out=there)
+        found.append(block.to(device, non_blocking=True))
+    return Fetched(*found)
+
+
+def slots(indices: Tensor, group: int) -> Tensor:
+    """Return where a group's chunks are in `Fetched`: (B, G, R) to (B, 1, R); -1 for none."""
+    R = indices.shape[2]
+    slot = torch.arange(group * R, group * R + R, device=indices.device)
+    return slot.expand(len(indices), 1, -1).masked_fill(indices[:, group, None] < 0, -1)

@@ -1,0 +1,43 @@
+"""Who reads each chunk: the lists by which gradients of keys and values are summed in order."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Readers(NamedTuple):
+    """The reads of each chunk, split into parts of at most `size` reads.
+
+    A read is one entry of the indices (B, N, R), a chunk one of B S. Of a chunk's parts all but the
+    last are early: their sums are stored, and the last part adds them up. Only values depend on
+    which chunks are read, never shapes, so that nothing waits for the GPU.
+    """
+
+    order: Tensor
+    """(B N R,) int32: all reads, sorted by the chunk that is read, and then by place."""
+    offsets: Tensor
+    """(B S + 1,) int64: chunk c has the reads `order[offsets[c] : offsets[c + 1]]`."""
+    parts: Tensor
+    """(B S + 1,) int64: chunk c has the early parts from `parts[c]` to `parts[c + 1]`."""
+    chunks: Tensor
+    """(early parts at most,) int64: the chunk of each early part, B S if there is no such part."""
+    size: int
+    """Reads of an early part; the last part has 1 to `size`, or none if the chunk is not read."""
+
+
+def readers_of(indices: Tensor, S: int) -> Readers:
+    """List the readers of S chunks in each row of the indices (B, N, R)."""
+    B, _, R = indices.shape
+    # A chunk is read R times on average, so few have early parts: these fill at most half of what
+    # keys and values do.
+    size = max(16, 2 * R)
+    rows = torch.arange(B, device=indices.device)[:, None, None]
+    chunk = torch.where(indices >= 0, indices + rows * S, B * S).flatten()
+    chunk, order = chunk.sort(stable=True)
+    offsets = torch.searchsorted(chunk, torch.arange(B * S + 1, device=indices.device))
+    early = (offsets.diff() - 1).clamp(min=0) // size
+    parts = torch.nn.functional.pad(early.cumsum(0), (1, 0))
+    most = torch.arange(indices.numel() // (size + 1), device=indices.device)
+    chunks = torch.searchsorted(parts[1:], most, right=True)
+    return Readers(order.to(torch.int32), offsets, parts, chunks, size)

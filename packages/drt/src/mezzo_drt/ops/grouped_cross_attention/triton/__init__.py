@@ -1,0 +1,1 @@
+"""Kernels of grouped cross-attention, which read chunks by their index."""

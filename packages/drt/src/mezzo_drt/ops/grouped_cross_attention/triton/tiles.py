@@ -1,0 +1,120 @@
+"""What the kernels share: the sizes of their tiles, where a chunk is, and a read's key tile.
+
+A program has BM queries of one head in one chunk, and reads chunks of at most BN keys at a time.
+With landmarks there are L + 1 queries, so one is left over when tiles have L: these few are in a
+small tile of their own, BX, in the program of the last tile, so that no chunk is read twice. Its
+products are transposed: then keys are the rows of the matrix units, of which there are many.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from mezzo_core.ops.ptxas import require_ptxas
+from torch import Tensor
+
+require_ptxas()  # every module that launches kernels of this op imports this one
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
+
+
+class Tiles(NamedTuple):
+    """The sizes of a launch."""
+
+    BM: int
+    """Queries of a program."""
+    BX: int
+    """Places for the queries that are left over after whole tiles; 0 for none."""
+    BN: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+
+    def count(self, M: int) -> int:
+        """Return the number of programs for M queries."""
+        return M // self.BM if self.BX else triton.cdiv(M, self.BM)
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        """Return the constants of a launch on tensors like x (..., H, D)."""
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        return {**self._asdict(), "H": x.shape[-2], "D": x.shape[-1], "PRECISION": precision}
+
+
+def key_tile(L: int, D: int, dtype: torch.dtype) -> int:
+    """Return BN: all keys of a chunk, or as many as fit."""
+    if dtype == torch.float32:
+        return 16
+    return min(max(16, triton.next_power_of_2(L)), 128 if D <= 128 else 32)
+
+
+def query_tiles(M: int, BN: int, L: int, most: int) -> tuple[int, int]:
+    """Return BM, at most `most`, and BX."""
+    below = min(2 ** (max(M, 1).bit_length() - 1), most)
+    # What is left over must be few, and chunks read in one go.
+    if below >= 32 and 1 <= M % below <= 16 and L <= BN:
+        return below, 16
+    return min(max(16, triton.next_power_of_2(M)), most), 0
+
+
+class Chunked(NamedTuple):
+    """Keys or values whose chunks lie at equal distances, and so do the rows of a chunk."""
+
+    x: Tensor
+    chunk: int
+    """Elements from one chunk to the next."""
+    row: int
+    """Elements from one key to the next."""
+
+
+def chunked(x: Tensor) -> Chunked:
+    """Take x (B, S, L, H, D) as it lies if that is possible, else a copy."""
+    B, S, _, H, D = x.shape
+    if x.stride()[3:] != (D, 1) and H * D > 1:
+        x = x.contiguous()
+    if B > 1 and x.stride(0) != S * x.stride(1):
+        x = x.contiguous()
+    return Chunked(x, x.stride(1), x.stride(2))
+
+
+@triton.jit
+def place(chunks, tiles):
+    """Return this program's head, chunk and tile: a head's chunks run together and stay in L2."""
+    pid = tl.program_id(0)
+    i_c = pid // tiles % chunks
+    return pid // tiles // chunks, i_c.to(tl.int64), pid % tiles
+
+
+@triton.jit
+def row_offsets(o_m, i_h, H: tl.constexpr, D: tl.constexpr):
+    """Return the offsets (BM, D) of rows of one head, from the first row of their chunk.
+
+    They are int32, half the registers of int64: only what a chunk's place adds can be large.
+    """
+    return (o_m[:, None] * H + i_h) * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def load_keys(
+    p, index, first, j, chunk, row, i_h, L: tl.constexpr, BN: tl.constexpr, D: tl.constexpr
+):
+    """Load BN rows (BN, D) of chunk `first + index`, from row j; zeros if the index is -1."""
+    o_l = j + tl.arange(0, BN)
+    p += (first + index) * chunk + i_h * D
+    o_k = o_l[:, None] * row + tl.arange(0, D)[None, :]
+    return tl.load(p + o_k, mask=(o_l < L)[:, None] & (index >= 0), other=0.0)
+
+
+@triton.jit
+def logits(
+    b_a, b_b, j, scale2, L: tl.constexpr, BN: tl.constexpr, AXIS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return a bᵀ in base 2, with -inf for keys after the last; keys are along AXIS."""
+    b_s = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION) * scale2
+    if L % BN:
+        m_l = tl.expand_dims(j + tl.arange(0, BN) < L, 1 - AXIS)
+        b_s = tl.where(m_l, b_s, float("-inf"))
+    return b_s

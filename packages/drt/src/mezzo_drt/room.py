@@ -1,0 +1,154 @@
+"""Chunk memory that grows in place: a segment appends behind what the states before it can see.
+
+A state's memory is a view of the first S chunks of buffers with room for more. Several states may
+see the same buffers, but only one state can be the last to have appended: the `Room` that they
+share says up to which chunk the buffers are filled. A state that sees fewer chunks than that is
+not the newest, and copies first.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_drt.encoder import Memory
+from mezzo_drt.places import Continued
+
+
+class Room(NamedTuple):
+    """What the states that see the same buffers know about them."""
+
+    filled: int
+    """Chunks that some state sees."""
+    capacity: int
+    """Chunks for which there is room."""
+
+
+def make_leaf(batch: int, room: Room | None = None) -> Tensor:
+    """Return a (batch, 0) tensor for a state, in the host's memory, whose storage holds the room.
+
+    Only its storage says something, so that the values of a state's tensors never change, and a
+    copy of a state's tensors has no room and shares none.
+    """
+    return torch.tensor(room or [], dtype=torch.int64, device="cpu")[:0].view(batch, 0)
+
+
+def room_of(leaf: Tensor) -> Room | None:
+    """Return what `make_leaf` was given."""
+    numbers = _numbers(leaf)
+    return None if numbers is None else Room(*numbers.tolist())
+
+
+def _numbers(leaf: Tensor) -> Tensor | None:
+    if leaf.untyped_storage().nbytes() != len(Room._fields) * leaf.itemsize:
+        return None
+    return leaf.as_strided((len(Room._fields),), (1,), 0)
+
+
+def buffers(memory: Memory, leaf: Tensor) -> Memory:
+    """Return the whole buffers that the memory sees, or the memory itself if it has no room."""
+    room = room_of(leaf)
+    if room is None or not all(_has_room(part, room) for part in memory):
+        return memory
+    return Memory(*(_widened(part, room.capacity) for part in memory))
+
+
+def _has_room(part: Tensor, room: Room) -> bool:
+    """Tell whether the tensor's rows lie in its storage with room behind each."""
+    row, offset = room.capacity * part.stride(1), part.storage_offset()
+    last = offset + (len(part) - 1) * part.stride(0) + row
+    apart = len(part) == 1 or part.stride(0) >= row
+    return apart and last * part.itemsize <= part.untyped_storage().nbytes()
+
+
+def _widened(part: Tensor, num_chunks: int) -> Tensor:
+    return part.as_strided((len(part), num_chunks, *part.shape[2:]), part.stride())
+
+
+def append(
+    memory: Memory, leaf: Tensor, new: Memory, continued: Continued
+) -> tuple[Memory, Tensor]:
+    """Append the chunks that a call completes, and return the memory and its leaf.
+
+    Where the memory must be copied, it gets twice the room, so that segment after segment copies
+    little. It is copied if it has no room, if another state has appended to the same buffers, if
+    rows write at different chunks, in another dtype, or if gradients are on: then nothing may be
+    overwritten, and there is no room.
+
+    Args:
+        memory: of the state, which sees the same as before.
+        leaf: of the state.
+        new: of the N chunks of the call's grid.
+        continued: the call's places.
+    """
+    S, end = memory.keys.shape[1], continued.num_after
+    if not continued.num_done:
+        return memory, leaf
+    if torch.is_grad_enabled():
+        parts = [
+            continued.extend(old, added.to(old.device))
+            for old, added in zip(memory, new, strict=True)
+        ]
+        return Memory(*parts), make_leaf(len(leaf))
+    numbers = _numbers(leaf)
+    room, whole = room_of(leaf), buffers(memory, leaf)
+    fits = room is not None and room.filled == S == continued.writes_at and end <= room.capacity
+    if numbers is not None and fits and whole is not memory and _may_write(memory, new):
+        for part, added in zip(whole, new, strict=True):
+            part[:, S:end] = added[:, : end - S]
+        numbers[0] = end
+    else:
+        capacity = max(end, 2 * S)
+        whole = Memory(
+            *(_copied(*parts, continued, capacity) for parts in zip(memory, new, strict=True))
+        )
+        leaf = make_leaf(len(leaf), Room(end, capacity))
+    return Memory(*(part[:, :end] for part in whole)), leaf
+
+
+def claim(memory: Memory, leaf: Tensor, count: int | None, num_chunks: int) -> Memory:
+    """Return a memory with room for `num_chunks` chunks, which `before_step` may write.
+
+    Nothing is copied if the buffers have that much room behind what the states before can see, and
+    all rows have as many chunks. Then the room is given away: a state that appends will copy.
+
+    Args:
+        memory: of a state.
+        leaf: of the state.
+        count: the complete chunks of all rows; None if they differ.
+        num_chunks: for which there shall be room.
+    """
+    S, numbers, room, whole = (
+        memory.keys.shape[1],
+        _numbers(leaf),
+        room_of(leaf),
+        buffers(memory, leaf),
+    )
+    fits = room is not None and room.filled == S == count and num_chunks <= room.capacity
+    if numbers is not None and fits and whole is not memory and _may_write(memory, memory):
+        numbers[0] = numbers[1]
+        return whole
+    parts = []
+    for part in memory:
+        buffer = part.new_zeros(len(part), max(num_chunks, S), *part.shape[2:])
+        buffer[:, :S] = part
+        parts.append(buffer)
+    return Memory(*parts)
+
+
+def _may_write(memory: Memory, new: Memory) -> bool:
+    """Tell whether the memory takes the dtypes of `new`, and writes in place at all."""
+    same = all(old.dtype == added.dtype for old, added in zip(memory, new, strict=True))
+    return same and (torch.is_inference_mode_enabled() or not memory.keys.is_inference())
+
+
+def _copied(old: Tensor, new: Tensor, continued: Continued, capacity: int) -> Tensor:
+    """Append to a copy with room for `capacity` chunks."""
+    end, before = continued.num_after, continued.num_before
+    buffer = new.new_empty(len(new), capacity, *new.shape[2:], device=old.device)
+    if before is None:
+        buffer[:, :end] = continued.extend(old, new.to(old.device))
+    else:  # without a second copy
+        buffer[:, :before] = old[:, :before]
+        buffer[:, before:end] = new[:, : end - before]
+    return buffer

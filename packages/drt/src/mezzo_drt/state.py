@@ -1,0 +1,71 @@
+"""What DRT remembers: window caches, the open chunk, and what can be read of complete chunks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from mezzo_core.nn.attention import KVCache
+from torch import Tensor
+
+from mezzo_drt.encoder import Memory
+from mezzo_drt.offload import Fetched
+from mezzo_drt.places import Continued, take
+from mezzo_drt.retrieval import Reads
+
+
+class DRTState(NamedTuple):
+    """State of `DRT`.
+
+    Attributes:
+        caches: of each layer; their `lengths` count places.
+        memory: what can be read of the S complete chunks. A row that has fewer holds anything in
+            the others.
+        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
+            come hold anything.
+        indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
+        weights: (B, G, R) float32 (float64 for float64), their weights.
+        room: (B, 0) int64 in the host's memory, from `make_leaf`: where the memory may grow.
+        wait: (B,) int64 in the host's memory: no landmark is due for so many steps.
+        fetched: what the open chunk reads, if the host has the memory's keys and values.
+    """
+
+    caches: tuple[KVCache, ...]
+    memory: Memory
+    lower: Tensor
+    indices: Tensor
+    weights: Tensor
+    room: Tensor
+    wait: Tensor
+    fetched: Fetched
+
+    @property
+    def num_places(self) -> Tensor:
+        """(B,), the places of each row so far."""
+        return self.caches[0].lengths
+
+
+def with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
+    """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
+    M = chunks.shape[2]
+    is_old = torch.arange(M, device=chunks.device) < (state.num_places % M)[:, None]
+    first = torch.where(is_old[..., None], state.lower.to(chunks.dtype), chunks[:, 0])
+    return torch.cat([first[:, None], chunks[:, 1:]], 1)
+
+
+def next_state(
+    caches: tuple[KVCache, ...],
+    chunks: Tensor,
+    memory: Memory,
+    room: Tensor,
+    fetched: Fetched,
+    reads: Sequence[Reads],
+    continued: Continued,
+) -> DRTState:
+    """Return the state after a call, which begins in chunk `done` of the call's grid."""
+    done = continued.done[:, None]
+    lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
+    indices, weights = (
+        torch.cat([take(part, done) for part in parts], 1) for parts in zip(*reads, strict=True)
+    )
+    wait = torch.zeros(len(lower), dtype=torch.int64, device="cpu")
+    return DRTState(caches, memory, lower[:, 0], indices, weights, room, wait, fetched)

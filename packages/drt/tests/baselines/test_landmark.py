@@ -1,0 +1,178 @@
+"""Landmark attention is its definition in both forms, and a stack that keeps the contract."""
+
+import math
+
+import pytest
+import torch
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.testing.arguments import check_fields, check_module_arguments
+from mezzo_core.testing.laws import LAWS, check_causal, check_packed, check_segments, check_step
+from mezzo_core.testing.numerics import assert_close
+from mezzo_drt.baselines import LandmarkConfig
+from mezzo_drt.baselines.landmark.attention import (
+    PREFERENCE,
+    Places,
+    Reach,
+    dense,
+    gathered,
+    rotate_keys,
+)
+from torch import nn
+
+L, D, BASE = 4, 6, 100.0
+C = 12
+
+
+def by_hand(q, k, v, n, o, first, reach):
+    """Attend from one query of one head, q (D,), to chunks k, v (N, P, D), place by place.
+
+    Keys are not rotated here: query and key are turned by the places between them.
+    """
+    P = k.shape[1]
+
+    def logit(j, place):
+        distance = min(n - j, reach.furthest) * P + o - place
+        at = torch.tensor([[distance, 0]])
+        turned = rotate_keys(torch.stack([q, k[j, place]])[None, :, None], at, reach.rope_base)
+        return float(turned[0, 0, 0] @ turned[0, 1, 0]) / math.sqrt(len(q))
+
+    local = [j for j in range(first, n) if j >= n - reach.local]
+    older = [j for j in range(first, n) if j < n - reach.local]
+    older.sort(key=lambda j: PREFERENCE * (n - j) - logit(j, P - 1))
+    seen = local + older[: reach.retrieved]
+    own = {(n, i): math.exp(logit(n, i)) for i in range(min(o, P - 2) + 1)}
+    gates = {j: math.exp(logit(j, P - 1)) for j in seen}
+    total = sum(own.values()) + sum(gates.values())
+    out = sum(w / total * v[n, i] for (_, i), w in own.items())
+    for j, gate in gates.items():
+        inside = [math.exp(logit(j, i)) for i in range(P - 1)]
+        out = out + gate / total * sum(w * v[j, i] for i, w in enumerate(inside)) / sum(inside)
+    return out
+
+
+def random_grid(N, B=2, H=2):
+    generator = torch.Generator().manual_seed(N)
+    k, v = (
+        torch.randn(B, N, L + 1, H, D, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    chunk, offset = (
+        x.flatten()[None]
+        for x in torch.meshgrid(torch.arange(N), torch.arange(L + 1), indexing="ij")
+    )
+    first = torch.where(chunk < 3, 0, 3)
+    q = 2 * torch.randn(B, chunk.shape[1], H, D, generator=generator, dtype=torch.float64)
+    turned = rotate_keys(k.flatten(1, 2), offset.expand(B, -1), BASE).view_as(k)
+    places = Places(*(x.expand(B, -1) for x in (chunk, offset, first)))
+    return q, k, turned, v, places
+
+
+@pytest.mark.parametrize("form", [dense, gathered])
+@pytest.mark.parametrize(("local", "retrieved"), [(0, 1), (1, 2), (2, 1), (9, 1)])
+def test_both_forms_are_the_definition(form, local, retrieved):
+    reach = Reach(local, retrieved, BASE)
+    q, k, turned, v, places = random_grid(9)
+    out = form(q, turned, v, places, reach)
+    for x in range(q.shape[1]):
+        n, o, first = (int(part[0, x]) for part in places)
+        for b, h in ((0, 0), (1, 1)):
+            expected = by_hand(q[b, x, h], k[b, :, :, h], v[b, :, :, h], n, o, first, reach)
+            torch.testing.assert_close(out[b, x, h], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_weights_of_all_tokens_sum_to_one():
+    q, _, turned, v, places = random_grid(9)
+    for form in (dense, gathered):
+        out = form(q, turned, torch.ones_like(v), places, Reach(1, 2, BASE))
+        torch.testing.assert_close(out, torch.ones_like(out))
+
+
+def test_gradients_of_both_forms_are_right():
+    q, _, k, v, places = random_grid(5, B=1, H=1)
+    for form in (dense, gathered):
+        torch.autograd.gradcheck(
+            lambda q, k, v, form=form: form(q, k, v, places, Reach(1, 2, BASE)),
+            [x.clone().requires_grad_() for x in (q, k, v)],
+            fast_mode=True,
+        )
+
+
+@pytest.fixture(params=[(1, 1), (0, 2), (9, 2)], ids=str)
+def stack(request):
+    """A stack that retrieves in the laws' sequences, and one that always sees everything."""
+    local, retrieved = request.param
+    torch.manual_seed(0)
+    stack = LandmarkConfig(
+        num_layers=2,
+        head_dim=D,
+        chunk_size=3,
+        local_chunks=local,
+        retrieved_chunks=retrieved,
+        rope_base=BASE,
+    ).build(C)
+    for module in stack.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.4)
+    nn.init.normal_(stack.landmark)
+    return stack
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_kept(stack, law):
+    LAWS[law](stack)
+
+
+def test_the_laws_hold_across_many_chunks(stack):
+    check_segments(stack, num_tokens=50, splits=(7, 0, 1, 30, 12))
+    check_causal(stack, num_tokens=40)
+    check_packed(stack, (23, 0, 3, 17, 1))
+    check_step(stack, (0, 8, 21), 15)
+
+
+def test_arguments_replaced_are_refused_by_name(stack):
+    check_module_arguments(stack)
+
+
+def test_a_token_of_far_behind_is_seen_only_if_its_chunk_is_chosen(stack):
+    """A chunk that is not chosen by any head of any layer cannot matter, and a chosen one does."""
+    x = torch.randn(1, 60, C, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        y = stack(x)[0]
+        moved = []
+        for chunk in range(10):
+            other = x.clone()
+            other[:, 3 * chunk : 3 * chunk + 3] += 1
+            moved.append(not torch.equal(stack(other)[0][:, -1], y[:, -1]))
+    assert any(moved)
+    assert all(moved) == (stack.config.local_chunks == 9)
+
+
+def test_a_landmark_model_in_training_is_told_by_all_its_weights():
+    model = LMConfig(
+        vocab_size=11, d_model=C, stack=LandmarkConfig(num_layers=2, head_dim=D, chunk_size=3)
+    ).build()
+    tokens = torch.randint(11, (2, 20), generator=torch.Generator().manual_seed(0))
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+def test_fields_replaced_are_named_or_right():
+    x = torch.randn(1, 9, 16)
+    config = LandmarkConfig(num_layers=1, head_dim=4, chunk_size=2)
+
+    def use(config):
+        return config.build(16)(x)[0]
+
+    check_fields(config, use)
+
+
+def test_half_precision_stays_near_float32_where_nothing_is_chosen():
+    torch.manual_seed(0)
+    stack = LandmarkConfig(num_layers=2, head_dim=D, chunk_size=3).build(C)
+    x = torch.randn(2, 30, C, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full = stack(x)[0]
+        low = stack.to(torch.bfloat16)(x.to(torch.bfloat16))[0]
+    assert low.dtype == torch.bfloat16
+    assert_close("bf16", low.float(), full, rtol=1e-2)

@@ -1,0 +1,76 @@
+"""The baselines as models: their sizes, and needles in rows far longer than they see."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.eval.evaluate import evaluate, evaluate_segments
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.generate import generate
+from mezzo_drt.baselines import (
+    BlockRecurrentConfig,
+    ModelSize,
+    base_lm,
+    block_recurrent_lm,
+    landmark_lm,
+)
+from mezzo_drt.needles import PasskeyConfig
+
+PAPER = ModelSize()
+TINY = ModelSize(vocab_size=257, d_model=16, num_layers=2, head_dim=8, hidden=24)
+TINY_MODELS = {
+    "base": base_lm(TINY, 20),
+    "landmark": landmark_lm(TINY, chunk_size=4),
+    "block recurrent": block_recurrent_lm(TINY, window_size=20, block_size=16, num_states=3),
+}
+EMBEDDING, LAYER = 50_257 * 768, 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
+
+
+def num_parameters(config):
+    with torch.device("meta"):
+        return config.build().num_parameters()
+
+
+def test_models_have_the_weights_of_the_paper_s_size():
+    base = EMBEDDING + 12 * LAYER + 768
+    assert num_parameters(base_lm(PAPER, 512)) == num_parameters(base_lm(PAPER, 768)) == base
+    larger = base_lm(replace(PAPER, num_layers=14), 658)
+    assert num_parameters(larger) == base + 2 * LAYER
+    assert num_parameters(landmark_lm(PAPER)) == base + 768
+    # Two more queries and twice as wide an output; the states' projections, ids, start and gate.
+    states = 6 * 768**2 + 768**2 + 768 + 768 + 2 * 512 * 768 + 768
+    assert num_parameters(block_recurrent_lm(PAPER)) == base + 2 * 768**2 + states
+
+
+def test_one_layer_is_recurrent_the_tenth_of_twelve():
+    mixers = block_recurrent_lm(PAPER).mixers
+    kinds = [type(mixer) for mixer in mixers]
+    assert kinds == [AttentionConfig] * 9 + [BlockRecurrentConfig] + [AttentionConfig] * 2
+
+
+@pytest.fixture(params=TINY_MODELS)
+def model(request):
+    torch.manual_seed(0)
+    config = replace(TINY_MODELS[request.param], init_std=0.3)
+    assert from_json(to_json(config)) == config
+    return config.build()
+
+
+def test_long_rows_score_in_segments_as_whole(model):
+    data = PasskeyConfig(chunk_size=4, test_rows=3).build(300, None)
+    whole = evaluate(model, data.validation_batches(2))
+    found = evaluate_segments(model, data.test_segments(77, 2))
+    assert found.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert (found.tokens, found.accuracy, found.exact_match) == (30, whole.accuracy, 0)
+
+
+def test_generation_goes_on_as_the_whole_row_says(model):
+    prompts = [[5, 6, 7] * 20, [9]]
+    texts = generate(model, prompts, max_new_tokens=12)
+    for prompt, text in zip(prompts, texts, strict=True):
+        new = text[-12:]
+        row = torch.tensor([[*prompt, *new]])
+        with torch.no_grad():
+            likeliest = model(row[:, :-1]).logits[0].argmax(-1).tolist()
+        assert likeliest[len(prompt) - 1 :] == new

@@ -1,0 +1,79 @@
+"""Compile the kernels of grouped cross-attention for Hopper, in every form; look for spills."""
+
+import subprocess
+import sys
+import tempfile
+
+import torch
+from mezzo_core.testing.compile_only import compile_only
+from mezzo_drt.ops.grouped_cross_attention import op
+from triton import knobs
+from triton.runtime import jit
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def attend(L, D, dtype=BF16, *, M=None, R=8, H=12, B=1, N=40, S=5, softmax1=True):
+    """Launch a forward and a backward."""
+    q = torch.zeros(B, N, M or L + 1, H, D, dtype=dtype)
+    k = torch.zeros(B, S, L, H, D, dtype=dtype)
+    indices, weights = torch.zeros(B, N, R, dtype=torch.int64), torch.zeros(B, N, R)
+    _, lse = op._attention(q, k, k, indices, weights, softmax1, 0.1)
+    op._attention_bwd(q, q, k, k, indices, weights, lse, softmax1, 0.1)
+
+
+def stack_of(kernel):
+    """Return the bytes of stack that a thread has: registers are spilled to it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(told.split("STACK:")[1].split()[0])
+
+
+def published(compiled):
+    """The published sizes: no spills, and nothing new for other lengths and batches."""
+    kernels, run = [], jit.JITFunction.run
+
+    def keep(self, *arguments, **options):
+        kernels.append(run(self, *arguments, **options))
+        return kernels[-1]
+
+    jit.JITFunction.run = keep
+    for softmax1 in (True, False):
+        attend(64, 64, softmax1=softmax1)
+    attend(64, 64, FP16)
+    jit.JITFunction.run = run
+    assert len(kernels) == 12, "a forward, queries, and chunks in two launches"
+    stacks = [stack_of(kernel) for kernel in kernels]
+    assert not any(stacks), f"registers are spilled: {stacks}"
+    known = len(compiled)
+    for B, N, S in ((2, 33, 33), (1, 2048, 2048), (3, 18, 1)):
+        attend(64, 64, B=B, N=N, S=S)
+    assert not compiled[known:], f"new lengths compiled {compiled[known:]}"
+    attend(64, 64, M=30)
+    assert len(compiled) > known, "compilations are seen"
+
+
+def lengths(compiled):
+    """Chunks of all lengths, and queries of few and many places."""
+    for L in (16, 100, 128):
+        attend(L, 64)
+    attend(64, 64, M=1, R=1)
+    attend(64, 64, M=200, R=64)
+
+
+def widths(compiled):
+    """Heads of all widths, with long chunks too."""
+    for D in (16, 32, 256):
+        attend(64, D)
+    attend(128, 128)
+    for D in (64, 256):
+        attend(64, D, FP32)
+
+
+PARTS = {part.__name__: part for part in (published, lengths, widths)}
+with compile_only() as compiled:
+    PARTS[sys.argv[1]](compiled)
+    assert compiled, "nothing was compiled"

@@ -1,0 +1,159 @@
+"""With the keys and values of chunks in the host's memory, a stack computes the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.nn import LMConfig
+from mezzo_core.nn.generate import generate
+from mezzo_core.testing.laws import LAWS, check_segments, check_step
+from mezzo_core.testing.numerics import assert_close
+from mezzo_drt import DRTConfig, offload
+from torch.utils._pytree import tree_leaves
+
+C, L, R = 32, 4, 2
+CONFIG = DRTConfig(
+    num_layers=4, num_groups=2, chunk_size=L, num_retrieved=R, window_size=7, head_dim=16,
+    hidden=40, num_encoder_layers=1, offload=True,
+)  # fmt: skip
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def build(device="cpu", **fields):
+    torch.manual_seed(0)
+    stack = replace(CONFIG, **fields).build(C)
+    for weight in stack.parameters():
+        torch.nn.init.normal_(weight, std=0.25)
+    return stack.to(device).eval()
+
+
+def pair(device="cpu"):
+    here, there = build(device, offload=False), build(device)
+    there.load_state_dict(here.state_dict())
+    return here, there
+
+
+def decode(stack, x, sizes, steps):
+    """Run segments, then steps; return the outputs and the last state."""
+    state, outputs = stack.init_state(len(x)), []
+    for segment in x[:, : sum(sizes)].split(sizes, 1):
+        y, state = stack(segment, state)
+        outputs.append(y)
+    state = stack.reserve(state, steps)
+    for t in range(sum(sizes), sum(sizes) + steps):
+        stack.before_step(state)
+        outputs.append(stack.step(x[:, t : t + 1], state))
+    return torch.cat(outputs, 1), state
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[1], [61], [20, 3, 1, 37], [7] * 9])
+@torch.no_grad()
+def test_outputs_are_those_without_offload(device, sizes):
+    x = torch.randn(3, sum(sizes) + 30, C, device=device)
+    here, there = pair(device)
+    wanted, _ = decode(here, x, sizes, 30)
+    found, state = decode(there, x, sizes, 30)
+    assert_close("outputs", found, wanted, rtol=1e-5)
+    assert_close("full forward", found, here(x)[0], rtol=1e-5)
+    assert {part.device.type for part in state.memory[1:]} == {"cpu"}
+    assert state.memory.keys.device.type == state.fetched.k.device.type == device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS)
+def test_laws_on_a_gpu(law):
+    LAWS[law](build("cuda"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_at_any_places_decode_as_alone(device):
+    stack = build(device)
+    check_step(stack, (0, 4, 21, 33), 27)
+    check_segments(stack, num_tokens=61, splits=(30, 0, 1, 8, 22), batch=3)
+
+
+@torch.no_grad()
+def test_a_segment_fetches_each_chunk_that_it_reads_once_a_group(monkeypatch):
+    stack, fetched = build(), []
+    rows = offload.fetch_rows
+    monkeypatch.setattr(
+        offload, "fetch_rows", lambda *args: fetched.append(args[2].shape[1]) or rows(*args)
+    )
+    x, state = torch.randn(2, 80 * L, C), stack.init_state(2)
+    for segment in x.split(2 * L, 1):
+        _, state = stack(segment, state)
+    # In each of two groups what 2 chunks read; then what the open chunk reads in both groups.
+    assert max(fetched) == 2 * R
+    assert len(fetched) == 40 * 3
+
+
+@torch.no_grad()
+def test_steps_fetch_once_a_chunk(monkeypatch):
+    stack, fetched = build(), []
+    rows = offload.fetch_rows
+    monkeypatch.setattr(
+        "mezzo_drt.stack.fetch_rows", lambda *args: fetched.append(args[2].shape) or rows(*args)
+    )
+    decode(stack, torch.randn(1, 20 * L, C), [5 * L], 15 * L)
+    # The landmark of the prompt ran with it; that of the last chunk is to come.
+    assert fetched == [(1, 2 * R)] * 14
+
+
+def test_gradients_are_those_without_offload():
+    here, there = pair()
+    x, dy = torch.randn(2, 2, 37, C)
+    grads = []
+    for stack in (here, there):
+        leaf, state, outputs = x.clone().requires_grad_(), stack.init_state(2), []
+        for segment in leaf.split(6, 1):
+            y, state = stack(segment, state)
+            outputs.append(y)
+        weights = [leaf, *stack.parameters()]
+        grads.append(torch.autograd.grad(torch.cat(outputs, 1), weights, dy))
+    for found, wanted in zip(*reversed(grads), strict=True):
+        assert_close("a gradient", found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_what_the_device_holds_grows_by_one_vector_a_chunk():
+    stack = build()
+    size = C * stack.landmark.weight.element_size()
+    for chunks in (10, 1000, 250_000):
+        device, host = stack.state_bytes(chunks * L), stack.host_state_bytes(chunks * L)
+        assert host == chunks * 2 * L * size
+        assert stack.state_bytes(2 * chunks * L) - device == chunks * size
+    plain = build(offload=False)
+    assert plain.host_state_bytes(40) == 0
+    _, state = stack(torch.randn(1, 40, C), stack.init_state(1))
+    held = sum(leaf.nbytes for leaf in tree_leaves(state) if leaf.is_floating_point())
+    assert abs(stack.state_bytes(40) + stack.host_state_bytes(40) - held) <= 8 * 2 * R
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefill_tokens", [None, 5])
+def test_a_model_generates_the_same(device, prefill_tokens):
+    prompts = [[1, 2, 3], list(range(12)), list(range(23))]
+    answers = []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        config = LMConfig(
+            24, C, init_std=0.5, stack=replace(CONFIG, offload=kept), tie_embeddings=False
+        )
+        lm = config.build().to(device)
+        answers.append(generate(lm, prompts, max_new_tokens=22, prefill_tokens=prefill_tokens))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("cast", ["weights", "autocast"])
+@torch.no_grad()
+def test_bf16_runs_in_segments_and_steps(cast):
+    here, there = pair()
+    x = torch.randn(2, 50, C)
+    if cast == "weights":
+        here, there, x = here.bfloat16(), there.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
+        wanted, _ = decode(here, x, [20, 9], 21)
+        found, state = decode(there, x, [20, 9], 21)
+    assert {part.dtype for part in (*state.memory, *state.fetched)} == {torch.bfloat16}
+    assert torch.equal(found, wanted)
