@@ -250,6 +250,12 @@ def test_other_counts_of_retrievals_differ(monkeypatch):
     assert judge("retrieval_vs_landmark").outcome is Outcome.DIFFERS
 
 
+def test_memory_without_offloading_grows_otherwise(monkeypatch):
+    assert judge("kv_memory_offload").outcome is Outcome.AGREES
+    monkeypatch.setattr(counts, "OFFLOADED", counts.PAPER)
+    assert judge("kv_memory_offload").outcome is Outcome.DIFFERS
+
+
 def test_quadratic_reading_is_not_taken_for_linear(monkeypatch):
     right = counts.pairs
 

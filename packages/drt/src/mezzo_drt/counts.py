@@ -1,6 +1,7 @@
 """What is counted without training: attention's pairs, caches, retrievals, groups of layers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ LENGTHS = tuple(2**i for i in range(14, 25, 2))
 """T, from the paper's training length to 16M."""
 WIDTHS = (64, 128)
 PAPER = DRTConfig()
+OFFLOADED = replace(PAPER, offload=True)
 SCORES, READING, WINDOW = "scores over G L^2/S^2", "reading over (N/2) L K S", "window over N L W"
 
 
@@ -120,6 +122,23 @@ def kv_memory_full(claim: Claim) -> Measurement:
                 lambda T, N=N, C=C: N * T * C,
             )
     return growing(rows, "bytes of state, over N L d", LENGTHS)
+
+
+def kv_memory_offload(claim: Claim) -> Measurement:
+    """Take the state on the GPU, with the keys and values of chunks in the host's memory.
+
+    The three terms have constants of their own: keys and values of the window count twice.
+    """
+    c, C = OFFLOADED, WIDTHS[0]
+    with torch.device("meta"):
+        stack = c.build(C)
+
+    def formula(T: int) -> float:
+        reading = c.num_layers / 2 * c.num_retrieved * c.chunk_size
+        return T * C / c.chunk_size + reading * C + c.num_layers * c.window_size * C
+
+    setting = "bytes of state on the GPU, over L d/S + (N/2) K S d + N W d"
+    return growing({"12 layers": (stack.state_bytes, formula)}, setting, LENGTHS)
 
 
 def swap_frequency(claim: Claim) -> Measurement:
