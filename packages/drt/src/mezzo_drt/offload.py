@@ -1,7 +1,8 @@
 """Chunks in the host's memory: those that are read are brought to the device, once a group.
 
-The host's memory is pageable: pinned memory cannot grow without keeping its old blocks. What is
-fetched is gathered into a small pinned block first, from which it is copied asynchronously.
+The host's memory is pageable, or mapped files: what torch has pinned once stays pinned, in blocks
+of powers of two, so that a buffer which grows would take several times its size. What is fetched
+is gathered into a small pinned block first, from which it is copied asynchronously.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,14 @@ def fetch_open(memory: Memory, indices: Tensor) -> Fetched:
         return fetch_rows(memory, range(len(chosen)), chosen, indices.device)
     sizes = (*chosen.shape, *memory.k.shape[2:])
     return Fetched(*(part.new_zeros(sizes, device=indices.device) for part in memory[1:]))
+
+
+def fetch_open_(fetched: Fetched, memory: Memory, indices: Tensor, rows: Tensor) -> None:
+    """Do `fetch_open` for some rows (n,) of the batch, overwriting what they had fetched."""
+    chosen = indices[rows].cpu().clamp(min=0).flatten(1)
+    found = fetch_rows(memory, rows.tolist(), chosen, indices.device)
+    for old, new in zip(fetched, found, strict=True):
+        old.index_copy_(0, rows, new)
 
 
 def fetch_rows(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mezzo_drt.encoder import Memory
 from mezzo_drt.places import Continued
+from mezzo_drt.store import Allocate
 
 
 class Room(NamedTuple):
@@ -66,7 +67,7 @@ def _widened(part: Tensor, num_chunks: int) -> Tensor:
 
 
 def append(
-    memory: Memory, leaf: Tensor, new: Memory, continued: Continued
+    memory: Memory, leaf: Tensor, new: Memory, continued: Continued, allocate: Allocate | None
 ) -> tuple[Memory, Tensor]:
     """Append the chunks that a call completes, and return the memory and its leaf.
 
@@ -80,6 +81,7 @@ def append(
         leaf: of the state.
         new: of the N chunks of the call's grid.
         continued: the call's places.
+        allocate: makes buffers of keys and values; None for the device.
     """
     S, end = memory.keys.shape[1], continued.num_after
     if not continued.num_done:
@@ -99,14 +101,16 @@ def append(
         numbers[0] = end
     else:
         capacity = max(end, 2 * S)
-        whole = Memory(
-            *(_copied(*parts, continued, capacity) for parts in zip(memory, new, strict=True))
-        )
+        whole = _new_buffers(new, capacity, allocate)
+        for buffer, old, added in zip(whole, memory, new, strict=True):
+            _copy(buffer, old, added, continued)
         leaf = make_leaf(len(leaf), Room(end, capacity))
     return Memory(*(part[:, :end] for part in whole)), leaf
 
 
-def claim(memory: Memory, leaf: Tensor, count: int | None, num_chunks: int) -> Memory:
+def claim(
+    memory: Memory, leaf: Tensor, count: int | None, num_chunks: int, allocate: Allocate | None
+) -> Memory:
     """Return a memory with room for `num_chunks` chunks, which `before_step` may write.
 
     Nothing is copied if the buffers have that much room behind what the states before can see, and
@@ -117,6 +121,7 @@ def claim(memory: Memory, leaf: Tensor, count: int | None, num_chunks: int) -> M
         leaf: of the state.
         count: the complete chunks of all rows; None if they differ.
         num_chunks: for which there shall be room.
+        allocate: as in `append`.
     """
     S, numbers, room, whole = (
         memory.keys.shape[1],
@@ -128,12 +133,10 @@ def claim(memory: Memory, leaf: Tensor, count: int | None, num_chunks: int) -> M
     if numbers is not None and fits and whole is not memory and _may_write(memory, memory):
         numbers[0] = numbers[1]
         return whole
-    parts = []
-    for part in memory:
-        buffer = part.new_zeros(len(part), max(num_chunks, S), *part.shape[2:])
+    whole = _new_buffers(memory, max(num_chunks, S), allocate)
+    for buffer, part in zip(whole, memory, strict=True):
         buffer[:, :S] = part
-        parts.append(buffer)
-    return Memory(*parts)
+    return whole
 
 
 def _may_write(memory: Memory, new: Memory) -> bool:
@@ -142,13 +145,23 @@ def _may_write(memory: Memory, new: Memory) -> bool:
     return same and (torch.is_inference_mode_enabled() or not memory.keys.is_inference())
 
 
-def _copied(old: Tensor, new: Tensor, continued: Continued, capacity: int) -> Tensor:
-    """Append to a copy with room for `capacity` chunks."""
+def _new_buffers(like: Memory, capacity: int, allocate: Allocate | None) -> Memory:
+    def on_device(part: Tensor) -> Tensor:
+        return part.new_empty(len(part), capacity, *part.shape[2:])
+
+    def on_its_side(part: Tensor) -> Tensor:
+        if allocate is None:
+            return on_device(part)
+        return allocate((len(part), capacity, *part.shape[2:]), part.dtype)
+
+    return Memory(on_device(like.keys), on_its_side(like.k), on_its_side(like.v))
+
+
+def _copy(buffer: Tensor, old: Tensor, new: Tensor, continued: Continued) -> None:
+    """Write what is old, and new behind it, into a buffer."""
     end, before = continued.num_after, continued.num_before
-    buffer = new.new_empty(len(new), capacity, *new.shape[2:], device=old.device)
     if before is None:
         buffer[:, :end] = continued.extend(old, new.to(old.device))
     else:  # without a second copy
         buffer[:, :before] = old[:, :before]
         buffer[:, before:end] = new[:, : end - before]
-    return buffer

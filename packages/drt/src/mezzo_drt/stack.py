@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,12 @@ from torch.utils._pytree import tree_map
 from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_rows, slots
+from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_open_, slots
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
 from mezzo_drt.room import append, buffers, claim, make_leaf
-from mezzo_drt.state import DRTState, next_state, with_open_chunk
+from mezzo_drt.state import DRTState, Due, next_state, with_open_chunk
+from mezzo_drt.store import Allocate, in_folder, in_memory
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -92,18 +94,6 @@ class DRTConfig:
         return DRT(d_model, self)
 
 
-class Due(NamedTuple):
-    """Which rows run a landmark.
-
-    Attributes:
-        rows: their indices.
-        stored: (B,), how many chunks each row of the batch has in memory.
-    """
-
-    rows: Tensor
-    stored: Tensor
-
-
 class DRT(AbstractStack):
     """Window layers whose upper half reads past chunks that it retrieves (section 3).
 
@@ -126,6 +116,7 @@ class DRT(AbstractStack):
         mlp = MLPConfig("swiglu", hidden)
         half = config.num_layers // 2
         block = MixerBlockConfig(attention, mlp, eps)
+        self._allocate: Allocate | None = in_memory if config.offload else None
         self.landmark = nn.Embedding(1, d_model)
         # torch's ModuleList has no element type, so the casts tell it to type checkers.
         self.lower = cast(Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half)))
@@ -180,7 +171,7 @@ class DRT(AbstractStack):
             chunks = with_open_chunk(chunks, state)
         encoded = memory = readable = self.encoder(chunks)
         if state is not None and continued is not None:
-            memory, room = append(state.memory, state.room, encoded, continued)
+            memory, room = append(state.memory, state.room, encoded, continued, self._allocate)
             # Whole buffers lie without gaps, and so the kernels take them as they are.
             readable = memory if self.config.offload else buffers(memory, room)
         reads: list[Reads] = []
@@ -272,10 +263,8 @@ class DRT(AbstractStack):
                 hi = due.stored[:, None]
                 lo = torch.zeros_like(hi)
                 found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
-            reads, memory = (
-                Reads(state.indices[:, group, None], state.weights[:, group, None]),
-                state.memory,
-            )
+            reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
+            memory = state.memory
             if self.config.offload:
                 reads = reads._replace(indices=slots(state.indices, group))
                 memory = Memory(memory.keys, *state.fetched)
@@ -285,10 +274,7 @@ class DRT(AbstractStack):
             state.indices[due.rows] = indices[due.rows]
             state.weights[due.rows] = weights[due.rows].to(state.weights.dtype)
             if self.config.offload:
-                chosen = indices[due.rows].cpu().clamp(min=0).flatten(1)
-                found_rows = fetch_rows(state.memory, due.rows.tolist(), chosen, h.device)
-                for old, new in zip(state.fetched, found_rows, strict=True):
-                    old.index_copy_(0, due.rows, new)
+                fetch_open_(state.fetched, state.memory, state.indices, due.rows)
         return h
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
@@ -304,7 +290,9 @@ class DRT(AbstractStack):
             for layer, cache in zip(self.attentions(), state.caches, strict=True)
         )
         same = bool((state.num_places // M == most // M).all())
-        memory = claim(state.memory, state.room, most // M if same else None, seen // L)
+        memory = claim(
+            state.memory, state.room, most // M if same else None, seen // L, self._allocate
+        )
         # What `room` says is lost in a clone: the room now belongs to the steps.
         rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
         return DRTState(caches, memory, **rest)
@@ -346,6 +334,19 @@ class DRT(AbstractStack):
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs per token: all layers over all places, encoder and retrieval."""
         return cost.flops_per_token(self, num_tokens)
+
+    def offload_to(self, folder: Path | None) -> None:
+        """Keep what is offloaded in files of a folder from now on; None for the host's memory.
+
+        The files have no names and go with the states. Gradients need the host's memory.
+
+        Raises:
+            UserError: if the folder is missing, or cannot be written.
+            ValueError: if the stack does not offload.
+        """
+        if not self.config.offload:
+            raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
+        self._allocate = in_memory if folder is None else in_folder(folder)
 
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""

@@ -44,6 +44,18 @@ class DRTState(NamedTuple):
         return self.caches[0].lengths
 
 
+class Due(NamedTuple):
+    """Which rows run a landmark.
+
+    Attributes:
+        rows: their indices.
+        stored: (B,), how many chunks each row of the batch has in memory.
+    """
+
+    rows: Tensor
+    stored: Tensor
+
+
 def with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
     """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
     M = chunks.shape[2]

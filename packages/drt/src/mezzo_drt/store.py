@@ -1,0 +1,74 @@
+"""Where the host keeps the keys and values of chunks: its memory, or files in a folder."""
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from mezzo_core.errors import UserError
+from torch import Tensor
+
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes a tensor, whose values are anything, on the host."""
+
+
+def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Make a tensor in pageable memory.
+
+    Raises:
+        UserError: if the host has not so much memory left.
+    """
+    needed, free = math.prod(sizes) * dtype.itemsize, available_memory()
+    if needed > free:
+        raise UserError(
+            f"offload needs {needed / 2**30:.1f} GiB more of the host's memory, which has "
+            f"{free / 2**30:.1f} GiB left: give a folder for files by offload_to(folder)"
+        )
+    return torch.empty(*sizes, dtype=dtype, device="cpu")
+
+
+def in_folder(folder: Path) -> Allocate:
+    """Return what makes tensors in files of a folder.
+
+    A file has no name and goes with its tensor, also if the process is killed. Its room on the disk
+    is taken when it is made, so that writing it cannot fail.
+
+    Raises:
+        UserError: if the folder is missing or cannot be written; later, if the disk is full.
+    """
+
+    def allocate(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*sizes, dtype=dtype, device="cpu")
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                mapped = mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot take {num_bytes / 2**30:.1f} GiB of offloaded chunks: "
+                f"{error.strerror or error}"
+            ) from error
+        return torch.frombuffer(mapped, dtype=dtype).view(*sizes)
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: offload_to needs one that is there")
+    allocate((1,), torch.int64)
+    return allocate
+
+
+def available_memory() -> float:
+    """Return the bytes of memory that the host can still give; infinite if it does not say.
+
+    Limits of a container are not seen.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else math.inf

@@ -1,0 +1,103 @@
+"""Chunks in files of a folder; a host or a disk that is full is an error, and harms no state."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.testing.laws import LAWS
+from mezzo_core.testing.numerics import assert_close
+from mezzo_drt import DRTConfig, store
+
+C, L = 12, 4
+CONFIG = DRTConfig(
+    num_layers=2, chunk_size=L, num_retrieved=2, window_size=5, head_dim=6, hidden=20,
+    num_encoder_layers=1, offload=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def stack():
+    torch.manual_seed(0)
+    stack = CONFIG.build(C)
+    for weight in stack.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    return stack.eval()
+
+
+def run(stack, x, state=None):
+    state = stack.init_state(len(x)) if state is None else state
+    outputs = []
+    for segment in x.split(L, 1):
+        y, state = stack(segment, state)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def mapped(folder):
+    """Return the files of a folder that this process has mapped."""
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line
+    ]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_laws_with_files(stack, law, tmp_path):
+    stack.offload_to(tmp_path)
+    LAWS[law](stack)
+
+
+@torch.no_grad()
+def test_files_hold_the_chunks_and_go_with_the_state(stack, tmp_path):
+    x = torch.randn(2, 50 * L, C)
+    stack.offload_to(tmp_path)
+    y, state = run(stack, x)
+    assert_close("outputs", y, stack(x)[0], rtol=1e-5)
+    assert [*tmp_path.iterdir()] == [], "files without names outlive nothing"
+    assert len(mapped(tmp_path)) >= 2, "keys and values"
+    del state
+    assert mapped(tmp_path) == []
+
+
+@torch.no_grad()
+def test_a_full_disk_is_an_error_and_harms_no_state(stack, tmp_path, monkeypatch):
+    x = torch.randn(1, 12 * L, C)
+    stack.offload_to(tmp_path)
+    _, state = run(stack, x[:, : 8 * L])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            run(stack, x[:, 8 * L :], state)
+    y, _ = run(stack, x[:, 8 * L :], state)
+    assert_close("later", y, stack(x)[0][:, 8 * L :], rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_host_that_is_too_small_is_an_error_and_harms_no_state(stack, tmp_path, monkeypatch):
+    x = torch.randn(1, 12 * L, C)
+    _, state = run(stack, x[:, : 8 * L])
+    monkeypatch.setattr(store, "available_memory", lambda: 100.0)
+    with pytest.raises(UserError, match="give a folder"):
+        run(stack, x[:, 8 * L :], state)
+    stack.offload_to(tmp_path)
+    y, _ = run(stack, x[:, 8 * L :], state)
+    assert_close("in a folder", y, stack(x)[0][:, 8 * L :], rtol=1e-5)
+
+
+def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
+    with pytest.raises(UserError, match="is no folder"):
+        stack.offload_to(tmp_path / "missing")
+    plain = replace(CONFIG, offload=False).build(C)
+    with pytest.raises(ValueError, match="offload=True"):
+        plain.offload_to(tmp_path)
+
+
+def test_the_host_says_how_much_memory_it_has_left():
+    assert 2**20 < store.available_memory() < 2**50
