@@ -1,10 +1,12 @@
 """What is counted of the schedule and of a step: loads, arithmetic, launches."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from mezzo_core.papers.checks import beside
+from mezzo_core.papers.growth import growing
 from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim, Value
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,23 +39,6 @@ def _add(sums: tuple[int, int], tile: Tile) -> tuple[int, int]:
     return sums[0] + 2 * keys + queries, sums[1] + keys * queries
 
 
-def growing(
-    rows: Mapping[str, tuple[Callable[[int], float], Callable[[int], float]]],
-    setting: str,
-    lengths: tuple[int, ...] = LENGTHS,
-) -> Measurement:
-    """Return a row of f(T) / g(T) for each name, which is steady if f grows as g.
-
-    Args:
-        rows: f and g by the name of what grows and how.
-        setting: what is counted, in words.
-        lengths: T.
-    """
-    values = {name: [f(T) / g(T) for T in lengths] for name, (f, g) in rows.items()}
-    columns = tuple(map(str, lengths))
-    return Measurement(entries(values, columns), columns, f"{setting}, divided as said", How.PAPER)
-
-
 def hbm_traffic(claim: Claim) -> Measurement:
     """Count the vectors of a head that each evaluation loads."""
     found = {T: loads(T) for T in LENGTHS}
@@ -63,6 +48,7 @@ def hbm_traffic(claim: Claim) -> Measurement:
             "tiled over T log T": (lambda T: found[T][TILED][0], _t_log_t),
         },
         "vectors of queries, keys and values that a head loads",
+        LENGTHS,
     )
 
 
@@ -75,6 +61,7 @@ def attention_flops(claim: Claim) -> Measurement:
             "tiled over T^2": (lambda T: found[T][TILED][1], lambda T: T**2),
         },
         "pairs of query and key of a head",
+        LENGTHS,
     )
 
 
@@ -91,6 +78,7 @@ def arithmetic_intensity(claim: Claim) -> Measurement:
             "tiled over T / log T": (intensity(TILED), lambda T: T / math.log2(T)),
         },
         "pairs of query and key for each vector that a head loads",
+        LENGTHS,
     )
 
 
@@ -100,7 +88,9 @@ def cache_locality(claim: Claim) -> Measurement:
     def positions(T: int) -> float:
         return sum(len(tile.keys) for tile in tiles(T)) / T
 
-    return growing({"positions over log T": (positions, math.log2)}, "positions read by a step")
+    return growing(
+        {"positions over log T": (positions, math.log2)}, "positions read by a step", LENGTHS
+    )
 
 
 def tile_intensity(claim: Claim) -> Measurement:
@@ -203,13 +193,6 @@ def mlp_batch(claim: Claim) -> Measurement:
     batches = tuple(2**i for i in range(1, 8))
     setting = f"FLOPs of the MLP for each number that it moves, C = {C}, by batch"
     return growing({"intensity over B": (intensity, float)}, setting, batches)
-
-
-def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
-    """Put our values beside the printed ones, for `Equal`; the claims have no labels."""
-    rows = {name: (value, ours[name]) for name, value in printed.items()}
-    columns = ("printed", "ours")
-    return Measurement(entries(rows, columns), columns, f"{setting}; counted", How.PAPER)
 
 
 def _t_log_t(num_tokens: int) -> float:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import torch
+from mezzo_core.papers.checks import beside
 from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim, Value
 from mezzo_core.positions import alibi_slopes
@@ -12,7 +13,6 @@ from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.optim import build_optimizer
 from torch import nn
 
-from mezzo_recurrent_transformer.counts import beside
 from mezzo_recurrent_transformer.recipes import RECIPES
 from mezzo_recurrent_transformer.synthetic.sweep import SweepConfig
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
