@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 from mezzo_core.bench import OOM, attempt, time_latency, time_throughput
-from mezzo_core.bench.generation import BATCH_STEP, MARGIN, largest_batch
+from mezzo_core.bench.generation import BATCH_STEP, MARGIN, largest_batch, rewind
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LM, LMConfig
 from toys.running_mean import RunningMeanConfig
@@ -86,3 +86,11 @@ def test_a_gpu_generates():
         assert found.B == 64
         assert found.tokens_per_second > found.with_prompt > 0
     assert time_latency(model, 64, (8, 16))[8][0].seconds > 0
+
+
+def test_a_state_with_other_integers_is_refused():
+    lengths = torch.tensor([3, 4])
+    rewind((torch.ones(2, 5), lengths), 7)
+    assert lengths.tolist() == [7, 7]
+    with pytest.raises(ValueError, match="integers are the lengths"):
+        rewind((lengths, torch.full((2, 1, 8), -1)), 7)

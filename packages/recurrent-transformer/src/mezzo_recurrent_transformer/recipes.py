@@ -97,8 +97,8 @@ def tiny() -> Hyperparameters:
 def small(num_layers: int, d_model: int) -> Hyperparameters:
     """15M weights in the layers: for one GPU. Learning rate and schedule are the paper's.
 
-    3,000 small steps serve both architectures better than a few hundred large ones of as many
-    tokens: both leave the plateau on which they predict little more than frequent tokens.
+    Steps are many and small, so that both architectures can leave the plateau on which they predict
+    little more than frequent tokens.
     """
     return Hyperparameters(
         vocab_size=50_257,

@@ -28,6 +28,7 @@ from mezzo_core.bench import (
 )
 from mezzo_core.bench.generation import time_throughput
 from mezzo_core.bench.result import Say
+from mezzo_core.bench.timing import WARMUP_CALLS
 from mezzo_core.bench.training_step import time_training
 from mezzo_core.nn.lm import LM
 from mezzo_core.papers.measurement import Measurement, read_result
@@ -308,10 +309,9 @@ def _timers(sizes: Sizes) -> dict[str, Callable[[int, int], list[Timing]]]:
         work: Callable[[], object] = partial(runs[model], x)
         if model == GRAPH:
             work = captured(work, device)
-        warmup = 3 if model == OP else 1  # the op captures a CUDA graph in its third call
         return [
-            measure(work, device, seconds=sizes.seconds, warmup=warmup, least=2)
-            for _ in range(PASSES)
+            measure(work, device, seconds=sizes.seconds, warmup=0 if i else WARMUP_CALLS, least=2)
+            for i in range(PASSES)
         ]
 
     return {model: partial(time, model) for model in runs}

@@ -204,10 +204,17 @@ def fill(state: Any, position: int) -> None:
 
 
 def rewind(state: Any, position: int) -> None:
-    """Set the lengths of a state of a layer or a model, which are its only integer tensors."""
-    for field in tree_leaves(state):
-        if not field.is_floating_point():
-            field.fill_(position)
+    """Set the lengths of a state of a layer or a model.
+
+    Raises:
+        ValueError: if the state has integers other than a length of each row, such as indices of
+            what it retrieves: these cannot be made up.
+    """
+    numbers = [field for field in tree_leaves(state) if not field.is_floating_point()]
+    if any(field.ndim != 1 for field in numbers):
+        raise ValueError("only a state whose integers are the lengths of its rows can be timed")
+    for field in numbers:
+        field.fill_(position)
 
 
 def free_memory(device: torch.device) -> float:

@@ -21,8 +21,7 @@ def side_by_side(
 ) -> Iterator[tuple[int, Found]]:
     """Yield the place of each call and what it returns, in the order in which they end.
 
-    What is small leaves most of a GPU idle, so that several take little longer than one. Their
-    speeds say nothing then.
+    For what is too small to fill a GPU, or where there are several. Speeds say nothing then.
 
     Args:
         calls: take a scratch folder and a device; of several processes, each sends its call to

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mezzo_core.bench.timing import Timing, measure, start_afresh
+from mezzo_core.bench.timing import WARMUP_CALLS, Timing, measure, start_afresh
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
@@ -108,7 +108,10 @@ def time_layer(
 
     work = train if phase == "train" else torch.no_grad()(forward)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
-        return [measure(work, device, seconds=seconds, warmup=1, least=2) for _ in range(passes)]
+        return [
+            measure(work, device, seconds=seconds, warmup=0 if i else WARMUP_CALLS, least=2)
+            for i in range(passes)
+        ]
 
 
 def check_mixers(config: LMConfig, device: torch.device) -> None:

@@ -17,6 +17,8 @@ AHEAD = 16
 kernels. Otherwise, the time of an op with many short kernels would be that of Python's launches."""
 MOST_CALLS = 200
 CAPTURE_WARMUP = 2
+WARMUP_CALLS = 3
+"""Calls before the timed ones: an op may compile in its first, and capture itself in its third."""
 Pass = TypeVar("Pass")
 
 
@@ -36,7 +38,7 @@ def measure(
     device: torch.device,
     *,
     seconds: float = 0.5,
-    warmup: int = 2,
+    warmup: int = WARMUP_CALLS,
     least: int = 5,
     before: Callable[[], object] = lambda: None,
 ) -> Timing:

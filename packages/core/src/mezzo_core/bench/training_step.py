@@ -7,7 +7,7 @@ import torch
 
 from mezzo_core.bench.layer import RECOMPILATIONS
 from mezzo_core.bench.rows import Row
-from mezzo_core.bench.timing import measure
+from mezzo_core.bench.timing import WARMUP_CALLS, measure
 from mezzo_core.device import autocast
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.train.config import OptimConfig
@@ -34,7 +34,7 @@ def time_training(model: LM, B: int, T: int, *, passes: int = 3) -> list[Trainin
     found = []
     with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
         for i in range(passes):
-            timing = measure(step, device, seconds=0.0, warmup=0 if i else 2, least=2)
+            timing = measure(step, device, seconds=0.0, warmup=0 if i else WARMUP_CALLS, least=2)
             speed = B * T / timing.ms * 1e3
             found.append(TrainingSpeed(speed, timing.ms, timing.host_ms, timing.peak_gb))
     return found

@@ -70,8 +70,7 @@ class SweepConfig:
         seeds: of the weights and of the rows' order; the rows themselves are always the same.
         d_model: width C; the MLP has 4C, heads have 8.
         scaling: start of the weights, see `scaled`: "init" as the released code has them,
-            "residual" core's, with which both models learn far more slowly. Residuals are not
-            scaled in either way, because there is one layer.
+            "residual" core's. Residuals are not scaled in either way, because there is one layer.
         batch_size: rows a step.
         epochs: of the rows to train on.
         max_steps: the steps of a run if its epochs have more; None for all of them.

@@ -12,7 +12,7 @@ Call = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 LARGEST = 2**28
 """Bytes of all layers' outputs of a call, at most: a graph keeps the memory that its call needs."""
 REPEATED = 3
-"""A call is captured when its shapes come for this time: capturing takes as long as ten calls."""
+"""A call is captured when its shapes come for this time: capturing takes longer than a call."""
 KEPT = 8
 """Shapes whose graphs and counts are kept, those used last."""
 

@@ -10,8 +10,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     add_norm_weight_grad,
     add_normed,
-    gelu,
-    gelu_bwd,
     head_products,
     normed,
     normed_bwd,
@@ -34,8 +32,6 @@ __all__ = [
     "attend_step",
     "attend_tile",
     "attend_tile_bwd",
-    "gelu",
-    "gelu_bwd",
     "head_products",
     "normed",
     "normed_bwd",
