@@ -6,7 +6,8 @@
 
 Writes train_small.json: 6 and 12 layers of about equal weights on the same tokens, the recurrent
 ones also in blocks of 8 and 32 tokens. Writes train_rates.json: 12 recurrent layers at three
-learning rates, with and without the norm before the persistent pair. `--models` takes some alone.
+learning rates, with and without the norm before the persistent pair. `--models` takes some alone,
+`--jobs 8` trains eight at the same time, over all GPUs.
 """
 
 import sys
