@@ -41,6 +41,8 @@ def test_the_models_of_128m_have_the_papers_size():
     layer = 4 * C**2 + 3 * C * F + 2 * C
     plain = on_meta("128m_pg19_base")
     assert weights(plain) == vocab * C + 12 * layer + C == 123_551_232
+    assert weights(on_meta("128m_pg19_base_wide")) == weights(plain)
+    assert weights(on_meta("128m_pg19_base_deep")) == weights(plain) + 2 * layer
     encoder = 2 * layer + 2 * C**2 + 2 * C  # keys, values, and the norms before and after
     reading = 6 * (2 * C**2 + C)
     drt = on_meta("128m_pg19_drt1")

@@ -11,16 +11,16 @@ from mezzo_core.nn.generate import generate
 from mezzo_drt.baselines import (
     BlockRecurrentConfig,
     ModelSize,
-    base_lm,
     block_recurrent_lm,
     landmark_lm,
 )
 from mezzo_drt.needles import PasskeyConfig
+from mezzo_drt.recipes import RECIPES
 
 PAPER = ModelSize()
 TINY = ModelSize(vocab_size=257, d_model=16, num_layers=2, head_dim=8, hidden=24)
 TINY_MODELS = {
-    "base": base_lm(TINY, 20),
+    "base": RECIPES["tiny_base"]().model,
     "landmark": landmark_lm(TINY, chunk_size=4),
     "block recurrent": block_recurrent_lm(TINY, window_size=20, block_size=16, num_states=3),
 }
@@ -34,9 +34,7 @@ def num_parameters(config):
 
 def test_models_have_the_weights_of_the_paper_s_size():
     base = EMBEDDING + 12 * LAYER + 768
-    assert num_parameters(base_lm(PAPER, 512)) == num_parameters(base_lm(PAPER, 768)) == base
-    larger = base_lm(replace(PAPER, num_layers=14), 658)
-    assert num_parameters(larger) == base + 2 * LAYER
+    assert num_parameters(RECIPES["128m_pg19_base"]().model) == base
     assert num_parameters(landmark_lm(PAPER)) == base + 768
     # Two more queries and twice as wide an output; the states' projections, ids, start and gate.
     states = 6 * 768**2 + 768**2 + 768 + 768 + 2 * 512 * 768 + 768

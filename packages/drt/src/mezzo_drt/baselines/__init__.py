@@ -1,4 +1,4 @@
-"""The models that DRT is compared with; the plain one, BaseLM, is core's attention."""
+"""The models that DRT is compared with; the plain one, BaseLM, is a recipe."""
 
 from mezzo_drt.baselines.block_recurrent import (
     BlockRecurrent,
@@ -6,7 +6,7 @@ from mezzo_drt.baselines.block_recurrent import (
     BlockRecurrentState,
 )
 from mezzo_drt.baselines.landmark import LandmarkConfig, LandmarkStack, LandmarkState
-from mezzo_drt.baselines.models import ModelSize, base_lm, block_recurrent_lm, landmark_lm
+from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
 
 __all__ = [
     "BlockRecurrent",
@@ -16,7 +16,6 @@ __all__ = [
     "LandmarkStack",
     "LandmarkState",
     "ModelSize",
-    "base_lm",
     "block_recurrent_lm",
     "landmark_lm",
 ]

@@ -1,8 +1,9 @@
 """The baselines as whole models, at any size (the paper's section 4.1, "Baselines").
 
+BaseLM, whose layers these have otherwise, is among the recipes.
+
 | Model                      | Layers   | Sees                                                    |
 |----------------------------|----------|---------------------------------------------------------|
-| `base_lm`                  | as given | a window of 512 or 768 tokens; 658 with 2 layers more   |
 | `landmark_lm`              | as given | 8 chunks of 64 that are near, and 4 that it picks       |
 | `block_recurrent_lm`       | as given | a window of 768; one layer has 512 recurrent states     |
 """
@@ -47,15 +48,6 @@ class ModelSize:
         """The MLP of every layer."""
         return MLPConfig("swiglu", self.hidden)
 
-    def plain(self, mixers: tuple[MixerConfig, ...]) -> LMConfig:
-        """Return the model with these mixers."""
-        return LMConfig(self.vocab_size, self.d_model, mixers, self.mlp, NORM_EPS)
-
-
-def base_lm(size: ModelSize, window_size: int) -> LMConfig:
-    """Return BaseLM: a sliding window with ALiBi in every layer."""
-    return size.plain((_window(size, window_size),) * size.num_layers)
-
 
 def landmark_lm(size: ModelSize, chunk_size: int = 64) -> LMConfig:
     """Return the Landmark Attention model, which sees 12 chunks; train it on rows of so many."""
@@ -80,10 +72,7 @@ def block_recurrent_lm(
         window_size=window_size,
         norm_eps=NORM_EPS,
     )
-    mixers: list[MixerConfig] = [_window(size, window_size)] * size.num_layers
+    window = AttentionConfig(size.head_dim, window_size=window_size, rope_base=None, alibi="olmo")
+    mixers: list[MixerConfig] = [window] * size.num_layers
     mixers[max(size.num_layers - 3, 0)] = recurrent
-    return size.plain(tuple(mixers))
-
-
-def _window(size: ModelSize, window_size: int) -> AttentionConfig:
-    return AttentionConfig(size.head_dim, window_size=window_size, rope_base=None, alibi="olmo")
+    return LMConfig(size.vocab_size, size.d_model, tuple(mixers), size.mlp, NORM_EPS)
