@@ -22,6 +22,7 @@ C = 4
 class SumState(NamedTuple):
     h: Tensor
     lengths: Tensor
+    room: Tensor  # that nobody writes or reads
 
 
 class RunningMean(AbstractMixer):
@@ -71,7 +72,7 @@ class RunningMean(AbstractMixer):
             given.h.copy_(last)
         if self.mistake == "state grows" and state is not None:
             last = torch.cat([last, last])
-        return y, None if state is None else SumState(last, given.lengths + real)
+        return y, None if state is None else SumState(last, given.lengths + real, given.room)
 
     def step(self, x, state):
         if self.mistake == "step forgets":
@@ -87,10 +88,11 @@ class RunningMean(AbstractMixer):
         return state if self.mistake == "reserve shares" else super().reserve(state, num_tokens)
 
     def init_state(self, batch):
-        return SumState(torch.zeros(batch, C), torch.zeros(batch, dtype=torch.int64))
+        lengths, room = torch.zeros(batch, dtype=torch.int64), torch.full((batch, 1), torch.nan)
+        return SumState(torch.zeros(batch, C), lengths, room)
 
     def state_bytes(self, num_tokens):
-        return 4 * C * (2 if self.mistake == "bytes miscounted" else 1)
+        return 4 * (C + 1) * (2 if self.mistake == "bytes miscounted" else 1)
 
     def flops_per_token(self, num_tokens):
         return 2.0 * C * C
