@@ -1,5 +1,7 @@
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -312,6 +314,42 @@ def test_a_temperature_too_small_to_divide_by_takes_the_likeliest():
     logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(50, 3)
     assert (Sampler(1e-320)(logits) == 1).all()
     assert (Sampler(5e-324, top_k=2, top_p=0.5)(logits) == 1).all()
+
+
+def test_each_work_becomes_a_graph_of_its_own_after_a_first_call(model, monkeypatch):
+    """The order of calls that a GPU would see."""
+    calls = []
+
+    class Graph(NamedTuple):
+        name: str
+        result: str = "of a graph"
+
+        @property
+        def graph(self):
+            return SimpleNamespace(replay=lambda: calls.append(("replay", self.name)))
+
+    def warm_up(self, work, state, stream):
+        calls.append(("warm up", f"{work} of {state[0]}"))
+        return "eager"
+
+    def capture(self, work, state, stream):
+        calls.append(("capture", f"{work} of {state[0]}"))
+        return Graph(calls[-1][1])
+
+    monkeypatch.setattr(Decoder, "_warm_up", warm_up)
+    monkeypatch.setattr(Decoder, "_capture", capture)
+    decoder = Decoder(model, model.init_state(1), torch.tensor([1]), Sampler())
+    decoder._stream = object()
+    first, second = ["one"], ["two"]
+    found = [decoder._run(*each) for each in (("a", first), ("a", second), ("b", first))]
+    assert found == ["eager"] * 3
+    assert [decoder._run("a", first) for _ in range(2)] == ["of a graph"] * 2
+    decoder._run("b", first)
+    assert calls == [
+        *(("warm up", name) for name in ("a of one", "a of two", "b of one")),
+        *(("capture", "a of one"), ("replay", "a of one"), ("replay", "a of one")),
+        *(("capture", "b of one"), ("replay", "b of one")),
+    ]
 
 
 # --- on a GPU ---------------------------------------------------------------------------------

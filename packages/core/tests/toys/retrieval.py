@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn import AbstractStack
+from mezzo_core.nn.contract import run_eagerly
 from torch import Tensor, nn
 
 
@@ -86,7 +87,7 @@ class RetrievalStack(AbstractStack):
                 old.copy_(new)
         return y[:, None]
 
-    def before_step(self, state):
+    def before_step(self, state, run=run_eagerly):
         """Move the chunk that has just been closed to the host, and fetch the one to be read."""
         now = self._fetched(state)
         for old, new in zip(state, now, strict=True):

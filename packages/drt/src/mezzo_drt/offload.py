@@ -61,10 +61,17 @@ def fetch_open(memory: Memory, indices: Tensor) -> Fetched:
 
 def fetch_open_(fetched: Fetched, memory: Memory, indices: Tensor, rows: Tensor) -> None:
     """Do `fetch_open` for some rows (n,) of the batch, overwriting what they had fetched."""
-    chosen = indices[rows].cpu().clamp(min=0).flatten(1)
+    there = rows.to(indices.device)
+    chosen = indices[there].cpu().clamp(min=0).flatten(1)
     found = fetch_rows(memory, rows.tolist(), chosen, indices.device)
     for old, new in zip(fetched, found, strict=True):
-        old.index_copy_(0, rows, new)
+        old.index_copy_(0, there, new)
+
+
+def store_(memory: Memory, encoded: Memory, rows: Tensor, slots: Tensor) -> None:
+    """Store keys and values of a chunk (B, 1, ...) of some rows (n,) in the host's slots (n,)."""
+    for old, new in zip(memory[1:], encoded[1:], strict=True):
+        old[rows, slots] = new[rows.to(new.device), 0].to(old)
 
 
 def fetch_rows(

@@ -139,6 +139,18 @@ def claim(
     return whole
 
 
+def check_room(memory: Memory, num_chunks: int) -> None:
+    """Check that a row of so many chunks can store one more.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    if num_chunks >= memory.k.shape[1]:
+        raise ValueError(
+            f"state has room for {memory.k.shape[1]} chunks, and a row has them all: reserve more"
+        )
+
+
 def _may_write(memory: Memory, new: Memory) -> bool:
     """Tell whether the memory takes the dtypes of `new`, and writes in place at all."""
     same = all(old.dtype == added.dtype for old, added in zip(memory, new, strict=True))

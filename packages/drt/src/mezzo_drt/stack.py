@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, AttentionConfig, MixerBlockConfig
 from mezzo_core.nn.block import Block
+from mezzo_core.nn.contract import Run, run_eagerly
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
@@ -20,10 +21,10 @@ from torch.utils._pytree import tree_map
 from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_open_, slots
+from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_open_, slots, store_
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
-from mezzo_drt.room import append, buffers, claim, make_leaf
+from mezzo_drt.room import append, buffers, check_room, claim, make_leaf
 from mezzo_drt.state import DRTState, Due, next_state, with_open_chunk
 from mezzo_drt.store import Allocate, in_folder, in_memory
 
@@ -198,14 +199,14 @@ class DRT(AbstractStack):
         L = self.config.chunk_size
         if not x.is_cuda and (state.num_places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
-        return self._step_place(x, state)
+        return self._step_place(x, state)[0]
 
     @torch.no_grad()
-    def before_step(self, state: DRTState) -> None:
+    def before_step(self, state: DRTState, run: Run = run_eagerly) -> None:
         """Run the landmark of rows whose chunk is complete, store the chunk, and retrieve.
 
         The call waits for a GPU, to read which rows these are, only when one may be: after that it
-        counts the steps until the next.
+        counts the steps until the next. `run` computes the landmark.
 
         Raises:
             ValueError: if the state has no room for the chunk.
@@ -214,35 +215,41 @@ class DRT(AbstractStack):
         if (state.wait > 0).all():
             state.wait.sub_(1)
             return
-        place = (state.num_places % (L + 1)).cpu()
+        num_places = state.num_places.cpu()
+        place, stored = num_places % (L + 1), num_places // (L + 1)
         is_due = place == L
         if is_due.any():
-            self._run_landmarks(state, is_due)
+            check_room(state.memory, int(stored[is_due].max()))
+            encoded = run(self._run_landmarks, state)
+            if self.config.offload:
+                rows = is_due.nonzero()[:, 0]
+                store_(state.memory, encoded, rows, stored[rows])
+                fetch_open_(state.fetched, state.memory, state.indices, rows)
         # A step brings a row with p places of the open chunk to p + 1, and L need a landmark.
         state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
 
-    def _run_landmarks(self, state: DRTState, is_due: Tensor) -> None:
-        """Run the landmark of the rows where it is due, (B,) in the host's memory."""
-        L = self.config.chunk_size
-        count = (state.num_places // (L + 1)).cpu()
-        if int(count[is_due].max()) >= state.memory.k.shape[1]:
-            raise ValueError(
-                f"state has room for {state.memory.k.shape[1]} chunks, and a row has them all: "
-                "reserve more"
-            )
-        due = is_due.to(state.lower.device)
-        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due), -1, -1)
-        self._step_place(x, state, Due(due.nonzero()[:, 0], count.to(due.device)))
+    def _run_landmarks(self, state: DRTState) -> Memory:
+        """Run the landmark of the rows where it is due; return the open chunk of all, encoded.
+
+        Like a step, it never waits for a GPU.
+        """
+        M = self.config.chunk_size + 1
+        due = Due(state.num_places % M == M - 1, state.num_places // M)
+        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due.here), -1, -1)
+        _, encoded = self._step_place(x, state, due)
         # The other rows ran it too. What it wrote goes where their next place will be written, so
         # counting it back undoes it: in a full ring, that slot has left the window by then.
         for cache in state.caches:
-            cache.lengths.sub_((~due).long())
+            cache.lengths.sub_((~due.here).long())
+        return cast(Memory, encoded)
 
-    def _step_place(self, x: Tensor, state: DRTState, due: Due | None = None) -> Tensor:
+    def _step_place(
+        self, x: Tensor, state: DRTState, due: Due | None = None
+    ) -> tuple[Tensor, Memory | None]:
         """Run one place of every row, (B, 1, C), overwriting the state.
 
         With `due`, x are landmarks. In the rows where they are due, the chunk is stored and
-        retrieves for the next.
+        retrieves for the next. The host's keys and values are left to it.
         """
         batch = torch.arange(len(x), device=x.device)
         place = state.num_places % (self.config.chunk_size + 1)
@@ -253,9 +260,9 @@ class DRT(AbstractStack):
         encoded: Memory | None = None
         if due is not None:
             encoded = cast(Memory, self.encoder(state.lower[:, None]))
-            for old, new in zip(state.memory, encoded, strict=True):
-                rows, slot = due.rows.to(old.device), due.stored[due.rows].to(old.device)
-                old[rows, slot] = new[due.rows, 0].to(old)
+            kept = state.memory[:1] if self.config.offload else state.memory
+            for old, new in zip(kept, encoded, strict=False):
+                due.store_(old, new[:, 0])
         found = []
         for i, layer in enumerate(self.upper):
             group = i // self._group_size
@@ -271,11 +278,9 @@ class DRT(AbstractStack):
             h = layer.step(h, state.caches[len(self.lower) + i], memory, reads)
         if due is not None:
             indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-            state.indices[due.rows] = indices[due.rows]
-            state.weights[due.rows] = weights[due.rows].to(state.weights.dtype)
-            if self.config.offload:
-                fetch_open_(state.fetched, state.memory, state.indices, due.rows)
-        return h
+            due.put_(state.indices, indices)
+            due.put_(state.weights, weights)
+        return h, encoded
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""

@@ -48,12 +48,24 @@ class Due(NamedTuple):
     """Which rows run a landmark.
 
     Attributes:
-        rows: their indices.
-        stored: (B,), how many chunks each row of the batch has in memory.
+        here: (B,) bool, whether the row does.
+        stored: (B,) int64, how many chunks the row has in memory.
     """
 
-    rows: Tensor
+    here: Tensor
     stored: Tensor
+
+    def put_(self, old: Tensor, new: Tensor) -> None:
+        """Overwrite rows of a state's tensor (B, ...) where they run a landmark."""
+        here = self.here.view(-1, *[1] * (old.ndim - 1))
+        old.copy_(torch.where(here, new.to(old.dtype), old))
+
+    def store_(self, memory: Tensor, new: Tensor) -> None:
+        """Store the chunk, (B, ...), of rows that run a landmark behind those in (B, S, ...)."""
+        rows = torch.arange(len(new), device=new.device)
+        slot = self.stored.clamp(max=memory.shape[1] - 1)  # of a row that is full and runs none
+        here = self.here.view(-1, *[1] * (new.ndim - 1))
+        memory[rows, slot] = torch.where(here, new.to(memory.dtype), memory[rows, slot])
 
 
 def with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:

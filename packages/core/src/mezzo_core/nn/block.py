@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig
+from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
 
 
@@ -45,9 +45,9 @@ class AbstractMixerBlock(AbstractBlock):
 
     mixer: AbstractMixer
 
-    def before_step(self, state: Any) -> None:
+    def before_step(self, state: Any, run: Run = run_eagerly) -> None:
         """Do what the mixer's next step needs of the host."""
-        self.mixer.before_step(state)
+        self.mixer.before_step(state, run)
 
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""

@@ -7,7 +7,7 @@ follow the contract in `AbstractSequenceModule`, which `mezzo_core.testing.laws`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo_core.ops.checks import check_floating, check_lengths
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+
+Run = Callable[[Callable[[Any], Any], Any], Any]
+"""Calls work(state) and returns what it returns."""
+
+
+def run_eagerly(work: Callable[[Any], Any], state: Any) -> Any:
+    """Do it, and nothing else; a decoder does it in a CUDA graph."""
+    return work(state)
 
 
 class AbstractSequenceModule(nn.Module, ABC):
@@ -92,7 +100,7 @@ class AbstractSequenceModule(nn.Module, ABC):
         """
         return tree_map(torch.clone, state)
 
-    def before_step(self, state: Any) -> None:
+    def before_step(self, state: Any, run: Run = run_eagerly) -> None:
         """Do the host's work before the next `step`, such as fetching offloaded memory.
 
         A decoder calls it before every step, outside the CUDA graph that contains the step. It may
@@ -101,6 +109,9 @@ class AbstractSequenceModule(nn.Module, ABC):
 
         Args:
             state: from `reserve`.
+            run: by which it may call a method of its own with the state, `run(self.work, state)`:
+                one that could be part of a step. A decoder captures it in a CUDA graph, and the
+                next call overwrites the tensors that it has returned.
         """
 
     def step(self, x: Tensor, state: Any) -> Tensor:

@@ -3,10 +3,10 @@
 On a GPU a step is one CUDA graph, captured once in each call and replayed. On a CPU it is eager.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,13 +158,19 @@ def _sample(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
 
 
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    result: Any  # tensors that each replay overwrites
+
+
 class Decoder:
     """Samples one token of every row in each step, overwriting the state.
 
     The first step runs eagerly. On a GPU the second step is captured as a CUDA graph, and from then
     on a step is one launch. A capture needs a warm-up, in which kernels are compiled and libraries
     loaded. The first step serves as this warm-up: it is a real step, so the state is not copied.
-    The graph keeps the autocast settings of the second step.
+    The graph keeps the autocast settings of the second step. What the model runs before some steps
+    (`before_step`) becomes another graph in the same way.
     """
 
     def __init__(
@@ -190,33 +196,40 @@ class Decoder:
         self.sampler = sampler
         self.generator = generator
         self._stream = torch.cuda.Stream(tokens.device) if tokens.is_cuda else None
-        self._warm = False
-        self._graph: torch.cuda.CUDAGraph | None = None
+        # By what is run and the identity of its state; None once it has run eagerly.
+        self._graphs: dict[tuple[Callable[[Any], Any], int], _Graph | None] = {}
 
     @torch.inference_mode()
     def step(self) -> Tensor:
         """Return each row's next token, (B,) int64, in a buffer that the next step overwrites."""
-        self.model.before_step(self.state)
-        if self._stream is None:
-            self._advance()
-        elif not self._warm:
-            self._warm_up(self._stream)
-        else:
-            if self._graph is None:
-                self._graph = self._capture(self._stream)
-            self._graph.replay()
+        self.model.before_step(self.state, self._run)
+        self._run(Decoder._advance, self)
         return self.tokens
 
-    def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """Run a step on the stream on which the capture will run."""
+    def _run(self, work: Callable[[Any], Any], state: Any) -> Any:
+        """Call work(state): eagerly, at first; from the second call on in a graph, on a GPU."""
+        if self._stream is None:
+            return work(state)
+        key = work, id(state)
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return self._warm_up(work, state, self._stream)
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = self._capture(work, state, self._stream)
+        graph.graph.replay()
+        return graph.result
+
+    def _warm_up(self, work: Callable[[Any], Any], state: Any, stream: torch.cuda.Stream) -> Any:
+        """Run on the stream on which the capture will run."""
         here = torch.cuda.current_stream(stream.device)
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
-            self._advance()
+            result = work(state)
         here.wait_stream(stream)
-        self._warm = True
+        return result
 
-    def _capture(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _capture(self, work: Callable[[Any], Any], state: Any, stream: torch.cuda.Stream) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[stream.device.index]]
         if self.generator is not None:
@@ -235,8 +248,8 @@ class Decoder:
             cache_enabled=False,
         )
         with casts, torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
-            self._advance()
-        return graph
+            result = work(state)
+        return _Graph(graph, result)
 
     def _advance(self) -> None:
         # A NO_TOKEN on a GPU is noticed only later; until then any valid token will do.

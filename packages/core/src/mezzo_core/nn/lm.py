@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.block import MixerBlockConfig
-from mezzo_core.nn.contract import AbstractStack, MixerConfig, StackConfig
+from mezzo_core.nn.contract import AbstractStack, MixerConfig, Run, StackConfig, run_eagerly
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.linear import Linear, is_plain
 from mezzo_core.nn.mlp import MLPConfig
@@ -193,9 +193,9 @@ class LM(nn.Module):
         x = self.stack.step(self.embed(tokens), state)
         return self.head(self.norm(x))
 
-    def before_step(self, state: Any) -> None:
+    def before_step(self, state: Any, run: Run = run_eagerly) -> None:
         """Do what the host must do before the next `step`; see `AbstractStack.before_step`."""
-        self.stack.before_step(state)
+        self.stack.before_step(state, run)
 
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the state with room for `num_tokens` more tokens of every row, for `step`.

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.contract import AbstractBlock, AbstractStack, BlockConfig
+from mezzo_core.nn.contract import AbstractBlock, AbstractStack, BlockConfig, Run, run_eagerly
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Stack(AbstractStack):
             x = block.step(x, its_state)
         return x
 
-    def before_step(self, state: tuple[Any, ...]) -> None:
+    def before_step(self, state: tuple[Any, ...], run: Run = run_eagerly) -> None:
         """Call `before_step` of every block."""
         for block, its_state in zip(self.blocks, state, strict=True):
-            block.before_step(its_state)
+            block.before_step(its_state, run)
 
     def reserve(self, state: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
         """Return the state with room for `num_tokens` more tokens of every row, for `step`."""
