@@ -10,14 +10,16 @@ The results that an experiment on a GPU writes, and the names in them that are r
   of the evaluation, in tokens. The models are trained at 4,096 tokens.
 - `inference`: ms a token and GB, the columns of Table 3; groups are its prompts, "16K" and "48K".
 - `training_speed`: tokens/s, the models and columns of Table 4, with `peak_gb` beside each.
-- `length`: ms of a step by the tokens of its sequences.
+- `length`: ms of a training step, for each of its sequences, by their tokens.
+
+The last three are `speed.py`'s, which a run at the scale "gpu" measures itself.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig, MLPConfig
-from mezzo_core.papers.claims import Answer, Evidence, Run, counted, result, trained
+from mezzo_core.papers.claims import Answer, Evidence, Run, counted, measured, result, trained
 from mezzo_core.papers.criteria import (
     AsPrinted,
     Criterion,
@@ -34,22 +36,19 @@ from mezzo_core.papers.published import Claim, Table
 from mezzo_core.papers.reproduction import Reproduction, Scale
 from mezzo_core.papers.trainings import SMOKE, Budget
 
-from mezzo_drt import counts, equations, settings
+from mezzo_drt import counts, equations, settings, speed
 from mezzo_drt.checks import CHECKS
 from mezzo_drt.criteria import AtLeast, Gap, NearPrinted, Runs
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
+from mezzo_drt.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
 from mezzo_drt.stack import DRTConfig
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, _ = PAPER_NAMES.values()
-LANDMARK, BLOCK_RECURRENT, PLAIN = "Landmark Attn.", "Block Recurrent TFM", "BaseLM"
-WINDOW, FULL = "Transformer_SW", "Transformer_full_attn"
 H200 = "nvidia-h200"
-PASSKEY, TWO_HOP, DOCUMENTS, INFERENCE, SPEED, LENGTH = (
-    f"{H200}/{name}"
-    for name in (
-        *("passkey", "two_hop", "long_documents", "inference", "training_speed", "length"),
-    )
+PASSKEY, TWO_HOP, DOCUMENTS = (
+    f"{H200}/{name}" for name in ("passkey", "two_hop", "long_documents")
 )
+INFERENCE, SPEED, LENGTH = "inference", "training_speed", "length"
 SHORT, TRAINED_AT, LONG = "2048", "4096", "16384"
 """The lengths of the small models' evaluation: the paper's 2K, 16K, and what is longer."""
 LONGEST = ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "16M")
@@ -95,14 +94,19 @@ def inference_costs(printed: Table | Claim, ours: Measurement) -> Judgement:
     return Every(tuple(parts))(printed, ours)
 
 
-def peak_memory(name: str, criterion: Criterion) -> Evidence:
-    """Answer from the highest memory that was measured beside a committed result's speeds."""
+def timed(name: str, criterion: Criterion) -> tuple[Evidence, Evidence]:
+    """Answer from the speed that this run measures, and from the committed one."""
+    return measured(name, criterion), result(f"{H200}/{name}", criterion)
+
+
+def peak_memory(evidence: Evidence) -> Evidence:
+    """Answer from the highest memory that was measured beside speeds."""
 
     def find(run: Run, printed: Table | Claim) -> Measurement | None:
-        ours = run.results.get(name)
+        ours = evidence.find(run, printed)
         return None if ours is None else in_gigabytes(ours)
 
-    return Evidence(find, criterion)
+    return replace(evidence, find=find)
 
 
 def in_gigabytes(ours: Measurement) -> Measurement:
@@ -168,9 +172,11 @@ ANSWERS = (
     Answer("drt.table2.single_niah", result(PASSKEY, NearPrinted(10)), otherwise=_GPU),
     *needs(_SUMMARIES, "table2.xsum", "table2.cnn_dailymail"),
     Answer("drt.table2.two_hop_niah", result(TWO_HOP, NearPrinted(10)), otherwise=_GPU),
-    Answer("drt.table3", result(INFERENCE, inference_costs), otherwise=_GPU),
-    Answer("drt.table4.throughput", result(SPEED, AsPrinted()), otherwise=_GPU),
-    Answer("drt.table4.memory", peak_memory(SPEED, training_memory), otherwise=_GPU),
+    Answer("drt.table3", *timed(INFERENCE, inference_costs), otherwise=_GPU),
+    Answer("drt.table4.throughput", *timed(SPEED, AsPrinted()), otherwise=_GPU),
+    Answer(
+        "drt.table4.memory", *map(peak_memory, timed(SPEED, training_memory)), otherwise=_GPU
+    ),
     *needs("shows two examples of text, which `mezzo_drt.needles` writes", "table5"),
     Answer(
         "drt.claim.length_generalization",
@@ -182,7 +188,7 @@ ANSWERS = (
         result(PASSKEY, Every(tuple(AtLeast(98.5, model, LONGEST) for model in (DRT1, DRT2)))),
         otherwise=_GPU,
     ),
-    Answer("drt.claim.pretrain_64k", result(LENGTH, Runs(DRT1, "65536")), otherwise=_GPU),
+    Answer("drt.claim.pretrain_64k", *timed(LENGTH, Runs(DRT1, "65536")), otherwise=_GPU),
     Answer("drt.claim.complexity_full", counted(counts.complexity_full, Steady())),
     Answer("drt.claim.complexity_scores", counted(counts.complexity_scores, Steady())),
     Answer("drt.claim.complexity_total", counted(counts.complexity_total, Steady())),
@@ -209,7 +215,7 @@ ANSWERS = (
     Answer("drt.claim.train_context", counted(settings.train_context, Equal())),
     Answer(
         "drt.claim.brt_time",
-        result(
+        *timed(
             LENGTH,
             Ratio(BLOCK_RECURRENT, BASE, {"16384": about(5)}, what="time of a step at 16K tokens"),
         ),
@@ -232,11 +238,11 @@ ANSWERS = (
     Answer(
         "drt.claim.multiple_retrievals",
         result(DOCUMENTS, InOrder((DRT2, DRT1), columns=(TRAINED_AT, LONG)), _SMALL),
-        result(SPEED, _TWICE_FOR_LITTLE),
+        *timed(SPEED, _TWICE_FOR_LITTLE),
         otherwise=_LANGUAGE,
     ),
     Answer("drt.claim.two_hop", result(TWO_HOP, _TWO_HOPS), otherwise=_GPU),
-    Answer("drt.claim.train_time_linear", result(LENGTH, _LINEAR), otherwise=_GPU),
+    Answer("drt.claim.train_time_linear", *timed(LENGTH, _LINEAR), otherwise=_GPU),
     Answer(
         "drt.claim.extrapolation",
         result(
@@ -275,7 +281,9 @@ REPRODUCTION = Reproduction(
     scales={
         "cpu": Scale(_CPU, sample_tokens=300),
         "smoke": Scale(replace(SMOKE, test_lengths=(64, 256)), sample_tokens=20, threads=1),
+        "gpu": Scale(_CPU, speed.PAPER, sample_tokens=300, needs_gpu=True),
     },
+    measurers=speed.MEASURERS,
     layers={
         BASE: BlocksConfig((MixerBlockConfig(_PLAIN, _MLP),) * 12),
         "full attention": BlocksConfig((MixerBlockConfig(AttentionConfig(), _MLP),) * 12),
