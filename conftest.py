@@ -1,6 +1,8 @@
 """Settings of every test: without a GPU, kernels run in Triton's interpreter; cores are shared."""
 
 import os
+import shutil
+import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +10,11 @@ from pathlib import Path
 # Workers share the cores, with the processes that their tests start; torch reads this at import.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
+
+# Workers inherit the folder of tokens; the process that made it removes it.
+OWN_TOKENS = None if "MEZZO_TOKENS" in os.environ else tempfile.mkdtemp(prefix="mezzo-tests-")
+if OWN_TOKENS:
+    os.environ["MEZZO_TOKENS"] = OWN_TOKENS
 
 import pytest
 import torch
@@ -50,3 +57,9 @@ def pytest_report_header() -> str:
     """Say with what the tests run: the versions differ between environments."""
     names = [name for name in ("torch", "triton", "numpy") if find_spec(name)]
     return ", ".join(f"{name} {metadata.version(name)}" for name in names)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the tokens."""
+    if OWN_TOKENS:
+        shutil.rmtree(OWN_TOKENS, ignore_errors=True)
