@@ -11,15 +11,15 @@ from pathlib import Path
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
 
-# Workers inherit the folder of tokens; the process that made it removes it.
-OWN_TOKENS = None if "MEZZO_TOKENS" in os.environ else tempfile.mkdtemp(prefix="mezzo-tests-")
-if OWN_TOKENS:
-    os.environ["MEZZO_TOKENS"] = OWN_TOKENS
-
 import pytest
 import torch
 from hypothesis import settings
 from mezzo_core.testing.interpreter import repair_interpreter, speed_up_interpreter
+
+# Workers inherit the folder of tokens; the process that made it removes it.
+OWN_TOKENS = None if "MEZZO_TOKENS" in os.environ else tempfile.mkdtemp(prefix="mezzo-tests-")
+if OWN_TOKENS:
+    os.environ["MEZZO_TOKENS"] = OWN_TOKENS
 
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
 if not torch.cuda.is_available():
