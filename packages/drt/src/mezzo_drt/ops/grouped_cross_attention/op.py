@@ -75,9 +75,9 @@ def _attention_bwd(
     saved = Saved(q, k, v, indices, weights, lse)
     with torch.cuda.device_of(q):
         dout = dout.contiguous()
-        dq, delta = queries_bwd(dout, saved, Form(*form))
-        dk, dv = chunks_bwd(dout, saved, delta, readers_of(indices, k.shape[1]), Form(*form))
-        return dq, dk, dv, delta.sum((3, 4))
+        dq, stats = queries_bwd(dout, saved, Form(*form))
+        dk, dv = chunks_bwd(dout, saved, stats, readers_of(indices, k.shape[1]), Form(*form))
+        return dq, dk, dv, stats[..., 1].sum((3, 4))
 
 
 @_attention_bwd.register_fake
