@@ -21,6 +21,7 @@ from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_open_, slots
+from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
 from mezzo_drt.room import append, buffers, claim, make_leaf
@@ -175,14 +176,17 @@ class DRT(AbstractStack):
             # Whole buffers lie without gaps, and so the kernels take them as they are.
             readable = memory if self.config.offload else buffers(memory, room)
         reads: list[Reads] = []
+        readers: Readers | None = None
         for i, layer in enumerate(self.upper):
             if i % self._group_size == 0:
                 reads.append(self._reads(len(reads), h, encoded, memory, places, state))
-                here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
+                here = Reads(*(part[:, : places.num_chunks].contiguous() for part in reads[-1]))
                 if self.config.offload and state is not None:
                     readable, indices = fetch(memory, here.indices)
                     here = here._replace(indices=indices)
-            h, cache = layer(h, before[len(caches)], readable, here, places)
+                if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
+                    readers = readers_of(here.indices, readable.k.shape[1])
+            h, cache = layer(h, before[len(caches)], readable, here, places, readers)
             caches.append(cache)
         y = places.collect(h)
         if state is None or continued is None:
