@@ -40,7 +40,7 @@ from mezzo_drt.criteria import AtLeast, Gap, NearPrinted, Runs
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 from mezzo_drt.stack import DRTConfig
 
-BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, _ = PAPER_NAMES.values()
+BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
 LANDMARK, BLOCK_RECURRENT, PLAIN = "Landmark Attn.", "Block Recurrent TFM", "BaseLM"
 WINDOW, FULL = "Transformer_SW", "Transformer_full_attn"
 H200 = "nvidia-h200"

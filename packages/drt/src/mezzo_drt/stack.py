@@ -13,19 +13,25 @@ from mezzo_core.nn.block import Block
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_open_, slots
+from mezzo_drt.offload import fetch, fetch_open, fetch_open_, slots
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
+from mezzo_drt.outside import AbstractOutsideEncoder, OutsideConfig, divide, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
-from mezzo_drt.room import append, buffers, claim, make_leaf
-from mezzo_drt.state import DRTState, Due, next_state, with_open_chunk
+from mezzo_drt.room import append, buffers
+from mezzo_drt.state import (
+    DRTState,
+    Due,
+    initial_state,
+    next_state,
+    reserved,
+    with_open_chunk,
+)
 from mezzo_drt.store import Allocate, in_folder, in_memory
 
 Retriever = Literal["learned", "random", "fixed"]
@@ -54,6 +60,7 @@ class DRTConfig:
         retriever: how chunks are chosen. "random" chooses at random, but weighs what it chose by
             learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
             that is read trains it.
+        outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
         offload: whether a state keeps the keys and values of complete chunks in the host's memory.
             The outputs are the same.
@@ -72,6 +79,7 @@ class DRTConfig:
     residual: Residual = "released"
     softmax1: bool = True
     retriever: Retriever = "learned"
+    outside: OutsideConfig | None = None
     gumbel_noise: bool = True
     offload: bool = False
 
@@ -87,6 +95,8 @@ class DRTConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.outside is not None and self.retriever != "fixed":
+            raise ValueError(f'outside is for the "fixed" retriever, got {self.retriever!r}')
         if not 0 < self.norm_eps <= 100:
             raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
 
@@ -124,6 +134,9 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
+        self.outside: AbstractOutsideEncoder | None = None
+        if config.outside is not None:
+            self.outside = config.outside.build().requires_grad_(False)
         upper = (
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
@@ -149,6 +162,7 @@ class DRT(AbstractStack):
 
         With a state the call waits for a GPU once, to read where the rows stand.
         """
+        x, *beside = divide(x, self.d_model, self.outside)
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
@@ -167,10 +181,11 @@ class DRT(AbstractStack):
         for block, its_cache in zip(self.lower, before, strict=False):
             h, cache = block(h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
             caches.append(cache)
-        chunks = places.to_chunks(h)
+        parts = [places.spread(part, part.new_zeros(1, part.shape[-1])) for part in beside]
+        chunks = places.to_chunks(torch.cat([h, *parts], -1) if parts else h)
         if state is not None:
             chunks = with_open_chunk(chunks, state)
-        encoded = memory = readable = self.encoder(chunks)
+        encoded = memory = readable = self._encode(chunks)
         if state is not None and continued is not None:
             memory, room = append(state.memory, state.room, encoded, continued, self._allocate)
             # Whole buffers lie without gaps, and so the kernels take them as they are.
@@ -198,11 +213,12 @@ class DRT(AbstractStack):
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
+        x, *beside = divide(x, self.d_model, self.outside)
         self.check_step(x, state)
         L = self.config.chunk_size
         if not x.is_cuda and (state.num_places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
-        return self._step_place(x, state)
+        return self._step_place(x, beside, state)
 
     @torch.no_grad()
     def before_step(self, state: DRTState) -> None:
@@ -236,13 +252,16 @@ class DRT(AbstractStack):
             )
         due = is_due.to(state.lower.device)
         x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due), -1, -1)
-        self._step_place(x, state, Due(due.nonzero()[:, 0], count.to(due.device)))
+        beside = [x.new_zeros(len(x), 1, state.lower.shape[-1] - self.d_model)]
+        self._step_place(x, beside, state, Due(due.nonzero()[:, 0], count.to(due.device)))
         # The other rows ran it too. What it wrote goes where their next place will be written, so
         # counting it back undoes it: in a full ring, that slot has left the window by then.
         for cache in state.caches:
             cache.lengths.sub_((~due).long())
 
-    def _step_place(self, x: Tensor, state: DRTState, due: Due | None = None) -> Tensor:
+    def _step_place(
+        self, x: Tensor, beside: Sequence[Tensor], state: DRTState, due: Due | None = None
+    ) -> Tensor:
         """Run one place of every row, (B, 1, C), overwriting the state.
 
         With `due`, x are landmarks. In the rows where they are due, the chunk is stored and
@@ -253,10 +272,10 @@ class DRT(AbstractStack):
         h = x
         for block, cache in zip(self.lower, state.caches, strict=False):
             h = block.step(h, cache)
-        state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
+        state.lower[batch, place] = torch.cat([h, *beside], -1)[:, 0].to(state.lower.dtype)
         encoded: Memory | None = None
         if due is not None:
-            encoded = cast(Memory, self.encoder(state.lower[:, None]))
+            encoded = self._encode(state.lower[:, None])
             for old, new in zip(state.memory, encoded, strict=True):
                 rows, slot = due.rows.to(old.device), due.stored[due.rows].to(old.device)
                 old[rows, slot] = new[due.rows, 0].to(old)
@@ -283,45 +302,11 @@ class DRT(AbstractStack):
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
-        L = self.config.chunk_size
-        M = L + 1
-        most = int(state.num_places.max()) if state.num_places.numel() else 0
-        seen = most - most // M + num_tokens
-        # One place more, because `before_step` runs a landmark for all rows where one has it.
-        num_places = seen + seen // L - most + 1
-        caches = tuple(
-            layer.reserve(cache, num_places)
-            for layer, cache in zip(self.attentions(), state.caches, strict=True)
-        )
-        same = bool((state.num_places // M == most // M).all())
-        memory = claim(
-            state.memory, state.room, most // M if same else None, seen // L, self._allocate
-        )
-        # What `room` says is lost in a clone: the room now belongs to the steps.
-        rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
-        return DRTState(caches, memory, **rest)
+        return reserved(self, state, num_tokens, self._allocate)
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
-        c, like = self.config, self.landmark.weight
-        C, L, D = self.d_model, c.chunk_size, c.head_dim
-        tokens = like.new_zeros(batch, 0, L, C // D, D)
-        num_fetched = c.num_groups * c.num_retrieved if c.offload else 0
-        fetched = like.new_zeros(batch, num_fetched, L, C // D, D)
-        if c.offload:
-            tokens = tokens.cpu()
-        return DRTState(
-            tuple(layer.init_state(batch) for layer in self.attentions()),
-            Memory(like.new_zeros(batch, 0, C), tokens, tokens.clone()),
-            like.new_zeros(batch, L + 1, C),
-            torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
-            like.new_zeros(
-                batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)
-            ),
-            make_leaf(batch),
-            torch.zeros(batch, dtype=torch.int64, device="cpu"),
-            Fetched(fetched, fetched.clone()),
-        )
+        return initial_state(self, batch)
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
@@ -352,6 +337,15 @@ class DRT(AbstractStack):
             raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
         self._allocate = in_memory if folder is None else in_folder(folder)
 
+    def beside(self, tokens: Tensor) -> Tensor | None:
+        """Return what the outside encoder needs of the tokens."""
+        return None if self.outside is None else self.outside.embed(tokens)
+
+    def init_own_weights(self) -> None:
+        """Let the outside encoder load its weights."""
+        if self.outside is not None:
+            self.outside.load()
+
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""
         return (*self.lower, self.encoder, *self.upper)
@@ -363,6 +357,14 @@ class DRT(AbstractStack):
     def attentions(self) -> list[Any]:
         """Return the self-attention of every layer."""
         return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
+
+    def _encode(self, chunks: Tensor) -> Memory:
+        """Encode chunks (B, N, L + 1, C, or with an outside encoder C + K)."""
+        C = self.d_model
+        encoded = cast(Memory, self.encoder(chunks[..., :C]))
+        if self.outside is None:
+            return encoded
+        return encoded._replace(keys=outside_keys(chunks[..., C:], self.outside))
 
     def _reads(
         self,
