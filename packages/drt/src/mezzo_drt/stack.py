@@ -20,7 +20,7 @@ from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.offload import fetch, fetch_open, fetch_open_, slots
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
-from mezzo_drt.outside import AbstractOutsideEncoder, OutsideConfig, divide, outside_keys
+from mezzo_drt.outside import OutsideConfig, divide, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
 from mezzo_drt.room import append, buffers
@@ -134,9 +134,8 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
-        self.outside: AbstractOutsideEncoder | None = None
-        if config.outside is not None:
-            self.outside = config.outside.build().requires_grad_(False)
+        outside = config.outside
+        self.outside = None if outside is None else outside.build().requires_grad_(False)
         upper = (
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
