@@ -1,6 +1,8 @@
 """Settings of every test: without a GPU, kernels run in Triton's interpreter; cores are shared."""
 
 import os
+import shutil
+import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,11 @@ import pytest
 import torch
 from hypothesis import settings
 from mezzo_core.testing.interpreter import repair_interpreter, speed_up_interpreter
+
+# Workers inherit the folder of tokens; the process that made it removes it.
+OWN_TOKENS = None if "MEZZO_TOKENS" in os.environ else tempfile.mkdtemp(prefix="mezzo-tests-")
+if OWN_TOKENS:
+    os.environ["MEZZO_TOKENS"] = OWN_TOKENS
 
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
 if not torch.cuda.is_available():
@@ -50,3 +57,9 @@ def pytest_report_header() -> str:
     """Say with what the tests run: the versions differ between environments."""
     names = [name for name in ("torch", "triton", "numpy") if find_spec(name)]
     return ", ".join(f"{name} {metadata.version(name)}" for name in names)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the tokens."""
+    if OWN_TOKENS:
+        shutil.rmtree(OWN_TOKENS, ignore_errors=True)

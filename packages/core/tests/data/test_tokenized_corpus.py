@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mezzo_core.data import tokenized_corpus
 from mezzo_core.data.corpora import Corpus, Piece
-from mezzo_core.data.tokenized_corpus import tokenize_corpus
+from mezzo_core.data.tokenized_corpus import token_store, tokenize_corpus
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 
@@ -31,6 +31,17 @@ def corpus_of(texts, identity="one"):
 def fail():
     raise AssertionError("read again")
     yield
+
+
+def test_runs_share_the_folder_that_the_user_names(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEZZO_TOKENS", str(tmp_path / "here"))
+    assert token_store() == tmp_path / "here"
+    monkeypatch.delenv("MEZZO_TOKENS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert token_store() == tmp_path / "mezzo" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert token_store() == tmp_path / ".cache" / "mezzo" / "tokens"
 
 
 class WideTokenizer(ByteTokenizer):
@@ -302,5 +313,5 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "UserError: cannot keep tokens in" in done.stderr
-    assert done.stderr.rstrip().endswith("File too large")
+    assert "File too large; the environment variable MEZZO_TOKENS" in done.stderr
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

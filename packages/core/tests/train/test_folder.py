@@ -174,9 +174,7 @@ def test_a_changed_corpus_is_refused_until_told(tiny, tmp_path, rows_of):
     assert str(corpus) in line
     assert "Restore it" in line
     assert "--new-data" in line
-    packed = {name for name in content(out) if name.startswith("packed")}
-    assert {**content(out), **before} == content(out)  # the new text was packed, no more
-    assert content(out).keys() - before.keys() <= packed
+    assert content(out) == before
     assert train(longer, out, quiet=True, new_data=True).steps == 4
     assert train(longer, out, quiet=True).steps == 4  # now it is the run's
     assert [row["step"] for row in rows_of(out)] == [1, 2, 3, 4]

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import OptimConfig
@@ -109,6 +110,13 @@ def test_the_folder_holds_what_others_need(tiny, tmp_path):
     assert result.out == tmp_path
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert saved == ["step-4", "step-6"]
+
+
+def test_a_second_run_finds_the_tokens_of_the_first(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEZZO_TOKENS", str(tmp_path / "tokens"))
+    train(tiny(steps=1), tmp_path / "first", quiet=True)
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", None)  # nobody calls it
+    train(tiny(steps=1), tmp_path / "second", quiet=True)
 
 
 def test_the_model_is_there_while_the_run_goes_on(tiny, tmp_path):

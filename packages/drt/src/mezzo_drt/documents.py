@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from mezzo_core.bench.training import outcome
+from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.eval.sliding import sliding_windows
 from mezzo_core.nn.checkpoint import load_model
@@ -32,7 +33,7 @@ def train_on_documents(
     if isinstance(failed, str):
         return found | {"perplexities": dict.fromkeys(lengths, failed)}
     model, _, _ = load_model(folder / "model", device=device)
-    text = config.data.build(ROW * max(lengths.values()), folder / "packed")
+    text = config.data.build(ROW * max(lengths.values()), token_store())
     found["perplexities"] = {}
     for name, T in lengths.items():
         rows = islice(text.validation_batches(ROW), config.eval_batches)

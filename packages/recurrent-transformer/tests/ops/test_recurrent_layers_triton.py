@@ -18,7 +18,9 @@ dtypes = pytest.mark.parametrize(
     [torch.float32, *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in LOW)],
     ids=str,
 )
-RTOL = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+# Whole layers round at every product of every token: in PyTorch the same calls have errors of up to
+# 1.1e-2 in bf16 and 2.0e-3 in fp16. The second bound, beside that error, is the sharper one.
+RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
 # n, B, T, H, D, norm, block_size.
 CASES = {
     "one layer": (1, 3, 25, 2, 16, "rms", 1),

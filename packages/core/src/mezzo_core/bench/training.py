@@ -16,6 +16,7 @@ from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Result
 from mezzo_core.bench.timing import OOM, start_afresh
 from mezzo_core.data import DataConfig
+from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.stack import Stack
@@ -92,8 +93,7 @@ def measure_run(
 
     Args:
         config: of the run. If it starts from another model (`init_from`), that is evaluated too.
-        folder: of the run. All runs of an experiment may take the same folder in turn, so that its
-            text is tokenized once.
+        folder: of the run. All runs of an experiment may take the same folder in turn.
         device: where to train.
         resume: continue the run in the folder, or only read it if it is done; False removes it.
 
@@ -107,7 +107,7 @@ def measure_run(
         DivergenceError: if the loss explodes.
         torch.OutOfMemoryError: if the run does not fit into the GPU.
     """
-    start = [] if config.init_from is None else [[0, _loss_before(config, folder, device)]]
+    start = [] if config.init_from is None else [[0, _loss_before(config, device)]]
     start_afresh()
     train(config, folder, resume=resume, quiet=True, device=device)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -168,11 +168,11 @@ def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[flo
     return steady, warming - (warmup - 1) * tokens_per_step / steady
 
 
-def _loss_before(config: TrainConfig, folder: Path, device: torch.device) -> float:
+def _loss_before(config: TrainConfig, device: torch.device) -> float:
     """Return the validation loss of the model from which a run starts."""
     assert config.init_from is not None
     model, _, _ = load_model(config.init_from, device=device)
-    data = config.data.build(config.seq_len, folder / "packed")
+    data = config.data.build(config.seq_len, token_store())
     batches = islice(data.validation_batches(config.batch_size), config.eval_batches)
     return evaluate(model, batches, precision=config.precision).loss
 

@@ -1,6 +1,7 @@
 """A whole corpus as one array of tokens, each document followed by the end token.
 
 With a cache folder the array is a memory-mapped file, written once and read by every process.
+`token_store` is the folder that all runs of a user share.
 """
 
 import glob
@@ -57,6 +58,18 @@ class TokenizedCorpus:
     checksums: Checksums
 
 
+def token_store() -> Path:
+    """Return the folder of tokens that all runs share: the same text is tokenized once.
+
+    It is what the environment variable MEZZO_TOKENS says, else mezzo/tokens in the user's folder of
+    caches. Its content can be removed whenever no run uses it.
+    """
+    if told := os.environ.get("MEZZO_TOKENS"):
+        return Path(told)
+    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(caches) / "mezzo" / "tokens"
+
+
 def tokenize_corpus(
     corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path | None, *, check: bool = True
 ) -> TokenizedCorpus:
@@ -102,7 +115,8 @@ def tokenize_corpus(
             _write(corpus, tokenizer, dtype, folder)
             return _load(folder, tokenizer, dtype, check=False)
     except OSError as error:
-        raise UserError(f"cannot keep tokens in {cache_dir}: {error}") from error
+        advice = "the environment variable MEZZO_TOKENS can name another folder"
+        raise UserError(f"cannot keep tokens in {cache_dir}: {error}; {advice}") from error
 
 
 def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool) -> TokenizedCorpus:

@@ -1,12 +1,12 @@
 """Builds a run from its configuration: the data, the model and the function of its loss."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mezzo_core.data import BatchSource, DataConfig
+from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.nn.lm import LM
@@ -37,7 +37,7 @@ def micro_batches(config: TrainConfig, world: World) -> int:
     return parts
 
 
-def build_data(config: TrainConfig, out: Path, world: World) -> BatchSource:
+def build_data(config: TrainConfig, world: World) -> BatchSource:
     """Open the data; the first process tokenizes a corpus, and the others then read its tokens.
 
     Raises:
@@ -46,7 +46,7 @@ def build_data(config: TrainConfig, out: Path, world: World) -> BatchSource:
 
     def build() -> BatchSource:
         return config.data.build(
-            config.seq_len, out / "packed", rank=world.rank, world_size=world.size
+            config.seq_len, token_store(), rank=world.rank, world_size=world.size
         )
 
     built: list[BatchSource] = []

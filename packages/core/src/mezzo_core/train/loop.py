@@ -141,7 +141,7 @@ def _prepare(
     """Build everything that the run needs; if this fails, the folder's files are unchanged."""
     world = checkpoints.world
     parts = micro_batches(config, world)
-    data = build_data(config, out, world)
+    data = build_data(config, world)
     resumes = resume and checkpoints.newest() is not None
     model, loss_function = build_model(config, world, resumes=resumes)
     optimizer = build_optimizer(model, config.optim)

@@ -69,6 +69,8 @@ def grouped_cross_attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     check_number(OP, "scale", scale)
+    if scale <= 0:  # the kernels look for the largest logits before they scale them
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     if resolve_impl(OP, impl, q.device, _unsupported(k)) == "triton":
         tensors = (q.contiguous(), k, v, indices.contiguous(), weights.float().contiguous())
         lists = (None,) * 4 if readers is None else readers[:4]

@@ -86,9 +86,9 @@ def _attention_bwd(
         else:
             readers = Readers(order, offsets, parts, chunks, part_size(R))
         dout = dout.contiguous()
-        dq, delta = queries_bwd(dout, saved, Form(*form))
-        dk, dv = chunks_bwd(dout, saved, delta, readers, Form(*form))
-        return dq, dk, dv, delta.sum((3, 4))
+        dq, stats = queries_bwd(dout, saved, Form(*form))
+        dk, dv = chunks_bwd(dout, saved, stats, readers, Form(*form))
+        return dq, dk, dv, stats[..., 1].sum((3, 4))
 
 
 @_attention_bwd.register_fake

@@ -15,23 +15,49 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     chunked,
     key_tile,
     load_keys,
+    load_reads,
     logits,
+    pick,
     place,
-    query_tiles,
+    query_tile,
     row_offsets,
 )
 
 
-@triton.jit(do_not_specialize=["chunks", "N", "S", "M", "R", "tiles"])
-def queries_bwd_kernel(
-    do, q, k, v, indices, weights, lse, delta, dq, chunks, N, S, M, R, tiles,
-    k_chunk, k_row, v_chunk, v_row, scale, scale2,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr, BX: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Sum dq over the chunks read, and store each chunk's delta = Σ p dp.
+@triton.jit
+def store_stats(stats, o_l, b_lse, b_delta, b_w, mask):
+    """Store lse in base 2, delta, the weight of the read and a zero, side by side.
 
-    delta is also do · O_j, so that its sum over heads and queries is the gradient of w_j.
+    One vector of four is loaded in one go where the chunks' gradients gather the queries.
+    """
+    b_zero = tl.zeros_like(b_lse)
+    b_stats = tl.join(tl.join(b_lse, b_w), tl.join(b_delta, b_zero))
+    b_stats = tl.reshape(b_stats, [b_lse.shape[0], 4])
+    tl.store(stats + o_l[:, None] * 4 + tl.arange(0, 4)[None, :], b_stats, mask=mask[:, None])
+
+
+@triton.jit
+def load_stats(stats, o_l, mask):
+    """Load what `store_stats` stored: lse, delta and the weight; zeros if masked."""
+    o_4 = o_l[:, None] * 4 + tl.arange(0, 4)[None, :]
+    b_stats = tl.load(stats + o_4, mask=mask[:, None], other=0.0)
+    b_first, b_second = tl.split(tl.reshape(b_stats, [o_l.shape[0], 2, 2]))
+    b_lse, b_w = tl.split(b_first)
+    b_delta, _ = tl.split(b_second)
+    return b_lse, b_delta, b_w
+
+
+@triton.jit(do_not_specialize=["chunks", "N", "S", "M", "tiles"])
+def queries_bwd_kernel(
+    do, q, k, v, indices, weights, lse, stats, dq, chunks, N, S, M, tiles,
+    k_chunk, k_row, v_chunk, v_row, scale, scale2,
+    R: tl.constexpr, L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, ONE_MORE: tl.constexpr, READS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum dq over the chunks read, and store what the gradient of each chunk needs.
+
+    delta = Σ p dp is also do · O_j, so that its sum over heads and queries is the gradient of w_j.
     """
     i_h, i_c, i_m = place(chunks, tiles)
     first = i_c // N * S
@@ -44,78 +70,87 @@ def queries_bwd_kernel(
     b_q = tl.load(q + o_q, mask=m_m[:, None], other=0.0)
     b_do = tl.load(do + o_q, mask=m_m[:, None], other=0.0)
     b_dq = tl.zeros([BM, D], tl.float32)
-    if BX:
-        o_x = tiles * BM + tl.arange(0, BX)
-        m_x = (o_x < M) & (i_m == tiles - 1)
-        o_qx = row_offsets(o_x, i_h, H, D)
-        b_qx = tl.load(q + o_qx, mask=m_x[:, None], other=0.0)
-        b_dox = tl.load(do + o_qx, mask=m_x[:, None], other=0.0)
-        b_dqx = tl.zeros([D, BX], tl.float32)
+    o_r = tl.arange(0, READS)
+    b_index, b_weight = load_reads(indices, weights, i_c, R, READS)
+    if ONE_MORE:
+        o_last = row_offsets(M - 1 + 0 * o_r, i_h, H, D)
+        b_last, b_dolast = tl.load(q + o_last), tl.load(do + o_last)
+        b_scores = tl.zeros([BN, READS], tl.float32)
+        b_dscores = tl.zeros([BN, READS], tl.float32)
     for r in range(R):
-        index = tl.load(indices + i_c * R + r)
-        weight = tl.load(weights + i_c * R + r, mask=index >= 0, other=0.0)
+        index, weight = pick(b_index, r), pick(b_weight, r)
         o_read = ((i_c * R + r) * H + i_h) * M
         b_lse = tl.load(lse + o_read + o_m, mask=m_m, other=0.0) * LOG2_E
         if L <= BN:
             b_k = load_keys(k, index, first, 0, k_chunk, k_row, i_h, L, BN, D)
             b_v = load_keys(v, index, first, 0, v_chunk, v_row, i_h, L, BN, D)
-            b_p = tl.exp2(logits(b_q, b_k, 0, scale2, L, BN, 1, PRECISION) - b_lse[:, None])
+            b_p = tl.exp2(logits(b_q, b_k, 0, L, BN, 1, PRECISION) * scale2 - b_lse[:, None])
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
             b_delta = tl.sum(b_p * b_dp, 1)
             b_ds = (b_p * (b_dp - b_delta[:, None]) * weight).to(b_k.dtype)
             b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-            if BX:
-                b_lsex = tl.load(lse + o_read + o_x, mask=m_x, other=0.0) * LOG2_E
-                b_p = tl.exp2(logits(b_k, b_qx, 0, scale2, L, BN, 0, PRECISION) - b_lsex[None, :])
-                b_dp = tl.dot(b_v, tl.trans(b_dox), input_precision=PRECISION)
-                b_deltax = tl.sum(b_p * b_dp, 0)
-                b_ds = (b_p * (b_dp - b_deltax[None, :]) * weight).to(b_k.dtype)
-                b_dqx = tl.dot(tl.trans(b_k), b_ds, b_dqx, input_precision=PRECISION)
-                tl.store(delta + o_read + o_x, b_deltax, mask=m_x)
+            if ONE_MORE:
+                b_new = logits(b_k, b_last, 0, L, BN, 0, PRECISION)
+                b_scores = tl.where(o_r[None, :] == r, b_new, b_scores)
+                b_new = tl.dot(b_v, tl.trans(b_dolast), input_precision=PRECISION)
+                b_dscores = tl.where(o_r[None, :] == r, b_new, b_dscores)
         else:
             b_delta = tl.zeros([BM], tl.float32)
             for j in range(0, L, BN):
                 b_k = load_keys(k, index, first, j, k_chunk, k_row, i_h, L, BN, D)
                 b_v = load_keys(v, index, first, j, v_chunk, v_row, i_h, L, BN, D)
-                b_p = tl.exp2(logits(b_q, b_k, j, scale2, L, BN, 1, PRECISION) - b_lse[:, None])
+                b_p = tl.exp2(logits(b_q, b_k, j, L, BN, 1, PRECISION) * scale2 - b_lse[:, None])
                 b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
                 b_delta += tl.sum(b_p * b_dp, 1)
             for j in range(0, L, BN):
                 b_k = load_keys(k, index, first, j, k_chunk, k_row, i_h, L, BN, D)
                 b_v = load_keys(v, index, first, j, v_chunk, v_row, i_h, L, BN, D)
-                b_p = tl.exp2(logits(b_q, b_k, j, scale2, L, BN, 1, PRECISION) - b_lse[:, None])
+                b_p = tl.exp2(logits(b_q, b_k, j, L, BN, 1, PRECISION) * scale2 - b_lse[:, None])
                 b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
                 b_ds = (b_p * (b_dp - b_delta[:, None]) * weight).to(b_k.dtype)
                 b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-        tl.store(delta + o_read + o_m, b_delta, mask=m_m)
+        store_stats(stats, o_read + o_m, b_lse, b_delta, weight + tl.zeros_like(b_lse), m_m)
     tl.store(dq + o_q, (b_dq * scale).to(dq.dtype.element_ty), mask=m_m[:, None])
-    if BX:
-        b_dqx = tl.trans(b_dqx * scale).to(dq.dtype.element_ty)
-        tl.store(dq + o_qx, b_dqx, mask=m_x[:, None])
+    if ONE_MORE and i_m == tiles - 1:
+        o_one = ((i_c * R + o_r) * H + i_h) * M + M - 1
+        b_l = tl.load(lse + o_one, mask=o_r < R, other=0.0) * LOG2_E
+        b_probs = tl.exp2(b_scores * scale2 - b_l[None, :])
+        b_sum = tl.sum(b_probs * b_dscores, 0)
+        store_stats(stats, o_one, b_l, b_sum, b_weight, o_r < R)
+        b_d = b_probs * (b_dscores - b_sum[None, :]) * b_weight[None, :]
+        b_d = b_d.to(k.dtype.element_ty)
+        b_dlast = tl.zeros([D, READS], tl.float32)
+        for r in range(R):
+            b_keys = load_keys(k, pick(b_index, r), first, 0, k_chunk, k_row, i_h, L, BN, D)
+            b_new = tl.dot(tl.trans(b_keys), b_d, input_precision=PRECISION)
+            b_dlast += tl.where(o_r[None, :] == r, b_new, 0.0)
+        b_row = (tl.sum(b_dlast, 1) * scale).to(dq.dtype.element_ty)
+        tl.store(dq + ((M - 1) * H + i_h) * D + tl.arange(0, D), b_row)
 
 
 def backward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
     """Return the sizes for M queries and L keys of width D."""
     BN = key_tile(L, D, dtype)
     if dtype == torch.float32:
-        return Tiles(16, 0, BN, 4 if D <= 64 else 8, 1)
-    BM, BX = query_tiles(M, BN, L, 128 if D <= 64 else 64)
+        return Tiles(16, BN, 4 if D <= 64 else 8, 1)
+    BM, one_more = query_tile(M, BN, L, 128 if D <= 64 else 64)
     warps = 4 if max(BM, BN) <= 64 and D <= 128 else 8
-    return Tiles(BM, BX, BN, warps, 3 if BN * D <= 64 * 64 else 2)
+    small = BM * D <= 64 * 64 and BN * D <= 64 * 64
+    return Tiles(BM, BN, warps, 3 if small else 2, 168 if small else None, one_more)
 
 
 def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]:
-    """Return dq, and delta (B, N, R, H, M) float32: do · O_j for each chunk read."""
+    """Return dq, and stats (B, N, R, H, M, 4) float32 for each chunk read, see `store_stats`."""
     q, k, v, indices, weights, lse = saved
     (B, N, M, H, D), (_, S, L, *_), R = q.shape, k.shape, indices.shape[2]
-    dq, delta = torch.empty_like(q), torch.empty_like(lse)
+    dq, stats = torch.empty_like(q), lse.new_empty(*lse.shape, 4)
     if q.numel() == 0:
-        return dq, delta
+        return dq, stats
     sizes = backward_tiles(M, L, D, q.dtype)
     tiles, keys, values = sizes.count(M), chunked(k), chunked(v)
     queries_bwd_kernel[(H * B * N * tiles,)](
-        dout, q, keys.x, values.x, indices, weights, lse, delta, dq, B * N, N, S, M, R, tiles,
+        dout, q, keys.x, values.x, indices, weights, lse, stats, dq, B * N, N, S, M, tiles,
         keys.chunk, keys.row, values.chunk, values.row,
-        form.scale, form.scale * math.log2(math.e), L=L, **sizes.settings(q),
+        form.scale, form.scale * math.log2(math.e), L=L, **sizes.query_settings(q, R),
     )  # fmt: skip
-    return dq, delta
+    return dq, stats

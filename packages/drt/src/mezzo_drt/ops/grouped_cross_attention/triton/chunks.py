@@ -10,8 +10,8 @@ from torch import Tensor
 from mezzo_drt.ops.grouped_cross_attention.form import Form
 from mezzo_drt.ops.grouped_cross_attention.op import Saved
 from mezzo_drt.ops.grouped_cross_attention.readers import Readers
+from mezzo_drt.ops.grouped_cross_attention.triton.backward import load_stats
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
-    LOG2_E,
     Tiles,
     chunked,
     key_tile,
@@ -22,10 +22,10 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
 
 @triton.jit(do_not_specialize=["items", "chunks", "tiles", "size"])
 def chunks_bwd_kernel(
-    do, q, k, v, weights, lse, delta, order, offsets, parts, part_chunks, sums, dk, dv,
+    do, q, k, v, stats, order, offsets, parts, part_chunks, sums, dk, dv,
     items, chunks, tiles, size, k_chunk, k_row, v_chunk, v_row, scale, scale2,
     LAST: tl.constexpr, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum dk and dv of BN keys of one head over a part of the chunk's readers.
 
@@ -57,12 +57,10 @@ def chunks_bwd_kernel(
             o_l = (read.to(tl.int64) * H + i_h) * M + o_t % M
             b_q = tl.load(q + o_q, mask=m_t[:, None], other=0.0)
             b_do = tl.load(do + o_q, mask=m_t[:, None], other=0.0)
-            # Places after the last query have p = 0.
-            b_lse = tl.load(lse + o_l, mask=m_t, other=float("inf")) * LOG2_E
-            b_delta = tl.load(delta + o_l, mask=m_t, other=0.0)
-            b_w = tl.load(weights + read, mask=m_t, other=0.0)
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale2
-            b_p = tl.exp2(b_s - b_lse[None, :]) * b_w[None, :]
+            # Places after the last query have q = 0 and lse = 0, so p = 1, times w = 0.
+            b_lse, b_delta, b_w = load_stats(stats, o_l, m_t)
+            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+            b_p = tl.exp2(b_s * scale2 - b_lse[None, :]) * b_w[None, :]
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
             b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
             b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
@@ -86,18 +84,20 @@ def chunk_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
     """Return the sizes for M queries of each reader and L keys of width D."""
     BN = key_tile(L, D, dtype)
     if dtype == torch.float32:
-        return Tiles(16, 0, BN, 4 if D <= 64 else 8, 1)
+        return Tiles(16, BN, 4 if D <= 64 else 8, 1)
     if D == 128:
-        return Tiles(32, 0, BN, 4 if BN <= 64 else 8, 2)
-    return Tiles(64, 0, BN, 4 if BN * D <= 64 * 64 else 8, 2)
+        return Tiles(32, BN, 4 if BN <= 64 else 8, 2)
+    if BN * D <= 64 * 64:
+        return Tiles(64, BN, 4, 3, 168)
+    return Tiles(64, BN, 8, 2)
 
 
 def chunks_bwd(
-    dout: Tensor, saved: Saved, delta: Tensor, readers: Readers, form: Form
+    dout: Tensor, saved: Saved, stats: Tensor, readers: Readers, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv."""
-    q, k, v, _, weights, lse = saved
-    (_, _, M, H, D), (B, S, L, *_), R = q.shape, k.shape, weights.shape[2]
+    """Return dk and dv; `stats` come from `queries_bwd`."""
+    q, k, v, *_ = saved
+    (_, _, M, H, D), (B, S, L, *_), R = q.shape, k.shape, stats.shape[2]
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if dk.numel() == 0:
         return dk, dv
@@ -108,7 +108,7 @@ def chunks_bwd(
         items = B * S if last else len(sums)
         if items:
             chunks_bwd_kernel[(H * items * tiles,)](
-                dout, q, keys.x, values.x, weights, lse, delta, readers.order, readers.offsets,
+                dout, q, keys.x, values.x, stats, readers.order, readers.offsets,
                 readers.parts, readers.chunks, sums, dk, dv, items, B * S, tiles, readers.size,
                 keys.chunk, keys.row, values.chunk, values.row,
                 form.scale, form.scale * math.log2(math.e),

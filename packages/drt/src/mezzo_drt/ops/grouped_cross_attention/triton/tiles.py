@@ -1,9 +1,10 @@
 """What the kernels share: the sizes of their tiles, where a chunk is, and a read's key tile.
 
 A program has BM queries of one head in one chunk, and reads chunks of at most BN keys at a time.
-With landmarks there are L + 1 queries, so one is left over when tiles have L: these few are in a
-small tile of their own, BX, in the program of the last tile, so that no chunk is read twice. Its
-products are transposed: then keys are the rows of the matrix units, of which there are many.
+With landmarks there are L + 1 queries, so one is left over when tiles have L. The program of the
+last tile takes it: a tile of its own has a column for each of the R reads, where the logits of this
+one query gather during the loop over the chunks. Their softmax is then computed once, and a second
+loop brings the values. Keys are the rows of that tile, as matrix units have many rows.
 """
 
 import math
@@ -25,22 +26,37 @@ class Tiles(NamedTuple):
     """The sizes of a launch."""
 
     BM: int
-    """Queries of a program."""
-    BX: int
-    """Places for the queries that are left over after whole tiles; 0 for none."""
+    """Queries of a tile."""
     BN: int
     """Keys of a tile."""
     num_warps: int
     num_stages: int
+    registers: int | None = None
+    """Of a thread, at most: fewer let more programs run on a multiprocessor."""
+    one_more: bool = False
+    """Whether whole tiles leave one query over, which the program of the last tile takes too."""
 
     def count(self, M: int) -> int:
-        """Return the number of programs for M queries."""
-        return M // self.BM if self.BX else triton.cdiv(M, self.BM)
+        """Return the number of tiles for M queries."""
+        return M // self.BM if self.one_more else triton.cdiv(M, self.BM)
 
     def settings(self, x: Tensor) -> dict[str, Any]:
         """Return the constants of a launch on tensors like x (..., H, D)."""
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        return {**self._asdict(), "H": x.shape[-2], "D": x.shape[-1], "PRECISION": precision}
+        return {
+            "BM": self.BM,
+            "BN": self.BN,
+            "H": x.shape[-2],
+            "D": x.shape[-1],
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.registers,
+        }
+
+    def query_settings(self, x: Tensor, R: int) -> dict[str, Any]:
+        """Return the constants of a launch whose programs have queries that read R chunks."""
+        reads = max(16, triton.next_power_of_2(R))  # the least that a product takes
+        return {**self.settings(x), "R": R, "READS": reads, "ONE_MORE": self.one_more}
 
 
 def key_tile(L: int, D: int, dtype: torch.dtype) -> int:
@@ -50,13 +66,12 @@ def key_tile(L: int, D: int, dtype: torch.dtype) -> int:
     return min(max(16, triton.next_power_of_2(L)), 128 if D <= 128 else 32)
 
 
-def query_tiles(M: int, BN: int, L: int, most: int) -> tuple[int, int]:
-    """Return BM, at most `most`, and BX."""
+def query_tile(M: int, BN: int, L: int, most: int) -> tuple[int, bool]:
+    """Return BM, at most `most`, and whether one query is left over."""
     below = min(2 ** (max(M, 1).bit_length() - 1), most)
-    # What is left over must be few, and chunks read in one go.
-    if below >= 32 and 1 <= M % below <= 16 and L <= BN:
-        return below, 16
-    return min(max(16, triton.next_power_of_2(M)), most), 0
+    if below >= 32 and M % below == 1 and L <= BN:  # chunks must be read in one go
+        return below, True
+    return min(max(16, triton.next_power_of_2(M)), most), False
 
 
 class Chunked(NamedTuple):
@@ -88,6 +103,23 @@ def place(chunks, tiles):
 
 
 @triton.jit
+def load_reads(indices, weights, i_c, R: tl.constexpr, READS: tl.constexpr):
+    """Load the R chunks that a chunk reads, and their weights, before the loop over them.
+
+    A load whose address comes from another load of the loop would be pipelined one stage less.
+    """
+    o_r = tl.arange(0, READS)
+    b_index = tl.load(indices + i_c * R + o_r, mask=o_r < R, other=-1).to(tl.int32)
+    return b_index, tl.load(weights + i_c * R + o_r, mask=b_index >= 0, other=0.0)
+
+
+@triton.jit
+def pick(b_x, r):
+    """Return element r of a vector."""
+    return tl.sum(tl.where(tl.arange(0, b_x.shape[0]) == r, b_x, 0), 0)
+
+
+@triton.jit
 def row_offsets(o_m, i_h, H: tl.constexpr, D: tl.constexpr):
     """Return the offsets (BM, D) of rows of one head, from the first row of their chunk.
 
@@ -102,18 +134,18 @@ def load_keys(
 ):
     """Load BN rows (BN, D) of chunk `first + index`, from row j; zeros if the index is -1."""
     o_l = j + tl.arange(0, BN)
-    p += (first + index) * chunk + i_h * D
+    p += (first + index) * chunk + i_h * D  # first is int64
     o_k = o_l[:, None] * row + tl.arange(0, D)[None, :]
     return tl.load(p + o_k, mask=(o_l < L)[:, None] & (index >= 0), other=0.0)
 
 
 @triton.jit
 def logits(
-    b_a, b_b, j, scale2, L: tl.constexpr, BN: tl.constexpr, AXIS: tl.constexpr,
+    b_a, b_b, j, L: tl.constexpr, BN: tl.constexpr, AXIS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a bᵀ in base 2, with -inf for keys after the last; keys are along AXIS."""
-    b_s = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION) * scale2
+    """Return a bᵀ, with -inf for keys after the last; keys are along AXIS."""
+    b_s = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
     if L % BN:
         m_l = tl.expand_dims(j + tl.arange(0, BN) < L, 1 - AXIS)
         b_s = tl.where(m_l, b_s, float("-inf"))
