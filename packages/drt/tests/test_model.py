@@ -1,11 +1,15 @@
 """Language models with the stack: they learn to retrieve, generate, compile, run in bf16."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from mezzo_core.nn import LMConfig
 from mezzo_core.nn.generate import generate
 from mezzo_core.testing.numerics import assert_close
-from mezzo_drt import DRTConfig
+from mezzo_drt import DRTConfig, stack
+from mezzo_drt.ops.grouped_cross_attention import op, readers_of
 
 VOCAB, L = 24, 4
 STACK = DRTConfig(
@@ -68,6 +72,23 @@ def test_the_loss_compiles_as_one_graph(packed):
     assert_close("loss", loss, eager, rtol=1e-5)
     for (name, _), got, grad in zip(lm.named_parameters(), found, wanted, strict=True):
         assert_close(name, got, grad, rtol=1e-4, atol=1e-7)
+    training = torch.compile(lm.train().loss, fullgraph=True, backend="eager")
+    assert training(tokens, tokens.roll(-1), borders).isfinite(), "with noise too"
+
+
+@pytest.mark.parametrize("retriever", ["learned", "random", "fixed"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_training_step_reads_no_values_so_that_it_never_waits_for_a_gpu(
+    packed, retriever, monkeypatch
+):
+    """On the meta device there are none."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no meta device
+    with torch.device("meta"):
+        layers = replace(STACK, num_layers=4, num_groups=2, retriever=retriever).build(32)
+        x = torch.empty(1, 40, 32, requires_grad=True)
+        borders = torch.empty(4, dtype=torch.int32) if packed else None
+    layers(x, cu_seqlens=borders)[0].sum().backward()
+    assert all(weight.grad is not None for layer in layers.upper for weight in layer.parameters())
 
 
 @pytest.mark.parametrize("cast", ["weights", "autocast"])
@@ -101,3 +122,16 @@ def test_a_model_learns_to_retrieve_a_needle():
         tokens, targets = needles(256, 8, generator)
         hits = lm.score(tokens, targets).hits[:, -L:-1].float().mean()
     assert hits > 0.95  # chance is 0.05
+
+
+@pytest.mark.gpu
+def test_layers_of_a_group_share_the_lists_of_who_reads_a_chunk(monkeypatch):
+    calls = []
+    listed = lambda *read: calls.append(read) or readers_of(*read)  # noqa: E731
+    monkeypatch.setattr(stack, "readers_of", listed)
+    monkeypatch.setattr(op, "readers_of", None)
+    config = replace(STACK, num_layers=8, num_groups=2)
+    layers = config.build(32).cuda()
+    x = torch.randn(2, 40, 32, device="cuda", requires_grad=True)
+    layers(x)[0].sum().backward()
+    assert len(calls) == 2

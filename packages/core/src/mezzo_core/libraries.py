@@ -10,12 +10,13 @@ from mezzo_core.errors import UserError, printable
 _LONGEST = 300
 
 
-def import_library(name: str, extra: str) -> ModuleType:
-    """Import a library of one of mezzo-core's extras.
+def import_library(name: str, extra: str, *, package: str = "mezzo-core") -> ModuleType:
+    """Import a library of one of a package's extras.
 
     Args:
         name: the module to import.
-        extra: the extra of mezzo-core that installs it.
+        extra: the extra that installs it.
+        package: whose extra it is.
 
     Raises:
         UserError: if it is not installed; the message says how to install it.
@@ -24,7 +25,7 @@ def import_library(name: str, extra: str) -> ModuleType:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"this needs the library {name.partition('.')[0]!r}: pip install 'mezzo-core[{extra}]'"
+            f"this needs the library {name.partition('.')[0]!r}: pip install '{package}[{extra}]'"
         ) from error
 
 

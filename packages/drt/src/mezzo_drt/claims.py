@@ -43,7 +43,7 @@ from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 from mezzo_drt.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
 from mezzo_drt.stack import DRTConfig
 
-BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, _ = PAPER_NAMES.values()
+BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
 H200 = "nvidia-h200"
 PASSKEY, TWO_HOP, DOCUMENTS = (
     f"{H200}/{name}" for name in ("passkey", "two_hop", "long_documents")

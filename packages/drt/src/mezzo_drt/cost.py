@@ -14,8 +14,9 @@ def state_bytes(stack: "DRT", num_tokens: int) -> int:
     c, C, size = stack.config, stack.d_model, stack.landmark.weight.element_size()
     chunks, num_read = num_tokens // c.chunk_size, c.num_groups * c.num_retrieved
     caches = sum(a.state_bytes(num_tokens + chunks) for a in stack.attentions())
-    lower = (c.chunk_size + 1) * C * size
-    keys = chunks * C * size
+    K = 0 if stack.outside is None else stack.outside.width
+    lower = (c.chunk_size + 1) * (C + K) * size
+    keys = chunks * (K or C) * size
     tokens = 2 * (num_read if c.offload else chunks) * c.chunk_size * C * size
     return caches + lower + keys + tokens + num_read * (8 + 4)
 
@@ -31,7 +32,7 @@ def flops_per_token(stack: "DRT", num_tokens: int) -> float:
     """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
 
     Landmarks are counted with the tokens before them. A chunk scores half of all chunks on
-    average, and reads R.
+    average, and reads R. An outside encoder is not counted.
     """
     c, C, L = stack.config, stack.d_model, stack.config.chunk_size
     N = num_tokens / L

@@ -8,7 +8,7 @@ from mezzo_core.nn.mlp import MLPConfig
 from torch import Tensor, nn
 
 from mezzo_drt.encoder import Memory
-from mezzo_drt.ops.grouped_cross_attention import grouped_cross_attention
+from mezzo_drt.ops.grouped_cross_attention import Readers, grouped_cross_attention
 from mezzo_drt.places import Places
 from mezzo_drt.retrieval import Reads
 
@@ -45,7 +45,13 @@ class UpperLayer(nn.Module):
         self.mlp = mlp.build(d_model)
 
     def forward(
-        self, x: Tensor, cache: KVCache | None, memory: Memory, reads: Reads, places: Places
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        memory: Memory,
+        reads: Reads,
+        places: Places,
+        readers: Readers | None = None,
     ) -> tuple[Tensor, KVCache | None]:
         """Map (B, P, C) to (B, P, C).
 
@@ -55,13 +61,14 @@ class UpperLayer(nn.Module):
             memory: of the chunks that may be read.
             reads: what each of the N chunks of the grid reads.
             places: of the call.
+            readers: who reads each chunk, if layers share their lists.
         """
         mixed, cache = self.attention(
             self.attention_norm(x), cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths
         )
         u = x + mixed
         q = places.to_chunks(self.wq(self.cross_norm(u)))
-        return self._finish(u, places.from_chunks(self._read(q, memory, reads))), cache
+        return self._finish(u, places.from_chunks(self._read(q, memory, reads, readers))), cache
 
     def step(self, x: Tensor, cache: KVCache, memory: Memory, reads: Reads) -> Tensor:
         """Run one place of every row, (B, 1, C), which reads (B, 1, R); overwrites the cache."""
@@ -69,12 +76,16 @@ class UpperLayer(nn.Module):
         q = self.wq(self.cross_norm(u))[:, None]
         return self._finish(u, self._read(q, memory, reads)[:, 0])
 
-    def _read(self, q: Tensor, memory: Memory, reads: Reads) -> Tensor:
+    def _read(
+        self, q: Tensor, memory: Memory, reads: Reads, readers: Readers | None = None
+    ) -> Tensor:
         """Attend to the chunks that are read, (B, N, M, C) to (B, N, M, C)."""
         if memory.k.shape[1] == 0:  # no chunk is complete
             return q.new_zeros(q.shape)
         heads = q.unflatten(-1, (-1, memory.k.shape[-1])).to(memory.k.dtype)
-        out = grouped_cross_attention(heads, memory.k, memory.v, *reads, softmax1=self.softmax1)
+        out = grouped_cross_attention(
+            heads, memory.k, memory.v, *reads, softmax1=self.softmax1, readers=readers
+        )
         return out.flatten(-2).to(q.dtype)
 
     def _finish(self, u: Tensor, read: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.recipes import Recipes
 
+from mezzo_drt.outside import BagOfTokensConfig
 from mezzo_drt.stack import DRTConfig
 
 
@@ -81,7 +82,7 @@ def small() -> Hyperparameters:
     return Hyperparameters(
         vocab_size=50_257,
         d_model=320,
-        drt=DRTConfig(hidden=853),
+        drt=DRTConfig(hidden=856),  # 8C/3, and a multiple of 8 for tensor cores
         seq_len=4096,
         batch_size=4,
         steps=3000,
@@ -184,9 +185,11 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], LMConfig]] = {
     "no_gumbel": partial(with_changes, gumbel_noise=False),
     "random": partial(with_changes, retriever="random"),
     "fixed": partial(with_changes, retriever="fixed"),
+    "outside": partial(with_changes, retriever="fixed", outside=BagOfTokensConfig()),
 }
-"""`drt1` and `drt2` retrieve once and twice. The last three are ablations of `drt1`: without noise
-in training, chunks at random, and chunks by a similarity that is not learned."""
+"""`drt1` and `drt2` retrieve once and twice. The others are ablations of `drt1`: without noise in
+training, chunks at random, and chunks by a similarity that is not learned, of its own lower outputs
+or of an outside encoder's vectors."""
 PAPER_NAMES = {
     "base": "BaseLM (sliding window + ALiBi)",
     "base_wide": "BaseLM (sliding window + ALiBi), window 768",
@@ -196,8 +199,9 @@ PAPER_NAMES = {
     "no_gumbel": "DRT w/o gumbel top-k",
     "random": "DRT w/ random retriever",
     "fixed": "DRT w/ fixed retriever",
+    "outside": "DRT w/ outside encoder",
 }
-"""The names in the paper's Table 1, and one like them (its fixed retriever is Contriever)."""
+"""The names in the paper's Table 1, and two like them (its outside encoder is Contriever)."""
 
 
 def recipe(size: str, architecture: str) -> TrainConfig:

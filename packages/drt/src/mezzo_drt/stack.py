@@ -14,18 +14,25 @@ from mezzo_core.nn.contract import Run, run_eagerly
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from mezzo_drt import cost
 from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.offload import Fetched, fetch, fetch_open, fetch_open_, slots, store_
+from mezzo_drt.offload import fetch, fetch_open, fetch_open_, slots, store_
+from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
+from mezzo_drt.outside import OutsideConfig, divide, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
-from mezzo_drt.room import append, buffers, check_room, claim, make_leaf
-from mezzo_drt.state import DRTState, Due, next_state, with_open_chunk
+from mezzo_drt.room import append, buffers, check_room
+from mezzo_drt.state import (
+    DRTState,
+    Due,
+    initial_state,
+    next_state,
+    reserved,
+    with_open_chunk,
+)
 from mezzo_drt.store import Allocate, in_folder, in_memory
 
 Retriever = Literal["learned", "random", "fixed"]
@@ -54,6 +61,7 @@ class DRTConfig:
         retriever: how chunks are chosen. "random" chooses at random, but weighs what it chose by
             learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
             that is read trains it.
+        outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
         offload: whether a state keeps the keys and values of complete chunks in the host's memory.
             The outputs are the same.
@@ -72,6 +80,7 @@ class DRTConfig:
     residual: Residual = "released"
     softmax1: bool = True
     retriever: Retriever = "learned"
+    outside: OutsideConfig | None = None
     gumbel_noise: bool = True
     offload: bool = False
 
@@ -87,6 +96,8 @@ class DRTConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.outside is not None and self.retriever != "fixed":
+            raise ValueError(f'outside is for the "fixed" retriever, got {self.retriever!r}')
         if not 0 < self.norm_eps <= 100:
             raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
 
@@ -124,6 +135,8 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
+        outside = config.outside
+        self.outside = None if outside is None else outside.build().requires_grad_(False)
         upper = (
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
@@ -149,6 +162,7 @@ class DRT(AbstractStack):
 
         With a state the call waits for a GPU once, to read where the rows stand.
         """
+        x, *beside = divide(x, self.d_model, self.outside)
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
@@ -167,23 +181,27 @@ class DRT(AbstractStack):
         for block, its_cache in zip(self.lower, before, strict=False):
             h, cache = block(h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
             caches.append(cache)
-        chunks = places.to_chunks(h)
+        parts = [places.spread(part, part.new_zeros(1, part.shape[-1])) for part in beside]
+        chunks = places.to_chunks(torch.cat([h, *parts], -1) if parts else h)
         if state is not None:
             chunks = with_open_chunk(chunks, state)
-        encoded = memory = readable = self.encoder(chunks)
+        encoded = memory = readable = self._encode(chunks)
         if state is not None and continued is not None:
             memory, room = append(state.memory, state.room, encoded, continued, self._allocate)
             # Whole buffers lie without gaps, and so the kernels take them as they are.
             readable = memory if self.config.offload else buffers(memory, room)
         reads: list[Reads] = []
+        readers: Readers | None = None
         for i, layer in enumerate(self.upper):
             if i % self._group_size == 0:
                 reads.append(self._reads(len(reads), h, encoded, memory, places, state))
-                here = Reads(*(part[:, : places.num_chunks] for part in reads[-1]))
+                here = Reads(*(part[:, : places.num_chunks].contiguous() for part in reads[-1]))
                 if self.config.offload and state is not None:
                     readable, indices = fetch(memory, here.indices)
                     here = here._replace(indices=indices)
-            h, cache = layer(h, before[len(caches)], readable, here, places)
+                if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
+                    readers = readers_of(here.indices, readable.k.shape[1])
+            h, cache = layer(h, before[len(caches)], readable, here, places, readers)
             caches.append(cache)
         y = places.collect(h)
         if state is None or continued is None:
@@ -195,11 +213,12 @@ class DRT(AbstractStack):
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
+        x, *beside = divide(x, self.d_model, self.outside)
         self.check_step(x, state)
         L = self.config.chunk_size
         if not x.is_cuda and (state.num_places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
-        return self._step_place(x, state)[0]
+        return self._step_place(x, beside, state)[0]
 
     @torch.no_grad()
     def before_step(self, state: DRTState, run: Run = run_eagerly) -> None:
@@ -229,14 +248,12 @@ class DRT(AbstractStack):
         state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
 
     def _run_landmarks(self, state: DRTState) -> Memory:
-        """Run the landmark of the rows where it is due; return the open chunk of all, encoded.
-
-        Like a step, it never waits for a GPU.
-        """
+        """Run the landmark of rows where it is due, without waits; return open chunks, encoded."""
         M = self.config.chunk_size + 1
         due = Due(state.num_places % M == M - 1, state.num_places // M)
         x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due.here), -1, -1)
-        _, encoded = self._step_place(x, state, due)
+        beside = [x.new_zeros(len(x), 1, state.lower.shape[-1] - self.d_model)]
+        _, encoded = self._step_place(x, beside, state, due)
         # The other rows ran it too. What it wrote goes where their next place will be written, so
         # counting it back undoes it: in a full ring, that slot has left the window by then.
         for cache in state.caches:
@@ -244,7 +261,7 @@ class DRT(AbstractStack):
         return cast(Memory, encoded)
 
     def _step_place(
-        self, x: Tensor, state: DRTState, due: Due | None = None
+        self, x: Tensor, beside: Sequence[Tensor], state: DRTState, due: Due | None = None
     ) -> tuple[Tensor, Memory | None]:
         """Run one place of every row, (B, 1, C), overwriting the state.
 
@@ -256,10 +273,10 @@ class DRT(AbstractStack):
         h = x
         for block, cache in zip(self.lower, state.caches, strict=False):
             h = block.step(h, cache)
-        state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
+        state.lower[batch, place] = torch.cat([h, *beside], -1)[:, 0].to(state.lower.dtype)
         encoded: Memory | None = None
         if due is not None:
-            encoded = cast(Memory, self.encoder(state.lower[:, None]))
+            encoded = self._encode(state.lower[:, None])
             kept = state.memory[:1] if self.config.offload else state.memory
             for old, new in zip(kept, encoded, strict=False):
                 due.store_(old, new[:, 0])
@@ -284,45 +301,11 @@ class DRT(AbstractStack):
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
-        L = self.config.chunk_size
-        M = L + 1
-        most = int(state.num_places.max()) if state.num_places.numel() else 0
-        seen = most - most // M + num_tokens
-        # One place more, because `before_step` runs a landmark for all rows where one has it.
-        num_places = seen + seen // L - most + 1
-        caches = tuple(
-            layer.reserve(cache, num_places)
-            for layer, cache in zip(self.attentions(), state.caches, strict=True)
-        )
-        same = bool((state.num_places // M == most // M).all())
-        memory = claim(
-            state.memory, state.room, most // M if same else None, seen // L, self._allocate
-        )
-        # What `room` says is lost in a clone: the room now belongs to the steps.
-        rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
-        return DRTState(caches, memory, **rest)
+        return reserved(self, state, num_tokens, self._allocate)
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
-        c, like = self.config, self.landmark.weight
-        C, L, D = self.d_model, c.chunk_size, c.head_dim
-        tokens = like.new_zeros(batch, 0, L, C // D, D)
-        num_fetched = c.num_groups * c.num_retrieved if c.offload else 0
-        fetched = like.new_zeros(batch, num_fetched, L, C // D, D)
-        if c.offload:
-            tokens = tokens.cpu()
-        return DRTState(
-            tuple(layer.init_state(batch) for layer in self.attentions()),
-            Memory(like.new_zeros(batch, 0, C), tokens, tokens.clone()),
-            like.new_zeros(batch, L + 1, C),
-            torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
-            like.new_zeros(
-                batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)
-            ),
-            make_leaf(batch),
-            torch.zeros(batch, dtype=torch.int64, device="cpu"),
-            Fetched(fetched, fetched.clone()),
-        )
+        return initial_state(self, batch)
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
@@ -353,6 +336,15 @@ class DRT(AbstractStack):
             raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
         self._allocate = in_memory if folder is None else in_folder(folder)
 
+    def beside(self, tokens: Tensor) -> Tensor | None:
+        """Return what the outside encoder needs of the tokens."""
+        return None if self.outside is None else self.outside.embed(tokens)
+
+    def init_own_weights(self) -> None:
+        """Let the outside encoder load its weights."""
+        if self.outside is not None:
+            self.outside.load()
+
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""
         return (*self.lower, self.encoder, *self.upper)
@@ -364,6 +356,14 @@ class DRT(AbstractStack):
     def attentions(self) -> list[Any]:
         """Return the self-attention of every layer."""
         return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
+
+    def _encode(self, chunks: Tensor) -> Memory:
+        """Encode chunks (B, N, L + 1, C, or with an outside encoder C + K)."""
+        C = self.d_model
+        encoded = cast(Memory, self.encoder(chunks[..., :C]))
+        if self.outside is None:
+            return encoded
+        return encoded._replace(keys=outside_keys(chunks[..., C:], self.outside))
 
     def _reads(
         self,

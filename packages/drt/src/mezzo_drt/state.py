@@ -1,16 +1,23 @@
 """What DRT remembers: window caches, the open chunk, and what can be read of complete chunks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mezzo_core.nn.attention import KVCache
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from mezzo_drt.encoder import Memory
 from mezzo_drt.offload import Fetched
 from mezzo_drt.places import Continued, take
 from mezzo_drt.retrieval import Reads
+from mezzo_drt.room import claim, make_leaf
+from mezzo_drt.store import Allocate
+
+if TYPE_CHECKING:
+    from mezzo_drt.stack import DRT
 
 
 class DRTState(NamedTuple):
@@ -20,8 +27,8 @@ class DRTState(NamedTuple):
         caches: of each layer; their `lengths` count places.
         memory: what can be read of the S complete chunks. A row that has fewer holds anything in
             the others.
-        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those to
-            come hold anything.
+        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk, with K
+            channels more of an outside encoder. Those of places to come hold anything.
         indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
         weights: (B, G, R) float32 (float64 for float64), their weights.
         room: (B, 0) int64 in the host's memory, from `make_leaf`: where the memory may grow.
@@ -93,3 +100,44 @@ def next_state(
     )
     wait = torch.zeros(len(lower), dtype=torch.int64, device="cpu")
     return DRTState(caches, memory, lower[:, 0], indices, weights, room, wait, fetched)
+
+
+def initial_state(stack: "DRT", batch: int) -> DRTState:
+    """Return the state before the first token."""
+    c, like = stack.config, stack.landmark.weight
+    C, L, D = stack.d_model, c.chunk_size, c.head_dim
+    K = 0 if stack.outside is None else stack.outside.width
+    tokens = like.new_zeros(batch, 0, L, C // D, D)
+    num_fetched = c.num_groups * c.num_retrieved if c.offload else 0
+    fetched = like.new_zeros(batch, num_fetched, L, C // D, D)
+    if c.offload:
+        tokens = tokens.cpu()
+    return DRTState(
+        tuple(layer.init_state(batch) for layer in stack.attentions()),
+        Memory(like.new_zeros(batch, 0, K or C), tokens, tokens.clone()),
+        like.new_zeros(batch, L + 1, C + K),
+        torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
+        like.new_zeros(batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)),
+        make_leaf(batch),
+        torch.zeros(batch, dtype=torch.int64, device="cpu"),
+        Fetched(fetched, fetched.clone()),
+    )
+
+
+def reserved(stack: "DRT", state: DRTState, num_tokens: int, allocate: Allocate | None) -> DRTState:
+    """Return a copy with room for `num_tokens` more tokens of every row, for `DRT.step`."""
+    L = stack.config.chunk_size
+    M = L + 1
+    most = int(state.num_places.max()) if state.num_places.numel() else 0
+    seen = most - most // M + num_tokens
+    # One place more, because `before_step` runs a landmark for all rows where one has it.
+    num_places = seen + seen // L - most + 1
+    caches = tuple(
+        layer.reserve(cache, num_places)
+        for layer, cache in zip(stack.attentions(), state.caches, strict=True)
+    )
+    same = bool((state.num_places // M == most // M).all())
+    memory = claim(state.memory, state.room, most // M if same else None, seen // L, allocate)
+    # What `room` says is lost in a clone: the room now belongs to the steps.
+    rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
+    return DRTState(caches, memory, **rest)

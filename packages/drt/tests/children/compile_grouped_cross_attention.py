@@ -18,8 +18,9 @@ def attend(L, D, dtype=BF16, *, M=None, R=8, H=12, B=1, N=40, S=5, softmax1=True
     q = torch.zeros(B, N, M or L + 1, H, D, dtype=dtype)
     k = torch.zeros(B, S, L, H, D, dtype=dtype)
     indices, weights = torch.zeros(B, N, R, dtype=torch.int64), torch.zeros(B, N, R)
-    _, lse = op._attention(q, k, k, indices, weights, softmax1, 0.1)
-    op._attention_bwd(q, q, k, k, indices, weights, lse, softmax1, 0.1)
+    form = (None, None, None, None, softmax1, 0.1)
+    _, lse = op._attention(q, k, k, indices, weights, *form)
+    op._attention_bwd(q, q, k, k, indices, weights, lse, *form)
 
 
 def stack_of(kernel):

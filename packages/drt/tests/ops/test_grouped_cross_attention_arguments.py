@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mezzo_core.testing.arguments import Call, check_arguments
-from mezzo_drt.ops import grouped_cross_attention
+from mezzo_drt.ops import grouped_cross_attention, readers_of
 
 B, N, M, S, L, R, H, D = 2, 3, 5, 4, 4, 2, 2, 16
 
@@ -67,6 +67,12 @@ def test_each_argument_replaced_is_named_or_right(impl):
         (TypeError, "softmax1 must be a bool", {"softmax1": 1}),
         (ValueError, "scale must be finite", {"scale": float("inf")}),
         (ValueError, "impl must be one of", {"impl": "fast"}),
+        (TypeError, "readers must come from readers_of, got tuple", {"readers": ()}),
+        (
+            ValueError,
+            "readers must be of these indices, 12 reads of 8 chunks, got 12 of 6",
+            {"readers": readers_of(torch.zeros(B, N, R, dtype=torch.int64), 3)},
+        ),
     ],
 )
 @pytest.mark.any_shapes

@@ -1,5 +1,7 @@
 """The kernels of grouped cross-attention: here in the interpreter, or on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
@@ -23,10 +25,10 @@ def draw(B, N, M, S, L, R, H, D, *, dtype=torch.float32):
     return inputs | {"weights": normal(B, N, R)}
 
 
-def run(inputs, impl="triton", softmax1=True):
+def run(inputs, impl="triton", softmax1=True, readers=None):
     """Return the output and all gradients by name."""
     dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
-    call = lambda **x: grouped_cross_attention(**x, impl=impl, softmax1=softmax1)  # noqa: E731
+    call = partial(grouped_cross_attention, impl=impl, softmax1=softmax1, readers=readers)
     out, found = grads(call, inputs, dout.to(inputs["q"].dtype))
     return {"out": out, **{f"d{name}": x for name, x in found.items()}}
 
@@ -105,6 +107,16 @@ def test_a_chunk_that_all_read_is_summed_in_parts():
     check(inputs)
 
 
+def test_lists_that_calls_share_give_the_same_gradients(monkeypatch):
+    inputs = draw(2, 20, 5, 3, 16, 2, 2, 16)
+    inputs["indices"][:] = torch.arange(2)
+    alone = run(inputs)
+    lists = readers_of(inputs["indices"], 3)
+    monkeypatch.setattr(op, "readers_of", None)
+    for name, x in run(inputs, readers=lists).items():
+        assert torch.equal(x, alone[name]), name
+
+
 def test_no_part_of_a_chunk_is_lost():
     draws = torch.Generator().manual_seed(0)
     for B, N, S, R in ((1, 50, 3, 4), (2, 17, 1, 1), (3, 30, 40, 9), (1, 1, 5, 2), (2, 0, 4, 8)):
@@ -151,10 +163,12 @@ def test_keys_and_values_are_read_where_they_lie():
 def test_the_registered_op_is_sound():
     inputs = draw(1, 2, 3, 2, 4, 2, 1, 16)
     tensors = [x.requires_grad_(x.is_floating_point()) for x in inputs.values()]
-    torch.library.opcheck(op._attention, (*tensors, True, 0.25))
-    out, lse = (x.detach() for x in op._attention(*tensors, True, 0.25))
+    lists = readers_of(inputs["indices"], 2)[:4]
+    for readers in ((None,) * 4, lists):
+        torch.library.opcheck(op._attention, (*tensors, *readers, True, 0.25))
+    out, lse = (x.detach() for x in op._attention(*tensors, *lists, True, 0.25))
     tensors = [x.detach() for x in tensors]
-    torch.library.opcheck(op._attention_bwd, (out, *tensors, lse, True, 0.25))
+    torch.library.opcheck(op._attention_bwd, (out, *tensors, lse, *lists, True, 0.25))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -162,7 +176,10 @@ def test_the_registered_op_is_sound():
 def test_it_compiles_as_one_graph(impl):
     inputs = draw(1, 2, 5, 3, 4, 2, 1, 16)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    call = lambda **x: grouped_cross_attention(**x, impl=impl)  # noqa: E731
+
+    def call(**x):
+        return grouped_cross_attention(**x, impl=impl, readers=readers_of(x["indices"], 3))
+
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     dout = torch.ones_like(inputs["q"])
     (out, found), (ref, truth) = (grads(fn, inputs, dout) for fn in (compiled, call))

@@ -67,7 +67,7 @@ def train_runs(
     into the GPU, or whose loss exploded. Trainings at the same time have no speed.
     """
     missing = [(m, col, c) for m, col, c in runs if not result.has(m, col, seed=c.seed)]
-    calls = [partial(_outcome, config) for *_, config in missing]
+    calls = [partial(outcome, config) for *_, config in missing]
     for i, found in side_by_side(calls, folder, device, jobs):
         model, column, config = missing[i]
         if jobs > 1:
@@ -76,7 +76,8 @@ def train_runs(
         result.add(value, model=model, column=column, seed=config.seed, **found)
 
 
-def _outcome(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+def outcome(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+    """Do as `measure_run`, but let a training that fails have OOM or DIVERGED as perplexity."""
     try:
         return measure_run(config, folder, device)
     except torch.OutOfMemoryError:

@@ -1,5 +1,9 @@
 """The op of DRT: functions on tensors."""
 
-from mezzo_drt.ops.grouped_cross_attention import grouped_cross_attention
+from mezzo_drt.ops.grouped_cross_attention import (
+    Readers,
+    grouped_cross_attention,
+    readers_of,
+)
 
-__all__ = ["grouped_cross_attention"]
+__all__ = ["Readers", "grouped_cross_attention", "readers_of"]

@@ -9,6 +9,7 @@ from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.op import differentiable_attention
+from mezzo_drt.ops.grouped_cross_attention.readers import Readers
 from mezzo_drt.ops.grouped_cross_attention.reference import grouped_cross_attention_reference
 
 OP = "grouped_cross_attention"
@@ -26,6 +27,7 @@ def grouped_cross_attention(
     *,
     softmax1: bool = True,
     scale: float | None = None,
+    readers: Readers | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B N M H D"]:
     """Attend from each chunk's queries to the chunks that it retrieved, each by its own softmax.
@@ -48,6 +50,8 @@ def grouped_cross_attention(
         softmax1: softmax1(s)_i = exp(s_i) / (1 + Σ exp(s)), with which a query may ignore a chunk;
             False for the softmax.
         scale: of the products of queries and keys; None for D^-1/2.
+        readers: `readers_of(indices, S)`, for calls that share their indices: the kernels' backward
+            then need not list again who reads each chunk.
         impl: "reference"; "triton" (D a power of 2 from 16 to 256, L to 128, not in float64); or
             "auto".
 
@@ -60,6 +64,8 @@ def grouped_cross_attention(
             cannot be met; the message names the argument.
     """
     _check(q, k, v, indices, weights, softmax1)
+    if readers is not None:
+        _check_readers(readers, indices, k.shape[0] * k.shape[1])
     if scale is None:
         scale = q.shape[-1] ** -0.5
     check_number(OP, "scale", scale)
@@ -67,11 +73,24 @@ def grouped_cross_attention(
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     if resolve_impl(OP, impl, q.device, _unsupported(k)) == "triton":
         tensors = (q.contiguous(), k, v, indices.contiguous(), weights.float().contiguous())
-        return differentiable_attention(*tensors, softmax1, float(scale))[0]
+        lists = (None,) * 4 if readers is None else readers[:4]
+        return differentiable_attention(*tensors, *lists, softmax1, float(scale))[0]
     if k.shape[1] == 0:  # a chunk that nobody reads, for the reference to gather from
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
         return grouped_cross_attention_reference(q, k, v, indices, weights, softmax1, scale)
+
+
+def _check_readers(readers: Any, indices: Tensor, chunks: int) -> None:
+    """Check that the lists can be those of the indices; their values are not read."""
+    if not isinstance(readers, Readers):
+        raise TypeError(f"{OP}: readers must come from readers_of, got {type(readers).__name__}")
+    found = (len(readers.order), len(readers.offsets))
+    if found != (indices.numel(), chunks + 1):
+        raise ValueError(
+            f"{OP}: readers must be of these indices, {indices.numel()} reads of {chunks} chunks, "
+            f"got {found[0]} of {found[1] - 1}"
+        )
 
 
 def _unsupported(k: Tensor) -> str | None:

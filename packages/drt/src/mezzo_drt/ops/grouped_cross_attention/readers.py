@@ -29,9 +29,7 @@ class Readers(NamedTuple):
 def readers_of(indices: Tensor, S: int) -> Readers:
     """List the readers of S chunks in each row of the indices (B, N, R)."""
     B, _, R = indices.shape
-    # A chunk is read R times on average, so few have early parts: these fill at most half of what
-    # keys and values do.
-    size = max(16, 2 * R)
+    size = part_size(R)
     rows = torch.arange(B, device=indices.device)[:, None, None]
     chunk = torch.where(indices >= 0, indices + rows * S, B * S).flatten()
     chunk, order = chunk.sort(stable=True)
@@ -41,3 +39,12 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     most = torch.arange(indices.numel() // (size + 1), device=indices.device)
     chunks = torch.searchsorted(parts[1:], most, right=True)
     return Readers(order.to(torch.int32), offsets, parts, chunks, size)
+
+
+def part_size(R: int) -> int:
+    """Return the reads of an early part if every chunk reads R others.
+
+    A chunk is read R times on average, so few have early parts: these fill at most half of what
+    keys and values do.
+    """
+    return max(16, 2 * R)

@@ -1,0 +1,84 @@
+"""Train DRT, its ablations and plain window models on long documents, at a small size (Table 1).
+
+    python packages/drt/experiments/train_documents.py --data books.jsonl --tokenizer gpt2/ \
+        --out packages/drt/results/nvidia-h200 --jobs 8
+    python packages/drt/experiments/train_documents.py --out DIR --dry-run
+
+Writes long_documents.json: perplexities in windows of half, once and four times the tokens of the
+training. `--models` takes some alone, `--jobs 8` trains eight at the same time, over all GPUs.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mezzo_core.bench import Header, Options, Result, origin, run_script, say
+from mezzo_core.bench.jobs import side_by_side
+from mezzo_core.bench.training import NO_SPEED, in_words
+from mezzo_core.data import DataConfig
+from mezzo_core.train.config import TrainConfig
+from mezzo_drt.claims import DOCUMENTS, LONG, SHORT, TRAINED_AT
+from mezzo_drt.documents import train_on_documents
+from mezzo_drt.recipes import PAPER_NAMES, RECIPES
+
+OURS = ("fixed", "outside")  # are not in the paper's table
+MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe not in OURS}
+LENGTHS = (SHORT, TRAINED_AT, LONG)
+STEPS, BATCH = 2400, 2
+"""Four epochs of five million tokens: further ones would teach little but the text by heart."""
+TOY = 64  # a dry run has this many times fewer tokens in a window
+
+
+def measure(options: Options) -> None:
+    """Train each model with each seed, the first seed first."""
+    lengths = {name: int(name) // (TOY if options.dry_run else 1) for name in LENGTHS}
+    example = configure("base", options)
+    tokens = ", ".join(map(str, lengths.values()))
+    header = Header(
+        kind="training",
+        title="Perplexity on long documents, by the length of the evaluation",
+        setting=f"{in_words(example, options.device)}; evaluated in windows of {tokens} tokens "
+        "that overlap by half, with the same targets",
+        how="scaled down",
+        columns=LENGTHS,
+        models=tuple(MODELS),
+        unit="perplexity",
+        better="lower",
+    )
+    path = options.out / f"{Path(DOCUMENTS).name}.json"
+    result = Result(path, header, origin(options.device), say)
+    missing = [
+        (model, replace(configure(MODELS[model], options), seed=seed))
+        for seed in options.seeds
+        for model in options.models
+        if not all(result.has(model, column, seed=seed) for column in LENGTHS)
+    ]
+    calls = [partial(train_on_documents, config, lengths) for _, config in missing]
+    for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
+        model, config = missing[i]
+        if options.jobs > 1:
+            found |= NO_SPEED
+        perplexities = found.pop("perplexities")
+        for column in LENGTHS:
+            if not result.has(model, column, seed=config.seed):
+                details = found if column == TRAINED_AT else {}
+                value = perplexities[column]
+                result.add(value, model=model, column=column, seed=config.seed, **details)
+
+
+def configure(architecture: str, options: Options) -> TrainConfig:
+    """Return the run of one model on the given text; in a dry run at a toy size."""
+    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
+    if options.dry_run:
+        recipe = RECIPES[f"tiny_{architecture}"]()
+        toy = int(TRAINED_AT) // TOY
+        return replace(recipe, data=data, seq_len=toy, batch_size=2, steps=2, eval_batches=1)
+    recipe = RECIPES[f"small_{architecture}"]()
+    return replace(
+        recipe, data=data, batch_size=BATCH, steps=STEPS, eval_every=300, checkpoint_every=10**9
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, tuple(MODELS), trains=True, parallel=True))

@@ -1,0 +1,58 @@
+"""Summaries that a model writes, scored by ROUGE (Table 2: XSum, CNN/DailyMail)."""
+
+import statistics
+from collections.abc import Sequence
+
+from mezzo_core.data.tokenizers import Tokenizer
+from mezzo_core.libraries import import_library
+from mezzo_core.nn import LM, generate
+
+MEASURES = {"R1": "rouge1", "R2": "rouge2", "RL": "rougeLsum"}
+"""The paper's names, and the library's. RL is taken over the lines of a summary, as is usual."""
+
+
+def summarize(
+    model: LM, tokenizer: Tokenizer, prompts: Sequence[str], *, max_new_tokens: int = 128
+) -> list[str]:
+    """Return what a model writes after each prompt, always the likeliest token, up to its end.
+
+    Args:
+        model: fine-tuned on texts, each followed by its summary.
+        tokenizer: the model's.
+        prompts: each a text and what stood between text and summary in the fine-tuning.
+        max_new_tokens: of a summary.
+    """
+    rows = [
+        generate(
+            model,
+            [tokenizer.encode(prompt)],
+            max_new_tokens=max_new_tokens,
+            stop_tokens=(tokenizer.eos_token,),
+        )
+        for prompt in prompts
+    ]
+    return [tokenizer.decode(tokens).strip() for (tokens,) in rows]
+
+
+def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return the mean F1 of ROUGE-1, -2 and -L in percent, of stemmed words, by rouge-score.
+
+    Raises:
+        UserError: if the library is not installed.
+        ValueError: if there are no summaries, or not as many references.
+    """
+    if not summaries or len(summaries) != len(references):
+        raise ValueError(
+            f"rouge needs a reference for each summary, got {len(summaries)} summaries and "
+            f"{len(references)} references"
+        )
+    library = import_library("rouge_score.rouge_scorer", "summaries", package="mezzo-drt")
+    scorer = library.RougeScorer(list(MEASURES.values()), use_stemmer=True)
+    scores = [
+        scorer.score(reference, summary)
+        for summary, reference in zip(summaries, references, strict=True)
+    ]
+    return {
+        name: 100 * statistics.mean(score[measure].fmeasure for score in scores)
+        for name, measure in MEASURES.items()
+    }
