@@ -5,7 +5,14 @@ from itertools import accumulate
 import pytest
 import torch
 from mezzo_core.ops.attention import attention
-from mezzo_core.ops.attention.flex import attention_flex, interval_blocks, make_block_mask, owners
+from mezzo_core.ops.attention.flex import (
+    attention_flex,
+    interval_blocks,
+    make_block_mask,
+    make_position_mask,
+    owners,
+    position_blocks,
+)
 from mezzo_core.ops.attention.request import Request, visible_keys
 from mezzo_core.positions import alibi_slopes
 from mezzo_core.testing import assert_close, grads
@@ -61,6 +68,37 @@ def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, len
         assert not (some_seen | all_seen).triu(1).any()
 
 
+@pytest.mark.parametrize("window_size", [None, 1, 200])
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_masks_of_positions_skip_only_what_no_query_sees(causal, window_size):
+    places = at_positions(300, 640)
+    q, k = torch.zeros(2, 300, 1, 1), torch.zeros(2, 640, 1, 1)
+    options = (causal, window_size, None, 1.0, None)
+    visible = visible_keys(Request(q, k, k, *options, **places, return_lse=False))
+    mask, _ = make_position_mask(*places.values(), causal, window_size)
+    i, j = torch.arange(300)[:, None], torch.arange(640)
+    listed = 0
+    for b in range(2):
+        assert torch.equal(mask.mask_mod(b, None, i, j).expand(300, 640), visible[b])
+        seen = as_dense(mask.kv_num_blocks[b, None], mask.kv_indices[b, None])
+        listed += int(seen.sum())
+        for row, column in (~seen).nonzero().tolist():
+            block = visible[b, 128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+            assert not block.any()
+    assert listed < 2 * 3 * 5 or not causal, "some blocks are skipped"
+
+
+def at_positions(T, S, device="cpu"):
+    """Positions of two rows that continue from a full ring and from one with empty slots."""
+    old = S - T
+    ring = torch.arange(old, device=device)
+    first = torch.tensor([[1000], [old - 40]], device=device)
+    newest = first - 1
+    kept = torch.stack([newest[0] - (newest[0] - ring) % old, ring.where(ring < old - 40, -1)])
+    q_positions = first + torch.arange(T, device=device)
+    return {"q_positions": q_positions, "k_positions": torch.cat([kept, q_positions], 1)}
+
+
 def as_dense(counts, indices):
     dense = torch.zeros(indices.shape[-2:], dtype=torch.bool)
     for row, count in enumerate(counts[0, 0].tolist()):
@@ -74,6 +112,9 @@ def test_registered_ops_pass_opcheck():
     first = torch.tensor([0] * 130 + [130] * 170)
     torch.library.opcheck(interval_blocks, (first, torch.arange(300), 300))
     torch.library.opcheck(owners, (borders([3, 0, 4]), 7))
+    places = tuple(at_positions(130, 200).values())
+    for causal, window_size in ((True, 50), (False, None)):
+        torch.library.opcheck(position_blocks, (*places, causal, window_size))
 
 
 @pytest.mark.parametrize(
@@ -82,15 +123,22 @@ def test_registered_ops_pass_opcheck():
         ({"window_size": 30}, False),
         ({"alibi_slopes": alibi_slopes(4)}, True),
         ({"cu_seqlens": borders([0, 130, 1, 69])}, True),
+        ({"alibi_slopes": alibi_slopes(4), "window_size": 90, **at_positions(200, 330)}, True),
     ],
 )
 def test_flex_traces_into_one_graph_and_equals_the_reference(options, lse):
     # Traced but not compiled, it runs anywhere: densely, and forward only.
-    x, _ = problem(B=1, T=200, H=2, D=16)
+    is_placed = "q_positions" in options
+    x, _ = problem(B=2 if is_placed else 1, T=200, S=330 if is_placed else 200, H=2, D=16)
+    fields = ("window_size", "alibi_slopes", "cu_seqlens", "q_positions", "k_positions")
 
     def run(q, k, v):
-        named = {"window_size": None, "alibi_slopes": None, "cu_seqlens": None, **options}
-        return attention_flex(Request(q, k, v, True, *named_in_order(named), None, None, lse))
+        window_size, slopes, cu_seqlens, *places = map(options.get, fields)
+        # Positions that the graph computes: the mask must not read them there.
+        places = [None if x is None else x + 0 for x in places]
+        return attention_flex(
+            Request(q, k, v, True, window_size, slopes, 16**-0.5, cu_seqlens, *places, lse)
+        )
 
     with torch.no_grad():
         got = torch.compile(run, fullgraph=True, backend="eager")(**x)
@@ -98,11 +146,6 @@ def test_flex_traces_into_one_graph_and_equals_the_reference(options, lse):
     assert_close("out", got.out, ref.out, rtol=1e-5)
     if lse:
         assert_close("lse", got.lse, ref.lse, rtol=1e-5)
-
-
-def named_in_order(named):
-    """The fields of a Request from its window to its borders."""
-    return named["window_size"], named["alibi_slopes"], 16**-0.5, named["cu_seqlens"]
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
@@ -127,10 +170,10 @@ def on_cuda(options):
     return options
 
 
-def check_on_cuda(function, options, dtype, *, B=2, H=2, T=520, D=64):
+def check_on_cuda(function, options, dtype, *, B=2, H=2, T=520, S=None, D=64):
     """Output, lse and gradients within both bounds of `assert_close`."""
     batch = 1 if "cu_seqlens" in options else B
-    inputs, dout = problem(B=batch, T=T, H=H, D=D, dtype=dtype, device="cuda")
+    inputs, dout = problem(B=batch, T=T, S=S, H=H, D=D, dtype=dtype, device="cuda")
     dlse = torch.randn(batch, T, 4, device="cuda") if options.get("return_lse") else None
 
     def run(fn, cast):
@@ -171,6 +214,14 @@ def test_cuda_backends_equal_the_reference(impl, name, dtype, fresh_compiler):
             check_on_cuda(lambda **x: attention(**x, impl=impl), options, dtype)
     else:
         check_on_cuda(lambda **x: attention(**x, impl=impl), options, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["causal", "alibi window"])
+def test_cuda_positions_equal_the_reference(name, dtype, fresh_compiler):
+    options = on_cuda(CUDA_OPTIONS[name]) | at_positions(520, 700, "cuda")
+    check_on_cuda(lambda **x: attention(**x, impl="flex"), options, dtype, S=700)
 
 
 @pytest.mark.gpu

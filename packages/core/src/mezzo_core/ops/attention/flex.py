@@ -1,7 +1,8 @@
 """Attention by flex_attention on a GPU, which skips masked blocks of keys.
 
 Without positions, each query sees an interval of keys, and both ends of the interval never decrease
-along the queries. The block mask is computed from these ends, without building a (T, S) mask.
+along the queries. The block mask is computed from these ends, without building a (T, S) mask. With
+positions, in any order, it is computed from the least and the greatest of each block.
 """
 
 import functools
@@ -19,14 +20,14 @@ from mezzo_core.positions import sequence_ids
 _AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", None)
 
 BLOCK = 128  # queries and keys of a block of the mask: flex_attention's default
+Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes a row of the batch, a query and a key."""
 
 
 def unsupported(r: Request) -> str | None:
     """Say why this backend cannot do the request, or None if it can."""
     if r.q.device.type != "cuda":
         return f"tensors on {r.q.device} (it needs CUDA)"
-    if r.q_positions is not None:
-        return "q_positions and k_positions"
     if r.q.dtype == torch.float64:
         return "float64"
     if min(r.q.shape[-1], r.v.shape[-1]) < 16 or max(r.q.shape[-1], r.v.shape[-1]) > 256:
@@ -54,11 +55,17 @@ def attention_flex(r: Request) -> AttentionOutput:
     slopes = r.slopes
     if slopes is not None and compiling:
         slopes = captured(slopes)
+    distance: Distance = _in_order
+    if r.q_positions is None or r.k_positions is None:
+        mask = _block_mask(r, cached=not compiling)
+    else:
+        q_positions, k_positions = (x.expand(len(r.q), -1) for x in (r.q_positions, r.k_positions))
+        mask, distance = make_position_mask(q_positions, k_positions, r.causal, r.window_size)
     flex: Any = flex_attention if compiling else _compiled_flex()
     result = flex(
         *inputs,
-        score_mod=None if slopes is None else _alibi(slopes),
-        block_mask=_block_mask(r, cached=not compiling),
+        score_mod=None if slopes is None else _alibi(slopes, distance),
+        block_mask=mask,
         scale=r.scale,
         **options,
     )
@@ -75,9 +82,14 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
+def _in_order(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Return how far query i is behind key j, if both are counted from the same place."""
+    return i - j
+
+
+def _alibi(slopes: Tensor, distance: Distance) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[h] * (i - j).abs()
+        return score - slopes[h] * distance(b, i, j).abs()
 
     return score_mod
 
@@ -126,6 +138,30 @@ def make_block_mask(
         mask_mod=_mask_mod(causal, window_size, ids),
         seq_lengths=(T, S),
     )
+
+
+def make_position_mask(
+    q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
+) -> tuple[BlockMask, Distance]:
+    """Return the block mask of positions (B, T) and (B, S), and the distance that they define."""
+    count, index, q_at, k_at = position_blocks(q_positions, k_positions, causal, window_size)
+
+    def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return q_at[b, i] - k_at[b, j]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        visible = k_at[b, j] >= 0
+        if causal:
+            visible = visible & (distance(b, i, j) >= 0)
+        if window_size is not None:
+            visible = visible & (distance(b, i, j) < window_size)
+        return visible
+
+    seq_lengths = (q_positions.shape[1], k_positions.shape[1])
+    mask = BlockMask.from_kv_blocks(
+        count, index, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=seq_lengths
+    )
+    return mask, distance
 
 
 def _mask_mod(
@@ -202,6 +238,53 @@ def _fake_interval_blocks(
     counts = first.new_empty(1, 1, rows, dtype=torch.int32)
     indices = first.new_empty(1, 1, rows, _num_blocks(num_keys), dtype=torch.int32)
     return counts, indices, torch.empty_like(counts), torch.empty_like(indices)
+
+
+# Registered for the positions that it returns, which the graph may compute; see `captured`.
+@torch.library.custom_op("mezzo::position_blocks", mutates_args=())
+def position_blocks(
+    q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the blocks in which a query may see a key, from the ends of each block's positions.
+
+    Args:
+        q_positions: (B, T).
+        k_positions: (B, S); negative for a hidden key.
+        causal: as in `attention`.
+        window_size: as in `attention`.
+
+    Returns:
+        The int32 arguments of BlockMask.from_kv_blocks, the number (B, 1, rows) and the indices
+        (B, 1, rows, columns) of these blocks; and copies of the positions.
+    """
+    q, k = (_in_blocks(x) for x in (q_positions, k_positions))
+    last_key = k.amax(-1)[:, None]
+    first_key = k.masked_fill(k < 0, torch.iinfo(k.dtype).max).amin(-1)[:, None]
+    seen = (last_key >= 0).expand(-1, q.shape[1], -1)
+    if causal:
+        seen = seen & (first_key <= q.amax(-1)[..., None])
+    if window_size is not None:
+        seen = seen & (last_key > q.amin(-1)[..., None] - window_size)
+    index = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    count = seen.sum(-1, dtype=torch.int32)
+    return count[:, None], index.to(torch.int32)[:, None], q_positions.clone(), k_positions.clone()
+
+
+@position_blocks.register_fake
+def _fake_position_blocks(
+    q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (B, T), S = q_positions.shape, k_positions.shape[1]
+    count = q_positions.new_empty(B, 1, _num_blocks(T), dtype=torch.int32)
+    index = count.new_empty(B, 1, _num_blocks(T), _num_blocks(S))
+    return count, index, torch.empty_like(q_positions), torch.empty_like(k_positions)
+
+
+def _in_blocks(positions: Tensor) -> Tensor:
+    """Lay (B, T) out in blocks, (B, rows, BLOCK); the last position fills the last block."""
+    T = positions.shape[1]
+    place = torch.arange(_num_blocks(T) * BLOCK, device=positions.device).clamp(max=T - 1)
+    return positions[:, place].unflatten(1, (-1, BLOCK))
 
 
 # A registered op too, because a score_mod cannot read a tensor that inductor computes pointwise in
