@@ -14,7 +14,8 @@ from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 SMALL_MASK = 1024 * 1024
-"""Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks."""
+"""Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks, and
+on a GPU flex is not worth a compilation."""
 
 AttentionImpl = Literal["auto", "reference", "sdpa", "blocked", "flex", "flash"]
 
@@ -141,10 +142,12 @@ def _fastest(r: Request) -> str:
     """
     if r.q.numel() == 0 or r.k.numel() == 0:
         return "reference"
-    if not is_plain(r) and flex.unsupported(r) is None:
+    is_small = r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
+    placed_few = r.q_positions is not None and is_small
+    if not is_plain(r) and not placed_few and flex.unsupported(r) is None:
         return "flex"
     able = sdpa.unsupported(r) is None
-    small = is_plain(r) or r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
+    small = is_plain(r) or is_small
     # The blocked op has no rule for vmap, so under transforms of torch.func torch's ops are used.
     if not (able and small) and blocked.unsupported(r) is None and not in_transform():
         return "blocked"
