@@ -14,8 +14,8 @@ from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 SMALL_MASK = 1024 * 1024
-"""Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks, and
-on a GPU flex is not worth a compilation."""
+"""Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks,
+and on a GPU flex is not worth a compilation."""
 
 AttentionImpl = Literal["auto", "reference", "sdpa", "blocked", "flex", "flash"]
 

@@ -120,7 +120,7 @@ def queries_bwd_kernel(
         b_d = b_probs * (b_dscores - b_sum[None, :]) * b_weight[None, :]
         b_d = b_d.to(k.dtype.element_ty)
         b_dlast = tl.zeros([D, READS], tl.float32)
-        for r in range(R):
+        for r in tl.range(0, R, num_stages=4):  # short, so it looks further ahead
             b_keys = load_keys(k, pick(b_index, r), first, 0, k_chunk, k_row, i_h, L, BN, D)
             b_new = tl.dot(tl.trans(b_keys), b_d, input_precision=PRECISION)
             b_dlast += tl.where(o_r[None, :] == r, b_new, 0.0)

@@ -97,7 +97,7 @@ def attend_fwd_kernel(
         tl.store(lse + ((i_c * R + o_r) * H + i_h) * M + M - 1, b_lse, mask=o_r < R)
         b_p = b_p.to(v.dtype.element_ty)
         b_out = tl.zeros([D, READS], tl.float32)
-        for r in range(R):
+        for r in tl.range(0, R, num_stages=4):  # short, so it looks further ahead
             b_v = load_keys(v, pick(b_index, r), first, 0, v_chunk, v_row, i_h, L, BN, D)
             b_new = tl.dot(tl.trans(b_v), b_p, input_precision=PRECISION)
             b_out += tl.where(o_r[None, :] == r, b_new, 0.0)
