@@ -48,7 +48,7 @@ def published(compiled):
     jit.JITFunction.run = run
     assert len(kernels) == 12, "a forward, queries, and chunks in two launches"
     stacks = [stack_of(kernel) for kernel in kernels]
-    # Registers are capped, for one program more on a multiprocessor is worth more than a few spills.
+    # Registers are capped: one program more on a multiprocessor is worth more than a few spills.
     assert max(stacks) <= 160, f"bytes of registers are spilled: {stacks}"
     known = len(compiled)
     for B, N, S in ((2, 33, 33), (1, 2048, 2048), (3, 18, 1)):
