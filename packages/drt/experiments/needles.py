@@ -33,7 +33,7 @@ from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import ModelSize, landmark_lm
 from mezzo_drt.claims import DRT1, DRT2, LANDMARK, PASSKEY, TWO_HOP
 from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, PasskeyConfig
-from mezzo_drt.recipes import ARCHITECTURES, Hyperparameters, small
+from mezzo_drt.recipes import ARCHITECTURES, small
 
 DEEP = "BaseLM +2 layers"
 MODELS = (DEEP, LANDMARK, DRT1, DRT2)
@@ -117,14 +117,14 @@ DRY = Sizes(
     ),
     stages={
         PASSKEY: (
-            Stage(PasskeyConfig(key_tokens=12), seq_len=128, batch_size=2, steps=2, lr=1e-3),
-            Stage(PasskeyConfig(), seq_len=256, batch_size=2, steps=1, lr=1e-3),
+            Stage(PasskeyConfig(key_tokens=12, test_rows=2), 128, batch_size=2, steps=2, lr=1e-3),
+            Stage(PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),
         ),
-        TWO_HOP: (Stage(HopsConfig(), seq_len=256, batch_size=2, steps=1, lr=1e-3),),
+        TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
     },
-    columns={PASSKEY: ("1K", "4K"), TWO_HOP: ("1K",)},
-    samples={"1K": 3, "4K": 2},
-    segment=2048,
+    columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K")},
+    samples={"1K": 2, "4K": 1},
+    segment=1024,
 )
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
@@ -288,16 +288,20 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         for s in stages
     )
     samples = ", ".join(f"{sizes.samples[column]} at {column}" for column in sizes.columns[name])
+    setting = (
+        f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
+        f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
+        f"softmax1 {'on' if c.softmax1 else 'off'}; tokenizer {options.tokenizer}",
+        f"trained from scratch on needles in {Path(options.data).name}: {told}; Landmark Attention "
+        f"on rows of {LANDMARK_LEN}",
+        f"share of the held-out rows in which every token of the answer is right: {samples} "
+        f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens of them)",
+        f"one row at a time, in segments of {sizes.segment}, DRT's chunks on the host",
+    )
     header = Header(
         kind="recall",
         title=f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
-        setting=f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window "
-        f"{c.window_size}, chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} "
-        f"residual, softmax1 {'on' if c.softmax1 else 'off'}; tokenizer {options.tokenizer}, needles "
-        f"in {Path(options.data).name}; trained from scratch: {told}; Landmark Attention on rows of "
-        f"{LANDMARK_LEN}; rows that are right in all tokens of the answer: {samples} (Landmark "
-        f"Attention at most {LANDMARK_TOKENS} tokens in all); one row at a time in segments of "
-        f"{sizes.segment}, DRT's chunks offloaded to the host",
+        setting="; ".join(setting),
         how="scaled down",
         columns=sizes.columns[name],
         models=MEASURED[name],
