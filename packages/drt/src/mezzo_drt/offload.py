@@ -2,7 +2,8 @@
 
 The host's memory is pageable, or mapped files: what torch has pinned once stays pinned, in blocks
 of powers of two, so that a buffer which grows would take several times its size. What is fetched
-is gathered into a small pinned block first, from which it is copied asynchronously.
+is gathered into a small pinned block first, from which it is copied asynchronously. What is stored
+comes through such a block too: a GPU writes pageable memory with one thread of the host alone.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,17 @@ def fetch(memory: Memory, indices: Tensor) -> tuple[Memory, Tensor]:
     local.masked_fill_(wanted < 0, -1)
     k, v = fetch_rows(memory, range(len(wanted)), chosen, indices.device)
     return memory._replace(k=k, v=v), local.to(indices.device, non_blocking=True)
+
+
+def bring(new: Memory) -> Memory:
+    """Bring the keys and values of new chunks to the host, in pinned blocks; waits for a GPU."""
+
+    def brought(part: Tensor) -> Tensor:
+        if part.device.type != "cuda":
+            return part
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+
+    return new._replace(k=brought(new.k), v=brought(new.v))
 
 
 def fetch_open(memory: Memory, indices: Tensor) -> Fetched:

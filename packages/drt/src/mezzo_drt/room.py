@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo_drt.encoder import Memory
+from mezzo_drt.offload import bring
 from mezzo_drt.places import Continued
 from mezzo_drt.store import Allocate
 
@@ -92,6 +93,8 @@ def append(
             for old, added in zip(memory, new, strict=True)
         ]
         return Memory(*parts), make_leaf(len(leaf))
+    if allocate is not None:
+        new = bring(new)
     numbers = _numbers(leaf)
     room, whole = room_of(leaf), buffers(memory, leaf)
     fits = room is not None and room.filled == S == continued.writes_at and end <= room.capacity

@@ -9,6 +9,8 @@ import torch
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
+from mezzo_core.eval.evaluate import evaluate_segments
+from mezzo_core.nn.lm import LMOutput, Score
 from mezzo_core.testing.arguments import check_fields
 from mezzo_drt.needles import HopsConfig, PasskeyConfig
 from mezzo_drt.needles.haystack import Haystack, Row
@@ -233,3 +235,66 @@ def test_the_shortest_row_has_no_text_before_the_question():
     row = PasskeyConfig(key_tokens=12).build(64 + 4 + 12 - 1, None).row(0, is_test=False)
     assert [place for place, _ in row.parts] == [0, 31]
     assert row.answer == range(68, 80)
+
+
+class Answerer(torch.nn.Module):
+    """Stands for a model: guesses each token that is asked for from all tokens up to its place."""
+
+    def __init__(self, guess):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.guess = guess
+
+    def init_state(self, batch):
+        return torch.zeros(batch, 0, dtype=torch.int64)
+
+    def forward(self, tokens, state, last_only):
+        return LMOutput(tokens, torch.cat([state, tokens], 1))
+
+    def score(self, tokens, targets, borders, state):
+        seen = torch.cat([state, tokens], 1)
+        hits = torch.zeros_like(targets, dtype=torch.bool)
+        for row, t in (targets != NO).nonzero().tolist():
+            text = seen[row, : state.shape[1] + t + 1].numpy().astype("<u2").tobytes()
+            hits[row, t] = self.guess(text) == targets[row, t]
+        return Score(torch.zeros(()), (targets != NO).sum(), hits, seen)
+
+
+def wide(words):
+    return np.frombuffer(words, np.uint8).astype("<u2").tobytes()
+
+
+def after(text, words, tokens=None):
+    """Return what follows the last place of the words, and begins with these tokens."""
+    place = text.rindex(wide(words) + (b"" if tokens is None else tokens))
+    found = text[place + 2 * len(words) :]
+    return found if tokens is None else found[len(tokens) :]
+
+
+def passkey(text):
+    said = len(after(text, b"What is the passkey? The passkey is ")) // 2
+    return np.frombuffer(after(text, b"\nThe passkey is: "), "<u2")[said]
+
+
+def path(text):
+    asked = after(text, b"\nThe path from ")
+    said = len(asked) // 2 - 10
+    names = [asked[:10]]
+    for _ in range(2):
+        names.append(after(text, b"\nDEF ", names[-1] + wide(b"->"))[:10])
+    return np.frombuffer(names[1] + wide(b", ") + names[2], "<u2")[said]
+
+
+@pytest.mark.parametrize("num_tokens", [2**10, 2**14, 2**20])
+def test_who_reads_the_text_answers_and_who_guesses_does_not(task, num_tokens):
+    data = replace(task, test_rows=2).build(num_tokens, None)
+    read = passkey if isinstance(task, PasskeyConfig) else path
+    draw = np.random.default_rng(0)
+
+    def asked(guess):
+        return evaluate_segments(Answerer(guess), data.test_segments(2**14))
+
+    right = asked(read)
+    assert (right.exact_match, right.accuracy) == (1, 1)
+    assert asked(lambda text: draw.integers(256)).exact_match == 0
+    assert right.tokens == 2 * len(data.row(0, is_test=True).answer)

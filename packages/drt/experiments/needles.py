@@ -1,0 +1,315 @@
+"""Find passkeys, and follow paths of two hops, in texts of up to 16 million tokens (Table 2).
+
+    python packages/drt/experiments/needles.py --seeds 0 --jobs 4 \
+        --out packages/drt/results/nvidia-h200
+    python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
+
+Trains each model on rows of 4,096 tokens (Landmark Attention: 768), first on long keys in short
+rows, then on the task, and from there on paths. Then measures how many answers of held-out rows are
+right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the model in segments, and
+DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
+alone; what `--runs` has is not trained again, and what the files have is not measured again.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from mezzo_core.bench import Header, Options, Result, attempt, origin, run_script, say
+from mezzo_core.bench.jobs import side_by_side
+from mezzo_core.bench.training import measure_run
+from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.eval.evaluate import evaluate_segments
+from mezzo_core.nn import LM, LMConfig
+from mezzo_core.nn.checkpoint import copy_weights
+from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_drt import DRTConfig
+from mezzo_drt.baselines import ModelSize, landmark_lm
+from mezzo_drt.claims import DRT1, DRT2, LANDMARK, PASSKEY, TWO_HOP
+from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, PasskeyConfig
+from mezzo_drt.recipes import ARCHITECTURES, small
+
+DEEP = "BaseLM +2 layers"
+MODELS = (DEEP, LANDMARK, DRT1, DRT2)
+MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2)}
+REACH = {DEEP: 2**18, LANDMARK: 2**16}
+"""Tokens of the longest rows of models that are not measured further."""
+LANDMARK_LEN = 768
+"""Tokens of Landmark Attention's rows in training: as many as it sees in full."""
+LANDMARK_TOKENS = 2**19
+"""Tokens of a length's test rows for Landmark Attention, which is slow."""
+STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
+"""The trainings that lead to each result."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a training: it begins with the weights that the stage before ends with."""
+
+    task: AbstractNeedleConfig
+    seq_len: int
+    batch_size: int
+    steps: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of models, trainings and rows.
+
+    Attributes:
+        d_model: C.
+        stack: of DRT with one retrieval, whose layers and widths the others take too.
+        stages: those of each result; those of `two_hop` follow on those of `passkey`.
+        columns: the lengths of each result.
+        samples: test rows of each length.
+        segment: tokens that the model reads at a time.
+    """
+
+    d_model: int
+    stack: DRTConfig
+    stages: Mapping[str, tuple[Stage, ...]]
+    columns: Mapping[str, tuple[str, ...]]
+    samples: Mapping[str, int]
+    segment: int
+
+
+FULL = Sizes(
+    d_model=256,
+    stack=DRTConfig(
+        num_layers=4,
+        num_encoder_layers=1,
+        head_dim=32,
+        hidden=768,
+        residual="text",
+        softmax1=False,
+    ),
+    stages={
+        PASSKEY: (
+            Stage(PasskeyConfig(key_tokens=48), seq_len=1024, batch_size=64, steps=800, lr=2e-3),
+            Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=600, lr=1e-3),
+        ),
+        TWO_HOP: (
+            Stage(HopsConfig(), seq_len=1024, batch_size=64, steps=800, lr=1e-3),
+            Stage(HopsConfig(), seq_len=4096, batch_size=32, steps=400, lr=1e-3),
+        ),
+    },
+    columns={
+        PASSKEY: ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "1M", "4M", "16M"),
+        TWO_HOP: ("1K", "4K", "16K", "64K", "256K", "4M"),
+    },
+    samples={
+        **dict.fromkeys(("1K", "4K", "8K", "16K", "32K", "64K"), 96),
+        **{"128K": 32, "256K": 32, "1M": 16, "4M": 4, "16M": 2},
+    },
+    segment=2**16,
+)
+DRY = Sizes(
+    d_model=32,
+    stack=replace(
+        FULL.stack, chunk_size=16, num_retrieved=2, window_size=32, head_dim=16, hidden=64
+    ),
+    stages={
+        PASSKEY: (
+            Stage(PasskeyConfig(key_tokens=12, test_rows=2), 128, batch_size=2, steps=2, lr=1e-3),
+            Stage(PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),
+        ),
+        TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
+    },
+    columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K")},
+    samples={"1K": 2, "4K": 1},
+    segment=1024,
+)
+"""A rehearsal on a CPU: the same steps at toy sizes."""
+
+
+def measure(options: Options) -> None:
+    """Train and measure on one task after the other."""
+    sizes = DRY if options.dry_run else FULL
+    for name in MEASURED:
+        result = result_file(name, sizes, options)
+        for seed in options.seeds:
+            missing = [
+                (model, column)
+                for column in sizes.columns[name]
+                for model in options.models
+                if model in MEASURED[name]
+                and num_tokens(column) <= REACH.get(model, num_tokens(column))
+                and not result.has(model, column, seed=seed)
+            ]
+            models = tuple(dict.fromkeys(model for model, _ in missing))
+            trained = train_all(name, models, seed, sizes, options)
+            for model, column in missing:
+                lm = load(name, model, seed, sizes, options)
+                value, details = measure_cell(lm, name, model, column, sizes, options)
+                if column == sizes.columns[name][0]:
+                    details |= trained[model]
+                result.add(value, model=model, column=column, seed=seed, **details)
+
+
+def train_all(
+    name: str, models: tuple[str, ...], seed: int, sizes: Sizes, options: Options
+) -> dict[str, dict[str, Any]]:
+    """Train models on a result's task, and return what each found in training."""
+    calls = [partial(train_stages, runs_of(name, each, seed, sizes, options)) for each in models]
+    found = {}
+    for i, details in side_by_side(calls, options.runs, options.device, options.jobs):
+        found[models[i]] = details
+        say(f"{Path(name).name}: {models[i]}: trained, seed {seed}")
+    return found
+
+
+def train_stages(
+    runs: list[tuple[Path, TrainConfig]], folder: Path, device: torch.device
+) -> dict[str, Any]:
+    """Train stage after stage, each in its own folder, where one that is done is only read."""
+    details = {}
+    for home, config in runs:
+        details = measure_run(config, home, device, resume=True)
+    return {name: details[name] for name in ("parameters", "steps")}
+
+
+def runs_of(
+    name: str, model: str, seed: int, sizes: Sizes, options: Options
+) -> list[tuple[Path, TrainConfig]]:
+    """Return the runs that lead to a model of a result's task, with their folders."""
+    runs: list[tuple[Path, TrainConfig]] = []
+    for task in STAGES_OF[name]:
+        for i, stage in enumerate(sizes.stages[task]):
+            home = folder_of(task, model, seed, i, options)
+            config = TrainConfig(
+                name=f"{Path(task).name}_{i}",
+                model=configure(model, sizes, options),
+                data=on_text(stage.task, sizes, options),
+                optim=OptimConfig(
+                    lr=stage.lr, min_lr=stage.lr / 10, warmup_fraction=0.1, weight_decay=1e-3
+                ),
+                seq_len=min(stage.seq_len, LANDMARK_LEN) if model == LANDMARK else stage.seq_len,
+                batch_size=stage.batch_size,
+                steps=stage.steps,
+                seed=seed,
+                eval_every=stage.steps,
+                checkpoint_every=stage.steps,
+                init_from=str(runs[-1][0] / "model") if runs else None,
+            )
+            runs.append((home, config))
+    return runs
+
+
+def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
+    """Return a model that is to be trained."""
+    vocab_size, stack = load_tokenizer(options.tokenizer).vocab_size, sizes.stack
+    if model == LANDMARK:
+        assert stack.hidden is not None
+        size = ModelSize(vocab_size, sizes.d_model, stack.num_layers, stack.head_dim, stack.hidden)
+        return landmark_lm(size, stack.chunk_size)
+    like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=stack)
+    return ARCHITECTURES[{DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}[model]](like)
+
+
+def load(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> LM:
+    """Load a trained model; DRT's chunks will go to the host's memory."""
+    config = configure(model, sizes, options)
+    if isinstance(config.stack, DRTConfig):
+        config = replace(config, stack=replace(config.stack, offload=True))
+    with options.device:
+        lm = config.build()
+    copy_weights(runs_of(name, model, seed, sizes, options)[-1][0] / "model", lm)
+    return lm
+
+
+def measure_cell(
+    lm: LM, name: str, model: str, column: str, sizes: Sizes, options: Options
+) -> tuple[float | str, dict[str, Any]]:
+    """Return the share of right answers in %, and what it took to find them."""
+    T, samples = num_tokens(column), sizes.samples[column]
+    if model == LANDMARK:
+        samples = min(samples, max(1, LANDMARK_TOKENS // T))
+    task = replace(on_text(sizes.stages[name][-1].task, sizes, options), test_rows=samples)
+    data = task.build(T, options.runs / "text")
+    found = attempt(lambda: [ask(lm, data, sizes.segment, options.device)])
+    if isinstance(found, str):
+        return found, {}
+    return found[0].pop("exact_match"), {"samples": samples, **found[0]}
+
+
+def ask(lm: LM, data: NeedleData, segment: int, device: torch.device) -> dict[str, Any]:
+    """Ask the question of each test row, one after the other."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    found, seconds = [], []
+    for row in data.test_segments(segment):
+        start = time.perf_counter()
+        found.append(evaluate_segments(lm, [row]))
+        seconds.append(time.perf_counter() - start)
+    # The weights' bytes are counted, and autocast stores keys and values in bf16.
+    share = torch.bfloat16.itemsize / torch.float32.itemsize if is_cuda else 1
+    return {
+        "exact_match": 100 * statistics.fmean(each.exact_match or 0 for each in found),
+        "accuracy": 100 * statistics.fmean(each.accuracy for each in found),
+        "seconds_a_row": statistics.median(seconds),
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else None,
+        "host_gb": lm.host_state_bytes(data.seq_len) * share / 1e9,
+    }
+
+
+def num_tokens(column: str) -> int:
+    """Return the tokens of a length such as "4K"."""
+    return int(column[:-1]) * {"K": 2**10, "M": 2**20}[column[-1]]
+
+
+def on_text(task: AbstractNeedleConfig, sizes: Sizes, options: Options) -> AbstractNeedleConfig:
+    """Return a task in the given text."""
+    text = DataConfig(source=options.data, tokenizer=options.tokenizer)
+    return replace(task, text=text, chunk_size=sizes.stack.chunk_size)
+
+
+def folder_of(name: str, model: str, seed: int, stage: int, options: Options) -> Path:
+    """Return the folder of a stage's run."""
+    return options.runs / f"{Path(name).name}_{MODELS.index(model)}_{seed}_{stage}"
+
+
+def result_file(name: str, sizes: Sizes, options: Options) -> Result:
+    """Open the result that the claims know by its name."""
+    what = {PASSKEY: "A passkey", TWO_HOP: "Paths of two hops"}[name]
+    c = sizes.stack
+    stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
+    told = ", then ".join(
+        f"{s.steps} steps of {s.batch_size} rows of {s.seq_len} (lr {s.lr:g}, "
+        f"{s.task.name}{f' of {s.task.key_tokens}' if isinstance(s.task, PasskeyConfig) else ''})"
+        for s in stages
+    )
+    samples = ", ".join(f"{sizes.samples[column]} at {column}" for column in sizes.columns[name])
+    setting = (
+        f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
+        f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
+        f"softmax1 {'on' if c.softmax1 else 'off'}; tokenizer {options.tokenizer}",
+        f"trained from scratch on needles in {Path(options.data).name}: {told}; Landmark Attention "
+        f"on rows of {LANDMARK_LEN}",
+        f"share of the held-out rows in which every token of the answer is right: {samples} "
+        f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens of them)",
+        f"one row at a time, in segments of {sizes.segment}, DRT's chunks on the host",
+    )
+    header = Header(
+        kind="recall",
+        title=f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
+        setting="; ".join(setting),
+        how="scaled down",
+        columns=sizes.columns[name],
+        models=MEASURED[name],
+        unit="%",
+        better="higher",
+    )
+    return Result(options.out / f"{Path(name).name}.json", header, origin(options.device), say)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, MODELS, trains=True, parallel=True))

@@ -1,0 +1,90 @@
+"""The experiment on needles, rehearsed on a CPU: what is written, and what a full run is."""
+
+import runpy
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mezzo_core.bench import Options
+from mezzo_core.papers.measurement import How, read_result
+from mezzo_drt.claims import ANSWERS, DRT1, DRT2, LANDMARK, PASSKEY, REPRODUCTION, TWO_HOP
+
+SCRIPT = Path(__file__).parents[1] / "experiments/needles.py"
+needles = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+TABLES = {PASSKEY: "drt.table2.single_niah", TWO_HOP: "drt.table2.two_hop_niah"}
+
+
+def dry_run(folder, *words):
+    folders = ["--out", str(folder / "results/cpu"), "--runs", str(folder / "runs")]
+    command = ["--dry-run", "--seeds", "0", *folders, *words]
+    return needles.run_script(
+        needles.measure, "Find.", needles.MODELS, trains=True, parallel=True, words=command
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rehearsal")
+    assert dry_run(folder, "--models", LANDMARK, DRT1) == 0
+    return folder
+
+
+def rehearsed(folder, name):
+    return read_result(folder / f"results/cpu/{Path(name).name}.json")
+
+
+def test_each_length_of_each_model_is_measured(folder):
+    ours = rehearsed(folder, TWO_HOP)
+    assert [(e.model, e.column) for e in ours.entries] == [
+        (model, column) for model in (LANDMARK, DRT1) for column in ("1K", "4K")
+    ]
+    assert (ours.seeds, ours.how) == ([0], How.SCALED_DOWN)
+    for entry in ours.entries:
+        assert entry.details["samples"] == {"1K": 2, "4K": 1}[entry.column]
+        assert entry.details["seconds_a_row"] > 0
+        offloaded = 2 * needles.num_tokens(entry.column) * 32 * 4 / 1e9
+        assert entry.details["host_gb"] == pytest.approx(
+            offloaded * (entry.model == DRT1), rel=1e-4
+        )
+        assert ("steps" in entry.details) == (entry.column == "1K")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_claims_read_the_names_that_the_script_writes(folder, name):
+    (answer,) = (each for each in ANSWERS if each.id == TABLES[name])
+    judged = answer.evidence[0].criterion(
+        REPRODUCTION.published.table(TABLES[name]), rehearsed(folder, name)
+    )
+    assert len(judged.details) == len(rehearsed(folder, name).entries)
+
+
+def test_a_second_run_measures_only_what_is_missing(folder, capsys):
+    assert dry_run(folder, "--models", DRT1, DRT2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1].strip() for line in lines if "%" in line] == [
+        f"{DRT2}, {column}, 0" for column in ("4K", "1K", "4K")
+    ]
+    assert [line.split(":")[1].strip() for line in lines if "trained" in line] == [DRT2] * 2
+
+
+def test_a_full_run_covers_the_printed_lengths():
+    for name, table in TABLES.items():
+        printed = REPRODUCTION.published.table(table)
+        columns = [column for column in printed.columns if column != "Retrieval"]
+        assert set(columns) <= set(needles.FULL.columns[name]) <= set(needles.FULL.samples)
+        assert set(needles.MEASURED[name]) <= {row.model for row in printed.rows}
+
+
+def test_stages_follow_one_another():
+    options = Options(Path("out"), (), torch.device("cpu"), dry_run=False, data="texts")
+    runs = needles.runs_of(TWO_HOP, DRT2, 1, needles.FULL, options)
+    assert len(runs) == sum(map(len, needles.FULL.stages.values()))
+    assert runs[0][1].init_from is None
+    for (home, _), (_, config) in pairwise(runs):
+        assert config.init_from == str(home / "model")
+    assert {config.data.text.source for _, config in runs} == {"texts"}
+    assert {config.data.chunk_size for _, config in runs} == {64}
+    landmark = needles.runs_of(PASSKEY, LANDMARK, 0, needles.FULL, options)
+    assert {config.seq_len for _, config in landmark} == {needles.LANDMARK_LEN}
