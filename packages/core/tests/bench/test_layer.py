@@ -72,6 +72,7 @@ def test_right_layers_pass(mixer):
 
 
 @pytest.mark.parametrize("config", [OwnKeysConfig(), BlocksConfig((OwnKeysConfig(),) * 2)])
+@pytest.mark.usefixtures("poison_memory")
 def test_a_block_and_a_stack_are_checked_and_timed_alone(config):
     alone = build_layer(config, C, CPU, alone=True)
     check_layer(alone)

@@ -16,6 +16,7 @@ from mezzo_core.bench.timing import WARMUP_CALLS, Timing, measure, start_afresh
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
+from mezzo_core.nn.init import init_own_weights
 from mezzo_core.nn.lm import LMConfig
 
 RECOMPILATIONS = 64
@@ -53,7 +54,7 @@ def build_layer(
     torch.manual_seed(0)
     with device:
         layer = Layer(config.build(d_model), d_model, alone=alone)
-    layer.mixer.init_own_weights()
+    init_own_weights(layer)
     return layer
 
 

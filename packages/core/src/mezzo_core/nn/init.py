@@ -35,12 +35,12 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
                 nn.init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-    _init_own_weights(model)
+    init_own_weights(model)
 
 
-def _init_own_weights(module: nn.Module) -> None:
+def init_own_weights(module: nn.Module) -> None:
     """Call `init_own_weights` of a module's parts, then of the module, which may override them."""
     for part in module.children():
-        _init_own_weights(part)
+        init_own_weights(part)
     if isinstance(module, AbstractSequenceModule):
         module.init_own_weights()
