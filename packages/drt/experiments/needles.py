@@ -42,6 +42,8 @@ REACH = {DEEP: 2**18, LANDMARK: 2**16}
 """Tokens of the longest rows of models that are not measured further."""
 LANDMARK_LEN = 768
 """Tokens of Landmark Attention's rows in training: as many as it sees in full."""
+LANDMARK_ROWS = 16
+"""The most rows of a step of its training, which computes all logits of all chunks in float32."""
 LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
 STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
@@ -190,7 +192,7 @@ def runs_of(
                 optim=OptimConfig(
                     lr=stage.lr, min_lr=stage.lr / 10, warmup_fraction=0.1, weight_decay=1e-3
                 ),
-                seq_len=min(stage.seq_len, LANDMARK_LEN) if model == LANDMARK else stage.seq_len,
+                seq_len=stage.seq_len,
                 batch_size=stage.batch_size,
                 steps=stage.steps,
                 seed=seed,
@@ -198,6 +200,10 @@ def runs_of(
                 checkpoint_every=stage.steps,
                 init_from=str(runs[-1][0] / "model") if runs else None,
             )
+            if model == LANDMARK:
+                rows = min(config.batch_size, LANDMARK_ROWS)
+                length = min(config.seq_len, LANDMARK_LEN)
+                config = replace(config, batch_size=rows, seq_len=length)
             runs.append((home, config))
     return runs
 
@@ -293,7 +299,7 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
         f"softmax1 {'on' if c.softmax1 else 'off'}; tokenizer {options.tokenizer}",
         f"trained from scratch on needles in {Path(options.data).name}: {told}; Landmark Attention "
-        f"on rows of {LANDMARK_LEN}",
+        f"on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
         f"share of the held-out rows in which every token of the answer is right: {samples} "
         f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens of them)",
         f"one row at a time, in segments of {sizes.segment}, DRT's chunks on the host",
