@@ -9,6 +9,9 @@ rows, then on the task, and from there on paths. Then measures how many answers 
 right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the model in segments, and
 DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
+
+Unfinished: in a first trial on a GPU the stages of `FULL` stayed at chance, so no result is
+committed. At a toy size on a CPU, keys as long as a chunk in rows of few chunks were learnt.
 """
 
 import statistics
