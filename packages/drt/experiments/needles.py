@@ -10,8 +10,8 @@ right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the mo
 DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
 
-Unfinished: no result is committed yet. Without the first stage a trial on a GPU stayed at chance. On
-a CPU, at a toy size, keys of two chunks in rows of eight are learnt in 500 steps of 8 rows.
+Unfinished: no result is committed yet. Without the first stage a trial on a GPU stayed at chance.
+On a CPU, at a toy size, keys of two chunks in rows of eight are learnt in 500 steps of 8 rows.
 """
 
 import statistics
