@@ -10,8 +10,7 @@ right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the mo
 DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
 
-Unfinished: no result is committed yet. Without the first stage a trial on a GPU stayed at chance.
-On a CPU, at a toy size, keys of two chunks in rows of eight are learnt in 500 steps of 8 rows.
+Unfinished: no result is committed yet, and whether these stages learn on a GPU is open.
 """
 
 import statistics
@@ -28,6 +27,7 @@ from mezzo_core.bench import Header, Options, Result, attempt, origin, run_scrip
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.training import measure_run
 from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate_segments
 from mezzo_core.nn import LM, LMConfig
 from mezzo_core.nn.checkpoint import copy_weights
@@ -242,7 +242,7 @@ def measure_cell(
     if model == LANDMARK:
         samples = min(samples, max(1, LANDMARK_TOKENS // T))
     task = replace(on_text(sizes.stages[name][-1].task, sizes, options), test_rows=samples)
-    data = task.build(T, options.runs / "text")
+    data = task.build(T, token_store())
     found = attempt(lambda: [ask(lm, data, sizes.segment, options.device)])
     if isinstance(found, str):
         return found, {}

@@ -26,7 +26,7 @@ OURS = ("fixed", "outside")  # are not in the paper's table
 MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe not in OURS}
 LENGTHS = (SHORT, TRAINED_AT, LONG)
 STEPS, BATCH = 2400, 2
-"""Four epochs of five million tokens: further ones would teach little but the text by heart."""
+"""Four epochs of five million tokens."""
 TOY = 64  # a dry run has this many times fewer tokens in a window
 
 

@@ -3,7 +3,7 @@
 The host's memory is pageable, or mapped files: what torch has pinned once stays pinned, in blocks
 of powers of two, so that a buffer which grows would take several times its size. What is fetched
 is gathered into a small pinned block first, from which it is copied asynchronously. What is stored
-comes through such a block too: a GPU writes pageable memory with one thread of the host alone.
+comes through such a block too.
 """
 
 from collections.abc import Sequence

@@ -48,8 +48,10 @@ def published(compiled):
     jit.JITFunction.run = run
     assert len(kernels) == 12, "a forward, queries, and chunks in two launches"
     stacks = [stack_of(kernel) for kernel in kernels]
-    # Registers are capped: one program more on a multiprocessor is worth more than a few spills.
-    assert max(stacks) <= 160, f"bytes of registers are spilled: {stacks}"
+    # Registers of the first two are capped, so that more programs run on a multiprocessor.
+    limits = [16, 136, 0, 0] * 3
+    spilled = any(stack > limit for stack, limit in zip(stacks, limits, strict=True))
+    assert not spilled, f"bytes of registers are spilled: {stacks}"
     known = len(compiled)
     for B, N, S in ((2, 33, 33), (1, 2048, 2048), (3, 18, 1)):
         attend(64, 64, B=B, N=N, S=S)
