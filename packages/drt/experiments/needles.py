@@ -9,8 +9,6 @@ rows, then on the task, and from there on paths. Then measures how many answers 
 right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the model in segments, and
 DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
-
-Unfinished: no result is committed yet, and whether these stages learn on a GPU is open.
 """
 
 import statistics
@@ -43,6 +41,8 @@ MODELS = (DEEP, LANDMARK, DRT1, DRT2)
 MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2)}
 REACH = {DEEP: 2**18, LANDMARK: 2**16}
 """Tokens of the longest rows of models that are not measured further."""
+EVAL_EVERY = 200
+"""Steps of a training between evaluations."""
 LANDMARK_LEN = 768
 """Tokens of Landmark Attention's rows in training: as many as it sees in full."""
 LANDMARK_ROWS = 16
@@ -62,6 +62,8 @@ class Stage:
     batch_size: int
     steps: int
     lr: float
+    until: float | None = None
+    """It ends before its steps once this share of the answers' tokens is right."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ FULL = Sizes(
     ),
     stages={
         PASSKEY: (
-            Stage(PasskeyConfig(key_tokens=128), seq_len=512, batch_size=64, steps=800, lr=2e-3),
+            Stage(
+                PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=2400, lr=1e-3, until=0.9
+            ),
             Stage(PasskeyConfig(key_tokens=48), seq_len=1024, batch_size=64, steps=400, lr=1e-3),
             Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=600, lr=1e-3),
         ),
@@ -200,7 +204,8 @@ def runs_of(
                 batch_size=stage.batch_size,
                 steps=stage.steps,
                 seed=seed,
-                eval_every=stage.steps,
+                eval_every=EVAL_EVERY,
+                stop_at_accuracy=stage.until,
                 checkpoint_every=stage.steps,
                 init_from=str(runs[-1][0] / "model") if runs else None,
             )
@@ -293,7 +298,8 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
     c = sizes.stack
     stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
     told = ", then ".join(
-        f"{s.steps} steps of {s.batch_size} rows of {s.seq_len} (lr {s.lr:g}, "
+        f"{s.steps} steps{' at most' if s.until else ''} of {s.batch_size} rows of {s.seq_len} "
+        f"(lr {s.lr:g}, {f'until {s.until:.0%} of tokens are right, ' if s.until else ''}"
         f"{s.task.name}{f' of {s.task.key_tokens}' if isinstance(s.task, PasskeyConfig) else ''})"
         for s in stages
     )
