@@ -11,17 +11,15 @@ DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--mode
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.bench import Header, Options, Result, attempt, origin, run_script, say
+from mezzo_core.bench import Header, Options, Result, attempt, origin, run_script, say, start_afresh
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.training import measure_run
 from mezzo_core.data import DataConfig, load_tokenizer
@@ -47,6 +45,8 @@ LANDMARK_LEN = 768
 """Tokens of Landmark Attention's rows in training: as many as it sees in full."""
 LANDMARK_ROWS = 16
 """The most rows of a step of its training, which computes all logits of all chunks in float32."""
+TOGETHER = 2**18
+"""The most tokens of test rows that go through a model at once, if it is more than one row."""
 LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
 STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
@@ -102,7 +102,7 @@ FULL = Sizes(
             Stage(
                 PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=2400, lr=1e-3, until=0.9
             ),
-            Stage(PasskeyConfig(key_tokens=48), seq_len=1024, batch_size=64, steps=400, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=1200, lr=1e-3),
             Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=600, lr=1e-3),
         ),
         TWO_HOP: (
@@ -139,40 +139,42 @@ DRY = Sizes(
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
 
+class Cell(NamedTuple):
+    """What is measured: a trained model on a result's task, at a length."""
+
+    name: str
+    model: str
+    column: str
+    seed: int
+
+
 def measure(options: Options) -> None:
     """Train and measure on one task after the other."""
     sizes = DRY if options.dry_run else FULL
     for name in MEASURED:
         result = result_file(name, sizes, options)
-        for seed in options.seeds:
-            missing = [
-                (model, column)
-                for column in sizes.columns[name]
-                for model in options.models
-                if model in MEASURED[name]
-                and num_tokens(column) <= REACH.get(model, num_tokens(column))
-                and not result.has(model, column, seed=seed)
-            ]
-            models = tuple(dict.fromkeys(model for model, _ in missing))
-            trained = train_all(name, models, seed, sizes, options)
-            for model, column in missing:
-                lm = load(name, model, seed, sizes, options)
-                value, details = measure_cell(lm, name, model, column, sizes, options)
-                if column == sizes.columns[name][0]:
-                    details |= trained[model]
-                result.add(value, model=model, column=column, seed=seed, **details)
-
-
-def train_all(
-    name: str, models: tuple[str, ...], seed: int, sizes: Sizes, options: Options
-) -> dict[str, dict[str, Any]]:
-    """Train models on a result's task, and return what each found in training."""
-    calls = [partial(train_stages, runs_of(name, each, seed, sizes, options)) for each in models]
-    found = {}
-    for i, details in side_by_side(calls, options.runs, options.device, options.jobs):
-        found[models[i]] = details
-        say(f"{Path(name).name}: {models[i]}: trained, seed {seed}")
-    return found
+        cells = [
+            Cell(name, model, column, seed)
+            for column in sizes.columns[name]
+            for seed in options.seeds
+            for model in options.models
+            if model in MEASURED[name]
+            and num_tokens(column) <= REACH.get(model, num_tokens(column))
+            and not result.has(model, column, seed=seed)
+        ]
+        trained = {}
+        kept = tuple(dict.fromkeys((cell.model, cell.seed) for cell in cells))
+        trainings = [partial(train_stages, runs_of(name, *each, sizes, options)) for each in kept]
+        for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
+            trained[kept[i]] = details
+            say(f"{Path(name).name}: {kept[i][0]}: trained, seed {kept[i][1]}")
+        calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
+        for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
+            cell, (value, details) = cells[i], found
+            if cell.column == sizes.columns[name][0]:
+                details |= trained[cell.model, cell.seed]
+            place = {"model": cell.model, "column": cell.column, "seed": cell.seed}
+            result.add(value, **place, **details)
 
 
 def train_stages(
@@ -228,51 +230,50 @@ def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
     return ARCHITECTURES[{DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}[model]](like)
 
 
-def load(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> LM:
+def load(cell: Cell, sizes: Sizes, options: Options, device: torch.device) -> LM:
     """Load a trained model; DRT's chunks will go to the host's memory."""
-    config = configure(model, sizes, options)
+    config = configure(cell.model, sizes, options)
     if isinstance(config.stack, DRTConfig):
         config = replace(config, stack=replace(config.stack, offload=True))
-    with options.device:
+    with device:
         lm = config.build()
-    copy_weights(runs_of(name, model, seed, sizes, options)[-1][0] / "model", lm)
+    runs = runs_of(cell.name, cell.model, cell.seed, sizes, options)
+    copy_weights(runs[-1][0] / "model", lm)
     return lm
 
 
 def measure_cell(
-    lm: LM, name: str, model: str, column: str, sizes: Sizes, options: Options
+    cell: Cell, sizes: Sizes, options: Options, folder: Path, device: torch.device
 ) -> tuple[float | str, dict[str, Any]]:
-    """Return the share of right answers in %, and what it took to find them."""
-    T, samples = num_tokens(column), sizes.samples[column]
-    if model == LANDMARK:
+    """Return the share of right answers in %, and the memory that it took to find them."""
+    T, samples = num_tokens(cell.column), sizes.samples[cell.column]
+    if cell.model == LANDMARK:
         samples = min(samples, max(1, LANDMARK_TOKENS // T))
-    task = replace(on_text(sizes.stages[name][-1].task, sizes, options), test_rows=samples)
+    task = replace(on_text(sizes.stages[cell.name][-1].task, sizes, options), test_rows=samples)
     data = task.build(T, token_store())
-    found = attempt(lambda: [ask(lm, data, sizes.segment, options.device)])
+    start_afresh()
+    lm = load(cell, sizes, options, device)
+    rows = min(max(1, TOGETHER // T), samples)
+    found = attempt(lambda: [ask(lm, data, rows, sizes.segment, device)])
     if isinstance(found, str):
         return found, {}
-    return found[0].pop("exact_match"), {"samples": samples, **found[0]}
+    return found[0].pop("exact_match"), {"samples": samples, "rows": rows, **found[0]}
 
 
-def ask(lm: LM, data: NeedleData, segment: int, device: torch.device) -> dict[str, Any]:
-    """Ask the question of each test row, one after the other."""
+def ask(lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device) -> dict[str, Any]:
+    """Ask the question of each test row, of so many rows at a time."""
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    found, seconds = [], []
-    for row in data.test_segments(segment):
-        start = time.perf_counter()
-        found.append(evaluate_segments(lm, [row]))
-        seconds.append(time.perf_counter() - start)
+    found = evaluate_segments(lm, data.test_segments(segment, rows))
     # The weights' bytes are counted, and autocast stores keys and values in bf16.
     share = torch.bfloat16.itemsize / torch.float32.itemsize if is_cuda else 1
+    assert found.exact_match is not None
     return {
-        "exact_match": 100 * statistics.fmean(each.exact_match or 0 for each in found),
-        "accuracy": 100 * statistics.fmean(each.accuracy for each in found),
-        "seconds_a_row": statistics.median(seconds),
+        "exact_match": 100 * found.exact_match,
+        "accuracy": 100 * found.accuracy,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else None,
-        "host_gb": lm.host_state_bytes(data.seq_len) * share / 1e9,
+        "host_gb": rows * lm.host_state_bytes(data.seq_len) * share / 1e9,
     }
 
 
@@ -312,7 +313,8 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         f"on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
         f"share of the held-out rows in which every token of the answer is right: {samples} "
         f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens of them)",
-        f"one row at a time, in segments of {sizes.segment}, DRT's chunks on the host",
+        f"rows in segments of {sizes.segment}, at most {TOGETHER} tokens of them together or one "
+        "row, DRT's chunks on the host",
     )
     header = Header(
         kind="recall",

@@ -43,8 +43,9 @@ def test_each_length_of_each_model_is_measured(folder):
     assert (ours.seeds, ours.how) == ([0], How.SCALED_DOWN)
     for entry in ours.entries:
         assert entry.details["samples"] == {"1K": 2, "4K": 1}[entry.column]
-        assert entry.details["seconds_a_row"] > 0
-        offloaded = 2 * needles.num_tokens(entry.column) * 32 * 4 / 1e9
+        rows, samples = entry.details["rows"], entry.details["samples"]
+        assert rows == samples
+        offloaded = rows * 2 * needles.num_tokens(entry.column) * 32 * 4 / 1e9
         assert entry.details["host_gb"] == pytest.approx(
             offloaded * (entry.model == DRT1), rel=1e-4
         )
