@@ -113,6 +113,14 @@ def test_recall_is_shown_from_zero_to_one(draw):
     assert axes.get_ylim()[1] > 1
 
 
+def test_recall_in_percent_over_lengths_is_a_line_up_to_a_hundred(draw):
+    ours = speed(columns=("4K", "16K", "1M"), kind="recall", unit="%", a=(100.0, 90.0, 80.0))
+    (axes,) = draw(ours).axes
+    assert list(lines(axes)["a"].get_xdata()) == [2**12, 2**14, 2**20]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4K", "16K", "1M"]
+    assert (axes.get_xlabel(), axes.get_ylim()) == ("T (tokens)", (0, 105))
+
+
 def test_the_tasks_of_a_recall_are_bars_with_a_panel_for_each_group(draw):
     values = {("exact", "copy"): (0.2, 0.6), ("token", "copy"): (0.8, 0.9), ("token", "sort"): (1,)}
     entries = [

@@ -248,7 +248,8 @@ def time_decoding(sizes: Sizes, model: str, prompt: int, offload: bool) -> list[
     state = _prompted(lm, prompt, warmup + PASSES * sizes.new_tokens, sizes.prefill)
     leaves = tree_leaves(state)
     held = [
-        sum(t.nbytes for t in leaves if (t.device == device) is there) for there in (True, False)
+        sum(t.nbytes for t in leaves if (t.device.type == device.type) is there)
+        for there in (True, False)
     ]
     decoder = Decoder(lm, state, torch.zeros(1, dtype=torch.int64, device=device), Sampler())
 

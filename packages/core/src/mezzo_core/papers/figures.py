@@ -94,13 +94,12 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             (line,) = place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
             shown[model] = line
         place.set_xscale("log", base=2)
-        names = [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs]
-        place.set_xticks(xs, names, fontsize=8)
+        place.set_xticks(xs, list(map(_short, xs)), fontsize=8)
         size = each.columns[0].rpartition("=")[0] or "T"
         place.set_xlabel("T (tokens)" if size == "T" else size)
         place.set_ylabel(each.unit or group)
         if each.kind == "recall":
-            place.set_ylim(0, 1.05)
+            place.set_ylim(0, _top(each))
         else:
             place.set_yscale("log")
             place.yaxis.set_major_formatter("{x:,g}")
@@ -136,7 +135,7 @@ def _draw_bars(ours: Measurement, looks: Looks) -> Any:
         )
         place.set_xlabel("task")
         place.set_ylabel(group or ours.unit)
-        place.set_ylim(0, 1.05)
+        place.set_ylim(0, _top(ours))
     figure.legend(shown.values(), shown, loc="outside upper center", ncols=4, frameon=False)
     return figure
 
@@ -144,7 +143,8 @@ def _draw_bars(ours: Measurement, looks: Looks) -> Any:
 def _draw_dots(ours: Measurement, looks: Looks) -> Any:
     """Draw the losses of the first seed, if there are any, then a panel for each column.
 
-    It has a line for each row with a dot for each seed or pass, the first row on top.
+    It has a line for each row with a dot for each seed or pass, the first row on top. The dots tell
+    the colours of the losses.
     """
     curves = {
         entry.model: entry.details["steps"]["train"]
@@ -161,7 +161,6 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
             first.plot(steps, losses, label=model, linewidth=1.2, color=looks[model]["color"])
         first.set_xlabel("step")
         first.set_ylabel("training loss (nats a token), first seed")
-        first.legend(frameon=False, fontsize=8)
     for place, column in zip(axes, ours.columns, strict=False):
         names = []
         for y, (group, model) in enumerate(ours.rows):
@@ -175,7 +174,21 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
     return figure
 
 
+def _top(recall: Measurement) -> float:
+    """Return a little more than all, in percent or as a share."""
+    return 105 if recall.unit == "%" else 1.05
+
+
 def _number(column: str) -> int:
-    """Return the number at the end of a column's name, its length or width; 0 if it has none."""
+    """Return a length such as 4K, or the number at the end of a column's name; 0 if it has none."""
+    if length := re.fullmatch(r"(\d+)([KM])", column):
+        return int(length[1]) * 2 ** {"K": 10, "M": 20}[length[2]]
     found = re.search(r"\d+$", column)
     return int(found[0]) if found else 0
+
+
+def _short(x: int) -> str:
+    """Return a length in few characters."""
+    if x >= 2**20:
+        return f"{x >> 20}M"
+    return f"{x >> 10}K" if x >= 2**10 else str(x)
