@@ -4,8 +4,8 @@
         --out packages/drt/results/nvidia-h200
     python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
 
-Trains each model on rows of 4,096 tokens (Landmark Attention: 768), first on long keys in short
-rows, then on the task, and from there on paths. Then measures how many answers of held-out rows are
+Trains each model on rows of up to 16,384 tokens (Landmark Attention: 768), first on long keys in
+short rows, then on the task, and from there on paths. Then measures how many answers of held-out rows are
 right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the model in segments, and
 DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
@@ -102,12 +102,13 @@ FULL = Sizes(
             Stage(
                 PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=2400, lr=1e-3, until=0.9
             ),
-            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=1200, lr=1e-3),
-            Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=600, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=1000, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=150, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=600, lr=1e-3),
         ),
         TWO_HOP: (
             Stage(HopsConfig(), seq_len=1024, batch_size=64, steps=800, lr=1e-3),
-            Stage(HopsConfig(), seq_len=4096, batch_size=32, steps=400, lr=1e-3),
+            Stage(HopsConfig(), seq_len=16384, batch_size=8, steps=400, lr=1e-3),
         ),
     },
     columns={

@@ -1,20 +1,20 @@
-"""Measure the paper's decoding (Table 3), training over the length (Figure 3a) and Table 4.
+"""Measure decoding (Table 3), training (Figure 3a, Table 4), and reading to 16M tokens.
 
     python packages/drt/experiments/speed.py --out packages/drt/results/nvidia-h200
     python packages/drt/experiments/speed.py --out DIR --dry-run    # on a CPU
 
-Writes inference.json, length.json and training_speed.json. `--models` takes some of these files,
-some models, or both: `--models inference BaseLM`. What a file has is not measured again.
-`mezzo-drt reproduce --scale gpu` measures the same and compares it with the paper.
+Writes inference.json, length.json, training_speed.json and reading.json. `--models` takes some of
+these files, some models, or both: `--models inference BaseLM`. What a file has is not measured
+again. `mezzo-drt reproduce --scale gpu` measures the same and compares it with the paper.
 """
 
 import sys
 from dataclasses import replace
 
 from mezzo_core.bench import Options, run_script, say
-from mezzo_drt.speed import DECODING, DRY, GROWING, MEASURERS, PAPER, TRAINING
+from mezzo_drt.speed import DECODING, DRY, GROWING, MEASURERS, PAPER, READING, TRAINING
 
-MODELS = tuple(dict.fromkeys((*DECODING, *GROWING, *TRAINING)))
+MODELS = tuple(dict.fromkeys((*DECODING, *GROWING, *TRAINING, *READING)))
 
 
 def measure(options: Options) -> None:

@@ -28,6 +28,7 @@ from mezzo_drt.speed import (
     OFFLOADED,
     PAPER,
     PLAIN,
+    READING,
     TRAINING,
     WINDOW,
     Cell,
@@ -58,8 +59,14 @@ def rehearsal(tmp_path_factory):
     return {name: read_result(folder / f"{name}.json") for name in MEASURERS}
 
 
-def test_a_rehearsal_measures_every_cell_three_times(rehearsal):
-    models = {"inference": DECODING, "length": GROWING, "training_speed": TRAINING}
+def test_a_rehearsal_measures_every_cell(rehearsal):
+    """Three times, but for the long texts."""
+    models = {
+        "inference": DECODING,
+        "length": GROWING,
+        "training_speed": TRAINING,
+        "reading": READING,
+    }
     for name, ours in rehearsal.items():
         assert {model for _, model in ours.rows} == set(models[name])
         assert ours.how is How.SCALED_DOWN
@@ -67,7 +74,8 @@ def test_a_rehearsal_measures_every_cell_three_times(rehearsal):
             for column in ours.columns:
                 passes = ours.by_seed(model, column, group)
                 left_out = column in OFFLOADED[True] and model not in CAN_OFFLOAD
-                assert list(passes) == ([] if left_out else [0, 1, 2])
+                expected = range(0 if left_out else 1 if name == "reading" else 3)
+                assert list(passes) == list(expected)
                 assert all(value > 0 for value in passes.values())
 
 
@@ -84,6 +92,15 @@ def test_the_state_is_what_a_prompt_leaves(rehearsal):
     # On a CPU both sides are one: offload has what is fetched besides.
     for group in DRY.prompts:
         assert ours.typical(DRT1, OFFLOADED[True][1], group) > ours.typical(DRT1, memory, group)
+
+
+def test_a_text_is_read_whole():
+    lm = model_config(DRT1, tiny()).build().eval()
+    for T in DRY.texts:
+        places = speed._read(lm, T, DRY.segment).num_places
+        assert places.tolist() == [T + T // tiny().drt.chunk_size]  # with landmarks
+    assert PAPER.texts[-1] == 2**24
+    assert PAPER.segment % speed.SIZES[PAPER.size]().drt.chunk_size == 0
 
 
 def test_a_sequences_time_is_its_share_of_the_step(rehearsal):

@@ -1,4 +1,4 @@
-"""The paper's speeds: decoding after a prompt (Table 3), training (Table 4, Figure 3a).
+"""Speeds: decoding after a prompt (Table 3), training (Table 4, Figure 3a), reading long texts.
 
 Each is measured into `NAME.json` below a folder. A cell that the file has already, from the same
 machine and commit, is not measured again. The op is checked before anything is timed.
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ CAN_OFFLOAD = (PLAIN, DRT1, DRT2)
 TRAINING, GROWING = (WINDOW, FULL, DRT1, DRT2), (BASE, DRT1, DRT2, BLOCK_RECURRENT)
 """The models of Table 4 and of Figure 3a. Landmark Attention is not among these: it is trained on
 rows of 768 tokens, for its attention takes memory by the square of a row."""
+READING = (PLAIN, DRT1, DRT2)
 OFFLOADED = {
     True: ("time/token w/ cpu offload", "mem. cost w/ cpu offload"),
     False: ("time/token w/o cpu offload", "mem. cost w/o cpu offload"),
@@ -47,6 +49,8 @@ _STEPS = (
     "whole training steps (forward, backward, fused AdamW; on a GPU bf16 autocast over float32, "
     "layers compiled one by one)"
 )
+FIRST = 64
+"""Tokens of the first segment of a prompt."""
 COMPILERS = 5
 """Processes that compile at the same time, before anything is timed."""
 
@@ -61,6 +65,8 @@ class Sizes:
         prompts: tokens of Table 3's prompts, by its names.
         new_tokens: that are timed in each pass after a prompt, whole chunks.
         prefill: tokens of a prompt that are run at a time.
+        texts: tokens of the texts that are read.
+        segment: tokens of them that are run at a time.
         trained: the models of Table 4, by its columns.
         lengths: T of Figure 3a.
         tokens: of a training step at each of these lengths.
@@ -72,6 +78,8 @@ class Sizes:
     prompts: Mapping[str, int]
     new_tokens: int
     prefill: int
+    texts: tuple[int, ...]
+    segment: int
     trained: Mapping[str, Hyperparameters]
     lengths: tuple[int, ...]
     tokens: int
@@ -92,6 +100,8 @@ PAPER = Sizes(
     prompts={"16K": 2**14, "48K": 3 * 2**14},
     new_tokens=128,
     prefill=4096,
+    texts=tuple(2**i for i in range(16, 25, 2)),
+    segment=2**16,
     trained={  # the paper prints no shapes: these are the usual ones of such sizes
         "350M, 32K": _shape(24, 1024, 2816, 2**15),
         "760M, 16K": _shape(24, 1536, 4096, 2**14),
@@ -107,6 +117,8 @@ DRY = Sizes(
     prompts={"16K": 64, "48K": 96},
     new_tokens=16,
     prefill=48,
+    texts=(96, 192),
+    segment=48,
     trained=dict.fromkeys(PAPER.trained, replace(tiny(), seq_len=64)),
     lengths=(32, 64),
     tokens=128,
@@ -216,10 +228,38 @@ def measure_length(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
     return _measurement(result)
 
 
+def measure_reading(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
+    """Measure the time to read a text, and the memory that it takes, to millions of tokens.
+
+    Returns, raises: as `measure_inference`.
+    """
+    result = _result(
+        "reading",
+        sizes,
+        folder,
+        say,
+        title="Time to read a text",
+        setting=f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one sequence "
+        f"in segments of {sizes.segment} random tokens, chunks in the host's memory, one pass; "
+        "peak GB: of the GPU, weights included",
+        columns=tuple(map(str, sizes.texts)),
+        models=READING,
+        unit="s",
+        better="lower",
+    )
+    for T in sizes.texts:
+        for model in filter(sizes.wants, READING):
+            if not result.has(model, str(T)):
+                passes = attempt(partial(time_reading, sizes, model, T))
+                result.add_passes(passes, "seconds", model=model, column=str(T))
+    return _measurement(result)
+
+
 MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
     "inference": measure_inference,
     "length": measure_length,
     "training_speed": measure_training,
+    "reading": measure_reading,
 }
 """What this module measures, by the names of the files."""
 
@@ -237,20 +277,12 @@ class Decoding:
 @torch.inference_mode()
 def time_decoding(sizes: Sizes, model: str, prompt: int, offload: bool) -> list[Decoding]:
     """Time tokens that follow a prompt, in several passes that follow each other."""
-    start_afresh()
-    device, cuda = torch.device(sizes.device), sizes.device == "cuda"
-    s = SIZES[sizes.size]()
-    s = replace(s, drt=replace(s.drt, offload=offload))
-    lm = _build(model_config(model, s), device).eval()
-    lm = lm.bfloat16() if cuda else lm
+    lm, device = _reader(sizes, model, offload), torch.device(sizes.device)
+    cuda = device.type == "cuda"
     # Of two landmarks the first is eager, and the second is captured.
-    warmup = 2 * s.drt.chunk_size + 2
+    warmup = 2 * SIZES[sizes.size]().drt.chunk_size + 2
     state = _prompted(lm, prompt, warmup + PASSES * sizes.new_tokens, sizes.prefill)
-    leaves = tree_leaves(state)
-    held = [
-        sum(t.nbytes for t in leaves if (t.device.type == device.type) is there)
-        for there in (True, False)
-    ]
+    held, hosted = _bytes(state, device)
     decoder = Decoder(lm, state, torch.zeros(1, dtype=torch.int64, device=device), Sampler())
 
     def run(count: int) -> float:
@@ -269,23 +301,73 @@ def time_decoding(sizes: Sizes, model: str, prompt: int, offload: bool) -> list[
     for _ in range(PASSES):
         ms = 1e3 * run(sizes.new_tokens) / sizes.new_tokens
         peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
-        found.append(Decoding(ms, held[0] / 1e9, held[1] / 1e9, peak))
+        found.append(Decoding(ms, held / 1e9, hosted / 1e9, peak))
     return found
 
 
 def _prompted(lm: LM, prompt: int, room: int, prefill: int) -> Any:
     """Return a state that has seen a prompt, with room for more tokens."""
-    state, device = lm.init_state(1), lm.embed.weight.device
     if not isinstance(lm.stack, DRT):  # a random state decodes as fast
-        state = lm.reserve(state, prompt + room)
+        state = lm.reserve(lm.init_state(1), prompt + room)
         fill(state, prompt)
         return state
-    tokens = torch.randint(lm.vocab_size, (1, prompt), device=device)
+    return lm.reserve(_read(lm, prompt, prefill), room)
+
+
+def _read(lm: LM, count: int, segment: int) -> Any:
+    """Return the state after so many random tokens, which are run in segments."""
+    state = lm.init_state(1)
     # Attention to a cache has no kernel to compile, nor have so few tokens as the first ones.
-    first = lm.stack.config.chunk_size
-    for segment in (tokens[:, :first], *tokens[:, first:].split(prefill, 1)):
-        state = lm(segment, state, last_only=True).state
-    return lm.reserve(state, room)
+    borders = (0, *range(FIRST, count, segment), count)
+    for begin, end in pairwise(borders):
+        tokens = torch.randint(lm.vocab_size, (1, end - begin), device=lm.embed.weight.device)
+        state = lm(tokens, state, last_only=True).state
+    return state
+
+
+def _bytes(state: Any, device: torch.device) -> tuple[int, int]:
+    """Return a state's bytes on the device and elsewhere."""
+    leaves = tree_leaves(state)
+    there = sum(t.nbytes for t in leaves if t.device.type == device.type)
+    return there, sum(t.nbytes for t in leaves) - there
+
+
+def _reader(sizes: Sizes, model: str, offload: bool) -> LM:
+    """Return a model with random weights, that keeps chunks in the host's memory if asked for."""
+    start_afresh()
+    s = SIZES[sizes.size]()
+    lm = _build(
+        model_config(model, replace(s, drt=replace(s.drt, offload=offload))),
+        torch.device(sizes.device),
+    )
+    return lm.eval().bfloat16() if sizes.device == "cuda" else lm.eval()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What it takes to read a text; `peak_gb`, weights included, is None on a CPU."""
+
+    seconds: float
+    host_gb: float
+    peak_gb: float | None
+
+
+@torch.inference_mode()
+def time_reading(sizes: Sizes, model: str, T: int) -> list[Reading]:
+    """Time a pass over a text, after its first segments once."""
+    lm, device = _reader(sizes, model, offload=True), torch.device(sizes.device)
+    cuda = device.type == "cuda"
+    _read(lm, min(T, 3 * sizes.segment), sizes.segment)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    state = _read(lm, T, sizes.segment)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
+    return [Reading(seconds, _bytes(state, device)[1] / 1e9, peak)]
 
 
 @dataclass(frozen=True)
