@@ -5,10 +5,11 @@
     python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
 
 Trains each model on rows of up to 16,384 tokens (Landmark Attention: 768), first on long keys in
-short rows, then on the task, and from there on paths. Then measures how many answers of held-out rows are
-right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the model in segments, and
-DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
-alone; what `--runs` has is not trained again, and what the files have is not measured again.
+short rows, then on the task, and from there on paths. Then measures how many answers of held-out
+rows are right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the model in
+segments, and DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models`
+takes some alone; what `--runs` has is not trained again, and what the files have is not measured
+again.
 """
 
 import sys
