@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.bench import Header, Options, Result, attempt, origin, run_script, say, start_afresh
+from mezzo_core.bench import Header, Options, Result, attempt, origin, run_script, say
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.training import measure_run
 from mezzo_core.data import DataConfig, load_tokenizer
@@ -253,7 +253,6 @@ def measure_cell(
         samples = min(samples, max(1, LANDMARK_TOKENS // T))
     task = replace(on_text(sizes.stages[cell.name][-1].task, sizes, options), test_rows=samples)
     data = task.build(T, token_store())
-    start_afresh()
     lm = load(cell, sizes, options, device)
     rows = min(max(1, TOGETHER // T), samples)
     found = attempt(lambda: [ask(lm, data, rows, sizes.segment, device)])
@@ -266,6 +265,7 @@ def ask(lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device)
     """Ask the question of each test row, of so many rows at a time."""
     is_cuda = device.type == "cuda"
     if is_cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     found = evaluate_segments(lm, data.test_segments(segment, rows))
     # The weights' bytes are counted, and autocast stores keys and values in bf16.

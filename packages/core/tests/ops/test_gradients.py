@@ -1,9 +1,13 @@
-"""Gradients that every op must have: of torch.func, and of others than the NaN's."""
+"""Gradients that every op must have: of autograd and of torch.func; and who sees the op."""
 
 import pytest
 import torch
+from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
 from mezzo_core.testing import assert_close, grads
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def head_loss(x, weight):
@@ -36,3 +40,78 @@ def test_a_second_gradient_is_refused_rather_than_zero(op):
 
     with pytest.raises(RuntimeError, match="no second gradient"):
         torch.func.grad(slope)(others[0])
+
+
+calls = []
+
+
+@torch.library.custom_op("mezzo_test::cube", mutates_args=())
+def cube(x: Tensor, factor: float) -> Tensor:
+    """Return factor x^3, and remember the call."""
+    calls.append(factor)
+    return factor * x**3
+
+
+cube.register_fake(lambda x, factor: torch.empty_like(x))
+
+
+def save(ctx, inputs, output):
+    x, ctx.factor = inputs
+    ctx.save_for_backward(x)
+
+
+differentiable_cube = register_gradient(
+    cube, lambda ctx, dy: (dy * 3 * ctx.factor * ctx.saved_tensors[0] ** 2, None), save
+)
+
+
+class Watch(TorchDispatchMode):
+    """Remembers the ops that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def names_of(call):
+    """Return the names of PyTorch's ops that are dispatched."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {event.name for event in profile.events()}
+
+
+def test_in_eager_code_the_op_is_not_dispatched():
+    x = torch.randn(3, requires_grad=True)
+    assert "mezzo_test::cube" in names_of(lambda: cube(x, 2.0))
+    for each in (x, x.detach(), torch.nn.Parameter(x.detach())):
+        assert "mezzo_test::cube" not in names_of(lambda each=each: differentiable_cube(each, 2.0))
+
+
+def test_the_gradient_in_eager_code_is_that_of_the_op():
+    x = torch.randn(3, requires_grad=True)
+    expected = torch.autograd.grad(cube(x, 2.0).sum(), x)[0]
+    (found,) = torch.autograd.grad(differentiable_cube(x, 2.0).sum(), x, create_graph=True)
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="no second gradient"):
+        torch.autograd.grad(found.sum(), x)
+    assert not differentiable_cube(x.detach(), 2.0).requires_grad
+    with torch.no_grad():
+        assert not differentiable_cube(x, 2.0).requires_grad
+
+
+def test_whatever_watches_or_traces_sees_the_op():
+    x = torch.randn(3)
+    with Watch() as watch:
+        differentiable_cube(x, 2.0)
+    assert watch.seen == [torch.ops.mezzo_test.cube.default]
+    calls.clear()
+    assert differentiable_cube(x.to("meta"), 2.0).is_meta
+    with FakeTensorMode() as mode:
+        differentiable_cube(mode.from_tensor(x), 2.0)
+    fake = mode.from_tensor(x)
+    assert type(differentiable_cube(fake, 2.0)) is type(fake)  # outside of its mode
+    assert not calls, "the body was run without data"

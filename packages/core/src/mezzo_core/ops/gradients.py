@@ -12,9 +12,16 @@ def register_gradient(
 ) -> Callable[..., Any]:
     """Register an op's gradient, and return a function that calls the op with it.
 
-    torch.func does not support gradients from `register_autograd` (torch 2.8 to 2.13). So under its
-    transforms the returned function calls the op through an `autograd.Function` with the same
-    formula. Neither way supports a second gradient; both raise an error for it.
+    The returned function takes one of three ways, all with the same formula:
+
+    - torch.func does not support gradients from `register_autograd` (torch 2.8 to 2.13). So under
+      its transforms an `autograd.Function` calls the op.
+    - On plain tensors in eager code another one calls the op's Python function. PyTorch's dispatch
+      of a custom op and of its gradient costs the host more than twice as much.
+    - Whatever traces or watches ops sees the op: torch.compile, dispatch modes, tensors of other
+      kinds or without data.
+
+    No way supports a second gradient; all raise an error for it.
 
     Args:
         op: from `torch.library.custom_op`.
@@ -35,6 +42,8 @@ def register_gradient(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
             # The ops called in `backward` have no gradient themselves, which is an error if
             # gradients are on.
             with torch.no_grad():
@@ -42,12 +51,31 @@ def register_gradient(
             sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None]
             return tuple(x if x is None else _Last.apply(x, *sources) for x in found)
 
+    run = op._init_fn
+
+    class EagerGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        backward = Gradient.backward
+
     def call(*inputs: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return Gradient.apply(*inputs)
-        return op(*inputs)
+        return EagerGradient.apply(*inputs) if _is_eager(inputs) else op(*inputs)
 
     return call
+
+
+def _is_eager(inputs: tuple[Any, ...]) -> bool:
+    """Tell whether nothing but the values of plain tensors is wanted."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    plain = (Tensor, torch.nn.Parameter)
+    return all(type(x) in plain and not x.is_meta for x in inputs if isinstance(x, Tensor))
 
 
 class _Last(torch.autograd.Function):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from mezzo_core.positions import rope_frequencies
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -124,19 +125,19 @@ def decode_attention_fwd(
         decode_attention_fwd_kernel[(B * H * N,)](
             q, k, v, lengths.contiguous(), slopes, parts, lse, scale, S,
             *k.stride()[:3], *v.stride()[:3],
-            H=H, G=HQ // H, D=D, BG=max(triton.next_power_of_2(HQ // H), 16), BS=BS,
+            H=H, G=HQ // H, D=D, BG=max(next_power_of_2(HQ // H), 16), BS=BS,
             NUM_SPLITS=N, HAS_SLOPES=slopes is not None, num_warps=4, num_stages=3,
         )  # fmt: skip
         if lse is not None:
             decode_attention_fwd_kernel_combine[(B * HQ,)](
-                parts, lse, out, NUM_SPLITS=N, BN=triton.next_power_of_2(N), D=D, num_warps=4
+                parts, lse, out, NUM_SPLITS=N, BN=next_power_of_2(N), D=D, num_warps=4
             )
     return out
 
 
 def num_splits(num_heads: int, num_slots: int, tile: int) -> int:
     """Return how many programs share a head of a row: a power of two, each with a tile or more."""
-    wanted = min(max(PROGRAMS // num_heads, 1), triton.cdiv(num_slots, tile), MAX_SPLITS)
+    wanted = min(max(PROGRAMS // num_heads, 1), ceil_div(num_slots, tile), MAX_SPLITS)
     return 1 << (wanted.bit_length() - 1)
 
 
@@ -206,7 +207,7 @@ def append_token_(
     S, H = k_cache.shape[1:3]
     out = torch.empty((B, HQ, D), dtype=k_cache.dtype, device=q.device)
     frequencies = None if rope_base is None else _frequencies(D, rope_base, q.device)
-    BQ, BH = triton.next_power_of_2(HQ), triton.next_power_of_2(H)
+    BQ, BH = next_power_of_2(HQ), next_power_of_2(H)
     if B:
         strides = (*q.stride(), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
         with torch.cuda.device_of(q):

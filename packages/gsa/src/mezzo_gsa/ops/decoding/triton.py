@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.gates.triton import swish
@@ -54,7 +55,7 @@ def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: floa
     with torch.cuda.device_of(x):
         step_norm_kernel[(B * C // D,)](
             x, weight.contiguous(), z, y, 0 if z is None else z.stride(0), eps,
-            N=C // D, D=D, BD=triton.next_power_of_2(D), num_warps=8,
+            N=C // D, D=D, BD=next_power_of_2(D), num_warps=8,
         )  # fmt: skip
 
 
@@ -68,6 +69,6 @@ def rows(x: Tensor | None) -> Tensor | None:
 def tile(num_heads: int, width: int) -> int:
     """Return how many channels a program processes: fewer if there are few heads and rows."""
     size = WIDE
-    while size > NARROW and num_heads * triton.cdiv(width, size) < PROGRAMS:
+    while size > NARROW and num_heads * ceil_div(width, size) < PROGRAMS:
         size //= 2
     return size

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 # About how many tokens a span has: enough to be worth starting a program.
@@ -181,17 +182,17 @@ def _channels_last(t: Tensor) -> Tensor:
 def _launch(x: Tensor, num_states: int, chunk_size: int, *, packed: bool) -> tuple[tuple, dict]:
     """Choose the tiles, with 16 bytes a token for each lane of the one warp, and the spans."""
     T, D = x.shape[1:]
-    BD = min(triton.next_power_of_2(D), 32 * 16 // x.element_size())
+    BD = min(next_power_of_2(D), 32 * 16 // x.element_size())
     # Where the chunks of packed sequences begin is known on the GPU only, so each sequence is one
     # span.
     L = chunk_size if chunk_size < T else 0
     split = L > 0 and not packed
-    span = L * triton.cdiv(SPAN, L) if split else max(T, 1)
-    num_spans = max(triton.cdiv(T, span), 1)
+    span = L * ceil_div(SPAN, L) if split else max(T, 1)
+    num_spans = max(ceil_div(T, span), 1)
     settings = {
         "T": T, "num_spans": num_spans, "span": span, "L": L,
         "D": D, "BD": BD, "BT": 16 if x.element_size() >= 4 else 8,
         "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
         "PACKED": packed, "num_warps": 1,
     }  # fmt: skip
-    return (num_states * num_spans * triton.cdiv(D, BD),), settings
+    return (num_states * num_spans * ceil_div(D, BD),), settings

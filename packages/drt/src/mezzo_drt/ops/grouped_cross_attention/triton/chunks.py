@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
@@ -102,7 +103,7 @@ def chunks_bwd(
     if dk.numel() == 0:
         return dk, dv
     sizes = chunk_tiles(M, L, D, q.dtype)
-    tiles, keys, values = triton.cdiv(L, sizes.BN), chunked(k), chunked(v)
+    tiles, keys, values = ceil_div(L, sizes.BN), chunked(k), chunked(v)
     sums = q.new_empty(len(readers.chunks), 2, L, H, D, dtype=torch.float32)
     for last in (False, True):
         items = B * S if last else len(sums)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.ptxas import require_ptxas
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 require_ptxas()  # every module that launches kernels of this op imports this one
@@ -38,7 +39,7 @@ class Tiles(NamedTuple):
 
     def count(self, M: int) -> int:
         """Return the number of tiles for M queries."""
-        return M // self.BM if self.one_more else triton.cdiv(M, self.BM)
+        return M // self.BM if self.one_more else ceil_div(M, self.BM)
 
     def settings(self, x: Tensor) -> dict[str, Any]:
         """Return the constants of a launch on tensors like x (..., H, D)."""
@@ -55,7 +56,7 @@ class Tiles(NamedTuple):
 
     def query_settings(self, x: Tensor, R: int) -> dict[str, Any]:
         """Return the constants of a launch whose programs have queries that read R chunks."""
-        reads = max(16, triton.next_power_of_2(R))  # the least that a product takes
+        reads = max(16, next_power_of_2(R))  # the least that a product takes
         return {**self.settings(x), "R": R, "READS": reads, "ONE_MORE": self.one_more}
 
 
@@ -63,7 +64,7 @@ def key_tile(L: int, D: int, dtype: torch.dtype) -> int:
     """Return BN: all keys of a chunk, or as many as fit."""
     if dtype == torch.float32:
         return 16
-    return min(max(16, triton.next_power_of_2(L)), 128 if D <= 128 else 32)
+    return min(max(16, next_power_of_2(L)), 128 if D <= 128 else 32)
 
 
 def query_tile(M: int, BN: int, L: int, most: int) -> tuple[int, bool]:
@@ -71,7 +72,7 @@ def query_tile(M: int, BN: int, L: int, most: int) -> tuple[int, bool]:
     below = min(2 ** (max(M, 1).bit_length() - 1), most)
     if below >= 32 and M % below == 1 and L <= BN:  # chunks must be read in one go
         return below, True
-    return min(max(16, triton.next_power_of_2(M)), most), False
+    return min(max(16, next_power_of_2(M)), most), False
 
 
 class Chunked(NamedTuple):

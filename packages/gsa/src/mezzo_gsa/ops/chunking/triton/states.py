@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.ptxas import require_ptxas
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
@@ -26,7 +27,7 @@ INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 def padded(size: int) -> int:
     """Return the width of a tile for `size` columns: a power of two; products need at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -202,7 +203,7 @@ def run_states(
     starts = torch.empty_like(last, dtype=x.dtype)
     final = torch.empty((chunks.num_sequences, H, M, D), device=device)
     BM, BD = min(64, padded(M)), min(64, padded(D))
-    tiles = (triton.cdiv(D, BD), triton.cdiv(M, BM))
+    tiles = (ceil_div(D, BD), ceil_div(M, BM))
     is_large = chunks.num_segments * H * tiles[0] * tiles[1] > FULL
     segment_states_kernel[(chunks.num_segments * H, tiles[0], tiles[1])](
         x, write, decay, chunks.chunk_table, chunks.segment_table, states, last, kept, whole,
@@ -214,7 +215,7 @@ def run_states(
     if not split:
         return states, None, last, kept
     BM = min(16, BM)
-    tiles = (triton.cdiv(D, BD), triton.cdiv(M, BM))
+    tiles = (ceil_div(D, BD), ceil_div(M, BM))
     join_segments_kernel[(chunks.num_sequences * H, tiles[0], tiles[1])](
         last, whole, initial, chunks.sequence_table, starts, final, chunks.segments_per_row,
         H=H, HI=H if initial is None else initial.shape[1], M=M, D=D, BM=BM, BD=BD,

@@ -8,7 +8,7 @@ computes the gradients of the states at the borders, and the gradients inside th
 from typing import Any, NamedTuple
 
 import torch
-import triton
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
@@ -63,7 +63,7 @@ def run_parts(
     write = torch.empty((B, T, H, K), dtype=dtype, device=device)
     decay = torch.empty((chunks.num_chunks, H, K), device=device)
     BK = _tile(x.k)
-    gate_kernel[(chunks.num_chunks * H, triton.cdiv(K, BK))](
+    gate_kernel[(chunks.num_chunks * H, ceil_div(K, BK))](
         x.g, x.k, chunks.chunk_table, running, write, decay,
         T, chunks.per_row, x.g.stride(1), x.k.stride(1),
         H=H, K=K, KG=KG, L=chunks.length, BK=BK, SEGMENT=SEGMENT, num_warps=4,
@@ -123,7 +123,7 @@ def run_gradients(
     BK, num_warps = _tile(x.k), 4
     if x.g.shape[3] > 1:  # gates of each channel need registers for their factors
         BK, num_warps = (64, 8) if BK == 64 else (16, 4)
-    keys_bwd_kernel[(chunks.num_chunks * HQ, triton.cdiv(x.k.shape[3], BK))](
+    keys_bwd_kernel[(chunks.num_chunks * HQ, ceil_div(x.k.shape[3], BK))](
         do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
         grads.q, grads.k, grads.g, T, N, x.q.stride(1), x.k.stride(1), x.v.stride(1), scale,
         K=x.k.shape[3], BK=BK, num_warps=num_warps, **sizes, **_pairs(x, chunks),
@@ -133,7 +133,7 @@ def run_gradients(
 
 def key_tiles(k: Tensor) -> int:
     """Return how many tiles a key's channels make; each gives a part of the gradient of g."""
-    return triton.cdiv(k.shape[3], _tile(k))
+    return ceil_div(k.shape[3], _tile(k))
 
 
 def _read(
@@ -150,7 +150,7 @@ def _read(
     """Write y (B, T, HQ, V): each token reads its chunk and the state at the chunk's border."""
     HQ, K, V = scores.shape[2], weights.shape[3], x.shape[3]
     BV = _tile(x)
-    outputs_kernel[(chunks.num_chunks * HQ, triton.cdiv(V, BV))](
+    outputs_kernel[(chunks.num_chunks * HQ, ceil_div(V, BV))](
         x, scores, weights, *states, chunks.chunk_table, y,
         x.shape[1], chunks.per_row, x.stride(1),
         HX=x.shape[2], HW=weights.shape[2], HS=num_state_heads, HQ=HQ, K=K, V=V,
@@ -173,4 +173,4 @@ def _pairs(x: Inputs, chunks: Chunks) -> dict[str, Any]:
 def _tile(x: Tensor) -> int:
     """Return how many channels of a head are on chip at a time; products need at least 16."""
     widest = 32 if x.dtype == torch.float32 else 64
-    return min(widest, max(16, triton.next_power_of_2(x.shape[3])))
+    return min(widest, max(16, next_power_of_2(x.shape[3])))

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from mezzo_core.positions import rope_frequencies
 from torch import Tensor
 
@@ -114,7 +115,7 @@ def _launch(
 ) -> None:
     """Update the state and write out, (B, HQ, V) or the same flattened."""
     B, H, K, V = h.shape
-    BK = triton.next_power_of_2(K)
+    BK = next_power_of_2(K)
     BV = min(tile(B * H, V), TILE // BK)
     inputs = [rows(x) for x in (q, k, v, g)]
     strides = [0 if x is None else x.stride(0) for x in inputs]
@@ -122,7 +123,7 @@ def _launch(
     if form.rope_base is not None:
         frequencies = _frequencies(K, form.rope_base, device=q.device)
     with torch.cuda.device_of(q):
-        step_state_kernel[(B * H * triton.cdiv(V, BV),)](
+        step_state_kernel[(B * H * ceil_div(V, BV),)](
             *inputs, h, out, places, frequencies, *strides,
             form.scale, 1 / (form.damping or 1.0), form.lower_bound,
             H=H, G=q.shape[1] // H, K=K, V=V, KG=g.shape[2], BK=BK, BV=BV,

@@ -8,7 +8,7 @@ weights between the tokens of a chunk, and last the outputs.
 from typing import NamedTuple
 
 import torch
-import triton
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import SEGMENT
@@ -108,5 +108,5 @@ def _run_slots(r: Request, memory: Memory) -> tuple[Tensor, Saved]:
 def apply_swish(x: Tensor) -> Tensor:
     """Return swish of a whole contiguous projection; that of the gate's logits is not used."""
     y = torch.empty_like(x)
-    swish_kernel[(triton.cdiv(x.numel(), 4096),)](x, y, x.numel(), BLOCK=4096, num_warps=4)
+    swish_kernel[(ceil_div(x.numel(), 4096),)](x, y, x.numel(), BLOCK=4096, num_warps=4)
     return y

@@ -9,6 +9,7 @@ K~; the second kernel updates V~. Gates and swish are computed while their input
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
@@ -148,14 +149,14 @@ def _launch(
     B, H, M, K = state.k.shape
     G, V = q.shape[1] // H, state.v.shape[3]
     BK, BV = tile(B * H, K), tile(B * H, V)
-    NK = triton.cdiv(K, BK)
+    NK = ceil_div(K, BK)
     inputs = [rows(x) for x in (q, k, v, g, s)]
     strides = [0 if x is None else x.stride(0) for x in inputs]
     (x_q, x_k, x_v, x_g, x_s), (stride_q, stride_k, stride_v, *stride_gs) = inputs, strides
     parts = torch.empty((B, H, G, NK, M), dtype=torch.float32, device=q.device)
     inverse_damping = 1.0 if form.damping is None else 1 / form.damping
     sizes = {
-        "H": H, "G": G, "M": M, "BM": triton.next_power_of_2(M), "num_warps": 4,
+        "H": H, "G": G, "M": M, "BM": next_power_of_2(M), "num_warps": 4,
         "LOGITS": form.damping is not None, "MAP": "swish" if form.swish else None,
     }  # fmt: skip
     with torch.cuda.device_of(q):
@@ -163,8 +164,8 @@ def _launch(
             x_q, x_k, x_g, x_s, state.k, parts, stride_q, stride_k, *stride_gs, inverse_damping,
             K=K, BK=BK, **sizes,
         )  # fmt: skip
-        step_values_kernel[(B * H * triton.cdiv(V, BV),)](
+        step_values_kernel[(B * H * ceil_div(V, BV),)](
             x_v, x_g, x_s, state.v, parts, out, stride_v, *stride_gs, inverse_damping, form.scale,
-            V=V, NK=NK, BN=triton.next_power_of_2(NK), BV=BV, BETWEEN=form.between,
+            V=V, NK=NK, BN=next_power_of_2(NK), BV=BV, BETWEEN=form.between,
             SWISH_OUT=swish_out, **sizes,
         )  # fmt: skip

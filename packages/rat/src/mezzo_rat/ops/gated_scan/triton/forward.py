@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_rat.ops.gated_scan.triton.inputs import (
@@ -96,7 +97,7 @@ def gated_scan_fwd(
     h0 = states_or_zeros(initial_state, zvg, cu_seqlens)
     final = h0.clone()
     out = torch.empty((B, T, C), dtype=zvg.dtype, device=zvg.device)
-    num_kept = triton.cdiv(T, every) if every else 0
+    num_kept = ceil_div(T, every) if every else 0
     kept = torch.empty((B, num_kept, C), dtype=torch.float32, device=zvg.device)
     if out.numel() == 0:
         return out, final, kept

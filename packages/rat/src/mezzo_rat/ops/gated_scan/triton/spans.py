@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_rat.ops.gated_scan.triton.tokens import (
@@ -123,13 +124,13 @@ def split_time(zvg: Tensor) -> tuple[tuple[int], dict]:
     Returns the grid, and the kernel arguments that follow from this choice.
     """
     (B, T), C = zvg.shape[:2], zvg.shape[2] // 3
-    BD = min(triton.next_power_of_2(C), 32 * 8 // zvg.element_size())
-    programs = B * triton.cdiv(C, BD)
+    BD = min(next_power_of_2(C), 32 * 8 // zvg.element_size())
+    programs = B * ceil_div(C, BD)
     num_spans = 1
     if programs < ENOUGH:
-        num_spans = min(triton.cdiv(WANTED, programs), triton.cdiv(T, SHORTEST), MOST)
-    span = triton.cdiv(triton.cdiv(T, num_spans), TILE) * TILE
-    num_spans = triton.cdiv(T, span)
+        num_spans = min(ceil_div(WANTED, programs), ceil_div(T, SHORTEST), MOST)
+    span = ceil_div(ceil_div(T, num_spans), TILE) * TILE
+    num_spans = ceil_div(T, span)
     split = {"T": T, "num_spans": num_spans, "span": span, "C": C, "BD": BD, "num_warps": 1}
     return (programs * num_spans,), split
 
@@ -144,7 +145,7 @@ def empty_spans(zvg: Tensor, split: dict) -> tuple[Tensor, Tensor]:
 def chain(product: Tensor, local: Tensor, first: Tensor, split: dict) -> Tensor:
     """Return the state, or the gradient of one, that enters each span, (B, num_spans, C)."""
     carry = torch.empty_like(product)
-    grid = (product.shape[0] * triton.cdiv(split["C"], split["BD"]),)
+    grid = (product.shape[0] * ceil_div(split["C"], split["BD"]),)
     gated_scan_kernel_carry[grid](
         product, local, first, carry, split["num_spans"],
         C=split["C"], BD=split["BD"], BN=TILE, num_warps=1,

@@ -5,7 +5,7 @@ at the place that its input has in the projection, so nothing has to be concaten
 """
 
 import torch
-import triton
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.op import Saved
@@ -35,17 +35,17 @@ def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | N
     scales = (plan.form.scale, plan.form.scale * LOG2_E)
     with torch.cuda.device_of(x):
         rows, BM = B * T * H, max(4096 // D, 1)
-        output_gate_bwd_kernel[(triton.cdiv(rows, BM),)](
+        output_gate_bwd_kernel[(ceil_div(rows, BM),)](
             dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
             H=H, D=D, W=sizes.width, BM=BM, HAS_Z=sizes.has_z, num_warps=4,
         )  # fmt: skip
         settings = ends_settings(plan, x.dtype, "dq", plan.N)
-        attend_ends_dq_kernel[(B * G * triton.cdiv(T, settings["BM"]),)](
+        attend_ends_dq_kernel[(B * G * ceil_div(T, settings["BM"]),)](
             q, *(tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
             plan.low, plan.high, dq, ds_past, T, *scales, **settings,
         )  # fmt: skip
         settings = ends_settings(plan, x.dtype, "dkv", plan.N)
-        attend_ends_dkv_kernel[(B * H * triton.cdiv(plan.N, settings["BN"]),)](
+        attend_ends_dkv_kernel[(B * H * ceil_div(plan.N, settings["BN"]),)](
             tiled(q, settings["BM"]), k_ends, v_ends, tiled(do, settings["BM"]), lse, delta,
             plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
             T, plan.N, *scales, **settings,

@@ -7,7 +7,7 @@ ends are rotated. The attention to the ends includes each token's own k~, v~ and
 from typing import NamedTuple
 
 import torch
-import triton
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.triton.ends import attend_ends_fwd_kernel
@@ -76,7 +76,7 @@ def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor
     y, lse = torch.empty_like(scanned.v_run), torch.empty_like(scanned.own)
     settings = ends_settings(plan, x.dtype, "fwd", scanned.k_ends.shape[1])
     with torch.cuda.device_of(x):
-        attend_ends_fwd_kernel[(B * H * triton.cdiv(T, settings["BM"]),)](
+        attend_ends_fwd_kernel[(B * H * ceil_div(T, settings["BM"]),)](
             rotated_queries(x, plan),
             tiled(scanned.k_ends, settings["BN"]), tiled(scanned.v_ends, settings["BN"]),
             scanned.v_run, scanned.own, x, plan.low, plan.high, plan.starts, y, lse,

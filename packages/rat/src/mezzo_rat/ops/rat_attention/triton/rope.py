@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.triton.plan import Plan
@@ -57,7 +58,7 @@ def rotate(
     rows, BM = B * T * H, max(4096 // D, 1)
     if rows:
         with torch.cuda.device_of(x):
-            rotate_kernel[(triton.cdiv(rows, BM),)](
+            rotate_kernel[(ceil_div(rows, BM),)](
                 x, y, places, *angles, rows, T, x.stride(0), x.stride(1),
                 places.stride(0) if places.shape[0] > 1 else 0,
                 H=H, D=D, INVERSE=inverse, BM=BM, num_warps=4,

@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal
 
 import torch
-import triton
+from mezzo_core.ops.sizes import next_power_of_2
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -33,7 +33,7 @@ def scan_settings(plan: Plan) -> dict[str, Any]:
     """Return the constants of the scan's kernels."""
     sizes = plan.sizes
     H, G, D = sizes.H, sizes.G, sizes.D
-    BR = triton.next_power_of_2(H // G)
+    BR = next_power_of_2(H // G)
     # At least two warps: with one, the LLVM inside Triton 3.6 aborts on a tile of 4 by 128.
     return {
         "L": plan.form.chunk_size, "G": G, "R": H // G, "D": D, "BR": BR,

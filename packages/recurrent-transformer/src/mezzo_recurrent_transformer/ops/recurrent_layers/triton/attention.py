@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.ptxas import require_ptxas
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
@@ -26,7 +27,7 @@ def launch(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
     """Return the grid and the constants for a kernel with programs over a tile (m, S, B, C)."""
     m, S, B, C = tile.shape
     H, D = form.num_heads, C // form.num_heads
-    BM = max(triton.next_power_of_2(S), 16)
+    BM = max(next_power_of_2(S), 16)
     if tile.dtype == torch.float32:
         BM, BN, warps, stages = min(BM, 32), 32, 4, 2
     else:
@@ -38,7 +39,7 @@ def launch(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
         "PRECISION": "ieee" if tile.dtype == torch.float32 else "tf32",
         "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
-    return (H * triton.cdiv(S, BM) * B * m,), settings
+    return (H * ceil_div(S, BM) * B * m,), settings
 
 
 def scales(tile: Tensor, form: Form) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.ptxas import require_ptxas
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
@@ -54,9 +55,9 @@ def _few_rows(x: Tensor) -> bool:
 
 def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
     """Return settings for m layers with R rows each; `partial` allows for several parts of K."""
-    BM, BN, P = min(max(triton.next_power_of_2(R), 16), 64), 64, 1
+    BM, BN, P = min(max(next_power_of_2(R), 16), 64), 64, 1
     BK, stages = (64, 5) if R > 32 and not partial else (128, 4)
-    programs, parts = m * triton.cdiv(R, BM) * triton.cdiv(N, BN), min(PARTS, triton.cdiv(K, BK))
+    programs, parts = m * ceil_div(R, BM) * ceil_div(N, BN), min(PARTS, ceil_div(K, BK))
     while 3 * programs < 2 * PROGRAMS:
         if partial and parts >= 2 * P:
             P *= 2
@@ -110,8 +111,8 @@ def _launch(
     m, s, B, K = x.shape
     R, N = s * B, weight.shape[1]
     BM, BN, BK, P, warps, stages = settings or _settings(m, R, N, K, partial=False)
-    share = triton.cdiv(triton.cdiv(K, BK), P)
-    product_kernel[(triton.cdiv(R, BM) * triton.cdiv(N, BN), P, m)](
+    share = ceil_div(ceil_div(K, BK), P)
+    product_kernel[(ceil_div(R, BM) * ceil_div(N, BN), P, m)](
         x, weight, u, out, B, R, share, *x.stride()[:3], *weight.stride(),
         *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4],
         N=N, K=K, BM=BM, BN=BN, BK=BK, AFTER=after,

@@ -7,6 +7,7 @@ a whole row of C channels in registers; within a tile's steps rows are few, and 
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
@@ -172,9 +173,9 @@ def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> No
     m, S, B, C = x.shape
     sizes = _row(C)
     BR = max(TILE // sizes["BC"], 1)
-    tiles = triton.cdiv(S * B, BR)
-    per_program = triton.cdiv(tiles, max(PROGRAMS // m, 1))
-    programs = triton.cdiv(tiles, per_program)
+    tiles = ceil_div(S * B, BR)
+    per_program = ceil_div(tiles, max(PROGRAMS // m, 1))
+    programs = ceil_div(tiles, per_program)
     # Partial sums, always added in one order: atomics would make runs differ.
     partial = torch.empty((m, programs, C), dtype=torch.float32, device=x.device)
     norm_weight_grad_kernel[(programs, m)](
@@ -299,7 +300,7 @@ def gelu_kernel(
 def gelu(u: Tensor, out: Tensor) -> None:
     """Write u Φ(u); (m, S, B, F)."""
     m, S, B, F = u.shape
-    gelu_kernel[(S * B * triton.cdiv(F, BLOCK), m)](
+    gelu_kernel[(S * B * ceil_div(F, BLOCK), m)](
         u, out, B, *u.stride()[:3], *out.stride()[:3], F=F, BF=BLOCK, num_warps=BLOCK // WARP
     )
 
@@ -325,7 +326,7 @@ def gelu_bwd_kernel(
 def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
     """Write the gradient of u, and then u Φ(u) over u; (m, S, B, F)."""
     m, S, B, F = u.shape
-    gelu_bwd_kernel[(S * B * triton.cdiv(F, BLOCK), m)](
+    gelu_bwd_kernel[(S * B * ceil_div(F, BLOCK), m)](
         u, dg, out, B, *u.stride()[:3], *dg.stride()[:3], *out.stride()[:3],
         F=F, BF=BLOCK, num_warps=BLOCK // WARP,
     )  # fmt: skip
@@ -354,7 +355,7 @@ def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write the sum of a * b (m, S, B, C) over each head, (m, S, B, H) in float32."""
     m, S, B, C = a.shape
     H = out.shape[-1]
-    BH, BD = triton.next_power_of_2(H), triton.next_power_of_2(C // H)
+    BH, BD = next_power_of_2(H), next_power_of_2(C // H)
     head_products_kernel[(S * B, m)](
         a, b, out, B, *a.stride()[:3], *b.stride()[:3], *out.stride()[:3],
         H=H, D=C // H, BH=BH, BD=BD, num_warps=_warps(BH * BD),
@@ -363,7 +364,7 @@ def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def _row(C: int) -> dict[str, int]:
     """Return the sizes and the warps of a program that holds a row of C channels."""
-    BC = triton.next_power_of_2(C)
+    BC = next_power_of_2(C)
     return {"C": C, "BC": BC, "num_warps": _warps(BC)}
 
 

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.sizes import next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
@@ -27,7 +28,7 @@ def attend_step(
     attend_step_kernel[(B * H, m)](
         tile.q, tile.kt, tile.vt, tile.k, tile.v, tile.o, tile.lse, kv, k_norm, slopes, out,
         step, B, form.eps, (C // H) ** -0.5,
-        S=S, C=C, D=C // H, BS=max(triton.next_power_of_2(S), 2), BC=triton.next_power_of_2(C),
+        S=S, C=C, D=C // H, BS=max(next_power_of_2(S), 2), BC=next_power_of_2(C),
         NORM=form.norm, num_warps=1,
     )  # fmt: skip
 
@@ -114,7 +115,7 @@ def pairs_step_bwd(
         return
     m, S, B, C = do.shape
     H = form.num_heads
-    heads = triton.next_power_of_2(H)
+    heads = next_power_of_2(H)
     pairs_step_bwd_kernel[(B, m)](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
         step, B, raw.stride(2), form.eps, (C // H) ** -0.5,

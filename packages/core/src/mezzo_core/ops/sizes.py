@@ -1,0 +1,15 @@
+"""Sizes of tiles and grids.
+
+Triton has the same functions, which kernels can call too. There a call takes the host microseconds:
+an op that asks for twenty sizes would spend as long on them as on two launches.
+"""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is n or more; 1 for n = 0."""
+    return 1 << max(n - 1, 0).bit_length()
