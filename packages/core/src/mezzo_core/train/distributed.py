@@ -174,8 +174,10 @@ def shard(
 ) -> None:
     """Shard `model` over the processes, in place (FSDP2).
 
-    Weights stay float32. A unit's weights are gathered for its forward and its backward, and freed
-    after each; the weights outside of all units are gathered as one more group.
+    A unit's weights are gathered for its forward and its backward, and freed after each; the
+    weights outside of all units are gathered as one more group. They are gathered in float32, and
+    autocast rounds what is multiplied: FSDP2 has one dtype a group, and in bf16 it would round
+    gates and norm scales too, so that a sharded model would not compute what a whole one does.
 
     Args:
         model: the model, with the same weights in every process.
