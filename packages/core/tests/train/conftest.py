@@ -115,17 +115,27 @@ def start_child(tmp_path):
 
 
 @pytest.fixture
-def train_in_processes(start_child):
-    """Train in `size` processes, as torchrun starts them; return each one's exit code, stderr."""
+def start_children(start_child):
+    """Start children/NAME.py in each of `size` processes, as torchrun does."""
 
-    def run(config, out, *arguments, size):
+    def start(name, config, out, *arguments, size):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        children = [
-            start_child("train", config, out, *arguments, rank=rank, size=size, port=port)
+        return [
+            start_child(name, config, out, *arguments, rank=rank, size=size, port=port)
             for rank in range(size)
         ]
+
+    return start
+
+
+@pytest.fixture
+def train_in_processes(start_children):
+    """Train in `size` processes; return each one's exit code and stderr."""
+
+    def run(config, out, *arguments, size):
+        children = start_children("train", config, out, *arguments, size=size)
         errors = [child.communicate(timeout=120)[1] for child in children]
         return [(child.returncode, error) for child, error in zip(children, errors, strict=True)]
 

@@ -3,7 +3,6 @@
 import json
 import runpy
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,13 @@ CHILD = runpy.run_path(str(Path(__file__).parent / "children" / "reshard.py"))
 
 @pytest.mark.slow
 def test_one_process_saves_two_read_and_save_and_one_reads(
-    checkpoints, tiny, start_child, tmp_path
+    checkpoints, tiny, start_children, tmp_path
 ):
     """Weights of fewer rows than processes, of rows that do not divide, tied ones and buffers."""
     build, is_of = CHILD["build"], CHILD["is_of"]
     alone = World(torch.device("cpu"))
     checkpoints.save(1, *build(1, alone), {})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = [
-        start_child("reshard", tiny(), checkpoints.folder, rank=rank, size=2, port=port)
-        for rank in range(2)
-    ]
+    children = start_children("reshard", tiny(), checkpoints.folder, size=2)
     ended = [child.communicate(timeout=120) for child in children]
     found = [json.loads(out) for out, error in ended if out or pytest.fail(error)]
     full = (

@@ -73,6 +73,8 @@ def test_an_impossible_optimizer_is_refused_by_name(field, value):
         ("data", "words.txt"),
         ("optim", 1e-3),
         ("compile", "no"),
+        ("shard", "auto"),
+        ("activation_checkpointing", 1),
         ("precision", []),
         ("init_from", 7),
     ],

@@ -1,7 +1,10 @@
 """Several processes train the model that one would, and read each other's checkpoints."""
 
+import json
 import math
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from mezzo_core.data import Batch
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.train.build import micro_batches
+from mezzo_core.train.build import is_sharded, micro_batches
 from mezzo_core.train.distributed import World, join_world
 from mezzo_core.train.loop import train
 
@@ -43,14 +46,14 @@ def test_two_processes_train_what_one_does(tiny, tmp_path, rows_of, train_in_pro
 
 
 @pytest.mark.slow
-def test_packed_documents_and_micro_batches_are_shared_too(
+def test_packed_documents_and_micro_batches_are_shared_by_sharded_models_too(
     tiny, tmp_path, rows_of, train_in_processes
 ):
     corpus = tmp_path / "documents.jsonl"
     lines = [f'{{"text": "note {i} of {i * i} and {i % 7}"}}' for i in range(400)]
     corpus.write_text("\n".join(lines))
     data = tiny().data.__class__(source=str(corpus), mask_documents=True)
-    config = tiny(data=data, micro_batch_size=1, steps=3)
+    config = tiny(data=data, micro_batch_size=1, steps=3, shard=True)
     train(config, tmp_path / "one", quiet=True)
     ended = train_in_processes(config, tmp_path / "two", size=2)
     assert [code for code, _ in ended] == [0, 0], ended
@@ -59,17 +62,17 @@ def test_packed_documents_and_micro_batches_are_shared_too(
 
 @pytest.mark.slow
 def test_checkpoints_go_from_one_to_two_to_one_process(tiny, tmp_path, rows_of, train_in_processes):
+    """By way of two copies and of a sharded model, each killed."""
     config = tiny(steps=8)
     train(config, tmp_path / "whole", quiet=True)
     out = tmp_path / "passed"
     (code, _), *_ = train_in_processes(config, out, 3, size=1)
     assert code == -signal.SIGKILL
-    ended = train_in_processes(config, out, 5, size=2)
-    assert [code for code, _ in ended] == [-signal.SIGKILL] * 2
-    assert sorted(path.name for path in (out / "checkpoints").glob("step-4/process-*")) == [
-        "process-0.json",
-        "process-1.json",
-    ]
+    for step, shard in ((5, False), (7, True)):
+        ended = train_in_processes(replace(config, shard=shard), out, step, size=2)
+        assert [code for code, _ in ended] == [-signal.SIGKILL] * 2
+        files = (out / "checkpoints").glob(f"step-{step - 1}/process-*")
+        assert sorted(path.name for path in files) == ["process-0.json", "process-1.json"]
     train(config, out, quiet=True)
     assert_same_run(rows_of(out), rows_of(tmp_path / "whole"))
     assert_same_model(out, tmp_path / "whole")
@@ -85,6 +88,17 @@ def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_p
     assert "step-2" in message[0]
 
 
+@pytest.mark.slow
+def test_gradients_are_exchanged_once_after_the_last_micro_batch(tiny, start_children):
+    config = tiny(compile=True, activation_checkpointing=True)
+    children = start_children("exchange", config, "unused", size=2)
+    ended = [child.communicate(timeout=120) for child in children]
+    for found in (json.loads(out) for out, error in ended if out or pytest.fail(error)):
+        assert max(part["error"] for part in found.values()) < 1e-6
+        assert found["False"]["exchanges"] == [0, 1]
+        assert found["True"]["exchanges"] == [0, 3]  # of two blocks, and of what is around them
+
+
 def test_shares_must_be_whole(tiny):
     cpu = torch.device("cpu")
     assert micro_batches(tiny(), World(cpu, 0, 4)) == 1
@@ -93,6 +107,22 @@ def test_shares_must_be_whole(tiny):
         micro_batches(tiny(), World(cpu, 0, 3))
     with pytest.raises(UserError, match="micro_batch_size = 4 must divide"):
         micro_batches(tiny(micro_batch_size=4), World(cpu, 0, 2))
+
+
+def test_models_are_sharded_where_a_copy_takes_most_of_the_memory(tiny, monkeypatch):
+    properties = SimpleNamespace(total_memory=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    model = tiny().model.build()
+    cpu, gpus = World(torch.device("cpu"), 0, 2), World(torch.device("cuda", 0), 0, 2)
+    monkeypatch.setattr(World, "each", lambda world, action: [action()] * world.size)
+    copy = 16 * model.num_parameters()
+    for memory, wanted in ((2 * copy, False), (2 * copy - 1, True)):
+        properties.total_memory = memory
+        assert is_sharded(tiny(), model, gpus) == wanted
+        assert not is_sharded(tiny(), model, cpu)
+        assert not is_sharded(tiny(shard=True), model, World(torch.device("cuda", 0)))
+        assert is_sharded(tiny(shard=True), model, gpus)
+        assert not is_sharded(tiny(shard=False), model, gpus)
 
 
 def test_alone_nothing_is_joined():

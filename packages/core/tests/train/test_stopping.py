@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 
 import pytest
@@ -117,17 +116,11 @@ def test_an_ignored_signal_stays_ignored():
 
 
 @pytest.fixture
-def start_two(start_child):
+def start_two(start_children):
     """Start two processes that send themselves signals, each "RANK:STEP:NAME"."""
 
     def start(config, out, *signals):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return [
-            start_child("signalled", config, out, *signals, rank=rank, size=2, port=port)
-            for rank in range(2)
-        ]
+        return start_children("signalled", config, out, *signals, size=2)
 
     return start
 

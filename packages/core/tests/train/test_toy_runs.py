@@ -27,9 +27,11 @@ def test_it_learns(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_in_two_processes_it_goes_on_in_one(config, tmp_path, rows_of, train_in_processes):
+def test_sharded_and_killed_in_two_processes_it_goes_on_in_one(
+    config, tmp_path, rows_of, train_in_processes
+):
     train(config, tmp_path / "whole", quiet=True)
-    ended = train_in_processes(config, tmp_path / "run", 3, size=2)
+    ended = train_in_processes(replace(config, shard=True), tmp_path / "run", 3, size=2)
     assert [code for code, _ in ended] == [-signal.SIGKILL] * 2, ended
     train(config, tmp_path / "run", quiet=True)
     found, wanted = rows_of(tmp_path / "run"), rows_of(tmp_path / "whole")

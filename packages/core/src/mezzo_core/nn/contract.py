@@ -156,7 +156,7 @@ class AbstractSequenceModule(nn.Module, ABC):
         """
 
     def units(self) -> Sequence[nn.Module]:
-        """Return the submodules that FSDP shards and `torch.compile` compiles one at a time.
+        """Return the submodules that training shards, compiles or recomputes one at a time.
 
         `forward` calls each of them, in this order, and no two share weights. By default the
         module itself is the only unit.

@@ -1,9 +1,11 @@
 """Builds a run from its configuration: the data, the model and the function of its loss."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mezzo_core.data import BatchSource, DataConfig
 from mezzo_core.data.tokenized_corpus import token_store
@@ -15,6 +17,9 @@ from mezzo_core.train.distributed import World, shard
 
 LossFunction = Callable[..., Tensor]
 """`LM.loss`, or its compiled form."""
+
+COPY_BYTES = 16
+"""What a whole copy takes a parameter: its weight, its gradient and AdamW's two moments."""
 
 
 def micro_batches(config: TrainConfig, world: World) -> int:
@@ -66,7 +71,7 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
 def build_model(
     config: TrainConfig, world: World, *, resumes: bool = False
 ) -> tuple[LM, LossFunction]:
-    """Build the model, sharded if there are several processes, and the function of its loss.
+    """Build the model, sharded if it is to be, and the function of its loss.
 
     The initial weights are drawn on the CPU from the configuration's seed, so they depend neither
     on the device nor on the number of processes. With `init_from`, its weights replace them.
@@ -84,12 +89,34 @@ def build_model(
     model = config.model.build()
     if config.init_from is not None and not resumes:
         copy_weights(config.init_from, model)
-    if world.size == 1:
-        model.to(world.device)
-        # Compiling the bound method gives one graph of the blocks, the head and the cross entropy.
-        return model, torch.compile(model.loss) if config.compile else model.loss
-    if config.compile:
+    if config.activation_checkpointing:
         for unit in model.units():
-            unit.compile()
-    shard(model, model.units(), world, entries=("loss", "score"))
-    return model, model.loss
+            _recompute_in_backward(unit)
+    if is_sharded(config, model, world):
+        if config.compile:
+            for unit in model.units():
+                unit.compile()
+        shard(model, model.units(), world, entries=("loss", "score"))
+    else:
+        model.to(world.device)
+    # Compiling the bound method gives one graph of the blocks, the head and the cross entropy. In a
+    # sharded model it is several graphs, because weights are gathered between them.
+    return model, torch.compile(model.loss) if config.compile else model.loss
+
+
+def _recompute_in_backward(unit: nn.Module) -> None:
+    """Let the backward compute the unit's activations again, from its input, which alone is kept.
+
+    The forward is replaced, not the module, so that weights keep their names, and what runs around
+    a forward (FSDP gathers weights) does not run again.
+    """
+    unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def is_sharded(config: TrainConfig, model: LM, world: World) -> bool:
+    """Tell whether each process holds a part of the model; all processes give the same answer."""
+    if world.size == 1 or config.shard is not None or world.device.type != "cuda":
+        return world.size > 1 and bool(config.shard)
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    too_large = COPY_BYTES * model.num_parameters() > memory / 2
+    return any(world.each(lambda: too_large))  # their GPUs may differ

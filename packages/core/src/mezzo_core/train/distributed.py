@@ -1,4 +1,4 @@
-"""Training in one process or many: ranks, communication and sharding.
+"""Training in one process or many: ranks, communication, sharding, the exchange of gradients.
 
 `torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK. Without them the world is one process, and nothing
 in this file communicates.
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
@@ -174,9 +174,10 @@ def shard(
 ) -> None:
     """Shard `model` over the processes, in place (FSDP2).
 
-    Weights stay float32. A unit's weights are gathered for its forward and its backward, and freed
-    after each; the weights outside of all units are gathered as one more group. FSDP averages
-    gradients over the processes: scale the loss by `world.size` to get their sum.
+    A unit's weights are gathered for its forward and its backward, and freed after each; the
+    weights outside of all units are gathered as one more group. They are gathered in float32, and
+    autocast rounds what is multiplied: FSDP2 has one dtype a group, and in bf16 it would round
+    gates and norm scales too, so that a sharded model would not compute what a whole one does.
 
     Args:
         model: the model, with the same weights in every process.
@@ -194,3 +195,41 @@ def shard(
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
     for entry in entries:
         register_fsdp_forward_method(model, entry)
+
+
+def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> None:
+    """Add the gradient of the sum of all processes' losses to that of the model's weights.
+
+    Processes exchange gradients, in float32, in the backward of the last micro batch alone. Until
+    then each adds up its own, which are those of the whole model: 4 bytes a parameter, even if the
+    weights are sharded. A copy that is not sharded needs 4 more during the exchange.
+
+    Args:
+        loss: this process's part of the loss of one micro batch.
+        model: the model, sharded by `shard`, or whole and the same in every process.
+        world: the processes.
+        is_last: whether this is the last micro batch before the optimizer's step.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        loss = loss * world.size  # FSDP averages gradients over the processes
+    loss.backward()
+    if is_last and world.size > 1 and not isinstance(model, FSDPModule):
+        _sum_gradients(model, world)
+
+
+def _sum_gradients(model: nn.Module, world: World) -> None:
+    """Add the gradients over the processes, all in one exchange; each becomes a part of its buffer.
+
+    It does not overlap with the backward. It need not: that of 1.3B parameters is 5 GB, once a step
+    of up to millions of tokens, and a backward that is compiled whole ends with all gradients.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    gradients = [
+        # A weight that this process has not used may have been used by another.
+        weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.flatten()
+        for weight in weights
+    ]
+    total = world.sum(torch.cat(gradients))
+    for weight, part in zip(weights, total.split([len(part) for part in gradients]), strict=True):
+        weight.grad = part.view_as(weight)

@@ -31,6 +31,8 @@ CHANGEABLE = frozenset(
         "keep_checkpoints",
         "micro_batch_size",
         "compile",
+        "activation_checkpointing",
+        "shard",
         "track",
     }
 )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -25,7 +26,7 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.train.build import LossFunction, build_data, build_model, micro_batches
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.distributed import World, join_world
+from mezzo_core.train.distributed import World, backward, join_world
 from mezzo_core.train.folder import check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
@@ -240,7 +241,7 @@ def _backward(run: _Run, batch: Batch) -> Tensor:
         tokens, targets, borders = move_batch(batch.part(i, run.parts), world.device)
         with autocast(world.device, run.config.precision):
             loss = run.loss_function(tokens, targets, borders, reduction="sum") / count
-        (loss * world.size).backward()  # FSDP averages gradients over processes
+        backward(loss, run.model, world, is_last=i + 1 == run.parts)
         total += loss.detach()
     return total
 
@@ -271,10 +272,10 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
 
 
 def _save_model(run: _Run, step: int) -> None:
-    """Write the trained model, unsharded, for `load_model`."""
+    """Write the trained model, whole, for `load_model`."""
     config, folder = run.config, run.out / "model"
     weights: dict[str, Any] | None = None
-    if run.world.size > 1:
+    if isinstance(run.model, FSDPModule):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(run.model, options=options)
     extra = {

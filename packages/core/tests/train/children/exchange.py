@@ -1,0 +1,58 @@
+"""Compute one gradient in two micro batches, as one of several processes: CONFIG OUT; prints JSON.
+
+For copies and for a sharded model it prints how many exchanges of gradients each micro batch made,
+and how far the gradient is from the one that this process computes alone, eagerly.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from mezzo_core.config_json import from_json
+from mezzo_core.train.build import build_model
+from mezzo_core.train.distributed import World, backward, join_world
+from torch.profiler import profile
+
+PARTS = 2
+
+
+def gradients(model):
+    """Return the gradient of each weight, whole."""
+    found = (weight.grad for weight in model.parameters())
+    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in found]
+
+
+def main(config):
+    alone = World(torch.device("cpu"))
+    tokens = torch.randint(
+        config.model.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0)
+    )
+    plain = replace(config, compile=False, activation_checkpointing=False)
+    model, loss = build_model(plain, alone)
+    backward(loss(tokens[:, :-1], tokens[:, 1:], reduction="sum"), model, alone, is_last=True)
+    wanted = gradients(model)
+    found = {}
+    with join_world("cpu") as world:
+        ours = tokens.chunk(world.size)[world.rank]
+        for shard in (False, True):
+            model, loss = build_model(replace(config, shard=shard), world)
+            exchanges = []
+            for i, part in enumerate(ours.chunk(PARTS)):
+                value = loss(part[:, :-1], part[:, 1:], reduction="sum")
+                with profile() as seen:
+                    backward(value, model, world, is_last=i + 1 == PARTS)
+                names = [event.name for event in seen.events()]
+                exchanges.append(sum("c10d::" in name and "reduce" in name for name in names))
+            errors = [
+                float((a - b).norm() / b.norm())
+                for a, b in zip(gradients(model), wanted, strict=True)
+            ]
+            found[str(shard)] = {"exchanges": exchanges, "error": max(errors)}
+    sys.stdout.write(json.dumps(found))
+
+
+torch.compile = partial(torch.compile, backend="aot_eager")  # which needs no compiler
+main(from_json(json.loads(Path(sys.argv[1]).read_text())))
