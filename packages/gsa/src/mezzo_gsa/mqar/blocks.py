@@ -1,8 +1,9 @@
 """The layers of Zoology's small models (arXiv 2312.04927), as blocks of core's `LM`.
 
 A layer is `x + mixer(norm x)`, with a LayerNorm and without an MLP; or with the identity in the
-MLP's place, which adds the norm of all that. The mixer may be a short convolution. Attention, which cannot tell a token's neighbours otherwise, gets a learned embedding
-of the position, added by a block before the first layer.
+MLP's place, which adds the norm of all that. The mixer may be a short convolution. Attention, which
+cannot tell a token's neighbours otherwise, gets a learned embedding of the position, added by a
+block before the first layer.
 """
 
 from dataclasses import dataclass
