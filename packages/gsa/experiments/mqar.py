@@ -1,41 +1,58 @@
-"""Run three sweeps of `mezzo-gsa mqar` cut down for one GPU (Figure 3a).
+"""Measure recall as GSA's authors did (Figure 3a), in three parts that --models selects.
 
     python packages/gsa/experiments/mqar.py --out packages/gsa/results/nvidia-h200
+    python packages/gsa/experiments/mqar.py --out DIR --models gsa_2_layers gsa_4_layers
     python packages/gsa/experiments/mqar.py --dry-run --out DIR           # toy sizes, on a CPU
 
-The protocol's task, models and widths, but fewer rows and learning rates, and most rows to train on
-have fewer pairs, which is easier to learn. The second sweep has wider initial weights, the third a
-convolution as the first layer. For other sizes use the command.
+First GSA at C = 128 with two layers and with the authors' four, then there with the paper's damping
+and with its scale, and then all models at all widths. All of it goes into mqar_authors.json; a run
+ends after 64 epochs or when it has solved the task, and is never cut by time.
 
-The committed results are of an earlier program, with a limit on the seconds of a run; their
-"setting" says what was different.
+The committed results mqar, mqar_fan_in and mqar_conv are of an earlier program: their "setting"
+says what was different.
 """
 
 import sys
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
-from mezzo_core.bench import Options, run_script, say
-from mezzo_gsa.mqar.sweep import NAMES, SweepConfig, sweep
+from mezzo_core.bench import Options, Result, origin, run_script, say
+from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
+from mezzo_gsa.mqar.sweep import add_best
 from mezzo_gsa.mqar.task import MQARConfig
 
-TASK = MQARConfig(
-    vocab_size=1024, train_rows=50_000, train_pairs=(4, 8, 16, 32, 64), test_rows=1000
-)
+GSA = NAMES["gsa"]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gsa_2_layers": (f"{GSA}, two layers", {"num_layers": 2}),
+    "gsa_4_layers": (GSA, {}),
+    "gsa_damping_8": (f"{GSA}, damping 8", {"damping": 8.0}),
+    "gsa_scale_1": (f"{GSA}, scale 1", {"scale": "one"}),
+}
+"""GSA at one width: its row, and what differs from the authors' setting."""
+FULL = replace(PROTOCOLS["authors"], skip_solved=True, precision="bf16", compile=True)
 TOY = MQARConfig(vocab_size=64, seq_len=32, num_pairs=4, train_rows=64, test_rows=16)
-SMALL = SweepConfig(
-    TASK, learning_rates=(4.64e-4, 2.15e-3), skip_solved=True, precision="auto", compile=True
+REHEARSAL = replace(
+    PROTOCOLS["authors"], task=TOY, widths=(16, 32), learning_rates=(1e-2,), batch_size=16, epochs=1
 )
-REHEARSAL = SweepConfig(TOY, widths=(16,), learning_rates=(1e-2,), batch_size=16, epochs=1)
-CHANGES = ({}, {"init": "fan_in"}, {"conv_width": 3})
 
 
 def measure(options: Options) -> None:
-    """Run one sweep after another."""
-    config = replace(REHEARSAL if options.dry_run else SMALL, models=options.models)
-    for change in CHANGES:
-        each = replace(config, **change)
-        sweep(each, options.out, say, runs=options.runs, device=options.device)
+    """Run one part after another; what the result has is left out."""
+    config = REHEARSAL if options.dry_run else FULL
+    rows = dict.fromkeys((*config.header().models, *(row for row, _ in VARIANTS.values())))
+    header = replace(config.header(), models=tuple(rows))
+    result = Result(options.out / f"{config.name}.json", header, origin(options.device), say)
+    settings: dict[str, Any] = {"runs": options.runs, "device": options.device}
+    for name in options.models:
+        if name in VARIANTS:
+            row, changes = VARIANTS[name]
+            changed = replace(config, **changes)
+            add_best(result, changed, "gsa", config.widths[1], say, row=row, **settings)
+    models = [name for name in options.models if name in config.models]
+    for width, model in product(config.widths, models):
+        add_best(result, config, model, width, say, **settings)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, list(NAMES)))
+    sys.exit(run_script(measure, __doc__, [*VARIANTS, *FULL.models]))

@@ -88,6 +88,21 @@ def test_recall_is_effective_if_attention_solves_it_and_gsa_is_at_least_as_good(
     assert outcome(gsa=0.9, gla=0.5) is Outcome.NOT_SETTLED
 
 
+def test_recall_at_the_authors_setting_decides_and_other_rows_than_the_figures_may_stand_there():
+    values = {XFMR: 0.999, GSA: 0.995, GLA: 0.5, RETNET: 0.4, "GSA, two layers": 0.1}
+    authors = measured(values, better="higher")
+    committed = read_results(REPRODUCTION.results_folder)
+    authors = replace(authors, source="nvidia-h200/mqar_authors", origin={"gpu": "a GPU"})
+    results = committed | {"nvidia-h200/mqar_authors": authors}
+    (answer,) = (answer for answer in ANSWERS if answer.id == CLAIM.id)
+    found = find(answer, PUBLISHED, SimpleNamespace(results=results))
+    assert (found.outcome, found.measurements[0]) == (Outcome.AGREES, authors)
+    depths = replace(authors, entries=measured({GSA: 0.9, "GSA, two layers": 0.1}).entries)
+    found = find(answer, PUBLISHED, SimpleNamespace(results={"nvidia-h200/mqar_authors": depths}))
+    assert found.outcome is Outcome.NOT_SETTLED, "the first part alone"
+    assert "Xfmr++ is not measured" in found.summary
+
+
 def test_memory_stands_beside_the_speed_of_the_same_steps():
     def ours(gib):
         peaks = {GSA: gib, KEPT: 64}

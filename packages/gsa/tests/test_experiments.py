@@ -3,6 +3,7 @@
 import math
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,15 +108,37 @@ def test_every_row_of_table_2_can_be_trained_and_differs_in_its_mixers_alone():
             assert 30e6 < config.model.build().num_parameters() < 40e6
 
 
-def test_sweeps_of_mqar_say_what_was_cut(rehearse):
-    code, found = rehearse("mqar", "--models", "gsa")
-    assert (code, set(found)) == (0, {"mqar", "mqar_fan_in", "mqar_conv"})
-    for each in found.values():
-        assert each.how is How.SCALED_DOWN
-        assert "seq_len 32, not 512; num_pairs 4, not 64" in each.setting
-    config = mqar.SMALL
-    assert (config.task.seq_len, config.task.num_pairs) == (512, 64)
-    assert config.widths == (64, 128, 256, 512)
+def test_parts_of_mqar_are_selected_by_their_models_and_fill_one_table(rehearse):
+    def measured(*models):
+        code, found = rehearse("mqar", "--models", *models)
+        assert (code, set(found)) == (0, {"mqar_authors"})
+        return found["mqar_authors"]
+
+    def places(result):
+        return {(entry.model, entry.column) for entry in result.entries}
+
+    depths = measured("gsa_2_layers", "gsa_4_layers")
+    first = {("GSA, two layers", "C=32"), ("GSA", "C=32")}
+    assert (places(depths), depths.columns) == (first, ("C=16", "C=32"))
+    assert depths.how is How.SCALED_DOWN
+    assert "seq_len 32, not 512; num_pairs 4, not 64" in depths.setting
+    forms = measured("gsa_damping_8", "gsa_scale_1")
+    assert places(forms) - first == {("GSA, damping 8", "C=32"), ("GSA, scale 1", "C=32")}
+    figure = measured("gsa", "gla")
+    new = {("GSA", "C=16"), ("GLA", "C=16"), ("GLA", "C=32")}
+    assert places(figure) - places(forms) == new
+    assert all(entry in figure.entries for entry in forms.entries), "nothing is measured again"
+
+
+def test_mqar_differs_from_the_authors_setting_in_what_saves_time_alone():
+    authors = mqar.PROTOCOLS["authors"]
+    saving = {"skip_solved": True, "precision": "bf16", "compile": True}
+    assert replace(authors, **saving) == mqar.FULL
+    assert mqar.FULL.widths[1] == 128, "at which the variants are"
+    for _, changes in mqar.VARIANTS.values():
+        assert mqar.FULL.name in replace(mqar.FULL, **changes).name
+    names = {replace(mqar.FULL, **changes).name for _, changes in mqar.VARIANTS.values()}
+    assert len(names) == len(mqar.VARIANTS), "each has runs of its own"
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ CONFIGS = {  # on a CPU, C channels wide
         2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
     ),
     "gsa, states kept": GSAConfig(1, num_slots=6, between="swish", keep_states=True),
+    "gsa, scaled": GSAConfig(4, num_slots=4, damping=16.0, scale=None),
     "abc": ABCConfig(2, num_slots=5),
     "abc, code": ABCConfig(4, num_slots=3, reading="code"),
     "hgrn2": HGRN2Config(4),

@@ -29,7 +29,7 @@ def build(config):
         GSAConfig(
             2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
         ),
-        GSAConfig(1, num_slots=6, between="swish", keep_states=True),
+        GSAConfig(1, num_slots=6, between="swish", keep_states=True, scale=None),
     ],
     ids=str,
 )
@@ -53,17 +53,23 @@ def test_the_state_has_two_numbers_a_slot_and_channel():
     assert grouped.state_bytes(1) == 2 * 64 * 16 * 4
 
 
-def test_it_is_equations_8_and_9_around_the_recurrence():
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (None, 8**-0.5), (-3, -3.0)])
+def test_it_is_equations_8_and_9_around_the_recurrence(scale, factor):
     H, M, D = 2, 4, 8
-    mixer = build(GSAConfig(H, num_slots=M)).double()
+    mixer = build(GSAConfig(H, num_slots=M, scale=scale)).double()
     nn.init.uniform_(mixer.norm.weight, 0.5, 2.0)
     x = torch.randn(3, 9, C, dtype=torch.float64)
     wq, wk, wv, wa = mixer.in_proj.weight.split([C, C, C, H * M])
     q, k, v = (F.silu(x @ w.T).view(3, 9, H, D) for w in (wq, wk, wv))
     g = (x @ wa.T).sigmoid().pow(1 / 8).log().view(3, 9, H, M)
-    o = F.silu(recurrent_gsa(q, k, v, g).out.reshape(3, 9, C))
+    o = F.silu(recurrent_gsa(q, k, v, g, scale=factor).out.reshape(3, 9, C))
     normed = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight
-    assert_close("y", mixer(x)[0], normed @ mixer.out_proj.weight.T, rtol=1e-10)
+    y = normed @ mixer.out_proj.weight.T
+    assert_close("y", mixer(x)[0], y, rtol=1e-10)
+    state = mixer.init_state(3)
+    with torch.no_grad():
+        steps = [mixer.step(x[:, t : t + 1], state) for t in range(9)]
+    assert_close("y, step by step", torch.cat(steps, 1), y, rtol=1e-10)
 
 
 def test_query_heads_share_their_neighbours_keys():
@@ -130,6 +136,8 @@ def test_gates_that_look_at_the_token_may_start_spread_too():
         (GSAConfig(4, num_kv_heads=3), "num_kv_heads must divide the 4 heads, got 3"),
         (GSAConfig(num_slots=0), "num_slots must be 1 or more, got 0"),
         (GSAConfig(damping=0.0), "damping must be positive and finite, got 0.0"),
+        (GSAConfig(scale=float("inf")), "scale must be finite, got inf"),
+        (GSAConfig(scale=-1e31), r"scale must be within ±1e\+30, got -1e\+31"),
         (GSAConfig(gate_spans=(1.0, 9.0)), r"gate_spans must be above 1, .* got \(1.0, 9.0\)"),
         (GSAConfig(gate_spans=(2.0, 3.0, 4.0)), "gate_spans must be two numbers, got"),
         (GSAConfig(gate_spans=(9.0, 2.0)), "gate_spans must be .* the shorter first"),

@@ -28,7 +28,7 @@ from mezzo_core.papers.trainings import CPU, SMOKE
 
 from mezzo_gsa import counts
 from mezzo_gsa.checks import CHECKS
-from mezzo_gsa.mqar.sweep import SOLVED
+from mezzo_gsa.mqar.protocols import SOLVED
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
 
 XFMR, RETNET, GLA, GSA = (PAPER_NAMES[name] for name in ("attention", "retnet", "gla", "gsa"))
@@ -88,6 +88,8 @@ def recalls(printed: Table | Claim, ours: Measurement) -> Judgement:
     order = judge_pairs(pairs)
     reached = [Outcome.AGREES if each else Outcome.DIFFERS for each in attention.values()]
     where = f"below {SOLVED} at {', '.join(missed)}" if missed else f"nowhere below {SOLVED}"
+    if not attention:
+        where = "not measured"
     return Judgement(
         combine([combine(reached), order.outcome]),
         f"{XFMR} is {where}; GSA beside {GLA} and {RETNET}: {order.summary}",
@@ -129,9 +131,9 @@ ANSWERS = (
     Answer("gsa.claim.table1_order", otherwise=_TASKS),
     Answer(
         "gsa.claim.mqar",
-        *(result(f"{H200}/{name}", recalls) for name in ("mqar", "mqar_fan_in", "mqar_conv")),
+        *(result(f"{H200}/mqar{name}", recalls) for name in ("_authors", "", "_fan_in", "_conv")),
         *(result(f"cpu-2-cores/{name}", recalls) for name in ("mqar", "mqar_conv")),
-        otherwise=f"needs hours on a GPU: {_SCRIPTS}/mqar.py, or mezzo-gsa mqar for all of it",
+        otherwise=f"needs hours on a GPU: {_SCRIPTS}/mqar.py, or mezzo-gsa mqar --protocol authors",
     ),
     Answer("gsa.claim.recall_xfmr", otherwise=_TASKS),
     Answer("gsa.claim.ablation_gating", result(SMALL, InOrder(GATES)), TINY, otherwise=_ABLATION),

@@ -24,6 +24,9 @@ of all gates in the recipes `gsa_spread`."""
 MAX_DAMPING = 1e30
 """The initial logits for `gate_spans` are about as large as the damping, and must be finite."""
 
+MAX_SCALE = 1e30
+"""The logits of the slots must be finite in float32."""
+
 
 @dataclass(frozen=True)
 class GSAConfig:
@@ -37,6 +40,8 @@ class GSAConfig:
     """M, the slots of a head's memory."""
     damping: float = 8.0
     """Forget gates are sigmoid(logits)^(1 / damping), so that they start near one."""
+    scale: float | None = 1.0
+    """Multiplies K~ q; None: D^-1/2, for heads of D channels, as in softmax attention."""
     gate: Literal["token", "constant"] = "token"
     """Forget gates that depend on the token, or the ablation with data-independent decay: a learned
     constant for each head and slot."""
@@ -89,6 +94,7 @@ class GSA(AbstractMixer):
         if HQ % H:
             raise ValueError(f"num_kv_heads must divide the {HQ} heads, got {H}")
         self.config, self.d_model, self.num_kv_heads = config, d_model, H
+        self.scale = D**-0.5 if config.scale is None else float(config.scale)
         by_token = config.gate == "token"
         self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
         bias = by_token and config.gate_spans is not None
@@ -125,6 +131,7 @@ class GSA(AbstractMixer):
         self.check_input(x, state, cu_seqlens, lengths)
         qkvg = self.in_proj(x)
         op: dict[str, Any] = {
+            "scale": self.scale,
             "between": self.config.between,
             "initial_state": state,
             "cu_seqlens": cu_seqlens,
@@ -151,6 +158,7 @@ class GSA(AbstractMixer):
             num_heads=config.num_heads,
             gate_logits=self.gate_logits,
             damping=config.damping,
+            scale=self.scale,
             norm_weight=None if norm_later else weight,
             norm_eps=config.norm_eps,
             swish=config.feature_map == "swish",
@@ -233,6 +241,10 @@ def _check(config: GSAConfig) -> None:
             check_size("GSAConfig", name, getattr(config, name))
     for name in ("damping", "norm_eps"):
         check_number("GSAConfig", name, getattr(config, name), positive=True)
+    if config.scale is not None:
+        check_number("GSAConfig", "scale", config.scale)
+        if abs(config.scale) > MAX_SCALE:
+            raise ValueError(f"GSAConfig: scale must be within ±{MAX_SCALE}, got {config.scale}")
     if config.damping > MAX_DAMPING:
         raise ValueError(f"GSAConfig: damping must be at most {MAX_DAMPING}, got {config.damping}")
     for name in ("output_norm", "keep_states"):

@@ -19,6 +19,7 @@ PARTS = {
     "positions": PositionsConfig(20),
     "layer": MixerOnlyConfig(ATTENTION, fan_in=True),
     "layer of a convolution": MixerOnlyConfig(ShortConvConfig()),
+    "layer with an identity": MixerOnlyConfig(ATTENTION, identity_mlp=True),
 }
 
 
@@ -46,6 +47,16 @@ def test_a_layer_is_its_input_and_the_mixer_of_its_norm():
     x = torch.randn(2, 7, C)
     expected = x + layer.mixer(torch.nn.functional.layer_norm(x, (C,)))[0]
     torch.testing.assert_close(layer(x)[0], expected)
+
+
+def test_an_identity_in_the_mlps_place_adds_the_norm():
+    torch.manual_seed(0)
+    layer = MixerOnlyConfig(ATTENTION, identity_mlp=True).build(C)
+    torch.nn.init.uniform_(layer.mlp_norm.weight, 0.5, 2.0)
+    x = torch.randn(2, 7, C)
+    y = x + layer.mixer(torch.nn.functional.layer_norm(x, (C,)))[0]
+    normed = torch.nn.functional.layer_norm(y, (C,)) * layer.mlp_norm.weight
+    torch.testing.assert_close(layer(x)[0], y + normed)
 
 
 def test_dropout_is_of_what_comes_in_and_in_training_alone():

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from mezzo_core.nn import generate
 from mezzo_core.papers.measurement import How, read_result
 from mezzo_core.testing.laws import check_segments, check_state_bytes
 from mezzo_core.train.loop import train
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.mqar import command
 from mezzo_gsa.mqar.command import mqar
-from mezzo_gsa.mqar.sweep import DROPOUT, MIXERS, SweepConfig, sweep
+from mezzo_gsa.mqar.protocols import DROPOUT, NAMES, PROTOCOLS, SweepConfig
+from mezzo_gsa.mqar.sweep import sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
@@ -31,6 +35,11 @@ TINY = SweepConfig(
     epochs=2,
 )
 
+AUTHORS = {
+    field: getattr(PROTOCOLS["authors"], field)
+    for field in ("protocol", "num_layers", "num_slots", "damping", "scale", "identity_mlp")
+}
+
 
 def silent(line):
     assert isinstance(line, str)
@@ -42,7 +51,7 @@ def tiny_model(name, **changes):
 
 
 @pytest.mark.parametrize("conv_width", [0, 3])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_answer_depends_on_the_tokens_up_to_it_alone(name, conv_width):
     model = tiny_model(name, conv_width=conv_width)
     inputs = torch.randint(1, 32, (4, 16))
@@ -56,10 +65,12 @@ def test_an_answer_depends_on_the_tokens_up_to_it_alone(name, conv_width):
         assert not torch.allclose(model(changed).logits[:, 6], answers, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("conv_width", [0, 3])
-@pytest.mark.parametrize("name", MIXERS)
-def test_the_models_keep_the_contract(name, conv_width):
-    model = tiny_model(name, conv_width=conv_width)
+@pytest.mark.parametrize(
+    "changes", [{}, {"conv_width": 3}, AUTHORS], ids=["plain", "conv", "authors"]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_keep_the_contract(name, changes):
+    model = tiny_model(name, **changes)
     check_segments(model.stack, num_tokens=13, splits=(4, 0, 9))
     check_state_bytes(model.stack, 13)
     (new,) = generate(model, [[1, 2, 3]], max_new_tokens=4)
@@ -69,7 +80,7 @@ def test_the_models_keep_the_contract(name, conv_width):
 
 def test_attention_alone_learns_positions_and_the_head_is_the_embedding():
     task = replace(TASK, vocab_size=1009)
-    for name in MIXERS:
+    for name in NAMES:
         names = dict(tiny_model(name, task=task).named_parameters())
         assert ("stack.blocks.0.embed.weight" in names) == (name == "attention")
         assert [key for key, weight in names.items() if 1009 in weight.shape] == ["embed.weight"]
@@ -85,12 +96,85 @@ def test_states_have_the_sizes_of_zoology(width):
         "hgrn2": min(width, 128) * width,
         "retnet": 2 * width * width,
     }
-    assert set(numbers) == set(MIXERS)
+    assert set(numbers) == set(NAMES)
     for name, count in numbers.items():
         with torch.device("meta"):
             model = SweepConfig().run(name, width, 1e-3).model.build()
         counters = 2 * 8 if name == "retnet" else 0
         assert model.state_bytes(512) == 2 * 4 * count + counters, name
+
+
+@pytest.mark.parametrize("width", SweepConfig().widths)
+def test_the_models_of_the_authors_have_their_states_and_sizes(width):
+    shapes = {  # of the matrices of a layer, (columns, rows), without the gate's low rank
+        "attention": (512 * 2 * width, 4),
+        "gsa": (2 * (width // 4) * width, 5),
+        "gsa_one_head": (2 * (width // 4) * width, 4.25),
+        "gla": (width * width // 2, 5),
+        "hgrn2": (width * width // 2, 4),
+        "retnet": (width * width, 8),
+    }
+    assert set(shapes) == set(NAMES)
+    for name, (numbers, squares) in shapes.items():
+        with torch.device("meta"):
+            model = PROTOCOLS["authors"].run(name, width, 1e-3).model.build()
+        counters = 4 * 8 if name == "retnet" else 0
+        assert model.state_bytes(512) == 4 * 4 * numbers + counters, name
+        layer = model.stack.blocks[-1]
+        weights = [w.numel() for w in layer.parameters() if w.ndim == 2 and min(w.shape) > 16]
+        if width > 64:  # else GSA's slots look like the gate's rank
+            assert sum(weights) == squares * width**2, name
+        assert layer.mlp_norm is not None
+
+
+def test_gsa_is_that_of_the_authors():
+    layers = PROTOCOLS["authors"].run("gsa", 128, 1e-3).model.stack.blocks
+    expected = GSAConfig(num_heads=4, num_slots=32, damping=16.0, scale=None)
+    assert [layer.mixer for layer in layers] == [expected] * 4
+    bounds = [layer.mixer.lower_bound for layer in hgrn2_layers("authors")]
+    assert bounds == [0] * 4
+
+
+def hgrn2_layers(protocol):
+    config = replace(PROTOCOLS[protocol], num_layers=4)
+    return config.run("hgrn2", 128, 1e-3).model.stack.blocks
+
+
+def test_more_layers_are_more_of_the_same():
+    for name in NAMES:
+        two, three = (tiny_model(name, num_layers=count).stack.blocks for count in (2, 3))
+        assert len(three) == len(two) + 1
+        assert str(three[-1]) == str(two[-1])
+    assert [layer.mixer.lower_bound for layer in hgrn2_layers("zoology")] == [0, 0.25, 0.5, 0.75]
+    blocks = tiny_model("gsa", num_layers=3, conv_width=3).stack.blocks
+    assert [type(block.mixer).__name__ for block in blocks] == ["ShortConv", "GSA", "GSA"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_slots": 20}, {"num_slots": 20}),
+        ({"num_slots": 0.25}, {"num_slots": 4}),
+        ({"damping": 3.0}, {"damping": 3.0}),
+        ({"scale": "head_width"}, {"scale": None}),
+    ],
+)
+def test_slots_damping_and_scale_are_those_of_gsa_alone(change, expected):
+    def mixers(name, **changes):
+        blocks = replace(TINY, **changes).run(name, 16, 1e-3).model.stack.blocks
+        return [block.mixer for block in blocks if hasattr(block, "mixer")]
+
+    for name in NAMES:
+        plain, changed = mixers(name), mixers(name, **change)
+        is_gsa = name.startswith("gsa")
+        assert changed == ([replace(each, **expected) for each in plain] if is_gsa else plain)
+
+
+def test_an_identity_can_take_the_mlps_place():
+    for block in tiny_model("gla", identity_mlp=True).stack.blocks:
+        assert block.mlp_norm is not None
+    for block in tiny_model("gla").stack.blocks:
+        assert block.mlp_norm is None
 
 
 def test_the_first_layer_may_be_a_convolution_and_drops_embeddings_out():
@@ -108,6 +192,10 @@ def test_the_first_layer_may_be_a_convolution_and_drops_embeddings_out():
         ({"conv_width": 3}, "conv"),
         ({"init": "fan_in"}, "fan_in"),
         ({"conv_width": 3, "init": "fan_in"}, "conv_fan_in"),
+        ({"num_layers": 1}, "1_layers"),
+        ({"num_slots": 0.5, "damping": 16.0}, "0.5_slots_damping_16"),
+        ({"scale": "head_width"}, "scale_head_width"),
+        ({"identity_mlp": True}, "identity"),
     ],
 )
 def test_a_sweep_of_other_models_has_a_file_of_its_own(tmp_path, change, name):
@@ -119,6 +207,19 @@ def test_a_sweep_of_other_models_has_a_file_of_its_own(tmp_path, change, name):
     for field, value in change.items():
         assert f"{field} {value}, not" in other.header.setting
         assert f"{field} {value}" not in plain.header.setting
+
+
+def test_results_of_the_authors_models_are_compared_with_their_protocol(tmp_path):
+    tiny = {field: getattr(TINY, field) for field in ("task", "widths", "batch_size", "epochs")}
+    config = replace(
+        PROTOCOLS["authors"], **tiny, models=("gla",), num_layers=2, identity_mlp=False
+    )
+    config = replace(config, learning_rates=(1e-3,))
+    result = sweep(config, tmp_path, silent, device="cpu")
+    assert result.path.name == "mqar_authors_2_layers_no_identity.json"
+    assert "num_layers 2, not 4; identity_mlp False, not True" in result.header.setting
+    assert "damping" not in result.header.setting.split("Here: ")[1]
+    assert result.header.title.endswith("the authors' setting")
 
 
 def test_a_run_trains_as_the_protocol_says(tmp_path):
@@ -253,8 +354,8 @@ def test_the_best_learning_rate_of_each_is_reported(tmp_path, monkeypatch):
     assert [run["lr"] for run in entry["others"]] == [1e-4]
 
 
-def test_the_whole_protocol_alone_is_the_papers_setting():
-    whole = SweepConfig()
+@pytest.mark.parametrize("whole", PROTOCOLS.values(), ids=PROTOCOLS)
+def test_the_whole_protocol_alone_is_the_papers_setting(whole):
     assert whole.header().how == "the paper's setting"
     assert replace(whole, models=(*whole.models, "gsa_one_head"), compile=True).header().how == (
         "the paper's setting"
@@ -262,6 +363,10 @@ def test_the_whole_protocol_alone_is_the_papers_setting():
     for change in (
         {"models": ("gsa",)},
         {"widths": (64,)},
+        {"num_layers": 3},
+        {"num_slots": 32},
+        {"damping": 12.0},
+        {"task": replace(whole.task, random_non_queries=True)},
         {"skip_solved": True},
         {"task": replace(whole.task, train_pairs=(16, 64))},
     ):
@@ -276,6 +381,15 @@ def test_the_whole_protocol_alone_is_the_papers_setting():
         ({"task": MQARConfig(train_rows=100)}, "batch_size must be from 1 to train_rows = 100"),
         ({"precision": "fp16"}, "precision must be one of .* got 'fp16'"),
         ({"init": "fan"}, "init must be one of .*, got 'fan'"),
+        ({"protocol": "author"}, "protocol must be one of .*, got 'author'"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_slots": 0}, "num_slots must be a whole number or below 1, got 0"),
+        ({"num_slots": 2.5}, "num_slots must be a whole number or below 1, got 2.5"),
+        ({"num_slots": math.inf}, "num_slots must be a whole number or below 1, got inf"),
+        ({"damping": 0.0}, r"damping must be positive and finite, got 0\.0"),
+        ({"damping": math.inf}, "damping must be positive and finite, got inf"),
+        ({"scale": "head"}, "scale must be one of .*, got 'head'"),
+        ({"identity_mlp": 1}, "identity_mlp must be bool"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_named(options, message):
@@ -291,6 +405,11 @@ def test_a_sweep_that_cannot_be_is_named(options, message):
         ({"learning_rates": (0.0,)}, "lr must be above 0"),
         ({"epochs": 0}, "steps must be from 1"),
         ({"conv_width": -1}, "width must be 1 or more, got -1"),
+        ({"num_slots": 0.3}, "num_slots 0.3 of width 16 is 4.8, no whole number"),
+        (
+            {"models": ("hgrn2",), "protocol": "authors", "widths": (1,)},
+            "hgrn2 cannot have width 1",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, change, message):
@@ -319,13 +438,81 @@ def test_the_command_sweeps_and_shows_states_beside_accuracies(tmp_path, capsys)
     assert "epochs 1, not 64" in setting
 
 
+SWEPT = {
+    "--model gla --model gsa": {"models": ("gla", "gsa")},
+    "--width 32 --width 8": {"widths": (32, 8)},
+    "--lr 0.1": {"learning_rates": (0.1,)},
+    "--skip-solved": {"skip_solved": True},
+    "--batch-size 5": {"batch_size": 5},
+    "--epochs 3": {"epochs": 3},
+    "--num-layers 3": {"num_layers": 3},
+    "--conv-width 2": {"conv_width": 2},
+    "--num-slots 0.5": {"num_slots": 0.5},
+    "--damping 2": {"damping": 2.0},
+    "--init fan_in": {"init": "fan_in"},
+    "--precision bf16": {"precision": "bf16"},
+    "--compile": {"compile": True},
+}
+ASKED = {
+    "--seq-len 400": {"seq_len": 400},
+    "--num-pairs 9": {"num_pairs": 9},
+    "--vocab-size 999": {"vocab_size": 999},
+    "--random-non-queries": {"random_non_queries": True},
+    "--train-pairs 4 --train-pairs 8": {"train_pairs": (4, 8)},
+    "--train-rows 200": {"train_rows": 200},
+    "--test-rows 7": {"test_rows": 7},
+    "--seed 0": {"seed": 0},
+}
+UNLIKE = {  # of the options that differ between the protocols, what is neither's default
+    "zoology": {
+        "--scale head_width": {"scale": "head_width"},
+        "--identity-mlp": {"identity_mlp": True},
+    },
+    "authors": {"--scale one": {"scale": "one"}, "--no-identity-mlp": {"identity_mlp": False}},
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, monkeypatch):
+    swept = []
+
+    def record(config, *arguments, **options):
+        swept.append(config)
+        return SimpleNamespace(entries=[], path="")
+
+    monkeypatch.setattr(command, "sweep", record)
+    whole = PROTOCOLS[protocol]
+    expected = {words: replace(whole, **change) for words, change in SWEPT.items()}
+    expected |= {words: replace(whole, **change) for words, change in UNLIKE[protocol].items()}
+    expected |= {
+        words: replace(whole, task=replace(whole.task, **change)) for words, change in ASKED.items()
+    }
+    for words, config in {"": whole, **expected}.items():
+        assert run_command("--protocol", protocol, *words.split()) == 0
+        assert swept.pop() == config, words
+    changed = {field for change in (SWEPT | UNLIKE[protocol]).values() for field in change}
+    assert changed == {field.name for field in fields(SweepConfig)} - {"task", "protocol"}
+    asked = {field for change in ASKED.values() for field in change}
+    assert asked == {field.name for field in fields(MQARConfig)} - {"power"}
+
+
+def test_the_help_shows_what_the_protocols_have(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_command("--help") == 0
+    shown = capsys.readouterr().out
+    assert "2; authors: 4" in shown
+    assert "64 128 256 512)" in shown
+
+
 def test_the_command_answers_a_wrong_value_in_one_line(tmp_path, capsys):
     assert run_command("--num-pairs", 200, "--out", tmp_path) == 2
     assert "error: num_pairs must be from 1 to seq_len / 4" in capsys.readouterr().err
+    assert run_command("--protocol", "author", "--out", tmp_path) == 2
+    assert "no protocol is named 'author'; did you mean authors" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_run_learns_as_an_eager_one(name, tmp_path):
     task = replace(TASK, vocab_size=256, seq_len=128, num_pairs=16, train_rows=64)
     config = replace(TINY, task=task, precision="fp32", epochs=1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_gsa.mqar.task import MQARConfig
@@ -16,6 +17,13 @@ GOLDEN = {
     (512, 64): ("7457aad1c8916904", "22b471c1e43c263b"),
 }
 """First digits of the SHA-256 of inputs and targets of 16 rows, seed 0, by the released code."""
+RANDOM = {
+    (64, 4): "0f195a9e490668b4",
+    (128, 8): "3b91578f8c1e19ff",
+    (256, 16): "7845b8b8194e789b",
+    (512, 64): "74618cbcc6bc562b",
+}
+"""Of the inputs with `random_non_queries`, by the released code after torch.manual_seed(0)."""
 
 
 def digest(rows):
@@ -27,6 +35,27 @@ def digest(rows):
 def test_a_seed_gives_the_rows_of_the_released_generator(size):
     rows = MQARConfig(seq_len=size[0], num_pairs=size[1]).generate(16, seed=0)
     assert (digest(rows.inputs), digest(rows.targets)) == GOLDEN[size]
+
+
+@pytest.mark.parametrize("size", RANDOM)
+def test_random_tokens_are_those_of_the_released_generator(size):
+    task = MQARConfig(seq_len=size[0], num_pairs=size[1], random_non_queries=True)
+    rows = task.generate(16, seed=0)
+    assert (digest(rows.inputs), digest(rows.targets)) == (RANDOM[size], GOLDEN[size][1])
+
+
+def test_random_tokens_stand_where_nothing_is_asked_alone():
+    task = MQARConfig(vocab_size=65, seq_len=64, num_pairs=8)
+    state = torch.get_rng_state()
+    plain, filled = (
+        replace(task, random_non_queries=each).generate(200, seed=3) for each in (False, True)
+    )
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    assert np.array_equal(plain.targets, filled.targets)
+    is_empty = plain.inputs == 0
+    assert np.array_equal(filled.inputs[~is_empty], plain.inputs[~is_empty])
+    expected = torch.randint(65, (200, 64), generator=torch.Generator().manual_seed(3)).numpy()
+    assert np.array_equal(filled.inputs[is_empty], expected[is_empty])
 
 
 def test_the_first_row_is_as_it_was_printed():
@@ -84,6 +113,7 @@ def test_another_seed_gives_other_rows_and_the_global_generator_is_left_alone():
         ({"train_pairs": (8, 65)}, "train_pairs must be from 1 to num_pairs = 64, got \\(8, 65\\)"),
         ({"train_pairs": (8, 0)}, "train_pairs must be from 1 to num_pairs = 64, got \\(8, 0\\)"),
         ({"seed": -1}, "seed must be 0 or more, got -1"),
+        ({"random_non_queries": 1}, "random_non_queries must be bool"),
         ({"seq_len": "512"}, "seq_len must be int"),
     ],
 )
@@ -117,7 +147,8 @@ def test_rows_to_train_on_may_have_fewer_pairs():
 def test_the_fingerprint_tells_what_is_learned_from():
     print_of = lambda **change: replace(TINY, **change).build(16, None).fingerprint  # noqa: E731
     assert print_of() == print_of(seed=5) == print_of(test_rows=7)
-    assert len({print_of(), print_of(train_rows=21), print_of(train_pairs=(2, 4))}) == 3
+    changes = {"train_rows": 21}, {"train_pairs": (2, 4)}, {"random_non_queries": True}
+    assert len({print_of(), *(print_of(**change) for change in changes)}) == 4
 
 
 def test_a_task_survives_json():

@@ -1,8 +1,9 @@
 """The layers of Zoology's small models (arXiv 2312.04927), as blocks of core's `LM`.
 
-A layer is `x + mixer(norm x)`, with a LayerNorm and without an MLP; the mixer may be a short
-convolution. Attention, which cannot tell a token's neighbours otherwise, gets a learned embedding
-of the position, added by a block before the first layer.
+A layer is `x + mixer(norm x)`, with a LayerNorm and without an MLP; or with the identity in the
+MLP's place, which adds the norm of all that. The mixer may be a short convolution. Attention, which
+cannot tell a token's neighbours otherwise, gets a learned embedding of the position, added by a
+block before the first layer.
 """
 
 from dataclasses import dataclass
@@ -26,11 +27,14 @@ class MixerOnlyConfig:
         dropout: share of what comes in that training sets to zero, before norm and residual.
         fan_in: start the mixer's matrices from N(0, columns^-1/2), not `init_std`, so that what
             they give has a deviation of one at any width.
+        identity_mlp: after the mixer add `norm x` once more: the released program leaves the MLP
+            out by taking the identity for it, between its norm and its residual.
     """
 
     mixer: MixerConfig
     dropout: float = 0.0
     fan_in: bool = False
+    identity_mlp: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -43,7 +47,7 @@ class MixerOnlyConfig:
 
 
 class MixerOnly(AbstractMixerBlock):
-    """`x + mixer(norm x)`, without an MLP."""
+    """y = x + mixer(norm x), without an MLP; with an identity as the MLP, y + norm y."""
 
     def __init__(self, mixer: AbstractMixer, d_model: int, config: MixerOnlyConfig) -> None:
         super().__init__()
@@ -52,6 +56,7 @@ class MixerOnly(AbstractMixerBlock):
         self.norm = nn.LayerNorm(d_model)
         self.mixer = mixer
         self.fan_in = config.fan_in
+        self.mlp_norm = nn.LayerNorm(d_model) if config.identity_mlp else None
 
     def init_own_weights(self) -> None:
         """Start the mixer's matrices by their columns, if so configured."""
@@ -70,15 +75,18 @@ class MixerOnly(AbstractMixerBlock):
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
         x = self.dropout(x)
         mixed, state = self.mixer(self.norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
-        return x + mixed, state
+        return self._with_mlp(x + mixed), state
 
     def step(self, x: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         x = self.dropout(x)
-        return x + self.mixer.step(self.norm(x), state)
+        return self._with_mlp(x + self.mixer.step(self.norm(x), state))
+
+    def _with_mlp(self, y: Tensor) -> Tensor:
+        return y if self.mlp_norm is None else y + self.mlp_norm(y)
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the mixer's forward FLOPs a token (the norm left out)."""
+        """Return the mixer's forward FLOPs a token (the norms left out)."""
         return self.mixer.flops_per_token(num_tokens)
 
 

@@ -1,50 +1,108 @@
 """`mezzo-gsa mqar`: the sweep as a command."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+from mezzo_core.errors import UserError, nearest
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from mezzo_gsa.mqar.sweep import NAMES, SweepConfig, sweep
-from mezzo_gsa.mqar.task import MQARConfig
+from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
+from mezzo_gsa.mqar.sweep import sweep
 
-TASK, WHOLE = MQARConfig(), SweepConfig()
-MODELS, WIDTHS, RATES = list(WHOLE.models), list(WHOLE.widths), list(WHOLE.learning_rates)
+Config = TypeVar("Config", bound=Any)
+SLOTS = "Slots of a head of GSA; below 1: share of the width."
+
+
+def field(name: str, text: str) -> Any:
+    """Return an option that replaces this field of the protocol; its help shows what is there."""
+    there: dict[str, str] = {}
+    for protocol, config in PROTOCOLS.items():
+        value = getattr(config if hasattr(config, name) else config.task, name)
+        there[protocol] = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    first, *others = there.items()
+    differing = [f"{protocol}: {value}" for protocol, value in others if value != first[1]]
+    return Option(help=text, show_default="; ".join([first[1], *differing]))
 
 
 def mqar(
     out: Annotated[Path, Option(help="Folder of the result and of the runs.")] = Path("mqar"),
-    model: Annotated[list[str], Option(help=f"Of {', '.join(NAMES)}; repeat.")] = MODELS,
-    width: Annotated[list[int], Option(help="Model width; repeat.")] = WIDTHS,
-    lr: Annotated[list[float], Option(help="Learning rate; repeat.")] = RATES,
-    skip_solved: Annotated[bool, Option(help="After a rate has solved it, try no others.")] = False,
-    seq_len: Annotated[int, Option(help="Tokens a row.")] = TASK.seq_len,
-    num_pairs: Annotated[int, Option(help="Pairs a row.")] = TASK.num_pairs,
-    vocab_size: Annotated[int, Option(help="Tokens known.")] = TASK.vocab_size,
+    protocol: Annotated[str, Option(help=f"Of {', '.join(PROTOCOLS)}.")] = "zoology",
+    model: Annotated[list[str] | None, field("models", f"Of {', '.join(NAMES)}; repeat.")] = None,
+    width: Annotated[list[int] | None, field("widths", "Model width; repeat.")] = None,
+    lr: Annotated[list[float] | None, field("learning_rates", "Learning rate; repeat.")] = None,
+    skip_solved: Annotated[
+        bool | None, field("skip_solved", "After a rate has solved it, try no others.")
+    ] = None,
+    seq_len: Annotated[int | None, field("seq_len", "Tokens a row.")] = None,
+    num_pairs: Annotated[int | None, field("num_pairs", "Pairs a row.")] = None,
+    vocab_size: Annotated[int | None, field("vocab_size", "Tokens known.")] = None,
+    random_non_queries: Annotated[
+        bool | None, field("random_non_queries", "Random tokens where nothing is asked.")
+    ] = None,
     train_pairs: Annotated[list[int] | None, Option(help="Pairs to train on; repeat.")] = None,
-    train_rows: Annotated[int, Option(help="Rows to train on.")] = TASK.train_rows,
-    test_rows: Annotated[int, Option(help="Rows to test on.")] = TASK.test_rows,
-    batch_size: Annotated[int, Option(help="Rows a step.")] = WHOLE.batch_size,
-    epochs: Annotated[int, Option(help="At most.")] = WHOLE.epochs,
-    conv_width: Annotated[int, Option(help="Tokens of a convolution as the first layer.")] = 0,
-    init: Annotated[str, Option(help="Start of weights: zoology or fan_in.")] = WHOLE.init,
-    seed: Annotated[int, Option(help="Of weights and order.")] = TASK.seed,
-    precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = WHOLE.precision,
-    compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
+    train_rows: Annotated[int | None, field("train_rows", "Rows to train on.")] = None,
+    test_rows: Annotated[int | None, field("test_rows", "Rows to test on.")] = None,
+    batch_size: Annotated[int | None, field("batch_size", "Rows a step.")] = None,
+    epochs: Annotated[int | None, field("epochs", "At most.")] = None,
+    num_layers: Annotated[int | None, field("num_layers", "Layers.")] = None,
+    conv_width: Annotated[
+        int | None, field("conv_width", "Tokens of a convolution as the first layer.")
+    ] = None,
+    identity_mlp: Annotated[
+        bool | None, field("identity_mlp", "Add each layer's output once more, normalized.")
+    ] = None,
+    num_slots: Annotated[float | None, field("num_slots", SLOTS)] = None,
+    damping: Annotated[float | None, field("damping", "Damping of GSA's gates.")] = None,
+    scale: Annotated[
+        str | None, field("scale", "Of GSA's slot logits: one, or head_width (D^-1/2).")
+    ] = None,
+    init: Annotated[str | None, field("init", "Start of weights: zoology or fan_in.")] = None,
+    seed: Annotated[int | None, field("seed", "Of weights and order.")] = None,
+    precision: Annotated[str | None, field("precision", "fp32, bf16 or auto.")] = None,
+    compile: Annotated[bool | None, field("compile", "Use torch.compile.")] = None,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train GSA and other mixers on multi-query associative recall (MQAR), and compare them.
 
-    Without options: Zoology's full protocol, many GPU hours. A folder goes on where it was left.
+    Without options: Zoology's full protocol; with `--protocol authors` that of GSA's authors. Both
+    take many GPU hours. Other options replace parts. A folder goes on where it was left.
     """
-    pairs, swept = tuple(train_pairs or ()), (tuple(model), tuple(width), tuple(lr))
-    task = MQARConfig(
-        vocab_size, seq_len, num_pairs, TASK.power, train_rows, pairs, test_rows, seed
+    if protocol not in PROTOCOLS:
+        raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")
+    whole = PROTOCOLS[protocol]
+    task = _replaced(
+        whole.task,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_pairs=num_pairs,
+        random_non_queries=random_non_queries,
+        train_rows=train_rows,
+        train_pairs=train_pairs,
+        test_rows=test_rows,
+        seed=seed,
     )
-    checked_later: dict[str, Any] = {"init": init, "precision": precision, "compile": compile}
-    config = SweepConfig(task, *swept, skip_solved, batch_size, epochs, conv_width, **checked_later)
+    config = _replaced(
+        whole,
+        task=task,
+        models=model,
+        widths=width,
+        learning_rates=lr,
+        skip_solved=skip_solved,
+        batch_size=batch_size,
+        epochs=epochs,
+        num_layers=num_layers,
+        conv_width=conv_width,
+        identity_mlp=identity_mlp,
+        num_slots=num_slots,
+        damping=damping,
+        scale=scale,
+        init=init,
+        precision=precision,
+        compile=compile,
+    )
     console = Console(soft_wrap=True)
     result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)
     table = Table("model", "C", "accuracy", "lr", "state (bytes a row)")
@@ -53,3 +111,9 @@ def mqar(
         table.add_row(entry["model"], entry["column"].removeprefix("C="), *map(str, shown))
     console.print(table)
     console.print(f"{result.path} has every run")
+
+
+def _replaced(config: Config, **given: Any) -> Config:
+    """Replace the fields that were given; typer's lists become tuples."""
+    values = {name: value for name, value in given.items() if value not in (None, [])}
+    return replace(config, **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

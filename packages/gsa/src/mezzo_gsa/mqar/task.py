@@ -5,8 +5,9 @@
     target     .  .  .  .  ...  .    .  | . . v2 . v1 . . . ... vP . ...
 
 Each of the P keys is asked for once, at an even place after the pairs that is drawn from a power
-law: early ones are likelier. Source: Zoology (Arora et al. 2023, arXiv 2312.04927); the draws come
-from numpy's legacy generator in the order of its released code, so that a seed gives the same rows.
+law: early ones are likelier. The places without questions hold 0, or random tokens. Source: Zoology
+(Arora et al. 2023, arXiv 2312.04927); the draws come from numpy's legacy generator in the order of
+its released code, so that a seed gives the same rows.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.data import NO_TARGET, Rows, RowsData
 from mezzo_core.errors import UserError
@@ -32,6 +34,8 @@ class MQARConfig:
         seq_len: T, tokens a row.
         num_pairs: P, keys and values a row.
         power: exponent of the law of the questions' places, p(i) ~ i^(power - 1), i = 1, 2, ...
+        random_non_queries: put a token of the whole vocabulary wherever 0 would be, keys and values
+            among them: what is no question then has to be told from one.
         train_rows: drawn once, for all epochs.
         train_pairs: pairs of the rows to train on, in equal shares, because a model learns from
             rows of few pairs sooner; empty: `num_pairs`, as the test rows always have.
@@ -47,6 +51,7 @@ class MQARConfig:
     seq_len: int = 512
     num_pairs: int = 64
     power: float = 0.01
+    random_non_queries: bool = False
     train_rows: int = 100_000
     train_pairs: tuple[int, ...] = ()
     test_rows: int = 3_000
@@ -98,7 +103,11 @@ class MQARConfig:
         return train, self.generate(self.test_rows, TEST_SEED)
 
     def generate(self, num_rows: int, seed: int) -> Rows:
-        """Draw rows from numpy's legacy generator; 100,000 usual ones take about ten seconds."""
+        """Draw rows from numpy's legacy generator; 100,000 usual ones take about ten seconds.
+
+        Random tokens come from torch's generator, which the released code does not seed: here the
+        rows' seed is its seed too.
+        """
         P, first_value = self.num_pairs, self.vocab_size // 2
         random = np.random.RandomState(seed)
         # The order of the draws is part of the task: all keys, all values, then all places.
@@ -111,6 +120,10 @@ class MQARConfig:
         inputs[:, 0 : 2 * P : 2] = keys
         inputs[:, 1 : 2 * P : 2] = values
         np.put_along_axis(inputs, positions, keys, axis=1)
+        if self.random_non_queries:
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(self.vocab_size, inputs.shape, generator=generator).numpy()
+            inputs = np.where(inputs == 0, tokens, inputs)
         targets = np.full_like(inputs, NO_TARGET)
         np.put_along_axis(targets, positions, values, axis=1)
         return Rows(inputs, targets)
