@@ -10,6 +10,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
+from mezzo_gsa.heads import Heads
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
 
@@ -54,6 +55,8 @@ class HGRN2(AbstractMixer):
 
     S[t] = Diag(α) S[t-1] + (1 - α) ⊗ v, q = swish(x Wq), v = x Wv, and with the lower bound β
     α = β + (1 - β) sigmoid(x Wg).
+
+    The rows of `in_proj.weight` are those of Wq, Wg and Wv, by head; `out_proj` is Wo.
     """
 
     state_type = GLAState
@@ -71,18 +74,17 @@ class HGRN2(AbstractMixer):
             raise ValueError(
                 f"HGRN2Config: lower_bound must be in [0, 1), got {config.lower_bound}"
             )
-        self.config, self.d_model, self.num_heads = config, d_model, d_model // D
+        self.config, self.d_model = config, d_model
+        self.heads = Heads(d_model // D, d_model // D, D, D)
         self.form = LayerForm(
             feature_map="swish",
             damping=1.0,
             lower_bound=config.lower_bound,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = Linear(d_model, d_model, bias=False)
-        self.v_proj = Linear(d_model, d_model, bias=False)
-        self.g_proj = Linear(d_model, d_model, bias=False)
+        self.in_proj = Linear(d_model, sum(self.heads.widths), bias=False)
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps)
-        self.o_proj = Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
 
     def forward(
         self,
@@ -94,16 +96,12 @@ class HGRN2(AbstractMixer):
     ) -> tuple[Tensor, GLAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        q, v, logits = (
-            part.unflatten(-1, (self.num_heads, -1))
-            for part in (F.silu(self.q_proj(x)), self.v_proj(x), self.g_proj(x))
-        )
+        q, logits, v = self.heads.split(self.in_proj(x), self.heads.widths)
         k, g = self._gate(logits)
         k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
-        out, h = chunk_gla(
-            q, k, v, g, initial_state=None if state is None else state.h, cu_seqlens=cu_seqlens
-        )
-        return self.o_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
+        first = None if state is None else state.h
+        out, h = chunk_gla(F.silu(q), k, v, g, initial_state=first, cu_seqlens=cu_seqlens)
+        return self.out_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
 
     def _gate(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 - α and log α in float32, both to full precision."""
@@ -112,22 +110,19 @@ class HGRN2(AbstractMixer):
     def step(self, x: Tensor, state: GLAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         self.check_step(x, state)
-        q, v, logits = (
-            proj(x[:, 0]).unflatten(1, (self.num_heads, -1))
-            for proj in (self.q_proj, self.v_proj, self.g_proj)
-        )
+        q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.heads.widths)
         y = step_gla_layer_(q, None, v, logits, state.h, self.form, norm_weight=self.norm.weight)
-        return self.o_proj(y[:, None])
+        return self.out_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""
-        weight, D = self.o_proj.weight, self.config.head_dim
+        weight, (_, H, K, V) = self.out_proj.weight, self.heads
         dtype = accumulation_dtype(weight.dtype)
-        return GLAState(weight.new_zeros(batch, self.num_heads, D, D, dtype=dtype))
+        return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: C D values, for any length."""
-        itemsize = accumulation_dtype(self.o_proj.weight.dtype).itemsize
+        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
         return self.d_model * self.config.head_dim * itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
