@@ -46,6 +46,7 @@ CONFIGS = {  # on a CPU, C channels wide
     "gsa, states kept": GSAConfig(1, num_slots=6, between="swish", keep_states=True),
     "abc": ABCConfig(2, num_slots=5),
     "abc, code": ABCConfig(4, num_slots=3, reading="code"),
+    "abc, released": ABCConfig(2, num_slots=5, reading="code", scaled=True),
     "hgrn2": HGRN2Config(4),
     "hgrn2, bound 0.5": HGRN2Config(8, lower_bound=0.5),
     "hgrn2, bound 0.75": HGRN2Config(8, lower_bound=0.75),
@@ -62,7 +63,7 @@ ON_GPU = {  # 128 channels wide
         2, num_slots=16, between="relu_squared", feature_map="none", output_norm=False
     ),
     "abc": ABCConfig(2, num_slots=20),
-    "abc, code": ABCConfig(2, num_slots=20, reading="code"),
+    "abc, code": ABCConfig(2, num_slots=20, reading="code", scaled=True),
     "hgrn2": HGRN2Config(64),
     "hgrn2, bound 0.75": HGRN2Config(64, lower_bound=0.75),
     **GLA,
