@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
@@ -22,7 +23,8 @@ class HGRN2Config:
     head_dim: int = 128
     """Width of a head's keys and values."""
     lower_bound: float = 0.0
-    """The smallest forget gate; `lower_bounds` gives those of a model's layers."""
+    """The smallest forget gate, a constant; `lower_bounds` gives those of a model's layers. HGRN2's
+    own bounds are learned: see `mezzo_gsa.HGRN2StackConfig`."""
     norm_eps: float = 1e-5
 
     def build(self, d_model: int) -> "HGRN2":
@@ -37,11 +39,10 @@ class HGRN2Config:
 
 
 def lower_bounds(num_layers: int) -> list[float]:
-    """Return the lower bounds of the forget gates of a model's layers, the first at 0.
+    """Return constant lower bounds of the forget gates of a model's layers, the first at 0.
 
-    HGRN2 learns the bounds: that of a layer is the sum, over the layers below, of a softmax over
-    all layers. So upper layers remember longer. Here mixers share no weights, so the bounds are
-    constants: the values with which that learning starts (all logits equal).
+    Upper layers remember longer. HGRN2 learns the bounds, which `HGRN2Stack` does; these are the
+    values with which that learning starts, for layers that are in no such stack.
 
     Raises:
         ValueError: if there is no layer.
@@ -93,25 +94,41 @@ class HGRN2(AbstractMixer):
         *,
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
+        log_bounds: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Mix (B, T, C) along time; see AbstractMixer."""
+        """Mix (B, T, C) along time; see AbstractMixer.
+
+        `log_bounds` are log β and log(1 - β) of each channel, (2, C) in float32, in place of the
+        config's constant β.
+        """
         self.check_input(x, state, cu_seqlens, lengths)
         q, logits, v = self.heads.split(self.in_proj(x), self.heads.widths)
-        k, g = self._gate(logits)
+        k, g = self._gate(logits, log_bounds)
         k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
         first = None if state is None else state.h
         out, h = chunk_gla(F.silu(q), k, v, g, initial_state=first, cu_seqlens=cu_seqlens)
         return self.out_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
 
-    def _gate(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _gate(self, logits: Tensor, log_bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return 1 - α and log α in float32, both to full precision."""
-        return bounded_gate(log_gate(logits, 1.0), self.config.lower_bound)
+        g = log_gate(logits, 1.0)
+        if log_bounds is None:
+            return bounded_gate(g, self.config.lower_bound)
+        below, rest = log_bounds.unflatten(1, logits.shape[-2:])
+        return -rest.exp() * torch.expm1(g), torch.logaddexp(g + rest, below)
 
-    def step(self, x: Tensor, state: GLAState) -> Tensor:
-        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+    def step(self, x: Tensor, state: GLAState, log_bounds: Tensor | None = None) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer.
+
+        `log_bounds` is as in `forward`.
+        """
         self.check_step(x, state)
         q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.heads.widths)
-        y = step_gla_layer_(q, None, v, logits, state.h, self.form, norm_weight=self.norm.weight)
+        k, form = None, self.form
+        if log_bounds is not None:  # the kernel has one bound for all channels
+            k, logits = self._gate(logits, log_bounds)
+            q, k, form = F.silu(q), k.to(v.dtype), LayerForm(norm_eps=form.norm_eps)
+        y = step_gla_layer_(q, k, v, logits, state.h, form, norm_weight=self.norm.weight)
         return self.out_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
