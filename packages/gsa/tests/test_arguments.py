@@ -17,6 +17,7 @@ from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.ops.abc import ABCState, chunk_abc, recurrent_abc, step_abc_
 from mezzo_gsa.ops.gla import LayerForm, chunk_gla, recurrent_gla, step_gla_, step_gla_layer_
 from mezzo_gsa.ops.gsa import (
     GSAState,
@@ -47,6 +48,14 @@ def slots(rows):
 def gsa(*rows, **more):
     gates = {"g": -normal(*rows, H, M).abs(), "s": normal(*rows, H, M)}
     return {**inputs(*rows), **gates, "scale": 0.5, "between": "softmax", **more}
+
+
+def abc(*rows, **more):
+    return {**inputs(*rows), "s": normal(*rows, H, M), "scale": 0.5, "reading": "code", **more}
+
+
+def abc_state(rows):
+    return ABCState(*slots(rows), normal(rows, H, M))
 
 
 def gla(*rows, **more):
@@ -103,6 +112,9 @@ def call(function, arguments, definition=None):
 CALLS = [
     call(chunk_gsa, lambda: gsa(B, T, initial_state=slots(B)), recurrent_gsa),
     call(chunk_gsa, lambda: gsa(1, T, cu_seqlens=BORDERS), recurrent_gsa),
+    call(chunk_abc, lambda: abc(B, T, initial_state=abc_state(B)), recurrent_abc),
+    call(chunk_abc, lambda: abc(1, T, cu_seqlens=BORDERS, reading="text"), recurrent_abc),
+    call(step_abc_, lambda: abc(B, state=abc_state(B))),
     call(chunk_gla, lambda: gla(B, T, initial_state=normal(B, H, K, V)), recurrent_gla),
     call(chunk_gla, lambda: gla(1, T, cu_seqlens=BORDERS), recurrent_gla),
     call(chunk_gsa_projected, projection),
@@ -122,6 +134,7 @@ CONFIGS = [
     GSAConfig(2, num_slots=4, gate_spans=(2.0, 9.0)),
     GSAConfig(2, num_kv_heads=1, num_slots=4, gate="constant"),
     ABCConfig(2, num_slots=4),
+    ABCConfig(2, num_slots=4, reading="code", scaled=True),
     GLAConfig(2, num_kv_heads=1),
     HGRN2Config(4, lower_bound=0.5),
     RetNetConfig(2, num_kv_heads=1),

@@ -15,6 +15,7 @@ C = 16
 CONFIGS = {
     "gsa": GSAConfig(2, num_slots=4),
     "abc": ABCConfig(2, num_slots=4),
+    "abc, code": ABCConfig(2, num_slots=4, reading="code", scaled=True),
     "gla": GLAConfig(2),
     "hgrn2": HGRN2Config(8),
     "retnet": RetNetConfig(2),

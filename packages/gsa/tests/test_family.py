@@ -20,6 +20,7 @@ from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.retnet import RetNetConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 C = 16
 GLA = {
@@ -46,6 +47,7 @@ CONFIGS = {  # on a CPU, C channels wide
     "gsa, scaled": GSAConfig(4, num_slots=4, damping=16.0, scale=None),
     "abc": ABCConfig(2, num_slots=5),
     "abc, code": ABCConfig(4, num_slots=3, reading="code"),
+    "abc, released": ABCConfig(2, num_slots=5, reading="code", scaled=True),
     "hgrn2": HGRN2Config(4),
     "hgrn2, bound 0.5": HGRN2Config(8, lower_bound=0.5),
     "hgrn2, bound 0.75": HGRN2Config(8, lower_bound=0.75),
@@ -62,7 +64,7 @@ ON_GPU = {  # 128 channels wide
         2, num_slots=16, between="relu_squared", feature_map="none", output_norm=False
     ),
     "abc": ABCConfig(2, num_slots=20),
-    "abc, code": ABCConfig(2, num_slots=20, reading="code"),
+    "abc, code": ABCConfig(2, num_slots=20, reading="code", scaled=True),
     "hgrn2": HGRN2Config(64),
     "hgrn2, bound 0.75": HGRN2Config(64, lower_bound=0.75),
     **GLA,
@@ -106,6 +108,32 @@ def test_kernels_keep_every_law(name, law):
 @pytest.mark.parametrize("num_tokens", [1, 5, 7])
 def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
     check_state_bytes(mixer, num_tokens)
+
+
+class Products(TorchDispatchMode):
+    """Counts products with a matrix of weights: those of states have one more axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.columns.append(args[-2].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_decoding_step_multiplies_its_input_once(mixer, rows):
+    """Then comes the output, before it the second matrix of GLA's gate; forward does the same."""
+    rank = [mixer.config.gate_rank] if isinstance(mixer.config, GLAConfig) else []
+    expected = [C, *rank, mixer.out_proj.in_features]
+    x, state = torch.randn(rows, 1, C), mixer.init_state(rows)
+    with torch.no_grad(), Products() as step:
+        mixer.step(x, state)
+    with torch.no_grad(), Products() as forward:
+        mixer(x)
+    assert step.columns == forward.columns == expected
 
 
 @pytest.mark.parametrize("lengths", [[2, -1], [8, 0]])

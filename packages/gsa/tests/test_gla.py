@@ -15,26 +15,28 @@ def test_it_is_the_definition():
     mixer = GLAConfig(num_heads=1, expand_k=0.5).build(8).double()
     init_weights(mixer, std=0.5)
     x = torch.randn(1, 6, 8, dtype=torch.float64)
-    q, k, v, z = (p(x)[0] for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.z_proj))
-    alpha = torch.sigmoid(mixer.g_proj(x)[0]) ** (1 / 16)
+    # By separate products, with the weights in the order of the docstring.
+    wq, wk, wv, wz, w1 = mixer.in_proj.weight.split([4, 4, 8, 8, 16])
+    q, k, v, z = (x[0] @ w.T for w in (wq, wk, wv, wz))
+    alpha = torch.sigmoid(x[0] @ w1.T @ mixer.g_proj.weight.T + mixer.g_proj.bias) ** (1 / 16)
     S, outs = torch.zeros(4, 8, dtype=torch.float64), []
     for t in range(6):
         S = alpha[t, :, None] * S + torch.outer(k[t], v[t])
         outs.append(S.T @ q[t] / 2)  # K = 4
     o = torch.stack(outs)
     o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert_close("y", mixer(x)[0][0], mixer.o_proj(o * F.silu(z)), rtol=1e-6)
+    assert_close("y", mixer(x)[0][0], mixer.out_proj(o * F.silu(z)), rtol=1e-6)
 
 
 def test_without_an_output_gate_heads_are_normalized_and_queries_and_keys_rectified():
     config = GLAConfig(num_heads=1, expand_k=1.0, feature_map="relu", output_gate=False)
     mixer = config.build(4)
-    assert mixer.z_proj is None
     with torch.no_grad():
-        mixer.q_proj.weight.copy_(torch.eye(4))
-        mixer.k_proj.weight.copy_(torch.eye(4))
-        mixer.v_proj.weight.copy_(3 * torch.eye(4))
-        mixer.o_proj.weight.copy_(torch.eye(4))
+        wq, wk, wv, _ = mixer.in_proj.weight.split([4, 4, 4, 16])
+        wq.copy_(torch.eye(4))
+        wk.copy_(torch.eye(4))
+        wv.copy_(3 * torch.eye(4))
+        mixer.out_proj.weight.copy_(torch.eye(4))
     x = torch.tensor([[[1.0, -2.0, 1.0, 1.0]]])  # q·k = 3 without the negative channel
     v = 3 * x
     out = v * 3 / 2

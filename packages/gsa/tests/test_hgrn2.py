@@ -16,15 +16,15 @@ def test_it_is_the_definition(bound):
     mixer = HGRN2Config(head_dim=4, lower_bound=bound).build(4).double()
     init_weights(mixer, std=0.5)
     x = torch.randn(1, 6, 4, dtype=torch.float64)
-    q, v = F.silu(mixer.q_proj(x)[0]), mixer.v_proj(x)[0]
-    alpha = bound + (1 - bound) * torch.sigmoid(mixer.g_proj(x)[0])
+    q, logits, v = (x[0] @ w.T for w in mixer.in_proj.weight.split([4, 4, 4]))
+    q, alpha = F.silu(q), bound + (1 - bound) * torch.sigmoid(logits)
     S, outs = torch.zeros(4, 4, dtype=torch.float64), []
     for t in range(6):
         S = alpha[t, :, None] * S + torch.outer(1 - alpha[t], v[t])
         outs.append(S.T @ q[t])
     o = torch.stack(outs)
     o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert_close("y", mixer(x)[0][0], mixer.o_proj(o), rtol=1e-6)
+    assert_close("y", mixer(x)[0][0], mixer.out_proj(o), rtol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.25])

@@ -7,9 +7,11 @@ import pytest
 import torch
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.nn import AttentionConfig
+from mezzo_core.nn import AttentionConfig, MLPConfig
 from mezzo_core.train.recipes import find_recipe
 from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SIZES
 
 
@@ -24,7 +26,8 @@ def test_every_recipe_builds_its_model_and_bears_its_name(name):
     config = RECIPES[name]()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
-    assert len(on_meta(name).stack.blocks) == len(config.model.mixers)
+    layers = len(config.model.mixers) or config.model.stack.num_layers
+    assert len(on_meta(name).stack.blocks) == layers
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,8 @@ def test_the_papers_models_have_the_papers_sizes(setting, C, F, layers, H, said)
     gsa = attention + layers * (C * H * 64 + C)
     assert on_meta(f"{setting}_attention").num_parameters() == attention
     assert on_meta(f"{setting}_gsa").num_parameters() == gsa
-    assert on_meta(f"{setting}_hgrn2").num_parameters() == attention + layers * C
+    # HGRN2: norms, and a row of bounds for each layer.
+    assert on_meta(f"{setting}_hgrn2").num_parameters() == attention + 2 * layers * C
     assert gsa == pytest.approx(said, rel=0.06)  # 1.38B and 2.73B: the paper's names are round
 
 
@@ -102,10 +106,9 @@ def test_hybrids_alternate_gsa_and_attention():
     assert mixers == (GSAConfig(num_heads=4), AttentionConfig(head_dim=64)) * 12
 
 
-def test_upper_layers_of_hgrn2_remember_longer():
-    bounds = [mixer.lower_bound for mixer in RECIPES["2p7b_hgrn2"]().model.mixers]
-    assert bounds[0] == 0
-    assert bounds == sorted(set(bounds))
+def test_the_layers_of_hgrn2_learn_their_bounds_together():
+    stack = RECIPES["2p7b_hgrn2"]().model.stack
+    assert stack == HGRN2StackConfig(32, HGRN2Config(128), MLPConfig("swiglu"))
 
 
 @pytest.mark.parametrize("architecture", SIZES["tiny"][1])

@@ -17,15 +17,17 @@ def test_it_is_the_definition_as_a_decayed_product_of_rotated_queries_and_keys()
     init_weights(mixer, std=0.5)
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     angles = rope_angles(torch.arange(7), 4)
-    q = apply_rope(mixer.q_proj(x).unflatten(-1, (2, 4)), *angles)
-    k = apply_rope(mixer.k_proj(x).unflatten(-1, (1, 4)), *angles)
+    # By separate products, with the weights in the order of the docstring.
+    q, k, v, z = (x @ w.T for w in mixer.in_proj.weight.split([8, 4, 8, 16]))
+    q = apply_rope(q.unflatten(-1, (2, 4)), *angles)
+    k = apply_rope(k.unflatten(-1, (1, 4)), *angles)
     distance = (torch.arange(7)[:, None] - torch.arange(7)).clamp(min=0)
     gamma = torch.tensor([1 - 2**-5, 1 - 2**-6], dtype=torch.float64)
     decay = (gamma[:, None, None] ** distance).tril()
     scores = torch.einsum("thk,sk->hts", q[0], k[0, :, 0]) / 4**0.5 * decay
-    o = torch.einsum("hts,sv->thv", scores, mixer.v_proj(x)[0])
+    o = torch.einsum("hts,sv->thv", scores, v[0])
     o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    expected = mixer.o_proj(o.flatten(1) * F.silu(mixer.z_proj(x)[0]))
+    expected = mixer.out_proj(o.flatten(1) * F.silu(z[0]))
     assert_close("y", mixer(x)[0][0], expected, rtol=1e-6)
 
 

@@ -8,6 +8,8 @@ from mezzo_gsa.gsa import GSA as GSA
 from mezzo_gsa.gsa import GSAConfig as GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2 as HGRN2
 from mezzo_gsa.hgrn2 import HGRN2Config as HGRN2Config
+from mezzo_gsa.hgrn2_stack import HGRN2Stack as HGRN2Stack
+from mezzo_gsa.hgrn2_stack import HGRN2StackConfig as HGRN2StackConfig
 from mezzo_gsa.retnet import RetNet as RetNet
 from mezzo_gsa.retnet import RetNetConfig as RetNetConfig
 

@@ -29,7 +29,7 @@ from mezzo_core.papers.trainings import CPU, SMOKE
 from mezzo_gsa import counts
 from mezzo_gsa.checks import CHECKS
 from mezzo_gsa.mqar.protocols import SOLVED
-from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
+from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SIZES
 
 XFMR, RETNET, GLA, GSA = (PAPER_NAMES[name] for name in ("attention", "retnet", "gla", "gsa"))
 KEPT = "GSA w/o recomp."
@@ -207,7 +207,7 @@ REPRODUCTION = Reproduction(
         "cpu": Scale(CPU),
         "smoke": Scale(SMOKE, sample_tokens=20, threads=1),
     },
-    layers={name: RECIPES[f"1p3b_{a}"]().model.mixers[0] for a, name in PAPER_NAMES.items()},
+    layers={name: ARCHITECTURES[a](SIZES["1p3b"][0]())[0] for a, name in PAPER_NAMES.items()},
     notes=(
         "Learning rate, batch and warm-up were chosen for the tiny models of mezzo-rat, not for "
         "these. Orders at this size depend on how gates start: constant ones start with memories "

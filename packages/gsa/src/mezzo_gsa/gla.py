@@ -67,6 +67,9 @@ class GLA(AbstractMixer):
 
     q, k, v = x Wq, x Wk, x Wv, and g = logsigmoid(x W1 W2 + b) / damping. The scale is K^-1/2, and
     the norm is over each head.
+
+    The rows of `in_proj.weight` are those of Wq, Wk, Wv, Wz (if there is an output gate) and W1, by
+    head, so that a token takes one product with all of them. `g_proj` is W2 and b, `out_proj` Wo.
     """
 
     state_type = GLAState
@@ -93,15 +96,11 @@ class GLA(AbstractMixer):
             damping=config.damping,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = Linear(d_model, HQ * K, bias=False)
-        self.k_proj = Linear(d_model, H * K, bias=False)
-        self.v_proj = Linear(d_model, H * V, bias=False)
-        self.g_proj = nn.Sequential(
-            Linear(d_model, config.gate_rank, bias=False), Linear(config.gate_rank, H * K)
-        )
-        self.z_proj = Linear(d_model, HQ * V, bias=False) if config.output_gate else None
+        self.widths = (*self.heads.widths, HQ * V if config.output_gate else 0, config.gate_rank)
+        self.in_proj = Linear(d_model, sum(self.widths), bias=False)
+        self.g_proj = Linear(config.gate_rank, H * K)
         self.norm = nn.RMSNorm(V, eps=config.norm_eps)
-        self.o_proj = Linear(HQ * V, d_model, bias=False)
+        self.out_proj = Linear(HQ * V, d_model, bias=False)
 
     def forward(
         self,
@@ -113,49 +112,42 @@ class GLA(AbstractMixer):
     ) -> tuple[Tensor, GLAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        HQ, H, K, V = self.heads
-        q = apply_feature_map(self.q_proj(x).unflatten(-1, (HQ, K)), self.config.feature_map)
-        k = apply_feature_map(self.k_proj(x).unflatten(-1, (H, K)), self.config.feature_map)
-        v = self.v_proj(x).unflatten(-1, (H, V))
-        g = log_gate(self.g_proj(x).unflatten(-1, (H, K)), self.config.damping)
-        k, v, g = skip_padding(lengths, k, v, g)
+        q, k, v, z, logits = self._project(x)
+        q, k = (apply_feature_map(part, self.config.feature_map) for part in (q, k))
+        k, v, g = skip_padding(lengths, k, v, log_gate(logits, self.config.damping))
         out, h = chunk_gla(
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         y = self.norm(out).flatten(2)
-        if self.z_proj is not None:
-            y = y * F.silu(self.z_proj(x))
-        return self.o_proj(y), None if state is None else GLAState(h)
+        if z is not None:
+            y = y * F.silu(z)
+        return self.out_proj(y), None if state is None else GLAState(h)
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         self.check_step(x, state)
-        x = x[:, 0]
-        HQ, H, K, V = self.heads
-        y = step_gla_layer_(
-            self.q_proj(x).unflatten(1, (HQ, K)),
-            self.k_proj(x).unflatten(1, (H, K)),
-            self.v_proj(x).unflatten(1, (H, V)),
-            self.g_proj(x).unflatten(1, (H, K)),
-            state.h,
-            self.form,
-            norm_weight=self.norm.weight,
-            z=None if self.z_proj is None else self.z_proj(x),
-        )
-        return self.o_proj(y[:, None])
+        q, k, v, z, logits = self._project(x[:, 0])
+        y = step_gla_layer_(q, k, v, logits, state.h, self.form, norm_weight=self.norm.weight, z=z)
+        return self.out_proj(y[:, None])
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Return q, k, v by head, z (..., HQ·V) or None, and the gate's logits (..., H, K)."""
+        q, k, v, z, low = self.heads.split(self.in_proj(x), self.widths)
+        logits = self.g_proj(low).unflatten(-1, (self.heads.H, self.heads.K))
+        return q, k, v, z if self.config.output_gate else None, logits
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""
         _, H, K, V = self.heads
-        weight = self.o_proj.weight
+        weight = self.out_proj.weight
         dtype = accumulation_dtype(weight.dtype)
         return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: H K V values, for any length."""
         _, H, K, V = self.heads
-        return H * K * V * accumulation_dtype(self.o_proj.weight.dtype).itemsize
+        return H * K * V * accumulation_dtype(self.out_proj.weight.dtype).itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.

@@ -1,5 +1,6 @@
-"""The heads of the mixers of the family, and their feature maps."""
+"""The heads of the mixers of the family, their one projection, and their feature maps."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch.nn.functional as F
@@ -16,6 +17,26 @@ class Heads(NamedTuple):
     H: int
     K: int
     V: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The channels of all queries, keys and values."""
+        return self.HQ * self.K, self.H * self.K, self.H * self.V
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        """Split one projection, without copies.
+
+        Args:
+            x: (..., W), queries, keys and values side by side, and what else a mixer projects.
+            widths: their channels, W in sum; the first three are `self.widths`.
+
+        Returns:
+            q (..., HQ, K), k (..., H, K), v (..., H, V), and the others as they are.
+        """
+        q, k, v, *others = x.split(list(widths), dim=-1)
+        shapes = ((self.HQ, self.K), (self.H, self.K), (self.H, self.V))
+        heads = [part.unflatten(-1, s) for part, s in zip((q, k, v), shapes, strict=True)]
+        return [*heads, *others]
 
 
 def plan_heads(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
@@ -10,6 +11,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.gla import GLAState
+from mezzo_gsa.heads import Heads
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
 
@@ -21,7 +23,8 @@ class HGRN2Config:
     head_dim: int = 128
     """Width of a head's keys and values."""
     lower_bound: float = 0.0
-    """The smallest forget gate; `lower_bounds` gives those of a model's layers."""
+    """The smallest forget gate, a constant; `lower_bounds` gives those of a model's layers. HGRN2's
+    own bounds are learned: see `mezzo_gsa.HGRN2StackConfig`."""
     norm_eps: float = 1e-5
 
     def build(self, d_model: int) -> "HGRN2":
@@ -36,11 +39,10 @@ class HGRN2Config:
 
 
 def lower_bounds(num_layers: int) -> list[float]:
-    """Return the lower bounds of the forget gates of a model's layers, the first at 0.
+    """Return constant lower bounds of the forget gates of a model's layers, the first at 0.
 
-    HGRN2 learns the bounds: that of a layer is the sum, over the layers below, of a softmax over
-    all layers. So upper layers remember longer. Here mixers share no weights, so the bounds are
-    constants: the values with which that learning starts (all logits equal).
+    Upper layers remember longer. HGRN2 learns the bounds, which `HGRN2Stack` does; these are the
+    values with which that learning starts, for layers that are in no such stack.
 
     Raises:
         ValueError: if there is no layer.
@@ -54,6 +56,8 @@ class HGRN2(AbstractMixer):
 
     S[t] = Diag(α) S[t-1] + (1 - α) ⊗ v, q = swish(x Wq), v = x Wv, and with the lower bound β
     α = β + (1 - β) sigmoid(x Wg).
+
+    The rows of `in_proj.weight` are those of Wq, Wg and Wv, by head; `out_proj` is Wo.
     """
 
     state_type = GLAState
@@ -71,18 +75,17 @@ class HGRN2(AbstractMixer):
             raise ValueError(
                 f"HGRN2Config: lower_bound must be in [0, 1), got {config.lower_bound}"
             )
-        self.config, self.d_model, self.num_heads = config, d_model, d_model // D
+        self.config, self.d_model = config, d_model
+        self.heads = Heads(d_model // D, d_model // D, D, D)
         self.form = LayerForm(
             feature_map="swish",
             damping=1.0,
             lower_bound=config.lower_bound,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = Linear(d_model, d_model, bias=False)
-        self.v_proj = Linear(d_model, d_model, bias=False)
-        self.g_proj = Linear(d_model, d_model, bias=False)
+        self.in_proj = Linear(d_model, sum(self.heads.widths), bias=False)
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps)
-        self.o_proj = Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
 
     def forward(
         self,
@@ -91,43 +94,52 @@ class HGRN2(AbstractMixer):
         *,
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
+        log_bounds: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Mix (B, T, C) along time; see AbstractMixer."""
+        """Mix (B, T, C) along time; see AbstractMixer.
+
+        `log_bounds` are log β and log(1 - β) of each channel, (2, C) in float32, in place of the
+        config's constant β.
+        """
         self.check_input(x, state, cu_seqlens, lengths)
-        q, v, logits = (
-            part.unflatten(-1, (self.num_heads, -1))
-            for part in (F.silu(self.q_proj(x)), self.v_proj(x), self.g_proj(x))
-        )
-        k, g = self._gate(logits)
+        q, logits, v = self.heads.split(self.in_proj(x), self.heads.widths)
+        k, g = self._gate(logits, log_bounds)
         k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
-        out, h = chunk_gla(
-            q, k, v, g, initial_state=None if state is None else state.h, cu_seqlens=cu_seqlens
-        )
-        return self.o_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
+        first = None if state is None else state.h
+        out, h = chunk_gla(F.silu(q), k, v, g, initial_state=first, cu_seqlens=cu_seqlens)
+        return self.out_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
 
-    def _gate(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _gate(self, logits: Tensor, log_bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return 1 - α and log α in float32, both to full precision."""
-        return bounded_gate(log_gate(logits, 1.0), self.config.lower_bound)
+        g = log_gate(logits, 1.0)
+        if log_bounds is None:
+            return bounded_gate(g, self.config.lower_bound)
+        below, rest = log_bounds.unflatten(1, logits.shape[-2:])
+        return -rest.exp() * torch.expm1(g), torch.logaddexp(g + rest, below)
 
-    def step(self, x: Tensor, state: GLAState) -> Tensor:
-        """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+    def step(self, x: Tensor, state: GLAState, log_bounds: Tensor | None = None) -> Tensor:
+        """Decode one token of every row, overwriting the state in place; see AbstractMixer.
+
+        `log_bounds` is as in `forward`.
+        """
         self.check_step(x, state)
-        q, v, logits = (
-            proj(x[:, 0]).unflatten(1, (self.num_heads, -1))
-            for proj in (self.q_proj, self.v_proj, self.g_proj)
-        )
-        y = step_gla_layer_(q, None, v, logits, state.h, self.form, norm_weight=self.norm.weight)
-        return self.o_proj(y[:, None])
+        q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.heads.widths)
+        k, form = None, self.form
+        if log_bounds is not None:  # the kernel has one bound for all channels
+            k, logits = self._gate(logits, log_bounds)
+            q, k, form = F.silu(q), k.to(v.dtype), LayerForm(norm_eps=form.norm_eps)
+        y = step_gla_layer_(q, k, v, logits, state.h, form, norm_weight=self.norm.weight)
+        return self.out_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""
-        weight, D = self.o_proj.weight, self.config.head_dim
+        weight, (_, H, K, V) = self.out_proj.weight, self.heads
         dtype = accumulation_dtype(weight.dtype)
-        return GLAState(weight.new_zeros(batch, self.num_heads, D, D, dtype=dtype))
+        return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: C D values, for any length."""
-        itemsize = accumulation_dtype(self.o_proj.weight.dtype).itemsize
+        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
         return self.d_model * self.config.head_dim * itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:

@@ -12,7 +12,8 @@ of a recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 
 Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). The paper
 does not give T, the tokens of a batch and the shape of the 340M model: these are those of its
-authors' GLA models of the same sizes. AdamW's betas, the clipping and eps are our defaults.
+authors' GLA models of the same sizes. HGRN2 is a stack, whose layers learn their lower bounds
+together. AdamW's betas, the clipping and eps are our defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +33,8 @@ from mezzo_gsa.convert.convert import TARGETS
 from mezzo_gsa.convert.recipe import t2r
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import SPANS, GSAConfig
-from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
+from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 from mezzo_gsa.retnet import RetNetConfig
 
 
@@ -78,12 +80,6 @@ class Hyperparameters:
         """Return the softmax attention of Transformer++: RoPE by token."""
         return AttentionConfig(head_dim=self.attention_width)
 
-    def hgrn2(self) -> tuple[HGRN2Config, ...]:
-        """Return HGRN2, each layer with its lower bound of the forget gates."""
-        return tuple(
-            HGRN2Config(self.hgrn2_width, bound) for bound in lower_bounds(self.num_layers)
-        )
-
 
 # Each architecture is a tuple of mixers that repeats through the depth.
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
@@ -98,7 +94,7 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]
     "gsa_between_relu_squared": lambda s: (replace(s.gsa(), between="relu_squared"),),
     "abc": lambda s: (ABCConfig(num_heads=s.num_heads, num_slots=s.num_slots),),
     "gla": lambda s: (GLAConfig(num_heads=s.d_model // (2 * s.key_width)),),
-    "hgrn2": lambda s: s.hgrn2(),
+    "hgrn2": lambda s: (HGRN2Config(s.hgrn2_width),),
     "retnet": lambda s: (RetNetConfig(num_heads=s.d_model // s.key_width),),
     "attention": lambda s: (s.attention(),),
     "gsa_attention": lambda s: (s.gsa(), s.attention()),
@@ -204,16 +200,20 @@ SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
 
 def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
     """Return the run of one architecture with these hyperparameters."""
-    mixers = ARCHITECTURES[architecture](s)
+    mixers, feed_forward = ARCHITECTURES[architecture](s), mlp(s.d_model, architecture)
+    model = LMConfig(
+        vocab_size=s.vocab_size,
+        d_model=s.d_model,
+        mixers=tuple(mixers[i % len(mixers)] for i in range(s.num_layers)),
+        mlp=feed_forward,
+        tie_embeddings=False,
+    )
+    if isinstance(mixers[0], HGRN2Config):  # its layers learn their bounds together
+        stack = HGRN2StackConfig(s.num_layers, mixers[0], feed_forward)
+        model = replace(model, mixers=(), mlp=MLPConfig(), stack=stack)
     return TrainConfig(
         name=name,
-        model=LMConfig(
-            vocab_size=s.vocab_size,
-            d_model=s.d_model,
-            mixers=tuple(mixers[i % len(mixers)] for i in range(s.num_layers)),
-            mlp=mlp(s.d_model, architecture),
-            tie_embeddings=False,
-        ),
+        model=model,
         data=s.data,
         optim=s.optim,
         seq_len=s.seq_len,

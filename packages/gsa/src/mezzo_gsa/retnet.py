@@ -70,6 +70,9 @@ class RetNet(AbstractMixer):
 
     Head h = 0, 1, ... decays by γ = 1 - 2^(-5-h) at each token. Queries and keys have RoPE, the
     scale is K^-1/2, and the norm is over each head.
+
+    The rows of `in_proj.weight` are those of Wq, Wk, Wv and Wz (if there is an output gate), by
+    head; `out_proj` is Wo.
     """
 
     state_type = RetNetState
@@ -81,7 +84,7 @@ class RetNet(AbstractMixer):
         for name in ("rope_base", "norm_eps"):
             check_number("RetNetConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model
-        HQ, H, K, V = self.heads = plan_heads(
+        HQ, _, K, V = self.heads = plan_heads(
             "RetNetConfig",
             d_model,
             config.num_heads,
@@ -97,12 +100,10 @@ class RetNet(AbstractMixer):
             rope_base=config.rope_base,
             norm_eps=config.norm_eps,
         )
-        self.q_proj = Linear(d_model, HQ * K, bias=False)
-        self.k_proj = Linear(d_model, H * K, bias=False)
-        self.v_proj = Linear(d_model, H * V, bias=False)
-        self.z_proj = Linear(d_model, HQ * V, bias=False) if config.output_gate else None
+        self.widths = (*self.heads.widths, HQ * V if config.output_gate else 0)
+        self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         self.norm = nn.RMSNorm(V, eps=config.norm_eps)
-        self.o_proj = Linear(HQ * V, d_model, bias=False)
+        self.out_proj = Linear(HQ * V, d_model, bias=False)
 
     def forward(
         self,
@@ -115,19 +116,15 @@ class RetNet(AbstractMixer):
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
-        HQ, H, K, V = self.heads
+        HQ, H, K, _ = self.heads
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
-        dtype = accumulation_dtype(self.o_proj.weight.dtype)
+        dtype = accumulation_dtype(self.out_proj.weight.dtype)
         angles = rope_angles(positions, K, self.config.rope_base, dtype=dtype)
+        q, k, v, z = self._project(x)
         q, k = (
-            apply_rope(apply_feature_map(part, self.config.feature_map), *angles)
-            for part in (
-                self.q_proj(x).unflatten(-1, (HQ, K)),
-                self.k_proj(x).unflatten(-1, (H, K)),
-            )
+            apply_rope(apply_feature_map(part, self.config.feature_map), *angles) for part in (q, k)
         )
-        v = self.v_proj(x).unflatten(-1, (H, V))
         if H < HQ:
             k, v = (part.repeat_interleave(HQ // H, dim=2) for part in (k, v))
         g = log_decay(HQ, x.device, dtype)
@@ -137,39 +134,42 @@ class RetNet(AbstractMixer):
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         y = self.norm(out).flatten(2)
-        if self.z_proj is not None:
-            y = y * F.silu(self.z_proj(x))
+        if z is not None:
+            y = y * F.silu(z)
         if state is not None:
             state = RetNetState(h, state.lengths + (T if lengths is None else lengths))
-        return self.o_proj(y), state
+        return self.out_proj(y), state
 
     def step(self, x: Tensor, state: RetNetState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
         self.check_step(x, state)
-        x = x[:, 0]
-        HQ, H, K, V = self.heads
-        k = self.k_proj(x).unflatten(1, (H, K))
-        v = self.v_proj(x).unflatten(1, (H, V))
+        HQ, H, _, _ = self.heads
+        q, k, v, z = self._project(x[:, 0])
         if H < HQ:
             k, v = (part.repeat_interleave(HQ // H, dim=1) for part in (k, v))
         y = step_gla_layer_(
-            self.q_proj(x).unflatten(1, (HQ, K)),
+            q,
             k,
             v,
             _decay_table(HQ, x.device, state.h.dtype).expand(x.shape[0], HQ)[..., None],
             state.h,
             self.form,
             norm_weight=self.norm.weight,
-            z=None if self.z_proj is None else self.z_proj(x),
+            z=z,
             places=state.lengths,
         )
         state.lengths.add_(1)
-        return self.o_proj(y[:, None])
+        return self.out_proj(y[:, None])
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v by head, and z (..., HQ·V) or None."""
+        q, k, v, z = self.heads.split(self.in_proj(x), self.widths)
+        return q, k, v, z if self.config.output_gate else None
 
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""
         HQ, _, K, V = self.heads
-        weight = self.o_proj.weight
+        weight = self.out_proj.weight
         dtype = accumulation_dtype(weight.dtype)
         return RetNetState(
             weight.new_zeros(batch, HQ, K, V, dtype=dtype),
@@ -179,7 +179,7 @@ class RetNet(AbstractMixer):
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: HQ K V values and a counter, at any length."""
         HQ, _, K, V = self.heads
-        itemsize = accumulation_dtype(self.o_proj.weight.dtype).itemsize
+        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
         return HQ * K * V * itemsize + 8
 
     def flops_per_token(self, num_tokens: int) -> float:

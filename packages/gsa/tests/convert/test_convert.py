@@ -12,6 +12,7 @@ from mezzo_core.nn.mlp import MLPConfig
 from mezzo_gsa.convert import TARGETS, convert, convert_config, load_llama
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config
 
 B, T, C, HQ, H, D = 2, 9, 32, 4, 2, 8
 NEW = {"gsa": ("norm.weight",), "gla": ("g_proj.", "norm.weight"), "retnet": ("norm.weight",)}
@@ -96,7 +97,8 @@ def linear_by_hand(q, k, v, decay, old):
 
 def gla_by_hand(x, old, mixer):
     q, k = (F.relu(heads(x, old[f"w{part}"], n)) for part, n in (("q", HQ), ("k", H)))
-    alpha = torch.sigmoid(mixer.g_proj(x)) ** (1 / 16)
+    w1 = mixer.in_proj.weight[C + 2 * H * D :]
+    alpha = torch.sigmoid(mixer.g_proj(x @ w1.T)) ** (1 / 16)
     alpha = alpha.unflatten(-1, (H, D)).repeat_interleave(HQ // H, 2)
     return linear_by_hand(q, k, heads(x, old["wv"], H), alpha, old)
 
@@ -159,7 +161,7 @@ def test_a_seed_draws_what_is_new_and_nothing_else(transformer, target):
     drawn = {
         "gsa": ["in_proj.weight"],
         "gsa_spread": ["in_proj.weight"],
-        "gla": ["g_proj.0.weight", "g_proj.1.weight"],
+        "gla": ["in_proj.weight", "g_proj.weight"],
         "retnet": [],
     }
     assert changed == {f"stack.blocks.{i}.mixer.{name}" for i in range(2) for name in drawn[target]}
@@ -173,8 +175,9 @@ def test_new_matrices_are_drawn_as_a_models_own_are(transformer):
     assert gates.std() == pytest.approx(0.05, rel=0.05)
     assert not torch.equal(*gates.chunk(2))
     _, new = convert(config, weights, TARGETS["gla"])
-    assert new["stack.blocks.0.mixer.g_proj.0.weight"].std() == pytest.approx(0.02, rel=0.2)
-    assert (new["stack.blocks.0.mixer.g_proj.1.bias"] == 0).all()
+    low = new["stack.blocks.0.mixer.in_proj.weight"][-16:]
+    assert low.std() == pytest.approx(0.02, rel=0.2)
+    assert (new["stack.blocks.0.mixer.g_proj.bias"] == 0).all()
     assert (new["stack.blocks.0.mixer.norm.weight"] == 1).all()
 
 
@@ -225,6 +228,11 @@ def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
 
     with pytest.raises(UserError, match=r"GSAConfig has no Wk of shape \(16, 32\)"):
         convert(config, weights, fewer_groups)
+
+
+def test_layers_that_have_no_keys_are_refused_in_one_line(transformer):
+    with pytest.raises(UserError, match="copied to GSA, GLA and RetNet, not to HGRN2Config"):
+        convert(*transformer, lambda attention, num_heads: HGRN2Config(D))
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LMConfig
 from torch import Tensor
 
-from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gla import GLA, GLAConfig
 from mezzo_gsa.gsa import GSA, SPANS, GSAConfig
-from mezzo_gsa.retnet import RetNetConfig
+from mezzo_gsa.retnet import RetNet, RetNetConfig
 
 Target = GSAConfig | GLAConfig | RetNetConfig
 MakeTarget = Callable[[AttentionConfig, int], Target]
@@ -148,18 +148,17 @@ def _mixer_weights(
     built = mixer.build(config.d_model)
     init_weights(built, config.init_std)
     weights = {name: weight.to(old["q"].dtype) for name, weight in built.state_dict().items()}
-    if isinstance(built, GSA):
-        q, k, v, gates = weights["in_proj.weight"].split(built.widths)
-        replaced = {"q": q, "k": k, "v": v, "o": weights["out_proj.weight"]}
-        together = torch.cat([old["q"], old["k"], old["v"], gates])
-        copied = {"in_proj.weight": together, "out_proj.weight": old["o"]}
-    else:
-        replaced = {part: weights.get(f"{part}_proj.weight") for part in old}
-        copied = {f"{part}_proj.weight": weight for part, weight in old.items()}
+    if not isinstance(built, GSA | GLA | RetNet):
+        raise UserError(
+            f"attention's weights are copied to GSA, GLA and RetNet, not to {type(mixer).__name__}"
+        )
+    q, k, v, *others = weights["in_proj.weight"].split(list(built.widths))
+    replaced = {"q": q, "k": k, "v": v, "o": weights["out_proj.weight"]}
     for part, new in replaced.items():
-        if new is None or new.shape != old[part].shape:
+        if new.shape != old[part].shape:
             raise UserError(
                 f"{type(mixer).__name__} has no W{part} of shape {tuple(old[part].shape)} to copy "
                 "attention's weights to"
             )
-    return weights | copied
+    together = torch.cat([old["q"], old["k"], old["v"], *others])
+    return weights | {"in_proj.weight": together, "out_proj.weight": old["o"]}

@@ -1,5 +1,11 @@
 """The ops of GSA and its family: functions on tensors, without weights."""
 
+from mezzo_gsa.ops.abc import ABCOutput as ABCOutput
+from mezzo_gsa.ops.abc import ABCState as ABCState
+from mezzo_gsa.ops.abc import Reading as Reading
+from mezzo_gsa.ops.abc import chunk_abc as chunk_abc
+from mezzo_gsa.ops.abc import recurrent_abc as recurrent_abc
+from mezzo_gsa.ops.abc import step_abc_ as step_abc_
 from mezzo_gsa.ops.gla import GLAOutput as GLAOutput
 from mezzo_gsa.ops.gla import LayerForm as LayerForm
 from mezzo_gsa.ops.gla import chunk_gla as chunk_gla

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def skip_padding(lengths: Tensor | None, *parts: Tensor) -> tuple[Tensor, ...]:
+def skip_padding(lengths: Tensor | None, *parts: Tensor, fill: float = 0.0) -> tuple[Tensor, ...]:
     """Return tensors with zeros in the padding, after the real tokens of each row.
 
     Keys, values and strengths of zero write nothing, and log gates of zero forget nothing. The
@@ -13,8 +13,9 @@ def skip_padding(lengths: Tensor | None, *parts: Tensor) -> tuple[Tensor, ...]:
     Args:
         lengths: (B,) int64, how many tokens of each row are real; None: all.
         parts: tensors of (B, T, H, ·).
+        fill: stands in the place of zeros.
     """
     if lengths is None:
         return parts
     padding = torch.arange(parts[0].shape[1], device=lengths.device) >= lengths[:, None]
-    return tuple(part.masked_fill(padding[..., None, None], 0.0) for part in parts)
+    return tuple(part.masked_fill(padding[..., None, None], fill) for part in parts)

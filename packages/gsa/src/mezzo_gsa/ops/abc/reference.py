@@ -1,0 +1,64 @@
+"""ABC, token by token: the definition (section 2.2 of the GSA paper, in two readings)."""
+
+import torch
+from torch import Tensor
+
+from mezzo_gsa.ops.abc.state import ABCState
+from mezzo_gsa.ops.abc.strengths import Reading, gates_and_strengths
+from mezzo_gsa.ops.gsa.reference import gsa_step
+from mezzo_gsa.ops.gsa.state import GSAState
+
+
+def recurrent_abc_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    scale: float,
+    reading: Reading,
+    initial_state: ABCState,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ABCState]:
+    """Run the recurrence. Arguments are as in `recurrent_abc`, with s and the state in float32."""
+    if cu_seqlens is None:
+        return _run(q, k, v, s, scale, reading, initial_state)
+    lengths = cu_seqlens.diff().tolist()
+    rows = (x.split(lengths, dim=1) for x in (q, k, v, s))
+    firsts = map(ABCState, *(x.split(1) for x in initial_state))
+    outs, states = zip(
+        *(
+            _run(q, k, v, s, scale, reading, first)
+            for q, k, v, s, first in zip(*rows, firsts, strict=True)
+        ),
+        strict=True,
+    )
+    return torch.cat(outs, dim=1), ABCState(*map(torch.cat, zip(*states, strict=True)))
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, scale: float, reading: Reading, state: ABCState
+) -> tuple[Tensor, ABCState]:
+    outs = [q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3])]
+    for t in range(q.shape[1]):
+        out, state = abc_step(q[:, t], k[:, t], v[:, t], s[:, t], scale, reading, state)
+        outs.append(out[:, None].to(q.dtype))
+    return torch.cat(outs, dim=1), state
+
+
+def abc_step(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, scale: float, reading: Reading, state: ABCState
+) -> tuple[Tensor, ABCState]:
+    """Process one token by equations 3 and 4, or by the average that the program keeps.
+
+    The shapes are q (B, HQ, K), k (B, H, K), v (B, H, V), s (B, H, M).
+
+    Returns:
+        o (B, HQ, V) in the state's dtype, and the next state.
+    """
+    z = torch.logaddexp(state.z, s)
+    g, write = gates_and_strengths(s, state.z, z, reading)
+    g = torch.zeros_like(s) if g is None else g
+    write = -torch.expm1(g) if write is None else write
+    memory = GSAState(state.k, state.v)
+    out, after = gsa_step(q, k, v, g, write, scale, "softmax", memory)
+    return out, ABCState(*after, z)
