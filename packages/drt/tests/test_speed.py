@@ -11,7 +11,7 @@ from mezzo_core.bench.generation import fill
 from mezzo_core.bench.training_step import training_step
 from mezzo_core.errors import UserError
 from mezzo_core.papers.measurement import How, read_result
-from mezzo_drt import bench, speed
+from mezzo_drt import bench, inference, speed
 from mezzo_drt.claims import ANSWERS, REPRODUCTION
 from mezzo_drt.recipes import RECIPES, tiny
 from mezzo_drt.speed import (
@@ -97,7 +97,7 @@ def test_the_state_is_what_a_prompt_leaves(rehearsal):
 def test_a_text_is_read_whole():
     lm = model_config(DRT1, tiny()).build().eval()
     for T in DRY.texts:
-        places = speed._read(lm, T, DRY.segment).num_places
+        places = inference.read(lm, T, DRY.segment).num_places
         assert places.tolist() == [T + T // tiny().drt.chunk_size]  # with landmarks
     assert PAPER.texts[-1] == 2**24
     assert PAPER.segment % speed.SIZES[PAPER.size]().drt.chunk_size == 0

@@ -4,31 +4,26 @@ Each is measured into `NAME.json` below a folder. A cell that the file has alrea
 machine and commit, is not measured again. The op is checked before anything is timed.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from mezzo_core.bench import Header, Result, attempt, origin, start_afresh
-from mezzo_core.bench.generation import fill
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Say
 from mezzo_core.bench.training_step import TrainingSpeed, time_training, training_step
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
-from mezzo_core.nn.generate import Decoder, Sampler
 from mezzo_core.nn.lm import LM
 from mezzo_core.papers.measurement import Measurement, read_result
-from torch.utils._pytree import tree_leaves
 
 from mezzo_drt import bench
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent
 from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
+from mezzo_drt.inference import Decoding, Reading, time_decoding, time_reading
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, PG19, SIZES, Hyperparameters, paper, tiny
-from mezzo_drt.stack import DRT
 
 BASE, DRT1, DRT2 = (PAPER_NAMES[name] for name in ("base", "drt1", "drt2"))
 LANDMARK, BLOCK_RECURRENT, PLAIN = "Landmark Attn.", "Block Recurrent TFM", "BaseLM"
@@ -49,8 +44,6 @@ _STEPS = (
     "whole training steps (forward, backward, fused AdamW; on a GPU bf16 autocast over float32, "
     "layers compiled one by one)"
 )
-FIRST = 64
-"""Tokens of the first segment of a prompt."""
 COMPILERS = 5
 """Processes that compile at the same time, before anything is timed."""
 
@@ -158,7 +151,7 @@ def measure_inference(sizes: Sizes, folder: Path, say: Say) -> Measurement | Non
             for offload, (times, memory) in OFFLOADED.items():
                 if result.has(model, times, group) or (offload and model not in CAN_OFFLOAD):
                     continue
-                passes = attempt(partial(time_decoding, sizes, model, prompt, offload))
+                passes = attempt(partial(_decode, sizes, model, prompt, offload))
                 for field, column in (("ms", times), ("state_gb", memory)):
                     result.add_passes(passes, field, model=model, column=column, group=group)
     return _measurement(result)
@@ -250,7 +243,7 @@ def measure_reading(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
     for T in sizes.texts:
         for model in filter(sizes.wants, READING):
             if not result.has(model, str(T)):
-                passes = attempt(partial(time_reading, sizes, model, T))
+                passes = attempt(partial(_read, sizes, model, T))
                 result.add_passes(passes, "seconds", model=model, column=str(T))
     return _measurement(result)
 
@@ -264,110 +257,24 @@ MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
 """What this module measures, by the names of the files."""
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """What a token costs; `peak_gb`, weights included, is None on a CPU."""
-
-    ms: float
-    state_gb: float
-    host_gb: float
-    peak_gb: float | None
-
-
-@torch.inference_mode()
-def time_decoding(sizes: Sizes, model: str, prompt: int, offload: bool) -> list[Decoding]:
-    """Time tokens that follow a prompt, in several passes that follow each other."""
-    lm, device = _reader(sizes, model, offload), torch.device(sizes.device)
-    cuda = device.type == "cuda"
+def _decode(sizes: Sizes, model: str, prompt: int, offload: bool) -> list[Decoding]:
+    lm = _reader(sizes, model, offload)
     # Of two landmarks the first is eager, and the second is captured.
     warmup = 2 * SIZES[sizes.size]().drt.chunk_size + 2
-    state = _prompted(lm, prompt, warmup + PASSES * sizes.new_tokens, sizes.prefill)
-    held, hosted = _bytes(state, device)
-    decoder = Decoder(lm, state, torch.zeros(1, dtype=torch.int64, device=device), Sampler())
-
-    def run(count: int) -> float:
-        """Return the seconds of so many steps."""
-        start = time.perf_counter()
-        for _ in range(count):
-            decoder.step()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    run(warmup)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    found = []
-    for _ in range(PASSES):
-        ms = 1e3 * run(sizes.new_tokens) / sizes.new_tokens
-        peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
-        found.append(Decoding(ms, held / 1e9, hosted / 1e9, peak))
-    return found
+    return time_decoding(lm, prompt, sizes.new_tokens, sizes.prefill, warmup=warmup, passes=PASSES)
 
 
-def _prompted(lm: LM, prompt: int, room: int, prefill: int) -> Any:
-    """Return a state that has seen a prompt, with room for more tokens."""
-    if not isinstance(lm.stack, DRT):  # a random state decodes as fast
-        state = lm.reserve(lm.init_state(1), prompt + room)
-        fill(state, prompt)
-        return state
-    return lm.reserve(_read(lm, prompt, prefill), room)
-
-
-def _read(lm: LM, count: int, segment: int) -> Any:
-    """Return the state after so many random tokens, which are run in segments."""
-    state = lm.init_state(1)
-    # Attention to a cache has no kernel to compile, nor have so few tokens as the first ones.
-    borders = (0, *range(FIRST, count, segment), count)
-    for begin, end in pairwise(borders):
-        tokens = torch.randint(lm.vocab_size, (1, end - begin), device=lm.embed.weight.device)
-        state = lm(tokens, state, last_only=True).state
-    return state
-
-
-def _bytes(state: Any, device: torch.device) -> tuple[int, int]:
-    """Return a state's bytes on the device and elsewhere."""
-    leaves = tree_leaves(state)
-    there = sum(t.nbytes for t in leaves if t.device.type == device.type)
-    return there, sum(t.nbytes for t in leaves) - there
+def _read(sizes: Sizes, model: str, count: int) -> list[Reading]:
+    return [time_reading(_reader(sizes, model, offload=True), count, sizes.segment)]
 
 
 def _reader(sizes: Sizes, model: str, offload: bool) -> LM:
     """Return a model with random weights, that keeps chunks in the host's memory if asked for."""
     start_afresh()
     s = SIZES[sizes.size]()
-    lm = _build(
-        model_config(model, replace(s, drt=replace(s.drt, offload=offload))),
-        torch.device(sizes.device),
-    )
-    return lm.eval().bfloat16() if sizes.device == "cuda" else lm.eval()
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What it takes to read a text; `peak_gb`, weights included, is None on a CPU."""
-
-    seconds: float
-    host_gb: float
-    peak_gb: float | None
-
-
-@torch.inference_mode()
-def time_reading(sizes: Sizes, model: str, T: int) -> list[Reading]:
-    """Time a pass over a text, after its first segments once."""
-    lm, device = _reader(sizes, model, offload=True), torch.device(sizes.device)
-    cuda = device.type == "cuda"
-    _read(lm, min(T, 3 * sizes.segment), sizes.segment)
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    state = _read(lm, T, sizes.segment)
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
-    return [Reading(seconds, _bytes(state, device)[1] / 1e9, peak)]
+    config = model_config(model, replace(s, drt=replace(s.drt, offload=offload)))
+    lm = _build(config, torch.device(sizes.device)).eval()
+    return lm.bfloat16() if sizes.device == "cuda" else lm
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_states_have_the_sizes_of_zoology(width):
 
 @pytest.mark.parametrize("width", SweepConfig().widths)
 def test_the_models_of_the_authors_have_their_states_and_sizes(width):
-    shapes = {  # of the matrices of a layer, (columns, rows), without the gate's low rank
+    shapes = {  # numbers of a layer's state, and of its matrices in squares of the width
         "attention": (512 * 2 * width, 4),
         "gsa": (2 * (width // 4) * width, 5),
         "gsa_one_head": (2 * (width // 4) * width, 4.25),
@@ -121,9 +121,9 @@ def test_the_models_of_the_authors_have_their_states_and_sizes(width):
         counters = 4 * 8 if name == "retnet" else 0
         assert model.state_bytes(512) == 4 * 4 * numbers + counters, name
         layer = model.stack.blocks[-1]
-        weights = [w.numel() for w in layer.parameters() if w.ndim == 2 and min(w.shape) > 16]
-        if width > 64:  # else GSA's slots look like the gate's rank
-            assert sum(weights) == squares * width**2, name
+        weights = sum(w.numel() for w in layer.parameters() if w.ndim == 2)
+        low_rank = 2 * 16 * width if name == "gla" else 0  # of its gate
+        assert weights - low_rank == squares * width**2, name
         assert layer.mlp_norm is not None
 
 
