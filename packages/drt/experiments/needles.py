@@ -103,13 +103,14 @@ FULL = Sizes(
             Stage(
                 PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=2400, lr=1e-3, until=0.9
             ),
-            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=1000, lr=1e-3),
-            Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=150, lr=1e-3),
-            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=600, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=1200, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=600, lr=1e-3),
+            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=200, lr=2e-4),
         ),
         TWO_HOP: (
             Stage(HopsConfig(), seq_len=1024, batch_size=64, steps=800, lr=1e-3),
-            Stage(HopsConfig(), seq_len=16384, batch_size=8, steps=400, lr=1e-3),
+            Stage(HopsConfig(), seq_len=4096, batch_size=32, steps=300, lr=1e-3),
+            Stage(HopsConfig(), seq_len=16384, batch_size=8, steps=200, lr=2e-4),
         ),
     },
     columns={
