@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack
-from mezzo_core.nn.block import AbstractMixerBlock
+from mezzo_core.nn.block import Block
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.precision import accumulation_dtype
@@ -62,7 +62,12 @@ class HGRN2Stack(AbstractStack):
         super().__init__()
         self.d_model, self.config = d_model, config
         # torch's ModuleList has no element type, so the cast tells it to type checkers.
-        blocks = nn.ModuleList(BoundedBlock(config, d_model) for _ in range(config.num_layers))
+        blocks = nn.ModuleList(
+            BoundedBlock(
+                config.mixer.build(d_model), config.mlp.build(d_model), d_model, config.norm_eps
+            )
+            for _ in range(config.num_layers)
+        )
         self.blocks = cast(Sequence[BoundedBlock], blocks)
         # One-dimensional, so without weight decay, which would pull the bounds to their start.
         self.bound_logits = nn.Parameter(torch.zeros(config.num_layers * d_model))
@@ -124,18 +129,10 @@ class HGRN2Stack(AbstractStack):
         return self.blocks
 
 
-class BoundedBlock(AbstractMixerBlock):
+class BoundedBlock(Block):
     """A layer of an `HGRN2Stack`: core's `Block`, whose mixer also gets its lower bounds."""
 
     mixer: HGRN2
-
-    def __init__(self, config: HGRN2StackConfig, d_model: int) -> None:
-        super().__init__()
-        self.d_model = d_model
-        self.mixer_norm = nn.RMSNorm(d_model, eps=config.norm_eps)
-        self.mixer = config.mixer.build(d_model)
-        self.mlp_norm = nn.RMSNorm(d_model, eps=config.norm_eps)
-        self.mlp = config.mlp.build(d_model)
 
     def forward(
         self,
@@ -157,8 +154,3 @@ class BoundedBlock(AbstractMixerBlock):
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         x = x + self.mixer.step(self.mixer_norm(x), state, log_bounds)
         return x + self.mlp(self.mlp_norm(x))
-
-    def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token of the mixer and the MLP; norms are not counted."""
-        weights = sum(weight.numel() for weight in self.mlp.parameters())
-        return self.mixer.flops_per_token(num_tokens) + 2 * weights

@@ -16,8 +16,8 @@ def register_gradient(
 
     - torch.func does not support gradients from `register_autograd` (torch 2.8 to 2.13). So under
       its transforms an `autograd.Function` calls the op.
-    - On plain tensors in eager code another one calls the op's Python function. PyTorch's dispatch
-      of a custom op and of its gradient costs the host more than twice as much.
+    - On plain tensors in eager code another one calls the op's Python function. This spares the
+      host PyTorch's dispatch of a custom op and of its gradient.
     - Whatever traces or watches ops sees the op: torch.compile, dispatch modes, tensors of other
       kinds or without data.
 

@@ -1,7 +1,7 @@
 """Sizes of tiles and grids.
 
-Triton has the same functions, which kernels can call too. There a call takes the host microseconds:
-an op that asks for twenty sizes would spend as long on them as on two launches.
+Triton has the same functions, which kernels can call too; each call there looks for arguments that
+are constants of a kernel. An op asks for dozens of sizes at each call, so these do nothing else.
 """
 
 

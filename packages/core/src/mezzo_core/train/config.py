@@ -77,11 +77,11 @@ class TrainConfig:
         precision: "bf16" is autocast with float32 weights; "auto" is "bf16" on a GPU, else "fp32".
         compile: run the blocks and the loss through torch.compile.
         activation_checkpointing: keep the input of each of the model's `units()` alone for the
-            backward, which computes the rest again: less memory, about a third more work.
+            backward, which computes the rest again: less memory, and one more forward.
         shard: what each of several processes holds. False: a whole copy of the weights, gradients
             and AdamW moments, 16 bytes a parameter (20 while gradients are exchanged). True: its
             part of them, with 4 bytes a parameter between micro batches (FSDP2); the weights are
-            gathered when they are needed, which is slower. None shards if a copy would take more
+            gathered whenever they are needed. None shards if a copy would take more
             than half of a GPU's memory. Losses and checkpoints are the same.
         track: also send the log to this tracker.
         init_from: a folder that `save_model` wrote. Training starts from its weights, which must

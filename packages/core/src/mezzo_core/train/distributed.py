@@ -221,8 +221,7 @@ def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> 
 def _sum_gradients(model: nn.Module, world: World) -> None:
     """Add the gradients over the processes, all in one exchange; each becomes a part of its buffer.
 
-    It does not overlap with the backward. It need not: that of 1.3B parameters is 5 GB, once a step
-    of up to millions of tokens, and a backward that is compiled whole ends with all gradients.
+    It does not overlap with the backward, which, compiled whole, ends with all gradients at once.
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = [
