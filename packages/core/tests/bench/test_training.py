@@ -15,12 +15,13 @@ from mezzo_core.bench.training import (
     measure_run,
     steady_and_first,
     train_models,
+    train_swept,
 )
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.stack import BlocksConfig
-from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import DivergenceError
 from toys.own_keys import OwnKeysConfig
 from toys.running_mean import RunningMeanConfig
@@ -138,6 +139,31 @@ def test_trainings_at_the_same_time_are_the_same_and_have_no_speed(configs, resu
     ]
     assert values[0] == values[1]
     assert all("tokens_per_second" not in entry for entry in entries(result))
+
+
+def test_the_first_seed_tries_all_rates_and_the_others_take_the_best(
+    configs, tmp_path, monkeypatch
+):
+    header = replace(HEADER, columns=("low", "high"))
+    result, trained = Result(tmp_path / "swept.json", header, HERE), []
+    best = {"Attention": 1e-2, "Mean": 1e-3}
+    configs = {m: replace(c, optim=OptimConfig(lr=4e-3, min_lr=1e-3)) for m, c in configs.items()}
+
+    def measure_run(config, folder, device):
+        trained.append((config.name, config.seed, config.optim.lr, config.optim.min_lr))
+        return {"perplexity": 1.0 + abs(config.optim.lr - best[config.name])}
+
+    monkeypatch.setattr(training, "measure_run", measure_run)
+    rates = {"low": 1e-3, "high": 1e-2}
+    train_swept(result, configs, rates, (0, 1), tmp_path / "runs", CPU)
+    assert trained == [
+        *(("Attention", 0, 1e-3, 2.5e-4), ("Mean", 0, 1e-3, 2.5e-4)),
+        *(("Attention", 0, 1e-2, 2.5e-3), ("Mean", 0, 1e-2, 2.5e-3)),
+        *(("Attention", 1, 1e-2, 2.5e-3), ("Mean", 1, 1e-3, 2.5e-4)),
+    ]
+    trained.clear()
+    train_swept(Result(result.path, header, HERE), configs, rates, (2,), tmp_path / "runs", CPU)
+    assert [(name, seed) for name, seed, *_ in trained] == [("Attention", 2), ("Mean", 2)]
 
 
 @pytest.mark.parametrize(

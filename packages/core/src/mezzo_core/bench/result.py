@@ -84,6 +84,15 @@ class Result:
         """Tell whether the file has this entry."""
         return (model, column, group, seed) in self._keys
 
+    def best_column(self, model: str, group: str = "", seed: int = 0) -> str | None:
+        """Return the column where a model's number is best; None if it has no numbers."""
+        found = {
+            entry["column"]: entry["value"]
+            for entry in self.entries
+            if (entry["model"], *_key(entry)[2:]) == (model, group, seed)
+        }
+        return best_of(found, self.header.better)
+
     def add(
         self,
         value: float | str,
@@ -150,6 +159,13 @@ class Result:
         values = " ".join(str(entry["value"]) for entry in new)
         place = ", ".join(str(name) for name in names if name != "")
         self._say(f"{self.path.stem}: {place}: {values} {header.unit}")
+
+
+def best_of(values: Mapping[str, float | str], better: str) -> str | None:
+    """Return the name of the best number, the first of equal ones; None if there are only words."""
+    numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+    choose = max if better == "higher" else min
+    return choose(numbers, key=numbers.__getitem__, default=None)
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[str, str, str, int]:

@@ -27,6 +27,8 @@ DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
 """Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
 POINTS = 100  # at most, of a stored curve
+SWEPT = 0
+"""The seed with which learning rates are compared."""
 NO_SPEED = dict.fromkeys(("tokens_per_second", "seconds_to_first_step"))
 """Takes the place of the speeds of trainings that ran at the same time."""
 
@@ -52,6 +54,49 @@ def train_models(
     column = result.header.columns[0]
     runs = [(m, column, replace(c, seed=seed)) for seed in seeds for m, c in configs.items()]
     train_runs(result, runs, folder, device, jobs)
+
+
+def train_swept(
+    result: Result,
+    configs: Mapping[str, TrainConfig],
+    rates: Mapping[str, float],
+    seeds: Sequence[int],
+    folder: Path,
+    device: torch.device,
+    jobs: int = 1,
+) -> None:
+    """Train each model at each learning rate with seed SWEPT, with the other seeds at its best.
+
+    So that no model loses for a rate that does not suit it. `mezzo_core.papers.claims.swept` reads
+    such a result.
+
+    Args:
+        result: what it has already is left out.
+        configs: the runs by the models' names; their seed and rate are replaced, and the rate at
+            the end of the run keeps its share of the first.
+        rates: the learning rates, by the names of the result's columns.
+        seeds: of the initial weights.
+        folder: scratch, see `measure_run`.
+        device: where to train.
+        jobs: trainings at the same time, see `side_by_side`.
+    """
+
+    def run(model: str, column: str, seed: int) -> tuple[str, str, TrainConfig]:
+        config, lr = configs[model], rates[column]
+        end = config.optim.min_lr / config.optim.lr * lr
+        optim = replace(config.optim, lr=lr, min_lr=end)
+        return model, column, replace(config, optim=optim, seed=seed)
+
+    sweep = [run(model, column, SWEPT) for column in rates for model in configs]
+    train_runs(result, sweep, folder, device, jobs)
+    best = {model: result.best_column(model, seed=SWEPT) for model in configs}
+    others = [
+        run(model, column, seed)
+        for seed in seeds
+        for model, column in best.items()
+        if column is not None and seed != SWEPT
+    ]
+    train_runs(result, others, folder, device, jobs)
 
 
 def train_runs(

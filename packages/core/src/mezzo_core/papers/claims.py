@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from mezzo_core.papers.criteria import Criterion, Judgement, Outcome
-from mezzo_core.papers.measurement import How, Measurement
+from mezzo_core.papers.measurement import How, Measurement, at_best
 from mezzo_core.papers.published import Claim, Published, Table
 
 Kind = Literal["table", "claim", "check"]
@@ -43,6 +43,22 @@ class Evidence:
 def result(name: str, criterion: Criterion, note: str = "") -> Evidence:
     """Answer from a committed result file, "MACHINE/NAME"."""
     return Evidence(lambda run, printed: run.results.get(name), criterion, note)
+
+
+def swept(name: str, column: str, criterion: Criterion, note: str = "") -> Evidence:
+    """Answer from a result file whose columns are learning rates, by each model at its best one.
+
+    Args:
+        name: see `result`.
+        column: the name that the criterion's only column has.
+        criterion: see Evidence.
+        note: see Evidence.
+    """
+    return Evidence(
+        lambda run, printed: (ours := run.results.get(name)) and at_best(ours, column),
+        criterion,
+        note,
+    )
 
 
 def trained(

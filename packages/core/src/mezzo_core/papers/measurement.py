@@ -8,11 +8,12 @@ each. The numbers of a `reproduce` run, counted, timed or from tiny trainings, h
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mezzo_core.bench.result import best_of
 from mezzo_core.errors import UserError
 from mezzo_core.papers.published import Claim, Row, Table, Value
 
@@ -135,6 +136,23 @@ def printed_measurement(printed: Table | Claim) -> Measurement:
         title=printed.id,
         source=printed.id,
     )
+
+
+def at_best(ours: Measurement, name: str) -> Measurement:
+    """Return the numbers of each model in its best column, which the first seed chooses.
+
+    Args:
+        ours: a training whose columns are settings that were tried.
+        name: of the only column of what is returned.
+    """
+    first, found = ours.seeds[0], []
+    for group, model in ours.rows:
+        cells = {column: ours.by_seed(model, column, group) for column in ours.columns}
+        tried = {column: cell[first] for column, cell in cells.items() if first in cell}
+        if best := best_of(tried, ours.better):
+            found += [replace(entry, column=name) for entry in ours.cell(model, best, group)]
+    setting = f"each model at its best of {', '.join(ours.columns)}; {ours.setting}"
+    return replace(ours, entries=tuple(found), columns=(name,), setting=setting)
 
 
 def read_results(folder: Path) -> dict[str, Measurement]:
