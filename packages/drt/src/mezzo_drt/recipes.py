@@ -22,36 +22,21 @@ from functools import partial
 from mezzo_core.data import DataConfig
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
 
 from mezzo_drt.outside import BagOfTokensConfig
 from mezzo_drt.stack import DRTConfig
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters(AbstractHyperparameters):
     """The hyperparameters that all architectures of one comparison share.
 
     Attributes:
-        vocab_size, d_model: of the model.
         drt: the stack of DRT with one group, whose layers and widths the others take too.
-        seq_len, batch_size, micro_batch_size, steps, data, optim: of the training.
-        eval_every, eval_batches, checkpoint_every, compile: of the training.
     """
 
-    vocab_size: int
-    d_model: int
     drt: DRTConfig
-    seq_len: int
-    batch_size: int
-    steps: int
-    data: DataConfig
-    optim: OptimConfig
-    micro_batch_size: int | None = None
-    eval_every: int = 100
-    eval_batches: int | None = None
-    checkpoint_every: int = 100
-    compile: bool = False
 
 
 def tiny() -> Hyperparameters:
@@ -207,20 +192,7 @@ PAPER_NAMES = {
 def recipe(size: str, architecture: str) -> TrainConfig:
     """Return the run of one architecture at one size."""
     s = SIZES[size]()
-    return TrainConfig(
-        name=f"{size}_{architecture}",
-        model=ARCHITECTURES[architecture](s),
-        data=s.data,
-        optim=s.optim,
-        seq_len=s.seq_len,
-        batch_size=s.batch_size,
-        micro_batch_size=s.micro_batch_size,
-        steps=s.steps,
-        eval_every=s.eval_every,
-        eval_batches=s.eval_batches,
-        checkpoint_every=s.checkpoint_every,
-        compile=s.compile,
-    )
+    return s.run(f"{size}_{architecture}", ARCHITECTURES[architecture](s))
 
 
 RECIPES: Recipes = {

@@ -23,39 +23,23 @@ from mezzo_core.nn import BlocksConfig
 from mezzo_core.nn.contract import StackConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
 from mezzo_recurrent_transformer.stack import RecurrentStackConfig, scaled
 from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters(AbstractHyperparameters):
     """The hyperparameters that all architectures of one comparison share.
 
-    Attributes:
-        vocab_size, d_model, num_layers, head_dim: of the model.
-        seq_len, batch_size, steps, data, optim: of the training.
-        micro_batch_size: of the Transformer's training. A recurrent layer works on one token of all
-            its sequences at a time and needs them all to be fast (section "MLPs and batch size").
-        eval_every, eval_batches, checkpoint_every, compile: of the training.
+    `micro_batch_size` is that of the Transformer's training. A recurrent layer works on one token
+    of all its sequences at a time and needs them all to be fast (section "MLPs and batch size").
     """
 
-    vocab_size: int
-    d_model: int
     num_layers: int
     head_dim: int
-    seq_len: int
-    batch_size: int
-    steps: int
-    data: DataConfig
-    optim: OptimConfig
-    micro_batch_size: int | None = None
-    eval_every: int = 100
-    eval_batches: int | None = None
-    checkpoint_every: int = 100
-    compile: bool = False
 
 
 AnyLayer = RecurrentBlockConfig | TransformerBlockConfig
@@ -173,27 +157,16 @@ def stack(layer: AnyLayer, num_layers: int) -> StackConfig:
 def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
     """Return the run of one architecture with these hyperparameters."""
     layer = replace(ARCHITECTURES[architecture], head_dim=s.head_dim)
-    is_recurrent = isinstance(layer, RecurrentBlockConfig)
-    return TrainConfig(
-        name=name,
-        model=LMConfig(
-            vocab_size=s.vocab_size,
-            d_model=s.d_model,
-            norm_eps=layer.norm_eps,
-            tie_embeddings=False,
-            stack=stack(layer, s.num_layers),
-        ),
-        data=s.data,
-        optim=s.optim,
-        seq_len=s.seq_len,
-        batch_size=s.batch_size,
-        micro_batch_size=None if is_recurrent else s.micro_batch_size,
-        steps=s.steps,
-        eval_every=s.eval_every,
-        eval_batches=s.eval_batches,
-        checkpoint_every=s.checkpoint_every,
-        compile=s.compile and not is_recurrent,  # a recurrent stack is one op, all compiled already
+    model = LMConfig(
+        vocab_size=s.vocab_size,
+        d_model=s.d_model,
+        norm_eps=layer.norm_eps,
+        tie_embeddings=False,
+        stack=stack(layer, s.num_layers),
     )
+    if isinstance(layer, RecurrentBlockConfig):  # its stack is one op, all compiled already
+        s = replace(s, micro_batch_size=None, compile=False)
+    return s.run(name, model)
 
 
 def recipe(size: str, architecture: str) -> TrainConfig:
