@@ -12,16 +12,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import torch
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
+from mezzo_core.bench.processes import share_of_peak
 from mezzo_core.bench.training import WARMUP, in_words, measure_run
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, paper_200m, train_config
 
 NAMES = {PAPER_NAMES[name]: name for name in ("rnn", "rat_l64", "rat_l16", "attention")}
-PEAK_FLOPS = {"NVIDIA H200": 989e12}
-"""Dense bf16 FLOP/s in the GPU's data sheet."""
 PAPER = paper_200m(8192)
 SHORT = replace(PAPER, steps=64, batch_size=16, eval_every=64, eval_batches=None)
 TOY = {"vocab_size": 257, "d_model": 32, "num_layers": 2, "head_dim": 8, "seq_len": 128}
@@ -42,8 +40,7 @@ def measure(options: Options) -> None:
     data = DataConfig(source=options.data, tokenizer=options.tokenizer)
     shared = replace(DRY if options.dry_run else SHORT, data=data)
     every = {m: train_config(f"200m_{name}", shared, name) for m, name in NAMES.items()}
-    where = origin(options.device)
-    first = every[options.models[0]]
+    first, where = every[options.models[0]], origin(options.device)
     header = Header(
         kind="training",
         title="Short trainings of the paper's 200M recipes",
@@ -60,18 +57,16 @@ def measure(options: Options) -> None:
     for model in options.models:
         if not result.has(model, COLUMNS[-1]):
             found = measure_run(every[model], options.runs / "train_200m", options.device)
-            add(result, model, every[model], found, PEAK_FLOPS.get(where["gpu"] or ""))
+            add(result, model, every[model], found, where["gpu"])
 
 
 def add(
-    result: Result, model: str, config: TrainConfig, found: dict[str, Any], peak: float | None
+    result: Result, model: str, config: TrainConfig, found: dict[str, Any], gpu: str | None
 ) -> None:
-    """Add what came of a training, column by column; `peak` is the GPU's FLOP/s, if known."""
+    """Add what came of a training, column by column; `gpu` is the GPU's name."""
     speed, loss = found["tokens_per_second"], found["steps"]["train"][-1][1]
-    with torch.device("meta"):
-        flops = 3 * config.model.build().flops_per_token(config.seq_len) * speed
     hours = PAPER.steps * PAPER.batch_size * PAPER.seq_len / speed / 3600
-    share = None if peak is None else 100 * flops / peak
+    share = share_of_peak(config, speed, gpu)
     values = (hours, share, found["seconds_to_first_step"], loss, found["perplexity"])
     names = ("parameters", "tokens_per_second", "peak_gb", "steps")
     details = {name: found[name] for name in names}
