@@ -49,7 +49,8 @@ class GSAConfig:
     """The shortest and the longest memory, in tokens, with which the slots of a head start; the
     others are between them in geometric steps. `in_proj` then has a bias. None: as in the paper,
     there is no bias, and all slots start with a memory of 12 tokens (with damping 8); but constant
-    gates start with (2, 2048)."""
+    gates start with (2, 2048). We recommend (2, 2048) for all gates, although short memories mean
+    steep gates, which cost the kernels a little speed."""
     between: Between = "softmax"
     """The function from K~ q to the slots' weights; all but softmax are the paper's ablation."""
     feature_map: Literal["swish", "none"] = "swish"

@@ -1,5 +1,7 @@
 """Corrects errors of Triton's interpreter, and makes it faster.
 
+Tests that run kernels on a CPU call both functions first.
+
 The interpreter stores the bits of bfloat16 in integers. Its matrix products multiply these integers
 instead of the numbers, and its casts to bfloat16 truncate instead of rounding. A comparison of
 integers also gets an integer type: broadcast from one number to a block, it becomes a block of

@@ -67,8 +67,9 @@ def mqar(
 ) -> None:
     """Train GSA and other mixers on multi-query associative recall (MQAR), and compare them.
 
-    Without options: Zoology's full protocol; with `--protocol authors` that of GSA's authors. Both
-    take many GPU hours. Other options replace parts. A folder goes on where it was left.
+    Without options: Zoology's full protocol; with `--protocol authors` that of the public program
+    of GSA's first author (the paper does not say its own). Both take many GPU hours; a run ends
+    when it has solved the task. Other options replace parts. A folder goes on where it was left.
     """
     if protocol not in PROTOCOLS:
         raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")

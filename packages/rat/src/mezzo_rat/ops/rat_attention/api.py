@@ -61,7 +61,8 @@ def chunk_rat_attention(
 
     RoPE rotates q and k~ after the recurrence. Gates, recurrence and softmax are in float32
     (float64 for float64 inputs); the matrix products of attention are in the dtype of the inputs.
-    Any T and L >= 1 work. A NaN or an infinity at a token changes no earlier token and no other
+    Any T and L >= 1 work, and a new T compiles nothing. The kernels use no atomics, so repeats are
+    equal to the bit. A NaN or an infinity at a token changes no earlier token and no other
     sequence; in the padding it changes nothing.
 
     Args:

@@ -63,7 +63,9 @@ def recurrent_layers(
     outputs of the layers are kept.
 
     Products are computed in the dtype of the weights, or in that of autocast; the residual stream,
-    norms, softmax and sums in float32 (float64 for float64).
+    norms, softmax and sums in float32 (float64 for float64). Repeated runs are equal to the bit. On
+    a GPU, CUDA graphs of the steps, and for small batches of whole calls, keep the memory that they
+    need.
 
     Args:
         x: (B, T, C), the input of the first layer.
@@ -83,7 +85,8 @@ def recurrent_layers(
         lengths: (B,) int64, the real tokens of each row; the rest is padding on the right, whose
             outputs are meaningless. Needs a past.
         impl: "reference" (one token after another, by autograd), "eager" (tiles, PyTorch),
-            "triton" (tiles, kernels; not in float64), or "auto".
+            "triton" (tiles, kernels; not in float64; heads 16, 32, 64 or 128 wide, or an even
+            number of width 8), or "auto".
 
     Raises:
         TypeError: if a tensor or an option is of the wrong kind.
