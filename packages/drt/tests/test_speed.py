@@ -1,6 +1,5 @@
 """The speeds, rehearsed on a CPU: what is written, kept, left out and refused."""
 
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from mezzo_core.bench.generation import fill
 from mezzo_core.bench.training_step import training_step
 from mezzo_core.errors import UserError
 from mezzo_core.papers.measurement import How, read_result
+from mezzo_core.testing.scripts import run_script
 from mezzo_drt import bench, inference, speed
 from mezzo_drt.claims import ANSWERS, REPRODUCTION
 from mezzo_drt.recipes import RECIPES, tiny
@@ -38,13 +38,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 SCRIPT = Path(__file__).parents[1] / "experiments/speed.py"
-script = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
-EVERY = (*script.MEASURERS, *script.MODELS)
 
 
 def run(folder, *words):
-    command = ["--dry-run", "--out", str(folder), *words]
-    return script.run_script(script.measure, "Measure.", EVERY, words=command)
+    return run_script(SCRIPT, "--dry-run", "--out", str(folder), *words)
 
 
 def quiet(line):
@@ -164,25 +161,6 @@ def test_files_and_models_are_measured_alone_and_once(tmp_path, capsys):
     lengths = len(DRY.lengths)
     assert lines == [f"length: {DRT1}"] * lengths + [f"length: {BASE}"] * lengths
     assert [path.name for path in tmp_path.iterdir()] == ["length.json"]
-
-
-def test_only_the_papers_sizes_count_as_the_papers_setting(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(speed, "Result", lambda path, header, *rest: said.append(header.how))
-    monkeypatch.setattr(speed, "origin", lambda device: {})
-    monkeypatch.setattr(bench, "op_inputs", lambda *rest: {})
-    monkeypatch.setattr(bench, "check_op", lambda: None)
-    header = {
-        "title": "",
-        "setting": "",
-        "columns": (),
-        "models": (),
-        "unit": "",
-        "better": "lower",
-    }
-    for sizes in (PAPER, replace(PAPER, models=(DRT1,)), replace(PAPER, new_tokens=64)):
-        speed._result("length", sizes, tmp_path, quiet, **header)
-    assert said == ["other hardware", "other hardware", "scaled down"]
 
 
 @pytest.mark.parametrize("name", MEASURERS)

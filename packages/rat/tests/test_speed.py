@@ -2,10 +2,8 @@
 
 import json
 import re
-import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +11,12 @@ from mezzo_core.bench import generation
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.papers.measurement import How, read_result
+from mezzo_core.testing.scripts import run_script
 from mezzo_rat import speed
 from mezzo_rat.claims import REPRODUCTION
-from mezzo_rat.speed import DRY, FULL, LAYERS, MEASURERS
+from mezzo_rat.speed import DRY, LAYERS, MEASURERS
 
 SCRIPT = Path(__file__).parents[1] / "experiments/speed.py"
-script = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 FILES = {"table6", "table7", "table8", "fig5"}
 SMALL = replace(DRY, models=("RNN", "Attention"), lengths=(64,))
 
@@ -28,8 +26,7 @@ def quiet(line):
 
 
 def dry_run(folder, *words):
-    command = ["--dry-run", "--out", str(folder), *words]
-    return script.run_script(script.measure, SCRIPT.read_text(), script.MODELS, words=command)
+    return run_script(SCRIPT, "--dry-run", "--out", str(folder), *words)
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +55,6 @@ def test_batches_are_as_large_as_the_tables_say(rehearsal):
         assert {int(e.column) * e.details["B"] for e in rehearsal[name].entries} == {DRY.tokens}
     assert all(f"B={e.details['B']}" == e.group for e in rehearsal["table8"].entries)
     assert {e.details["B"] for e in rehearsal["fig5"].entries} == {DRY.max_batch}
-
-
-def test_only_the_papers_sizes_count_as_the_papers_setting(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(speed, "Result", lambda path, header, *rest: said.append(header.how))
-    monkeypatch.setattr(speed, "origin", lambda device: {})
-    for sizes in (FULL, replace(FULL, models=("RNN",)), replace(FULL, d_model=1024)):
-        speed._result(
-            tmp_path,
-            sizes,
-            quiet,
-            title="",
-            setting="",
-            columns=(),
-            models=(),
-            unit="",
-            better="lower",
-        )
-    assert said == ["other hardware", "other hardware", "scaled down"]
 
 
 def test_a_second_run_measures_only_what_is_missing(tmp_path):
@@ -112,7 +90,7 @@ def test_a_layer_that_decodes_wrongly_is_not_timed(tmp_path, monkeypatch):
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, capsys, monkeypatch, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     command = [*words, *(["--dry-run"] if words else []), "--out", str(tmp_path / "out")]
-    assert script.run_script(script.measure, "Measure.", script.MODELS, words=command) == 2
+    assert run_script(SCRIPT, *command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"RAT\(L=17\).*RAT\(L=16\)" if words else "CUDA", line)
     assert not (tmp_path / "out").exists()

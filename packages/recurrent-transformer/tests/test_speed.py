@@ -1,21 +1,19 @@
 """The speeds, rehearsed on a CPU: what is written, kept, left out and refused."""
 
-import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.papers.measurement import How, read_result
+from mezzo_core.testing.scripts import run_script
 from mezzo_recurrent_transformer import RecurrentBlock, RecurrentBlockConfig, speed
 from mezzo_recurrent_transformer.claims import ANSWERS, REPRODUCTION
 from mezzo_recurrent_transformer.schedule import tiled_forward
-from mezzo_recurrent_transformer.speed import DRY, FULL, LAYERS, MEASURERS, MODELS, NAIVE, OP
+from mezzo_recurrent_transformer.speed import DRY, LAYERS, MEASURERS, MODELS, NAIVE, OP
 
 SCRIPT = Path(__file__).parents[1] / "experiments/speed.py"
-script = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 def quiet(line):
@@ -26,8 +24,7 @@ def quiet(line):
 def rehearsal(tmp_path_factory):
     """A dry run of everything."""
     folder = tmp_path_factory.mktemp("results") / "cpu"
-    words = ["--dry-run", "--out", str(folder)]
-    assert script.run_script(script.measure, "Measure.", script.EVERY, words=words) == 0
+    assert run_script(SCRIPT, "--dry-run", "--out", str(folder)) == 0
     return {name: read_result(folder / f"speed_{name}.json") for name in MEASURERS}
 
 
@@ -62,23 +59,6 @@ def test_the_naive_loop_is_left_out_where_it_would_take_minutes(tmp_path, monkey
     monkeypatch.setattr(speed, "check_layer", lambda layer: None)
     sizes = replace(DRY, naive=4, models=(NAIVE,))
     assert {e.column for e in MEASURERS["length"](sizes, tmp_path, quiet).entries} == {"4"}
-
-
-def test_only_the_papers_sizes_count_as_the_papers_setting(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(speed, "Result", lambda path, header, *rest: said.append(header.how))
-    monkeypatch.setattr(speed, "origin", lambda device: {})
-    header = {
-        "title": "",
-        "setting": "",
-        "columns": (),
-        "models": (),
-        "unit": "",
-        "better": "lower",
-    }
-    for sizes in (FULL, replace(FULL, models=(OP,)), replace(FULL, d_model=512)):
-        speed._result(tmp_path, sizes, quiet, **header)
-    assert said == ["other hardware", "other hardware", "scaled down"]
 
 
 def test_a_second_run_measures_only_what_is_missing(tmp_path, monkeypatch):

@@ -1,23 +1,23 @@
 """Speeds: decoding after a prompt (Table 3), training (Table 4, Figure 3a), reading long texts.
 
-Each is measured into `NAME.json` below a folder. A cell that the file has already, from the same
-machine and commit, is not measured again. The op is checked before anything is timed.
+Each is measured into `NAME.json` below a folder. The op is checked before anything is timed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.bench import Header, Result, attempt, origin, start_afresh
+from mezzo_core.bench import Result, attempt, start_afresh
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Say
+from mezzo_core.bench.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.bench.training_step import TrainingSpeed, time_training, training_step
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.nn.lm import LM
-from mezzo_core.papers.measurement import Measurement, read_result
+from mezzo_core.papers.measurement import Measurement
 
 from mezzo_drt import bench
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent
@@ -49,11 +49,10 @@ COMPILERS = 5
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(AbstractSizes):
     """The sizes of all speeds.
 
     Attributes:
-        device: where they are measured.
         size: whose recipes decode, and are trained at each length.
         prompts: tokens of Table 3's prompts, by its names.
         new_tokens: that are timed in each pass after a prompt, whole chunks.
@@ -63,10 +62,8 @@ class Sizes:
         trained: the models of Table 4, by its columns.
         lengths: T of Figure 3a.
         tokens: of a training step at each of these lengths.
-        models: those that are measured; None: all.
     """
 
-    device: str
     size: str
     prompts: Mapping[str, int]
     new_tokens: int
@@ -76,11 +73,6 @@ class Sizes:
     trained: Mapping[str, Hyperparameters]
     lengths: tuple[int, ...]
     tokens: int
-    models: tuple[str, ...] | None = None
-
-    def wants(self, model: str) -> bool:
-        """Tell whether a model is measured."""
-        return self.models is None or model in self.models
 
 
 def _shape(num_layers: int, d_model: int, hidden: int, seq_len: int) -> Hyperparameters:
@@ -154,7 +146,7 @@ def measure_inference(sizes: Sizes, folder: Path, say: Say) -> Measurement | Non
                 passes = attempt(partial(_decode, sizes, model, prompt, offload))
                 for field, column in (("ms", times), ("state_gb", memory)):
                     result.add_passes(passes, field, model=model, column=column, group=group)
-    return _measurement(result)
+    return as_measured(result)
 
 
 def measure_training(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
@@ -187,7 +179,7 @@ def measure_training(sizes: Sizes, folder: Path, say: Say) -> Measurement | None
         result.add_passes(
             passes, "tokens_per_second", model=cell.model, column=cell.column, B=cell.B
         )
-    return _measurement(result)
+    return as_measured(result)
 
 
 def measure_length(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
@@ -218,7 +210,7 @@ def measure_length(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
     for cell, found in _trained(cells, sizes, result):
         passes = found if isinstance(found, str) else [OfSequence.of(p, cell.B) for p in found]
         result.add_passes(passes, "ms", model=cell.model, column=cell.column, B=cell.B)
-    return _measurement(result)
+    return as_measured(result)
 
 
 def measure_reading(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
@@ -245,10 +237,10 @@ def measure_reading(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
             if not result.has(model, str(T)):
                 passes = attempt(partial(_read, sizes, model, T))
                 result.add_passes(passes, "seconds", model=model, column=str(T))
-    return _measurement(result)
+    return as_measured(result)
 
 
-MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
+MEASURERS: Measurers = {
     "inference": measure_inference,
     "length": measure_length,
     "training_speed": measure_training,
@@ -379,11 +371,4 @@ def _result(name: str, sizes: Sizes, folder: Path, say: Say, **header: Any) -> R
     if device.type == "cuda":
         shapes, dtype = bench.GPU, torch.bfloat16
     bench.check_op(**bench.op_inputs(2, 8 * shapes.chunk_size, shapes, device, dtype))
-    full = replace(sizes, models=None) == PAPER
-    names = Header(kind="speed", how="other hardware" if full else "scaled down", **header)
-    return Result(folder / f"{name}.json", names, origin(device), say)
-
-
-def _measurement(result: Result) -> Measurement | None:
-    """Return what was measured, as numbers of this run."""
-    return replace(read_result(result.path), source="") if result.entries else None
+    return open_speeds(folder / f"{name}.json", sizes, PAPER, say, **header)

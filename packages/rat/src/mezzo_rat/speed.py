@@ -1,23 +1,23 @@
 """The paper's speeds: Tables 6, 7 and 8 (one layer), Figure 5 (generation by whole models).
 
-Each is measured into `speed_NAME.json` below a folder. A cell that the file has already, from the
-same machine and commit, is not measured again.
+Each is measured into `speed_NAME.json` below a folder.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from mezzo_core.bench import Header, Result, Timing, attempt, origin, start_afresh
+from mezzo_core.bench import Timing, attempt, start_afresh
 from mezzo_core.bench.generation import time_step, time_throughput
 from mezzo_core.bench.layer import build_layer, check_layer, check_mixers, compiled, time_layer
 from mezzo_core.bench.result import Say
+from mezzo_core.bench.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
-from mezzo_core.papers.measurement import Measurement, read_result
+from mezzo_core.papers.measurement import Measurement
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
@@ -43,11 +43,10 @@ GENERATING = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(AbstractSizes):
     """The sizes of all speed tables.
 
     Attributes:
-        device: where they are measured.
         d_model, head_dim: C and D of the layers of Tables 6 to 8.
         tokens: of a batch in Tables 6 and 7, for every T.
         lengths: T of Tables 6 and 7; some are shorter than the paper's, as attention may win there.
@@ -58,10 +57,8 @@ class Sizes:
         new_tokens: of each sequence in Figure 5, after a prompt of T - new_tokens.
         max_batch: of Figure 5; for a model with a small state, a larger batch no longer helps.
         seconds: for each timing.
-        models: those that are measured; None: all.
     """
 
-    device: str
     d_model: int
     head_dim: int
     tokens: int
@@ -72,11 +69,6 @@ class Sizes:
     new_tokens: int
     max_batch: int
     seconds: float
-    models: tuple[str, ...] | None = None
-
-    def wants(self, model: str) -> bool:
-        """Tell whether a model is measured."""
-        return self.models is None or model in self.models
 
 
 FULL = Sizes(
@@ -105,7 +97,10 @@ CPU = Sizes(
     max_batch=16,
     seconds=0.02,
 )
-DRY = Sizes("cpu", 32, 8, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0)
+DRY = Sizes(
+    *(32, 8, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0),
+    device="cpu",
+)
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
 
@@ -128,9 +123,10 @@ def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measureme
     batch = "whole batch" if decoding else f"{sizes.tokens:,} tokens a batch"
     bf16 = "bf16, in a CUDA graph" if decoding else "bf16 autocast over float32, torch.compile"
     lengths = sizes.positions if decoding else sizes.lengths
-    result = _result(
+    result = open_speeds(
         folder / f"speed_{name}.json",
         sizes,
+        FULL,
         say,
         title=title,
         setting=f"{what} of one layer (norm, mixer, residual), {batch}, "
@@ -163,7 +159,7 @@ def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measureme
             state_gb = B * layer.mixer.state_bytes(T) / 1e9 if decoding else None
             names = {"model": model, "column": str(T), "group": group}
             result.add_passes(passes, "ms", **names, B=B, state_gb=state_gb)
-    return _measurement(result)
+    return as_measured(result)
 
 
 def measure_generation(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
@@ -177,9 +173,10 @@ def measure_generation(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
     """
     device = torch.device(sizes.device)
     recipes = ", ".join(sorted(set(sizes.contexts.values())))
-    result = _result(
+    result = open_speeds(
         folder / "speed_fig5.json",
         sizes,
+        FULL,
         say,
         title="Largest throughput of generation (Figure 5, Tables 1 and 11)",
         setting=f"{sizes.new_tokens} new tokens after a prompt of T - {sizes.new_tokens}, random "
@@ -205,22 +202,11 @@ def measure_generation(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
             time = partial(time_throughput, max_batch=sizes.max_batch, seconds=sizes.seconds)
             passes = attempt(partial(time, model, T, sizes.new_tokens))
             result.add_passes(passes, "tokens_per_second", model=name, column=f"T={T}")
-    return _measurement(result)
+    return as_measured(result)
 
 
-MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
+MEASURERS: Measurers = {
     **{name: partial(measure_layers, name) for name in ("table6", "table7", "table8")},
     "fig5": measure_generation,
 }
 """What this module measures, by the names in the files' names."""
-
-
-def _result(path: Path, sizes: Sizes, say: Say, **header: Any) -> Result:
-    full = replace(sizes, models=None) == FULL
-    names = Header(kind="speed", how="other hardware" if full else "scaled down", **header)
-    return Result(path, names, origin(torch.device(sizes.device)), say)
-
-
-def _measurement(result: Result) -> Measurement | None:
-    """Return what was measured, as numbers of this run."""
-    return replace(read_result(result.path), source="") if result.entries else None

@@ -1,21 +1,17 @@
 """The paper's speeds: Table 2, latency over the length, throughput of training, and decoding.
 
-Each is measured into `speed_NAME.json` below a folder. A cell that the file has already, from the
-same machine and commit, is not measured again. The algorithm of the paper stands beside our op: it
-is Algorithm 1 in eager PyTorch (`schedule`), launched from Python or as one CUDA graph.
+Each is measured into `speed_NAME.json` below a folder. The algorithm of the paper stands beside our
+op: it is Algorithm 1 in eager PyTorch (`schedule`), launched from Python or as one CUDA graph.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from mezzo_core.bench import (
-    Header,
     Layer,
-    Result,
     Timing,
     attempt,
     build_layer,
@@ -23,15 +19,15 @@ from mezzo_core.bench import (
     check_layer,
     compiled,
     measure,
-    origin,
     start_afresh,
 )
 from mezzo_core.bench.generation import time_throughput
 from mezzo_core.bench.result import Say
+from mezzo_core.bench.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.bench.timing import WARMUP_CALLS
 from mezzo_core.bench.training_step import time_training
 from mezzo_core.nn.lm import LM
-from mezzo_core.papers.measurement import Measurement, read_result
+from mezzo_core.papers.measurement import Measurement
 from mezzo_core.train.config import TrainConfig
 from torch import Tensor
 
@@ -57,11 +53,10 @@ PASSES = 3
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(AbstractSizes):
     """The sizes of all speeds.
 
     Attributes:
-        device: where they are measured.
         d_model, head_dim: C and D of a layer.
         seq_len: T of Table 2.
         batches: B of Table 2.
@@ -74,10 +69,8 @@ class Sizes:
         new_tokens: those of them that follow the prompt.
         most_generated: sequences that are generated at once, if more fit.
         seconds: for each timing.
-        models: those that are measured; None: all.
     """
 
-    device: str
     d_model: int
     head_dim: int
     seq_len: int
@@ -91,11 +84,6 @@ class Sizes:
     new_tokens: int
     most_generated: int
     seconds: float
-    models: tuple[str, ...] | None = None
-
-    def wants(self, model: str) -> bool:
-        """Tell whether a model is measured."""
-        return self.models is None or model in self.models
 
 
 FULL = Sizes(
@@ -149,9 +137,10 @@ def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measureme
         cells = [(f"B={B}", B, sizes.seq_len) for B in sizes.batches]
     what = {"graphs": "latency over the batch (Table 2)", "length": "latency over the length"}[name]
     cuda = sizes.device == "cuda"
-    result = _result(
+    result = open_speeds(
         folder / f"speed_{name}.json",
         sizes,
+        FULL,
         say,
         title=f"One layer: {what}",
         setting=f"forward of one layer, attention and MLP, C = {sizes.d_model}, heads of "
@@ -177,7 +166,7 @@ def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measureme
         for model, column, B, T in missing:
             passes = attempt(partial(time[model], B, T))
             result.add_passes(passes, "ms", model=model, column=column, B=B)
-    return _measurement(result)
+    return as_measured(result)
 
 
 def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
@@ -186,9 +175,10 @@ def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
     Returns, raises: as `measure_layers`.
     """
     sizes_named = ", ".join(dict.fromkeys(sizes.trained.values()))
-    result = _result(
+    result = open_speeds(
         folder / "speed_throughput.json",
         sizes,
+        FULL,
         say,
         title="Training throughput of the 300M models",
         setting=f"whole training steps (forward, backward, fused AdamW) of the recipes of "
@@ -209,7 +199,7 @@ def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | No
         B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
         passes = attempt(partial(time_training, lm, B, config.seq_len, passes=PASSES))
         result.add_passes(passes, "tokens_per_second", model=model, column="tokens/s", B=B)
-    return _measurement(result)
+    return as_measured(result)
 
 
 def measure_decoding(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
@@ -219,9 +209,10 @@ def measure_decoding(sizes: Sizes, folder: Path, say: Say) -> Measurement | None
     """
     sizes_named = ", ".join(dict.fromkeys(sizes.trained.values()))
     dtype = "bf16" if sizes.device == "cuda" else "float32"
-    result = _result(
+    result = open_speeds(
         folder / "speed_decoding.json",
         sizes,
+        FULL,
         say,
         title="Decoding of the 300M models",
         setting=f"models of the recipes of {sizes_named}, {dtype}; the last {sizes.new_tokens} of "
@@ -243,7 +234,7 @@ def measure_decoding(sizes: Sizes, folder: Path, say: Say) -> Measurement | None
             limits = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
             passes = attempt(partial(work, **limits))
             result.add_passes(passes, "tokens_per_second", model=model, column=f"T={T}")
-    return _measurement(result)
+    return as_measured(result)
 
 
 def _build(sizes: Sizes, depth: int, architecture: str) -> tuple[TrainConfig, LM]:
@@ -255,7 +246,7 @@ def _build(sizes: Sizes, depth: int, architecture: str) -> tuple[TrainConfig, LM
         return config, config.model.build()
 
 
-MEASURERS: Mapping[str, Callable[[Sizes, Path, Say], Measurement | None]] = {
+MEASURERS: Measurers = {
     **{name: partial(measure_layers, name) for name in LAYERS},
     "throughput": measure_throughput,
     "decoding": measure_decoding,
@@ -315,14 +306,3 @@ def _timers(sizes: Sizes) -> dict[str, Callable[[int, int], list[Timing]]]:
         ]
 
     return {model: partial(time, model) for model in runs}
-
-
-def _result(path: Path, sizes: Sizes, say: Say, **header: Any) -> Result:
-    full = replace(sizes, models=None) == FULL
-    names = Header(kind="speed", how="other hardware" if full else "scaled down", **header)
-    return Result(path, names, origin(torch.device(sizes.device)), say)
-
-
-def _measurement(result: Result) -> Measurement | None:
-    """Return what was measured, as numbers of this run."""
-    return replace(read_result(result.path), source="") if result.entries else None
