@@ -7,7 +7,7 @@
 All models have 41M weights and 3,000 steps of 8,192 tokens. Writes three files:
 
 - train_contexts.json: RAT, its ablations, RAT-Reversed, attention and the RNN, each trained at
-  T = 1,024, 2,048 and 4,096 (Table 9, Figure 4; 27 trainings with each seed);
+  T = 1,024, 2,048 and 4,096 (Table 9, Figure 4; 30 trainings with each seed);
 - train_long.json: the models of Table 11, at T = 4,096 with a RoPE base of 500,000 (5);
 - train_positions.json: hybrids with and without RoPE and the RNN, trained at T = 1,024 and tested
   from half to four times that length (Table 10, Figure 6; 5).
@@ -28,11 +28,21 @@ from mezzo_core.bench.training import in_words, train_models, train_runs
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
-from mezzo_rat.trainings import CONTEXTS, FULL_QK, IN_PLACE_OF, LONG, NOPE, POSITIONS, TOKEN_ROPE
+from mezzo_rat.trainings import (
+    CONTEXTS,
+    FULL_QK,
+    IN_PLACE_OF,
+    LONG,
+    NOPE,
+    POSITIONS,
+    STARTED,
+    TOKEN_ROPE,
+)
 
 SIX = {model: name for name, model in PAPER_NAMES.items()}
 IN_CONTEXTS = {
     "RNN": "rnn",
+    f"RNN{STARTED}": "rnn_span16",
     "RAT(L=128)": "rat_l128",
     "RAT(L=64)": "rat_l64",
     FULL_QK: "rat_l64_full_qk",

@@ -80,7 +80,8 @@ def test_a_full_run_of_the_six_is_as_its_docstring_says():
         for model, name in six.MODELS.items()
     }
     assert mixers["RNN"].span == six.FULL.seq_len
-    assert mixers["RNN, gates as RAT(L=16)"] == LinearRNNConfig(mixers["RAT(L=16)"].chunk_size)
+    assert mixers["RNN, started as RAT(L=16)"] == LinearRNNConfig(mixers["RAT(L=16)"].chunk_size)
+    assert mixers["RAT(L=64), started as RAT(L=16)"] == replace(mixers["RAT(L=64)"], span=16)
     assert mixers["Attention, ALiBi"] == AttentionConfig(rope_base=None, alibi="press")
 
 

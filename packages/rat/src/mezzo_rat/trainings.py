@@ -14,6 +14,8 @@ from mezzo_rat.criteria import change, grows
 
 RNN, RAT, RAT64, ATTENTION = "RNN", "RAT(L=16)", "RAT(L=64)", "Attention"
 HYBRID, WINDOWS = "RAT(L=16)-SWA", "Attention-SWA"
+STARTED = f", started as {RAT}"
+"""Follows the name of a model whose gates remember as few tokens as RAT's at the start."""
 FULL_QK, TOKEN_ROPE = f"{RAT64}, full q and k", f"{RAT64}, RoPE by token"
 NOPE = " NoPE"
 """Follows the name of a hybrid without positions in its global layers."""
