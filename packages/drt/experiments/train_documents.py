@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.jobs import side_by_side
-from mezzo_core.bench.training import NO_SPEED, in_words
+from mezzo_core.bench.tested import train_and_test
+from mezzo_core.bench.training import in_words
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt.claims import DOCUMENTS, LONG, SHORT, TRAINED_AT
-from mezzo_drt.documents import train_on_documents
+from mezzo_drt.documents import perplexities
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 
 OURS = ("fixed", "outside")  # are not in the paper's table
@@ -48,23 +48,10 @@ def measure(options: Options) -> None:
     )
     path = options.out / f"{Path(DOCUMENTS).name}.json"
     result = Result(path, header, origin(options.device), say)
-    missing = [
-        (model, replace(configure(MODELS[model], options), seed=seed))
-        for seed in options.seeds
-        for model in options.models
-        if not all(result.has(model, column, seed=seed) for column in LENGTHS)
-    ]
-    calls = [partial(train_on_documents, config, lengths) for _, config in missing]
-    for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
-        model, config = missing[i]
-        if options.jobs > 1:
-            found |= NO_SPEED
-        perplexities = found.pop("perplexities")
-        for column in LENGTHS:
-            if not result.has(model, column, seed=config.seed):
-                details = found if column == TRAINED_AT else {}
-                value = perplexities[column]
-                result.add(value, model=model, column=column, seed=config.seed, **details)
+    configs = {model: configure(MODELS[model], options) for model in options.models}
+    test = partial(perplexities, lengths=lengths)
+    where = (options.runs, options.device, options.jobs)
+    train_and_test(result, configs, options.seeds, test, *where)
 
 
 def configure(architecture: str, options: Options) -> TrainConfig:

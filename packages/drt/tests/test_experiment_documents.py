@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mezzo_core.bench import Options
-from mezzo_core.bench.timing import OOM
 from mezzo_core.papers.measurement import How, read_result
-from mezzo_drt import documents
 from mezzo_drt.claims import ANSWERS, REPRODUCTION
 from mezzo_drt.recipes import RECIPES
 
@@ -40,7 +38,7 @@ def test_every_model_has_a_perplexity_at_every_length(rehearsal):
         cells = [rehearsal.cell(model, column) for column in rehearsal.columns]
         assert all(len(cell) == 1 for cell in cells)
         assert len({cell[0].value for cell in cells}) == 3, "more context, other perplexities"
-        assert len(cells[1][0].details["steps"]["train"]) == 2
+        assert len(cells[0][0].details["steps"]["train"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,13 +64,6 @@ def test_a_second_run_trains_only_what_is_missing(tmp_path, capsys):
     assert dry_run(tmp_path, "--seeds", "0", "1", "--models", name) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[-1] for line in lines] == [" 0"] * 3 + [" 1"] * 3
-
-
-def test_a_training_that_fails_has_its_word_at_every_length(monkeypatch, tmp_path):
-    monkeypatch.setattr(documents, "outcome", lambda *_: {"perplexity": OOM})
-    config = RECIPES["tiny_base"]()
-    found = documents.train_on_documents(config, {"a": 8, "b": 16}, tmp_path, torch.device("cpu"))
-    assert found == {"perplexities": {"a": OOM, "b": OOM}}
 
 
 def test_a_full_run_is_the_recipe_with_four_epochs_of_the_given_text():

@@ -1,46 +1,68 @@
-"""Train the six architectures of the main comparison on the same tokens on one GPU.
+"""Train the six architectures of the main comparison, each at its best learning rate.
 
     python packages/rat/experiments/train_six.py --data books.jsonl.xz --tokenizer gpt2/ \
-        --out packages/rat/results/nvidia-h200
+        --out packages/rat/results/nvidia-h200 --jobs 8
     python packages/rat/experiments/train_six.py --out DIR --dry-run      # toy size, on a CPU
 
-Writes train_six_bpe.json. The committed one has GPT-2 tokens and five passes over six novels,
-Shakespeare and the presidents' addresses.
+Writes train_six.json: 92M weights, 3,000 steps of 8 sequences of 1,024 tokens. Seed 0 trains each
+model at three learning rates, the other seeds at its best. Three more models tell an architecture
+from its start: the RNN and RAT(L=64) with gates that remember as few tokens as those of RAT(L=16),
+and attention with ALiBi, which prefers near tokens from the start.
+
+At 500,000 tokens/s on each of two GPUs, seed 0 takes 11 minutes and the others 7, and a few more to
+compile. To take fewer, name fewer `--models` or `--seeds`.
 """
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import in_words, train_models
+from mezzo_core.bench.training import in_words, train_swept
 from mezzo_core.data import DataConfig
-from mezzo_rat.recipes import PAPER_NAMES, mid, tiny, train_config
+from mezzo_core.train.config import OptimConfig
+from mezzo_rat.recipes import PAPER_NAMES, SHORT_RUN, mid, tiny, train_config
+from mezzo_rat.trainings import SIX, STARTED
 
-BPE = replace(mid(), steps=375, eval_every=75, checkpoint_every=10**9, compile=True)
-DRY = replace(tiny(), seq_len=64, batch_size=2, steps=2, eval_every=1, eval_batches=1)
-MODELS = tuple(PAPER_NAMES.values())
+MODELS = {model: name for name, model in PAPER_NAMES.items()}
+MODELS |= {f"RNN{STARTED}": "rnn_span16", f"RAT(L=64){STARTED}": "rat_l64_span16"}
+MODELS |= {"Attention, ALiBi": "attention_alibi"}
+RATES = {"5e-4": 5e-4, "1e-3": 1e-3, "2e-3": 2e-3}
+OPTIM = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=SHORT_RUN)
+FULL = replace(
+    mid(),
+    optim=OPTIM,
+    batch_size=8,
+    micro_batch_size=None,
+    steps=3000,
+    eval_every=500,
+    checkpoint_every=10**9,
+    compile=True,
+)
+DRY = replace(tiny(), optim=OPTIM, seq_len=64, batch_size=2, steps=2, eval_batches=1)
 
 
 def measure(options: Options) -> None:
-    """Train each model once with each seed."""
+    """Train each model at each rate, then with the other seeds at its best."""
     data = DataConfig(source=options.data, tokenizer=options.tokenizer)
-    shared = replace(DRY if options.dry_run else BPE, data=data)
-    every = {m: train_config(f"bpe_{name}", shared, name) for name, m in PAPER_NAMES.items()}
+    shared = replace(DRY if options.dry_run else FULL, data=data)
+    configs = {m: train_config(f"six_{MODELS[m]}", shared, MODELS[m]) for m in options.models}
+    words = in_words(configs[options.models[0]], options.device)
     header = Header(
         kind="training",
-        title="The six architectures of the main comparison, trained alike",
-        setting=in_words(every[MODELS[0]], options.device),
+        title="The six architectures of the main comparison, at three learning rates",
+        setting=f"{words}; here the rate is the column's, and a tenth of it at the end",
         how="scaled down",
-        columns=("Val. PPL",),
-        models=MODELS,
+        columns=tuple(RATES),
+        models=tuple(MODELS),
         unit="perplexity",
         better="lower",
     )
-    result = Result(options.out / "train_six_bpe.json", header, origin(options.device), say)
-    wanted = {model: every[model] for model in options.models}
-    folder = options.runs / "train_six"
-    train_models(result, wanted, options.seeds, folder, options.device, options.jobs)
+    path = options.out / f"{Path(SIX).name}.json"
+    result = Result(path, header, origin(options.device), say)
+    where = (options.runs / "train_six", options.device, options.jobs)
+    train_swept(result, configs, RATES, options.seeds, *where)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, MODELS, trains=True, parallel=True))
+    sys.exit(run_script(measure, __doc__, tuple(MODELS), trains=True, parallel=True))

@@ -1,6 +1,7 @@
 """Each table and claim of the paper has one answer, and each criterion can come out both ways."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from mezzo_core.papers.claims import check_complete
@@ -16,6 +17,7 @@ from mezzo_rat.claims import (
     positions_that_fit,
     throughput,
 )
+from mezzo_rat.trainings import CONTEXTS, IN_PLACE_OF, TOKEN_ROPE, at_printed_contexts
 
 PUBLISHED = REPRODUCTION.published
 
@@ -23,6 +25,8 @@ PUBLISHED = REPRODUCTION.published
 def numbers(columns, better="lower", **models):
     """Return a measurement of the models' numbers (names with _ for what Python refuses)."""
     names = {"rat": "RAT(L=16)", "hybrid": "RAT(L=16)-SWA", "window": "Attention-SWA"}
+    names |= {"rat64": "RAT(L=64)", "rat128": "RAT(L=128)", "token_rope": TOKEN_ROPE}
+    names |= {"hybrid_nope": "RAT(L=16)-SWA NoPE"}
     rows = {names.get(name, name): values for name, values in models.items()}
     every = [
         Entry(model, column, value * (1 + seed / 1e4), seed=seed)
@@ -33,6 +37,8 @@ def numbers(columns, better="lower", **models):
     return Measurement(tuple(every), tuple(columns), "made up", better=better)
 
 
+ENDS = ("T=1024", "T=4096")
+TESTED = ("T=512", "T=1024", "T=2048", "T=4096")
 HOURS = ("Hours on one GPU for 15B tokens",)
 EXAMPLES = {
     "rat.claim.train_speedups": (
@@ -47,13 +53,25 @@ EXAMPLES = {
         numbers(("32768", "262144"), RNN=(1.0, 1.2)),
         numbers(("32768", "262144"), RNN=(1.0, 1.05)),
     ),
+    "rat.claim.ablation_rope": (
+        numbers(ENDS, rat64=(20, 20), token_rope=(20.5, 21)),
+        numbers(ENDS, rat64=(20, 20), token_rope=(21, 20.5)),
+    ),
+    "rat.claim.context_growth": (
+        numbers(ENDS, RNN=(20, 22), Attention=(20, 19), rat64=(20, 20), rat128=(20, 20.2)),
+        numbers(ENDS, RNN=(20, 20), Attention=(20, 22), rat64=(20, 21), rat128=(20, 21)),
+    ),
     "rat.claim.fig6_rnn": (
-        numbers(("T=512", "T=2048"), RNN=(2.0, 2.01)),
-        numbers(("T=512", "T=2048"), RNN=(2.0, 2.1)),
+        numbers(TESTED, RNN=(2.0, 2.0, 2.01, 2.01)),
+        numbers(TESTED, RNN=(2.0, 2.0, 2.1, 2.1)),
     ),
     "rat.claim.fig6_rope": (
-        numbers(("T=512", "T=2048"), hybrid=(2.0, 2.3), window=(2.0, 2.3)),
-        numbers(("T=512", "T=2048"), hybrid=(2.0, 2.1), window=(2.0, 2.1)),
+        numbers(TESTED, hybrid=(2.0, 2.0, 2.3, 2.3), window=(2.0, 2.0, 2.3, 2.3)),
+        numbers(TESTED, hybrid=(2.0, 2.0, 2.1, 2.1), window=(2.0, 2.0, 2.1, 2.1)),
+    ),
+    "rat.claim.fig6_nope": (
+        numbers(TESTED, hybrid_nope=(2.0, 2.0, 2.1, 2.1)),
+        numbers(TESTED, hybrid_nope=(2.0, 2.0, 2.1, 2.3)),
     ),
     "rat.claim.train_time_200m": (numbers(HOURS, RNN=(21,), rat=(50,)), numbers(HOURS, RNN=(11,))),
 }
@@ -87,6 +105,14 @@ def test_training_and_prefilling_are_two_groups_of_one_measurement():
     assert both.groups == ["training", "prefilling"]
     assert both.typical("RNN", "64", "prefilling") == pytest.approx(1, rel=1e-3)
     assert both_phases({"table6": tables["table6"]}.get) is None
+
+
+def test_table_9_is_read_under_its_own_contexts():
+    ours = numbers(tuple(IN_PLACE_OF), RNN=(3, 2, 1))
+    found = at_printed_contexts(SimpleNamespace(results={CONTEXTS: ours}), None)
+    assert found.columns == PUBLISHED.table("rat.table9").columns
+    assert found.typical("RNN", "T=32768") == ours.typical("RNN", "T=4096")
+    assert at_printed_contexts(SimpleNamespace(results={}), None) is None
 
 
 def test_tables_1_and_11_are_the_first_and_last_context_of_figure_5():

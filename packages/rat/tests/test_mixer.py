@@ -130,12 +130,15 @@ def test_gradients_reach_every_weight(mixer):
         assert weight.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize(("chunk_size", "low", "high"), [(16, 1.0, 15.0), (2, 1.0, 1.0)])
-def test_gates_start_with_memories_that_span_the_chunk(chunk_size, low, high):
-    u = RATConfig(chunk_size, head_dim=64).build(1024).gate_bias.detach().exp()
-    assert u.min() >= low - 1e-5
+@pytest.mark.parametrize(
+    ("chunk_size", "span", "high"), [(16, None, 15.0), (2, None, 1.0), (64, 16, 15.0)]
+)
+def test_gates_start_with_memories_that_span_the_chunk_or_what_is_told(chunk_size, span, high):
+    mixer = RATConfig(chunk_size, head_dim=64, span=span).build(1024)
+    u = mixer.gate_bias.detach().exp()
+    assert u.min() >= 1 - 1e-5
     assert u.max() <= high + 1e-4
-    assert abs(u.mean() - (low + high) / 2) < 0.05 * (high - low) + 1e-5
+    assert abs(u.mean() - (1 + high) / 2) < 0.05 * (high - 1) + 1e-5
 
 
 def test_gates_of_chunks_of_one_token_start_at_one_half():
@@ -194,6 +197,7 @@ def test_flops_are_those_that_torch_counts_and_the_elementwise_ones(chunk_size, 
         (RATConfig(head_dim=4, num_groups=3), "num_groups must divide the 4 heads"),
         (RATConfig(head_dim=4, num_groups=0), "num_groups must be 1 or more"),
         (RATConfig(head_dim=4, gate_rank=0), "gate_rank must be 1 or more"),
+        (RATConfig(head_dim=4, span=0), "span must be 1 or more"),
         (RATConfig(head_dim=1, rope="chunk"), "rope needs an even head_dim"),
     ],
 )

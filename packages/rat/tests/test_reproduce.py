@@ -13,9 +13,9 @@ PUBLISHED = REPRODUCTION.published
 
 
 def test_single_claims_are_answered_without_training(tmp_path):
-    findings = REPRODUCTION.reproduce(["rat.claim.flops", "rat.table9"], "smoke", tmp_path)
-    assert [finding.id for finding in findings] == ["rat.table9", "rat.claim.flops"]
-    assert "200m_rat_l64" in findings[0].summary
+    findings = REPRODUCTION.reproduce(["rat.claim.flops", "rat.table2"], "smoke", tmp_path)
+    assert [finding.id for finding in findings] == ["rat.table2", "rat.claim.flops"]
+    assert "FineWeb-Edu" in findings[0].summary
     assert not (tmp_path / "rat" / "runs").exists()
     assert json.loads((tmp_path / "report.json").read_text())["papers"][0]["samples"] == []
 
@@ -37,8 +37,11 @@ def test_a_smoke_run_answers_everything_once(tmp_path, capsys):
     assert list(findings) == [*PUBLISHED.ids, *(check.id for check in REPRODUCTION.checks)]
     assert "could not be answered" not in (tmp_path / "report.md").read_text(encoding="utf-8")
     attempted = {id for id, each in findings.items() if each["outcome"] is not None}
+    checks = {check.id for check in REPRODUCTION.checks}
     evidence = {answer.id for answer in REPRODUCTION.answers if answer.evidence}
-    assert attempted == evidence | {check.id for check in REPRODUCTION.checks}
+    # Some evidence is a result file that only a GPU can write.
+    sure = {each.id for each in REPRODUCTION.answers if each.evidence and not each.otherwise}
+    assert sure | checks <= attempted <= evidence | checks
     assert {findings[check.id]["outcome"] for check in REPRODUCTION.checks} == {"agrees"}
     # One seed and three steps: an order may come out, but it may not be called settled.
     beside = " ".join(findings["rat.claim.ppl_between"]["details"])

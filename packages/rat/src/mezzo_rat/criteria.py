@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from mezzo_core.papers.criteria import Criterion, Judgement, Outcome, about, combine, pair_seeds
+from mezzo_core.papers.criteria import (
+    Criterion,
+    InOrder,
+    Judgement,
+    Outcome,
+    Ratio,
+    about,
+    combine,
+    describe_place,
+    pair_seeds,
+)
 from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.papers.published import Claim, Table
 
@@ -41,6 +51,17 @@ class Divided:
         )
         judged = self.criterion(printed, replace(ours, entries=ratios, better="higher"))
         return replace(judged, summary=f"{self.above} over {self.below}: {judged.summary}")
+
+
+def grows(above: str, below: str, columns: tuple[str, ...]) -> Criterion:
+    """Return the criterion that the ratio of two models grows from column to column."""
+    return Divided(above, below, Transposed(InOrder(columns[::-1])))
+
+
+def change(model: str, first: str, last: str, bounds: tuple[float, float]) -> Criterion:
+    """Return the criterion that a model's number in the last column over the first is in bounds."""
+    what = f"{model}, {describe_place('', last)} over {describe_place('', first)}"
+    return Transposed(Ratio(last, first, {model: bounds}, what=what))
 
 
 def one_gpu_takes_as_long_as_four(printed: Table | Claim, ours: Measurement) -> Judgement:

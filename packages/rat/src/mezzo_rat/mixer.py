@@ -43,6 +43,8 @@ class RATConfig:
     rope: Literal["chunk", "token"] | None = "chunk"
     """Rotate by chunk index, by token position, or not at all (NoPE)."""
     rope_base: float = 10_000.0
+    span: int | None = None
+    """The gates start with memories of up to this many tokens; None: of the chunk size."""
 
     def build(self, d_model: int) -> "RAT":
         """Build the mixer.
@@ -77,8 +79,9 @@ class RAT(AbstractMixer):
         check_size("RAT", "num_groups", G)
         if H % G:
             raise ValueError(f"RAT: num_groups must divide the {H} heads, got {G}")
-        if config.gate_rank is not None:
-            check_size("RAT", "gate_rank", config.gate_rank)
+        for name in ("gate_rank", "span"):
+            if getattr(config, name) is not None:
+                check_size("RAT", name, getattr(config, name))
         if config.rope is not None and D % 2:
             raise ValueError(f"RAT: rope needs an even head_dim, got {D}")
         self.config = config
@@ -94,8 +97,8 @@ class RAT(AbstractMixer):
         self.init_own_weights()
 
     def init_own_weights(self) -> None:
-        """Start the forget gates so that their memories span the chunk (log u, u ~ U(1, L-1))."""
-        init_gate_bias(self.gate_bias, self.config.chunk_size)
+        """Start the forget gates with memories of up to the span (log u, u ~ U(1, span - 1))."""
+        init_gate_bias(self.gate_bias, self.config.span or self.config.chunk_size)
 
     def forward(
         self,

@@ -85,14 +85,19 @@ most of all, and the comparison would be unfair to it.
 
 # Each architecture is a tuple of mixers that repeats through the depth, so two mixers alternate
 # (section 3.1). In the ablation of Fig. 4a, full queries and keys need more weights, and gates of
-# rank D save as many: with G = 2 groups both are equal (2 D C = G D C).
+# rank D save as many: with G = 2 groups both are equal (2 D C = G D C). Three are not the paper's:
+# "span16" starts with memories as short as those of RAT with L = 16, and ALiBi lets attention start
+# with a preference for near tokens.
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "rnn": lambda s: (LinearRNNConfig(span=s.seq_len),),
+    "rnn_span16": lambda s: (LinearRNNConfig(span=16),),
     "rat_l16": lambda s: (s.rat(16),),
     "rat_l64": lambda s: (s.rat(64),),
+    "rat_l64_span16": lambda s: (replace(s.rat(64), span=16),),
     "rat_l128": lambda s: (s.rat(128),),
     "rat_l256": lambda s: (s.rat(256),),
     "attention": lambda s: (s.attention(),),
+    "attention_alibi": lambda s: (replace(s.attention(rope=False), alibi="press"),),
     "attention_swa": lambda s: (s.attention(), s.attention(window=True)),
     "rat_swa": lambda s: (s.rat(16), s.attention(window=True)),
     "attention_swa_nope": lambda s: (s.attention(rope=False), s.attention(window=True)),

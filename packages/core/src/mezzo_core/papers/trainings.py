@@ -5,17 +5,16 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mezzo_core.bench.tested import loss_by_length
 from mezzo_core.bench.training import measure_run
 from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.device import choose_device
-from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.generate import generate
 from mezzo_core.papers.measurement import Entry, How, Measurement
@@ -60,17 +59,14 @@ class Training:
     def run(self) -> dict[str, Any]:
         """Train, then evaluate at each test length T; return the results.
 
-        Their `loss_at` is in nats a token by T, in windows of T. All lengths read the same text:
-        the first WINDOWS windows of the longest length.
+        Their `loss_at` is in nats a token by "T=...", in windows of T. All lengths read the same
+        text: the first WINDOWS windows of the longest length.
         """
         found = measure_run(self.config, self.folder, choose_device(None, None))
         model, _, _ = load_model(self.folder / "model", device=torch.device("cpu"))
-        found["loss_at"] = {}
-        for T in self.test_lengths:
-            text = self.config.data.build(T, None)
-            batches = islice(text.validation_batches(1), WINDOWS * max(self.test_lengths) // T)
-            found["loss_at"][T] = evaluate(model, batches).loss
-        return found
+        lengths = {f"T={T}": T for T in self.test_lengths}
+        losses = loss_by_length(model, self.config, lengths=lengths, windows=WINDOWS)
+        return found | {"loss_at": losses}
 
     def steps_done(self) -> int:
         """Return how many steps a training in progress has logged."""
@@ -132,7 +128,7 @@ class Trainings:
                 continue
             values = {PERPLEXITY: found["perplexity"]}
             if by_length:
-                values = {f"T={T}": loss for T, loss in found["loss_at"].items()}
+                values = found["loss_at"]
             details = {name: found[name] for name in ("parameters", "steps")}
             entries += [
                 Entry(training.model, column, value, seed=training.config.seed, details=details)

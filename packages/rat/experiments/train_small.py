@@ -1,0 +1,144 @@
+"""Train what the paper compares beside its main models, at a small size and at several lengths.
+
+    python packages/rat/experiments/train_small.py --data books.jsonl.xz --tokenizer gpt2/ \
+        --out packages/rat/results/nvidia-h200 --jobs 12
+    python packages/rat/experiments/train_small.py --out DIR --dry-run      # toy size, on a CPU
+
+All models have 41M weights and 3,000 steps of 8,192 tokens. Writes three files:
+
+- train_contexts.json: RAT, its ablations, RAT-Reversed, attention and the RNN, each trained at
+  T = 1,024, 2,048 and 4,096 (Table 9, Figure 4; 30 trainings with each seed);
+- train_long.json: the models of Table 11, at T = 4,096 with a RoPE base of 500,000 (5);
+- train_positions.json: hybrids with and without RoPE and the RNN, trained at T = 1,024 and tested
+  from half to four times that length (Table 10, Figure 6; 5).
+
+At 1,000,000 tokens/s on each of two GPUs, a seed takes 8 minutes, and a few more to compile. To
+take fewer, name fewer `--models`.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mezzo_core.bench import Header, Options, Result, origin, run_script, say
+from mezzo_core.bench.tested import loss_by_length, train_and_test
+from mezzo_core.bench.training import in_words, train_models, train_runs
+from mezzo_core.data import DataConfig
+from mezzo_core.train.config import TrainConfig
+from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
+from mezzo_rat.trainings import (
+    CONTEXTS,
+    FULL_QK,
+    IN_PLACE_OF,
+    LONG,
+    NOPE,
+    POSITIONS,
+    STARTED,
+    TOKEN_ROPE,
+)
+
+SIX = {model: name for name, model in PAPER_NAMES.items()}
+IN_CONTEXTS = {
+    "RNN": "rnn",
+    f"RNN{STARTED}": "rnn_span16",
+    "RAT(L=128)": "rat_l128",
+    "RAT(L=64)": "rat_l64",
+    FULL_QK: "rat_l64_full_qk",
+    TOKEN_ROPE: "rat_l64_token_rope",
+    **{f"RAT-Reversed(C={count})": f"reversed_c{count}" for count in (128, 64, 16)},
+    "Attention": "attention",
+}
+IN_LONG = {model: name for model, name in SIX.items() if model != "RAT(L=64)"}
+IN_POSITIONS = {model: SIX[model] for model in ("RNN", "Attention-SWA", "RAT(L=16)-SWA")}
+IN_POSITIONS |= {f"{m}{NOPE}": f"{n}_nope" for m, n in IN_POSITIONS.items() if m != "RNN"}
+MODELS = tuple(dict.fromkeys((*IN_CONTEXTS, *IN_LONG, *IN_POSITIONS)))
+TRAINED_AT = {column: int(column[2:]) for column in IN_PLACE_OF}
+TESTED_AT = {f"T={T}": T for T in (512, 1024, 2048, 4096)}
+TOKENS = 8192
+"""Tokens of a step."""
+FULL = replace(
+    small(),
+    micro_batch_size=None,
+    steps=3000,
+    eval_every=1000,
+    checkpoint_every=10**9,
+    compile=True,
+)
+DRY = replace(tiny(), d_model=32, num_layers=2, head_dim=8, steps=2, eval_every=2, eval_batches=1)
+TOY = 8  # a dry run has this many times fewer tokens in a sequence
+
+
+def measure(options: Options) -> None:
+    """Train the models of each file with each seed."""
+    where = (options.runs / "train_small", options.device, options.jobs)
+
+    by_column = {c: configure(IN_CONTEXTS, T, options) for c, T in TRAINED_AT.items()}
+    title = "RAT, its ablations and RAT-Reversed by the training context, at equal tokens a step"
+    result = open_result(CONTEXTS, title, by_column["T=1024"], tuple(TRAINED_AT), options)
+    runs = [
+        (model, column, replace(config, seed=seed))
+        for seed in options.seeds
+        for column, configs in by_column.items()
+        for model, config in wanted(configs, options).items()
+    ]
+    train_runs(result, runs, *where)
+
+    configs = configure(IN_LONG, 4096, options, rope_base=500_000.0)
+    title = "A longer context, with a RoPE base of 500,000"
+    result = open_result(LONG, title, configs, ("Val.",), options)
+    train_models(result, wanted(configs, options), options.seeds, *where)
+
+    configs = configure(IN_POSITIONS, 1024, options)
+    title = "Loss by the length of the test, with and without RoPE"
+    result = open_result(POSITIONS, title, configs, tuple(TESTED_AT), options, "nats a token")
+    lengths = {c: T // TOY if options.dry_run else T for c, T in TESTED_AT.items()}
+    windows = 1 if options.dry_run else None
+    test = partial(loss_by_length, lengths=lengths, windows=windows)
+    train_and_test(result, wanted(configs, options), options.seeds, test, *where)
+
+
+def configure(
+    models: Mapping[str, str], T: int, options: Options, rope_base: float = 10_000.0
+) -> dict[str, TrainConfig]:
+    """Return the runs of models at a context; in a dry run at a toy size."""
+    shared = replace(
+        DRY if options.dry_run else FULL,
+        data=DataConfig(source=options.data, tokenizer=options.tokenizer),
+        seq_len=T // TOY if options.dry_run else T,
+        batch_size=TOKENS // T,
+        rope_base=rope_base,
+    )
+    return {m: train_config(f"small_{name}", shared, name) for m, name in models.items()}
+
+
+def wanted(configs: Mapping[str, TrainConfig], options: Options) -> dict[str, TrainConfig]:
+    """Return the runs of the models that the command line names."""
+    return {model: config for model, config in configs.items() if model in options.models}
+
+
+def open_result(
+    name: str,
+    title: str,
+    configs: Mapping[str, TrainConfig],
+    columns: tuple[str, ...],
+    options: Options,
+    unit: str = "perplexity",
+) -> Result:
+    """Open the result that the claims know by its name; its setting is that of the first run."""
+    header = Header(
+        kind="training",
+        title=title,
+        setting=in_words(next(iter(configs.values())), options.device),
+        how="scaled down",
+        columns=columns,
+        models=tuple(configs),
+        unit=unit,
+        better="lower",
+    )
+    return Result(options.out / f"{Path(name).name}.json", header, origin(options.device), say)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, MODELS, trains=True, parallel=True))
