@@ -25,33 +25,21 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
 from mezzo_rat.reversed import RATReversedConfig
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters(AbstractHyperparameters):
     """The hyperparameters that all architectures of one comparison share."""
 
-    vocab_size: int
-    d_model: int
     num_layers: int
     head_dim: int
-    seq_len: int
     window_size: int
-    data: DataConfig
-    optim: OptimConfig
-    batch_size: int
-    steps: int
-    micro_batch_size: int | None = None
-    eval_every: int = 100
-    eval_batches: int | None = None
-    checkpoint_every: int = 100
     rope_base: float = 10_000.0
-    compile: bool = False
 
     def attention(self, *, window: bool = False, rope: bool = True) -> AttentionConfig:
         """Return softmax attention, full or over a window, with RoPE by token or without."""
@@ -241,24 +229,8 @@ SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
 def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:
     """Return the run of one architecture with these hyperparameters."""
     mixers = ARCHITECTURES[architecture](s)
-    return TrainConfig(
-        name=name,
-        model=LMConfig(
-            vocab_size=s.vocab_size,
-            d_model=s.d_model,
-            mixers=tuple(mixers[i % len(mixers)] for i in range(s.num_layers)),
-        ),
-        data=s.data,
-        optim=s.optim,
-        seq_len=s.seq_len,
-        batch_size=s.batch_size,
-        micro_batch_size=s.micro_batch_size,
-        steps=s.steps,
-        eval_every=s.eval_every,
-        eval_batches=s.eval_batches,
-        checkpoint_every=s.checkpoint_every,
-        compile=s.compile,
-    )
+    every = tuple(mixers[i % len(mixers)] for i in range(s.num_layers))
+    return s.run(name, LMConfig(vocab_size=s.vocab_size, d_model=s.d_model, mixers=every))
 
 
 def recipe(size: str, architecture: str) -> TrainConfig:
