@@ -47,8 +47,8 @@ SMALL = Hyperparameters(
     compile=True,
 )
 """14M weights in the blocks, 19M in the embedding, which the head shares."""
-TOY_SIZES = {"d_model": 32, "num_layers": 2, "num_slots": 64, "seq_len": 64, "batch_size": 2}
-TOY = replace(tiny(), **TOY_SIZES, eval_batches=2, steps=2)
+TOY_SIZES = {"d_model": 32, "num_layers": 2, "num_slots": 64, "key_width": 16}
+TOY = replace(tiny(), **TOY_SIZES, seq_len=64, batch_size=2, eval_batches=2, steps=2)
 
 
 def measure(options: Options) -> None:
