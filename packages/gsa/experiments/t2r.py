@@ -35,9 +35,9 @@ SPREAD = "GSA, slots started apart"
 CONVERTED = {"GSA": "gsa", SPREAD: "gsa_spread", "GLA": "gla", "RetNet": "retnet"}
 """The target of each model that is converted."""
 MODELS = (TRANSFORMER, *CONVERTED, CONTROL)
-RATES = {"3e-4": 3e-4, "1e-3": 1e-3, "3e-3": 3e-3}
+RATES = {"7.5e-4": 7.5e-4, "1.5e-3": 1.5e-3, "3e-3": 3e-3}
 """Of the fine-tuning."""
-FROM_NOTHING = "1e-3"
+FROM_NOTHING = "1.5e-3"
 FULL = TrainConfig(
     name="t2r",
     model=LMConfig(
