@@ -12,16 +12,19 @@ from mezzo_core.testing.claims import check_claims
 from mezzo_gsa import checks, counts
 from mezzo_gsa import gsa as mixer
 from mezzo_gsa.claims import (
+    ABC_CODE,
     ANSWERS,
     BETWEEN,
     GATES,
     GLA,
     GSA,
+    HGRN2,
     KEPT,
     LENGTHS,
     MEMORY,
     REPRODUCTION,
     RETNET,
+    SLOTS,
     SPEED,
     XFMR,
     recalls,
@@ -54,6 +57,9 @@ def test_the_whole_paper_is_answered_in_its_order():
 def test_every_criterion_can_come_out_both_ways():
     worse = {name: 2.0 + i for i, name in enumerate((GLA, RETNET))}
     latency = measured({GSA: 1.0, **worse}), measured({GSA: 2.5, **worse})
+    gates = dict(zip((*GATES, ABC_CODE), (1.0, 1.1, 1.2, 1.3), strict=True))
+    alike = {GATES[0]: 1.0, HGRN2: 1.01, **worse}
+    many, some, few = SLOTS
     softmax, *others = BETWEEN
     between = dict.fromkeys(others, 2.0)
     solved = {XFMR: 0.9995, GSA: 0.98, GLA: 0.97, RETNET: 0.5}
@@ -63,6 +69,15 @@ def test_every_criterion_can_come_out_both_ways():
             "gsa.claim.mqar": (
                 measured(solved, better="higher"),
                 measured({**solved, GSA: 0.6}, better="higher"),
+            ),
+            "gsa.claim.table1_order": (measured(alike), measured({**alike, RETNET: 0.9})),
+            "gsa.claim.ablation_gating": (
+                measured(gates),
+                measured({**gates, ABC_CODE: 1.05}),
+            ),
+            "gsa.claim.ablation_slots": (
+                measured({many: 1.0, some: 1.01, few: 1.1}),
+                measured({many: 1.0, some: 1.2, few: 1.3}),
             ),
             "gsa.claim.ablation_softmax": (
                 measured({softmax: 1.0, **between}),

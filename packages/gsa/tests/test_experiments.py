@@ -2,6 +2,7 @@
 
 import math
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 import torch
 from mezzo_core.bench import Options
 from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.papers.measurement import How, read_results
+from mezzo_core.papers.claims import find
+from mezzo_core.papers.measurement import Entry, How, Measurement, at_best, read_results
 from mezzo_gsa.bench import fla
-from mezzo_gsa.claims import REPRODUCTION
-from mezzo_gsa.convert import TARGETS
+from mezzo_gsa.claims import ABC_CODE, ABLATION_RATES, PPL, REPRODUCTION, T2R_RATES
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 PUBLISHED = REPRODUCTION.published
@@ -84,28 +85,68 @@ def test_fla_is_left_out_where_it_is_not_installed(rehearse, monkeypatch, capsys
     assert "flash-linear-attention is not installed" in capsys.readouterr().out
 
 
-def test_an_ablation_has_rows_of_table_2_and_can_be_continued(rehearse):
-    words = ("--seeds", "0", "--runs", "runs", "--models")
-    code, found = rehearse("ablation", *words, "gsa", "attention")
-    assert (code, set(found)) == (0, {"ablation"})
-    first = found["ablation"]
-    assert first.columns == PUBLISHED.table("gsa.table2").columns
-    assert [row for _, row in first.rows] == ["GSA w/ 64 slots", "Xfmr++"]
-    _, found = rehearse("ablation", *words, "abc", "gsa")
-    assert len(found["ablation"].entries) == 3
-    assert all(entry in found["ablation"].entries for entry in first.entries)
+def test_an_ablation_takes_every_rate_and_then_the_best(rehearse):
+    words = ("--seeds", "0", "1", "--runs", "runs", "--models", "abc_code", "hgrn2")
+    code, found = rehearse("ablation", *words)
+    assert (code, set(found)) == (0, {"ablation_rates"})
+    ours = found["ablation_rates"]
+    assert ours.columns == tuple(ablation.RATES)
+    assert [row for _, row in ours.rows] == [ABC_CODE, "HGRN2"]
+    for _, row in ours.rows:
+        tried = [ours.by_seed(row, column) for column in ours.columns]
+        assert [set(by_seed) for by_seed in tried].count({0, 1}) == 1, "the best rate"
+        assert all(0 in by_seed for by_seed in tried)
+        assert len(at_best(ours, PPL).cell(row, PPL)) == 2
 
 
-def test_every_row_of_table_2_can_be_trained_and_differs_in_its_mixers_alone():
+def test_the_rows_of_the_ablation_differ_in_their_models_alone():
     rows = {row.model for row in PUBLISHED.table("gsa.table2").rows}
     assert rows <= set(ablation.NAMES.values())
     configs = {name: ablation.configure(name, GPU) for name in ablation.NAMES}
-    assert len({config.model.mixers for config in configs.values()}) == len(configs)
-    for config in configs.values():
-        assert config.model.mlp == configs["gsa"].model.mlp
-        assert (config.optim, config.seq_len) == (configs["gsa"].optim, configs["gsa"].seq_len)
+    assert len({config.model for config in configs.values()}) == len(configs)
+    gsa = configs["gsa"]
+    for name, config in configs.items():
+        assert replace(config, name=gsa.name, model=gsa.model) == gsa
+        if name not in ("retnet", "hgrn2"):  # a smaller MLP, and a stack
+            assert replace(config.model, mixers=gsa.model.mixers) == gsa.model
         with torch.device("meta"):
-            assert 30e6 < config.model.build().num_parameters() < 40e6
+            assert config.model.build().num_parameters() == pytest.approx(34e6, rel=0.03)
+            ablation.configure(name, replace(GPU, dry_run=True)).model.build()
+
+
+def test_states_have_the_sizes_that_the_ablation_says():
+    def size(name):
+        config = ablation.configure(name, GPU).model
+        with torch.device("meta"):
+            states = config.build().init_state(1)
+        numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())
+        return numbers / len(states) / config.d_model
+
+    told = {"gsa": 128, "hgrn2": 128, "gla": 192, "retnet": 256}
+    assert {name: size(name) for name in told} == told
+
+
+@pytest.mark.parametrize(
+    ("id", "script", "pairs"),
+    [
+        ("table2", ablation, 8),
+        ("claim.table1_order", ablation, 2),
+        ("claim.ablation_gating", ablation, 3),
+        ("claim.ablation_softmax", ablation, 4),
+        ("claim.ablation_slots", ablation, 2),
+        ("claim.t2r_order", t2r, 2),
+    ],
+)
+def test_the_claims_read_the_rows_of_the_scripts(id, script, pairs):
+    names = t2r.MODELS if script is t2r else ablation.NAMES.values()
+    entries = tuple(Entry(name, "1e-3", 1.0, seed=seed) for name in names for seed in range(3))
+    ours = Measurement(entries, ("1e-3",), "a setting", origin={"gpu": "a GPU"}, source="new")
+    name = T2R_RATES if script is t2r else ABLATION_RATES
+    run = SimpleNamespace(results={name: ours}, trained=lambda *_: None)
+    (answer,) = (each for each in REPRODUCTION.answers if each.id == f"gsa.{id}")
+    found = find(answer, PUBLISHED, run)
+    assert f"of {pairs} neighbours {pairs} not settled" in found.summary
+    assert found.measurements[0].columns == (PPL,)
 
 
 def test_parts_of_mqar_are_selected_by_their_models_and_fill_one_table(rehearse):
@@ -148,26 +189,41 @@ def corpus(tmp_path):
     return path
 
 
-def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus, tmp_path):
+def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus):
     words = ("--data", str(corpus), "--runs", "runs", "--seeds", "0")
-    code, found = rehearse("t2r", *words)
-    assert code == 0
-    entries = {entry.model: entry for entry in found["t2r"].entries}
-    assert list(entries) == list(t2r.MODELS)
-    assert set(PUBLISHED.claim("gsa.claim.t2r_order").ordering) <= set(entries)
-    transformer, _, _ = load_model(tmp_path / "runs/transformer-0")
-    for name, target in t2r.CONVERTED.items():
-        assert target in TARGETS
-        start, _, _ = load_model(tmp_path / f"runs/{target}-0")
-        assert torch.equal(start.embed.weight, transformer.embed.weight)
-        (step, first), *_, (last, loss) = entries[name].details["steps"]["val"]
+    models = (t2r.TRANSFORMER, "GSA", t2r.CONTROL)
+    code, found = rehearse("t2r", *words, "--models", models[0])
+    assert (code, set(found)) == (0, {"t2r_rates"})
+    (first_alone,) = found["t2r_rates"].entries
+    _, found = rehearse("t2r", *words, "--models", *models)
+    ours = found["t2r_rates"]
+    assert ours.columns == tuple(t2r.RATES)
+    assert [model for _, model in ours.rows] == list(models)
+    transformer, *tuned, nothing = ours.entries
+    assert transformer == first_alone, "it is not trained again"
+    curves = [entry.details["steps"]["val"] for entry in tuned]
+    assert len({tuple(curve[0]) for curve in curves}) == 1, "every rate starts from the same model"
+    for entry, ((step, first), *_, (last, loss)) in zip(tuned, curves, strict=True):
         assert (step, last) == (0, 10)
         assert loss < first
-        assert math.exp(loss) == pytest.approx(entries[name].value, rel=1e-3)
-        assert entries[name].value < 0.8 * entries[t2r.CONTROL].value
-    nothing = entries[t2r.CONTROL].details
-    assert nothing["steps"]["val"][0][0] > 0  # it starts from no model
-    assert nothing["parameters"] == entries["GSA"].details["parameters"]
+        assert math.exp(loss) == pytest.approx(entry.value, rel=1e-3)
+        assert entry.value < 0.8 * nothing.value
+        assert entry.details["parameters"] == nothing.details["parameters"]
+    assert transformer.details["steps"]["val"][-1][0] == 30
+    assert nothing.details["steps"]["val"][0][0] > 0, "it starts from no model"
+
+
+@pytest.mark.slow
+def test_fine_tunings_side_by_side_start_from_the_kept_transformer(corpus, tmp_path):
+    words = ("--data", str(corpus), "--out", "results/cpu", "--runs", "runs", "--seeds", "0")
+    command = [sys.executable, str(FOLDER / "t2r.py"), "--dry-run", "--jobs", "2", *words]
+    subprocess.run([*command, "--models", t2r.TRANSFORMER, "RetNet"], cwd=tmp_path, check=True)
+    assert len(read_results(tmp_path / "results")["cpu/t2r_rates"].entries) == 4
+    kept, _, _ = load_model(tmp_path / "runs/transformer-0/model")
+    starts = [load_model(path)[0] for path in tmp_path.glob("runs/job_*/start")]
+    assert starts
+    for start in starts:
+        assert torch.equal(start.embed.weight, kept.embed.weight)
 
 
 def test_a_tuning_without_its_transformer_is_refused_in_one_line(rehearse, corpus, capsys):

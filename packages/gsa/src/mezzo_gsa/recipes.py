@@ -93,6 +93,7 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]
     "gsa_between_relu": lambda s: (replace(s.gsa(), between="relu"),),
     "gsa_between_relu_squared": lambda s: (replace(s.gsa(), between="relu_squared"),),
     "abc": lambda s: (ABCConfig(num_heads=s.num_heads, num_slots=s.num_slots),),
+    "abc_code": lambda s: (ABCConfig(s.num_heads, s.num_slots, reading="code", scaled=True),),
     "gla": lambda s: (GLAConfig(num_heads=s.d_model // (2 * s.key_width)),),
     "hgrn2": lambda s: (HGRN2Config(s.hgrn2_width),),
     "retnet": lambda s: (RetNetConfig(num_heads=s.d_model // s.key_width),),
