@@ -26,7 +26,7 @@ from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
 
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.convert.convert import TARGETS
@@ -38,39 +38,24 @@ from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 from mezzo_gsa.retnet import RetNetConfig
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters(AbstractHyperparameters):
     """The hyperparameters that all architectures of one comparison share.
 
     Attributes:
-        vocab_size, d_model, num_layers: of the model.
+        num_layers: of the model.
         num_heads, num_slots: of GSA and ABC.
         key_width: K of a head in GLA and RetNet; it gives their number of heads (appendix C.1).
         hgrn2_width: of a head in HGRN2.
         attention_width: of a head in softmax attention.
-        seq_len, batch_size, steps, micro_batch_size: of the training.
-        data, optim: of the training.
-        eval_every, eval_batches, checkpoint_every, compile: of the training.
     """
 
-    vocab_size: int
-    d_model: int
     num_layers: int
     num_heads: int
     num_slots: int
     key_width: int
     hgrn2_width: int
     attention_width: int
-    seq_len: int
-    batch_size: int
-    steps: int
-    data: DataConfig
-    optim: OptimConfig
-    micro_batch_size: int | None = None
-    eval_every: int = 100
-    eval_batches: int | None = None
-    checkpoint_every: int = 100
-    compile: bool = False
 
     def gsa(self, num_slots: int | None = None) -> GSAConfig:
         """Return GSA as in the paper's main models, or with another number of slots."""
@@ -212,20 +197,7 @@ def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfi
     if isinstance(mixers[0], HGRN2Config):  # its layers learn their bounds together
         stack = HGRN2StackConfig(s.num_layers, mixers[0], feed_forward)
         model = replace(model, mixers=(), mlp=MLPConfig(), stack=stack)
-    return TrainConfig(
-        name=name,
-        model=model,
-        data=s.data,
-        optim=s.optim,
-        seq_len=s.seq_len,
-        batch_size=s.batch_size,
-        micro_batch_size=s.micro_batch_size,
-        steps=s.steps,
-        eval_every=s.eval_every,
-        eval_batches=s.eval_batches,
-        checkpoint_every=s.checkpoint_every,
-        compile=s.compile,
-    )
+    return s.run(name, model)
 
 
 def mlp(d_model: int, architecture: str) -> MLPConfig:
