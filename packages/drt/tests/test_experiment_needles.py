@@ -89,3 +89,4 @@ def test_stages_follow_one_another():
     assert {config.data.chunk_size for _, config in runs} == {64}
     landmark = needles.runs_of(PASSKEY, LANDMARK, 0, needles.FULL, options)
     assert [config.seq_len for _, config in landmark] == [512, 768, 768, 768]
+    assert {config.batch_size for _, config in landmark} == {16}, "short rows, so more of them"
