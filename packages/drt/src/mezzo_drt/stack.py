@@ -52,9 +52,8 @@ class DRTConfig:
         hidden: width of the MLPs; None for 8C/3, rounded up to a multiple of 256.
         norm_eps: epsilon of the layers' norms.
         num_encoder_layers: of the chunk encoder.
-        projections: whether landmarks are projected before they are compared (Wh, Wl), as the
-            paper says. False compares the normalized state with the landmark, as its released code
-            does.
+        projections: project landmarks before they are compared (Wh, Wl), as the paper says. False
+            compares the normalized state with the landmark, as its released code does.
         residual: "released": what is read reaches the stream through the MLP only. "text": it is
             added to the stream first.
         softmax1: whether a token may ignore a chunk (softmax off by one).
@@ -63,8 +62,9 @@ class DRTConfig:
             that is read trains it.
         outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
-        offload: whether a state keeps the keys and values of complete chunks in the host's memory.
-            The outputs are the same.
+        score_softcap: a bound c of the scores, r = c tanh(q·k / (c sqrt(C))), if given. Not in the
+            paper; it keeps odd chunks of a long text from outvoting the one that is sought.
+        offload: whether a state keeps complete chunks in the host's memory; same outputs.
     """
 
     num_layers: int = 12
@@ -82,6 +82,7 @@ class DRTConfig:
     retriever: Retriever = "learned"
     outside: OutsideConfig | None = None
     gumbel_noise: bool = True
+    score_softcap: float | None = None
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -100,6 +101,8 @@ class DRTConfig:
             raise ValueError(f'outside is for the "fixed" retriever, got {self.retriever!r}')
         if not 0 < self.norm_eps <= 100:
             raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
+        if self.score_softcap is not None and not 0 < self.score_softcap <= 1000:
+            raise ValueError(f"score_softcap must be above 0, to 1000, got {self.score_softcap}")
 
     def build(self, d_model: int) -> "DRT":
         """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
@@ -115,11 +118,7 @@ class DRT(AbstractStack):
     state_type = DRTState
 
     def __init__(self, d_model: int, config: DRTConfig) -> None:
-        """Create the layers.
-
-        Raises:
-            ValueError: if head_dim does not divide d_model.
-        """
+        """Create the layers; a ValueError if head_dim does not divide d_model."""
         super().__init__()
         self.d_model = d_model
         self.config = config
@@ -397,4 +396,5 @@ class DRT(AbstractStack):
             c.num_retrieved,
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
+            softcap=c.score_softcap,
         )
