@@ -43,6 +43,7 @@ def test_what_a_graph_holds_looks_at_no_value(stack, monkeypatch):
     # Arguments are checked by their values on a CPU, but not in a compiled program.
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with FakeTensorMode() as mode:
+        monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         stack._apply(mode.from_tensor)
         fake = tree_map(mode.from_tensor, state)
         assert stack._step_place(torch.empty(3, 1, C), [], fake)[0].shape == (3, 1, C)

@@ -205,6 +205,7 @@ def test_a_baseline_decodes_in_a_graph(model, monkeypatch):
         fill(state, 1500)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         with FakeTensorMode() as mode:
+            monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
             lm._apply(mode.from_tensor)
             state = tree_map(mode.from_tensor, state)
             x = torch.empty(1, 1, 64)

@@ -177,7 +177,7 @@ class DRT(AbstractStack):
         before = (None,) * self.config.num_layers if state is None else state.caches
         caches = []
         h = places.spread(x, self.landmark.weight)
-        for block, its_cache in zip(self.lower, before, strict=False):
+        for block, its_cache in zip(self.lower, before[: len(self.lower)], strict=True):
             h, cache = block(h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
             caches.append(cache)
         parts = [places.spread(part, part.new_zeros(1, part.shape[-1])) for part in beside]

@@ -83,7 +83,8 @@ class HGRN2(AbstractMixer):
             lower_bound=config.lower_bound,
             norm_eps=config.norm_eps,
         )
-        self.in_proj = Linear(d_model, sum(self.heads.widths), bias=False)
+        self.widths = self.heads.widths
+        self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         self.norm = nn.RMSNorm(d_model, eps=config.norm_eps)
         self.out_proj = Linear(d_model, d_model, bias=False)
 
@@ -102,7 +103,7 @@ class HGRN2(AbstractMixer):
         config's constant β.
         """
         self.check_input(x, state, cu_seqlens, lengths)
-        q, logits, v = self.heads.split(self.in_proj(x), self.heads.widths)
+        q, logits, v = self.heads.split(self.in_proj(x), self.widths)
         k, g = self._gate(logits, log_bounds)
         k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
         first = None if state is None else state.h
@@ -123,7 +124,7 @@ class HGRN2(AbstractMixer):
         `log_bounds` is as in `forward`.
         """
         self.check_step(x, state)
-        q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.heads.widths)
+        q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.widths)
         k, form = None, self.form
         if log_bounds is not None:  # the kernel has one bound for all channels
             k, logits = self._gate(logits, log_bounds)

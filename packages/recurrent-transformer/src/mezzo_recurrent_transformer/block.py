@@ -100,7 +100,7 @@ def run_layers(
     config = first.config
     past = None
     if states is not None:
-        k, v = (torch.stack(parts) for parts in zip(*(state[:2] for state in states), strict=True))
+        k, v = (torch.stack([getattr(state, name) for state in states]) for name in "kv")
         past = Past(k, v, states[0].lengths)
     z, after = recurrent_layers(
         x,

@@ -54,7 +54,7 @@ def layers(*, impl="eager", seen=None, **options):
         if after is None:
             return (z,)
         unused = torch.arange(after.k.shape[2]) >= after.lengths[:, None]
-        return z, *(t.masked_fill(unused[..., None, None], 0) for t in after[:2])
+        return z, *(t.masked_fill(unused[..., None, None], 0) for t in (after.k, after.v))
 
     return call
 

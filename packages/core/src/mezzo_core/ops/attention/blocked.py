@@ -20,6 +20,7 @@ from mezzo_core.ops.attention.request import (
     visible_keys,
 )
 from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_ids
 
@@ -33,8 +34,9 @@ def unsupported(r: Request) -> str | None:
 
 def attention_blocked(r: Request) -> AttentionOutput:
     """Compute attention; products and softmax run in float32 (float64 for float64)."""
-    out, lse = _differentiable(*r[:-1])
-    return AttentionOutput(out, lse if r.return_lse else None)
+    *inputs, return_lse = r
+    out, lse = _differentiable(*inputs)
+    return AttentionOutput(out, lse if return_lse else None)
 
 
 class _Block(NamedTuple):
@@ -177,7 +179,7 @@ def _blocks(r: Request) -> Iterator[_Block]:
             visible = places >= interval[0][queries, None]
             visible &= places <= interval[1][queries, None]
         else:
-            part = r._replace(q_positions=q_pos[:, queries], k_positions=k_pos[:, keys])
+            part = replaced(r, q_positions=q_pos[:, queries], k_positions=k_pos[:, keys])
             visible = visible_keys(part)[:, None, None]
         if not visible.all():
             wide.masked_fill_(~visible, float("-inf"))

@@ -14,6 +14,7 @@ from mezzo_core.ops.attention.request import (
     lost_tokens,
     visible_keys,
 )
+from mezzo_core.ops.named import replaced
 
 
 def unsupported(r: Request) -> str | None:
@@ -42,7 +43,7 @@ def attention_sdpa(r: Request) -> AttentionOutput:
         sees = lost.cumsum(1) > 0 if r.causal else lost.any(1, keepdim=True)
     else:
         sees = (visible_keys(r) & lost[:, None]).any(-1)
-    out = _attend(r._replace(k=k, v=v)).out
+    out = _attend(replaced(r, k=k, v=v)).out
     return AttentionOutput(out.masked_fill(sees[:, :, None, None], float("nan")), None)
 
 

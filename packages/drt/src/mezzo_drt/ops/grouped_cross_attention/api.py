@@ -73,7 +73,9 @@ def grouped_cross_attention(
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     if resolve_impl(OP, impl, q.device, _unsupported(k)) == "triton":
         tensors = (q.contiguous(), k, v, indices.contiguous(), weights.float().contiguous())
-        lists = (None,) * 4 if readers is None else readers[:4]
+        lists: tuple[Tensor | None, ...] = (None,) * 4
+        if readers is not None:
+            lists = (readers.order, readers.offsets, readers.parts, readers.chunks)
         return differentiable_attention(*tensors, *lists, softmax1, float(scale))[0]
     if k.shape[1] == 0:  # a chunk that nobody reads, for the reference to gather from
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))

@@ -38,5 +38,5 @@ def check_parts(
         raise TypeError(f"{op}: {name} must be an ABCState, got {type(state).__name__}")
     slots = (k.shape[0] if num_states is None else num_states, *s.shape[-2:])
     shapes = ((*slots, k.shape[-1]), (*slots, v.shape[-1]), slots)
-    for (part, x), shape in zip(state._asdict().items(), shapes, strict=True):
+    for part, x, shape in zip(ABCState._fields, state, shapes, strict=True):
         check(op, f"{name}.{part}", x, shape, k)

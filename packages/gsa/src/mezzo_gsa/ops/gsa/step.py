@@ -185,7 +185,7 @@ def _projected_sizes(
 def _check_kind(op: str, state: Any) -> None:
     if not isinstance(state, GSAState):
         raise TypeError(f"{op}: state must be a GSAState, got {type(state).__name__}")
-    for name, part in state._asdict().items():
+    for name, part in zip(GSAState._fields, state, strict=True):
         check_floating(op, f"state.{name}", part)
 
 

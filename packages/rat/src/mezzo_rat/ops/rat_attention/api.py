@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.named import replaced
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
@@ -244,7 +245,7 @@ def _by_reference(r: Request, impl: Impl) -> RATAttentionOutput:
     if state is not None and parts.v.shape[1] > 0:
         state = _ready(state, parts.v, r.form.chunk_size)
     keep, write = forget_gate(parts.g, r.gate_bias)
-    y, state = chunk_reference(r._replace(parts=parts, initial_state=state), keep, write, impl)
+    y, state = chunk_reference(replaced(r, parts=parts, initial_state=state), keep, write, impl)
     return RATAttentionOutput(_gated(y, parts.z, parts.v.dtype), state)
 
 
@@ -283,4 +284,4 @@ def _ready(state: RATState, v: Tensor, chunk_size: int) -> RATState:
     Under autocast that dtype may differ from the state's.
     """
     state = reserve(state, v.shape[1], chunk_size)
-    return state._replace(k_ends=state.k_ends.to(v.dtype), v_ends=state.v_ends.to(v.dtype))
+    return replaced(state, k_ends=state.k_ends.to(v.dtype), v_ends=state.v_ends.to(v.dtype))

@@ -104,6 +104,6 @@ def check_state(op: str, argument: str, state: RATState, v: Tensor) -> None:
             f"{op}: {argument}.k_ends and {argument}.v_ends must be ({B}, N, {H}, {D}), "
             f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
         )
-    for name, field in state._asdict().items():
+    for name, field in zip(RATState._fields, state, strict=True):
         if field.device != v.device:
             raise ValueError(f"{op}: {argument}.{name} must be on {v.device}, got {field.device}")

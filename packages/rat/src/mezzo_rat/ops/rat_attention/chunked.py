@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from mezzo_core.ops.impl import Impl
+from mezzo_core.ops.named import replaced
 from torch import Tensor
 
 from mezzo_rat.ops.linear_scan import linear_scan
@@ -61,7 +62,7 @@ def chunk_reference(
         k_0, v_0 = (x.masked_fill(unused, 0.0) for x in (state.k, state.v))
         k_run, k_last = scan(k_in.masked_fill(padding, 0.0), initial_state=k_0)
         v_run, v_last = scan(v_in.masked_fill(padding, 0.0), initial_state=v_0)
-        state = state._replace(k=k_last, v=v_last, lengths=state.lengths + added)
+        state = replaced(state, k=k_last, v=v_last, lengths=state.lengths + added)
 
     ends = [x.gather(1, chunks.end) for x in (chunks.chunk, chunks.position)]
     k_ends = form.rotate(_at(k_run, chunks.end), *ends).to(k.dtype)
@@ -70,7 +71,7 @@ def chunk_reference(
     if state is not None and chunks.changed is not None:
         changed = chunks.changed[..., None, None]
         k_ends, v_ends = k_ends.where(changed, state.k_ends), v_ends.where(changed, state.v_ends)
-        state = state._replace(k_ends=k_ends, v_ends=v_ends)
+        state = replaced(state, k_ends=k_ends, v_ends=v_ends)
     return _attend(q, q_rotated, k_run, v_run, k_ends, v_ends, chunks, form.scale), state
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
     if missing <= 0:
         return state
     grow = (0, 0, 0, 0, 0, missing)
-    return state._replace(k_ends=F.pad(state.k_ends, grow), v_ends=F.pad(state.v_ends, grow))
+    return replaced(state, k_ends=F.pad(state.k_ends, grow), v_ends=F.pad(state.v_ends, grow))
 
 
 def _must_not_wait(lengths: Tensor) -> bool:
