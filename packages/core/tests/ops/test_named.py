@@ -1,0 +1,34 @@
+"""Fields of named tuples are replaced, also in compiled code."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from mezzo_core.ops.named import replaced
+from torch import Tensor
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None = None
+
+
+def test_some_fields_are_replaced_and_others_stay():
+    x, y = torch.ones(2), torch.zeros(2)
+    found = replaced(Pair(x), second=y)
+    assert type(found) is Pair
+    assert found.first is x
+    assert found.second is y
+
+
+def test_a_field_that_is_not_there_is_refused():
+    with pytest.raises(TypeError, match="third"):
+        replaced(Pair(torch.ones(2)), third=1)
+
+
+def test_it_compiles_into_one_graph():
+    def double(pair):
+        return replaced(pair, first=2 * pair.first).first
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(Pair(torch.ones(2))), torch.full((2,), 2.0))
