@@ -10,7 +10,7 @@ the paper.
 
 import sys
 
-from mezzo_core.bench.speeds import run_speeds
+from mezzo_core.papers.speeds import run_speeds
 from mezzo_drt.speed import DECODING, DRY, GROWING, MEASURERS, PAPER, READING, TRAINING
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ reproduce --scale gpu` measures the same and compares it with the paper.
 
 import sys
 
-from mezzo_core.bench.speeds import run_speeds
+from mezzo_core.papers.speeds import run_speeds
 from mezzo_rat.speed import DRY, FULL, GENERATING, LAYERS, MEASURERS
 
 if __name__ == "__main__":

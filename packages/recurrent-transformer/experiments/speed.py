@@ -11,7 +11,7 @@ measures the same and compares it with the paper.
 
 import sys
 
-from mezzo_core.bench.speeds import run_speeds
+from mezzo_core.papers.speeds import run_speeds
 from mezzo_recurrent_transformer.speed import DRY, FULL, LAYERS, MEASURERS, MODELS
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import torch
 from mezzo_core.bench import Result, attempt, start_afresh
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Say
-from mezzo_core.bench.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.bench.training_step import TrainingSpeed, time_training, training_step
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.nn.lm import LM
 from mezzo_core.papers.measurement import Measurement
+from mezzo_core.papers.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 
 from mezzo_drt import bench
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent

@@ -62,8 +62,8 @@ class DRTConfig:
             that is read trains it.
         outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
-        score_softcap: a bound c of the scores, r = c tanh(q·k / (c sqrt(C))), if given. Not in the
-            paper; it keeps odd chunks of a long text from outvoting the one that is sought.
+        score_softcap: a bound c of the scores, r = c tanh(q·k / (c sqrt(C))), if given. So no chunk
+            weighs more than exp(2c) times another that is read. The paper has no bound.
         offload: whether a state keeps complete chunks in the host's memory; same outputs.
     """
 

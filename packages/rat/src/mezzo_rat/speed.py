@@ -14,10 +14,10 @@ from mezzo_core.bench import Timing, attempt, start_afresh
 from mezzo_core.bench.generation import time_step, time_throughput
 from mezzo_core.bench.layer import build_layer, check_layer, check_mixers, compiled, time_layer
 from mezzo_core.bench.result import Say
-from mezzo_core.bench.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.papers.measurement import Measurement
+from mezzo_core.papers.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig

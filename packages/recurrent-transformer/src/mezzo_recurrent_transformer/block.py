@@ -100,7 +100,8 @@ def run_layers(
     config = first.config
     past = None
     if states is not None:
-        k, v = (torch.stack([getattr(state, name) for state in states]) for name in "kv")
+        k = torch.stack([state.k for state in states])
+        v = torch.stack([state.v for state in states])
         past = Past(k, v, states[0].lengths)
     z, after = recurrent_layers(
         x,

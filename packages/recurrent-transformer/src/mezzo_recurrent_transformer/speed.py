@@ -23,11 +23,11 @@ from mezzo_core.bench import (
 )
 from mezzo_core.bench.generation import time_throughput
 from mezzo_core.bench.result import Say
-from mezzo_core.bench.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.bench.timing import WARMUP_CALLS
 from mezzo_core.bench.training_step import time_training
 from mezzo_core.nn.lm import LM
 from mezzo_core.papers.measurement import Measurement
+from mezzo_core.papers.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.train.config import TrainConfig
 from torch import Tensor
 

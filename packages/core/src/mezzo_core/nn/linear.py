@@ -42,7 +42,7 @@ def is_plain(layer: nn.Module) -> bool:
     return (
         type(layer) in (Linear, nn.Linear)
         and type(layer.weight) is nn.Parameter
-        and "forward" not in layer.__dict__
+        and "forward" not in layer.__dict__  # torch 2.8 cannot trace vars()
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
     )

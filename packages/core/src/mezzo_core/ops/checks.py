@@ -39,6 +39,7 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> N
 
 def check_size(op: str, name: str, value: Any, least: int = 1) -> None:
     """Raise a TypeError if `value` is not an int or is a bool, a ValueError if below `least`."""
+    # A tuple of types, because torch 2.8 cannot trace a union.
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:

@@ -18,7 +18,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as ConsoleTable
 
 from mezzo_core.bench.origin import origin
-from mezzo_core.bench.result import Say
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.contract import SequenceConfig
@@ -29,11 +28,9 @@ from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.measurement import How, Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Published, load_published
 from mezzo_core.papers.report import Figure, PaperReport, Report, prepare_folder, write_report
+from mezzo_core.papers.speeds import Measurers
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
-
-Measurer = Callable[[Any, Path, Say], Measurement | None]
-"""Measures something at a scale's sizes, into a folder; None if the sizes leave it out."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Reproduction:
     models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
     sample: str  # the model that writes a sample text
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
-    measurers: Mapping[str, Measurer] = field(default_factory=dict)  # what else a run can measure
+    measurers: Measurers = field(default_factory=dict)  # what else a run can measure
     layers: Mapping[str, SequenceConfig] = field(default_factory=dict)  # whose costs are drawn
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 

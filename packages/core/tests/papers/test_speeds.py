@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
-from mezzo_core.bench.speeds import AbstractSizes, as_measured, open_speeds, run_speeds
 from mezzo_core.papers.measurement import How
+from mezzo_core.papers.speeds import AbstractSizes, as_measured, open_speeds, run_speeds
 
 
 @dataclass(frozen=True)

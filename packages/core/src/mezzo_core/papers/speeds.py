@@ -12,8 +12,10 @@ from mezzo_core.bench.result import Header, Result, Say
 from mezzo_core.bench.script import Options, run_script, say
 from mezzo_core.papers.measurement import Measurement, read_result
 
-Measurers = Mapping[str, Callable[[Any, Path, Say], Measurement | None]]
-"""What measures at some sizes, into a folder, by the names in the files' names."""
+Measurer = Callable[[Any, Path, Say], Measurement | None]
+"""Measures something at some sizes, into a folder; None if the sizes leave it out."""
+Measurers = Mapping[str, Measurer]
+"""By the names in the files' names."""
 
 
 @dataclass(frozen=True, kw_only=True)
