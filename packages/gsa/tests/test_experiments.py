@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import Options, processes
+from mezzo_core.bench import Options
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.papers.claims import find
 from mezzo_core.papers.measurement import (
@@ -18,14 +18,10 @@ from mezzo_core.papers.measurement import (
     How,
     Measurement,
     at_best,
-    read_result,
     read_results,
 )
-from mezzo_core.train.build import micro_batches
-from mezzo_core.train.distributed import World
 from mezzo_gsa.bench import fla
 from mezzo_gsa.claims import ABC_CODE, ABLATION_RATES, PPL, REPRODUCTION, T2R_RATES
-from mezzo_gsa.recipes import recipe
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 PUBLISHED = REPRODUCTION.published
@@ -36,8 +32,7 @@ def script(name):
     return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
 
 
-NAMES = ("model_speed", "ablation", "mqar", "t2r", "train_gpus")
-speed, ablation, mqar, t2r, gpus = map(script, NAMES)
+speed, ablation, mqar, t2r = map(script, ("model_speed", "ablation", "mqar", "t2r"))
 
 
 @pytest.fixture
@@ -265,25 +260,3 @@ def test_wrong_words_are_answered_in_one_line(name, rehearse, monkeypatch, capsy
     (line,) = capsys.readouterr().err.splitlines()
     assert "CUDA GPU" in line
     assert not Path("elsewhere").exists()
-
-
-def test_whole_models_keep_their_micro_batches_on_one_gpu_and_on_two(
-    rehearse, tmp_path, monkeypatch
-):
-    asked = []
-
-    def measured(config, count, folder, device):
-        asked.append((config.name, count))
-        return {"tokens_per_second": 1.0, "peak_gb": None, "steps": {"train": [[1, 2.0]]}}
-
-    monkeypatch.setattr(processes, "measure_processes", measured)
-    assert rehearse("train_gpus")[0] == 0
-    ours = read_result(tmp_path / "results/cpu/train_gpus.json")
-    assert len(ours.rows) == len(asked) == 3 * len(gpus.MODELS)
-    for size, architecture in gpus.MODELS.values():
-        config = recipe(size, architecture)
-        short = processes.shortened(config, GPU)
-        for count in (1, 2):
-            world = World(torch.device("cpu"), size=count)
-            parts = micro_batches(short, world)
-            assert parts * config.micro_batch_size * config.seq_len * count == processes.TOKENS

@@ -7,21 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import Options, processes
+from mezzo_core.bench import Options
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.papers.measurement import How, read_result
-from mezzo_core.train.build import micro_batches
-from mezzo_core.train.distributed import World
 from mezzo_core.train.log import RunLog
 from mezzo_rat import LinearRNNConfig, trainings
 from mezzo_rat.claims import ANSWERS, REPRODUCTION
-from mezzo_rat.recipes import PAPER_NAMES, RECIPES, mid, recipe, train_config
+from mezzo_rat.recipes import PAPER_NAMES, RECIPES, mid, train_config
 from mezzo_rat.recipes import small as small_size
 
 SCRIPTS = Path(__file__).parents[1] / "experiments"
-six, small, short, gpus = (
+six, small, short = (
     SimpleNamespace(**runpy.run_path(str(SCRIPTS / f"{name}.py")))
-    for name in ("train_six", "train_small", "train_200m", "train_gpus")
+    for name in ("train_six", "train_small", "train_200m")
 )
 FULL = Options(Path("out"), (), torch.device("cuda"), dry_run=False, data="texts")
 
@@ -195,23 +193,3 @@ def test_a_recipe_trains_at_its_own_size_on_a_gpu(tmp_path):
     details = ours.cell("RNN", short.COLUMNS[0])[0].details
     assert details["parameters"] > 200e6
     assert details["peak_gb"] > 3
-
-
-def test_whole_models_keep_their_micro_batches(tmp_path, monkeypatch):
-    asked = []
-
-    def measured(config, count, folder, device):
-        asked.append((config.name, count))
-        return {"tokens_per_second": 1.0, "peak_gb": None, "steps": {"train": [[1, 2.0]]}}
-
-    monkeypatch.setattr(processes, "measure_processes", measured)
-    assert dry_run(gpus, tuple(gpus.MODELS), tmp_path) == 0
-    ours = read_result(tmp_path / "results/cpu/train_gpus.json")
-    assert len(ours.rows) == len(asked) == 3 * len(gpus.MODELS)
-    for size, architecture in gpus.MODELS.values():
-        config = recipe(size, architecture)
-        short = processes.shortened(config, FULL)
-        for count in (1, 2):
-            world = World(torch.device("cpu"), size=count)
-            parts = micro_batches(short, world)
-            assert parts * config.micro_batch_size * config.seq_len * count == processes.TOKENS
