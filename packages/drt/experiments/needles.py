@@ -164,7 +164,7 @@ def measure(options: Options) -> None:
         result = result_file(name, sizes, options)
         cells = [
             Cell(name, model, column, seed)
-            for column in sizes.columns[name]
+            for column in reversed(sizes.columns[name])  # what takes longest begins first
             for seed in options.seeds
             for model in options.models
             if model in MEASURED[name]
