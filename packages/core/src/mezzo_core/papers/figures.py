@@ -82,6 +82,8 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
     """Draw a panel for each group, ours above the paper's; where one group is all, beside it."""
     across = max(len(each.groups) for each in both)
     figure, axes = _panels(*((len(both), across) if across > 1 else (1, len(both))), 3.8)
+    if len(axes) == 1:  # the names of many lengths would lie over each other
+        figure.set_figwidth(max(6, 3 + 0.6 * len(both[0].columns)))
     shown = {}
     places = [(i, j, group) for i, m in enumerate(both) for j, group in enumerate(m.groups)]
     for i, j, group in places:
