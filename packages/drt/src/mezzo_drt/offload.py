@@ -98,6 +98,8 @@ def fetch_rows(
         device: to which they go.
     """
     found = []
+    L = memory.k.shape[2]
+    tokens = (chosen[..., None] * L + torch.arange(L, device=chosen.device)).flatten(1)
     for part in memory[1:]:
         if torch.is_grad_enabled():
             gathered = [
@@ -108,8 +110,9 @@ def fetch_rows(
         block = torch.empty(
             (*chosen.shape, *part.shape[2:]), dtype=part.dtype, pin_memory=device.type == "cuda"
         )
-        for row, index, there in zip(rows, chosen, block, strict=True):
-            torch.index_select(part[row], 0, index, out=there)
+        # A token at a time: torch's threads share out small pieces, but not whole chunks.
+        for row, places, there in zip(rows, tokens, block.flatten(1, 2), strict=True):
+            torch.index_select(part[row].flatten(0, 1), 0, places, out=there)
         found.append(block.to(device, non_blocking=True))
     return Fetched(*found)
 
