@@ -16,6 +16,8 @@ from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Result
 from mezzo_core.bench.timing import OOM, start_afresh
 from mezzo_core.data import DataConfig
+from mezzo_core.data.find import find_files
+from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
@@ -193,11 +195,18 @@ def conditions(config: TrainConfig, device: torch.device) -> str:
     tokens = config.steps * config.batch_size * config.seq_len
     return (
         f"T {config.seq_len}, {config.steps} steps of {config.batch_size} sequences "
-        f"({tokens:,} tokens of {Path(data.source).name}, "
+        f"({tokens:,} tokens of {corpus_name(data.source)}, "
         f"tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, warm-up "
         f"{optim.warmup_fraction:.0%} of the steps, {'bf16' if device.type == 'cuda' else 'fp32'}, "
         f"torch.compile {'on' if config.compile else 'off'}"
     )
+
+
+def corpus_name(source: str) -> str:
+    """Return the names of a corpus's files, or its own where it has none."""
+    if source == "embedded" or source.startswith(HUB_PREFIX):
+        return source
+    return ", ".join(path.name for path in find_files(source))
 
 
 def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[float, float]:
