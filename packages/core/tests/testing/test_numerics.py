@@ -19,7 +19,7 @@ def test_one_bad_element_among_many_fails_by_the_second_bound():
     assert_close("out", out, ref, low=low, rtol=5e-3)
     out[7] += 0.5
     assert_close("out", out, ref, rtol=5e-3)
-    with pytest.raises(AssertionError, match=r"max\|out - ref\| = 5"):
+    with pytest.raises(AssertionError, match=r"max\|out - ref\| = (5\.0|4\.9)"):
         assert_close("out", out, ref, low=low, rtol=5e-3)
 
 
@@ -88,6 +88,6 @@ def test_grads_expose_a_wrong_backward():
 
     x, dout = torch.randn(5), torch.randn(5)
     _, right = grads(lambda x: 2 * x, {"x": x}, dout)
-    _, wrong = grads(Wrong.apply, {"x": x}, dout)
+    _, wrong = grads(lambda x: Wrong.apply(x), {"x": x}, dout)
     with pytest.raises(AssertionError, match=r"^dx"):
         assert_close("dx", wrong["x"], right["x"], rtol=1e-5)

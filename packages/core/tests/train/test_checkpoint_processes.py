@@ -23,7 +23,7 @@ def test_one_process_saves_two_read_and_save_and_one_reads(
     checkpoints.save(1, *build(1, alone), {})
     children = start_children("reshard", tiny(), checkpoints.folder, size=2)
     ended = [child.communicate(timeout=120) for child in children]
-    found = [json.loads(out) for out, error in ended if out or pytest.fail(error)]
+    found = [json.loads(out.splitlines()[-1]) for out, error in ended if out or pytest.fail(error)]
     full = (
         f"cannot save the checkpoint of step 4 in {checkpoints.folder} (No space left on device); "
         f"the last checkpoint is {checkpoints.folder / 'step-2'}"

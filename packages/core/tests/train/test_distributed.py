@@ -93,7 +93,9 @@ def test_gradients_are_exchanged_once_after_the_last_micro_batch(tiny, start_chi
     config = tiny(compile=True, activation_checkpointing=True)
     children = start_children("exchange", config, "unused", size=2)
     ended = [child.communicate(timeout=120) for child in children]
-    for found in (json.loads(out) for out, error in ended if out or pytest.fail(error)):
+    for found in (
+        json.loads(out.splitlines()[-1]) for out, error in ended if out or pytest.fail(error)
+    ):
         assert max(part["error"] for part in found.values()) < 1e-6
         assert found["False"]["exchanges"] == [0, 1]
         assert found["True"]["exchanges"] == [0, 3]  # of two blocks, and of what is around them

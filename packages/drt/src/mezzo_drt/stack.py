@@ -14,6 +14,7 @@ from mezzo_core.nn.contract import Run, run_eagerly
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.named import replaced
 from torch import Tensor, nn
 
 from mezzo_drt import cost
@@ -25,14 +26,7 @@ from mezzo_drt.outside import OutsideConfig, divide, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
 from mezzo_drt.room import append, buffers, check_room
-from mezzo_drt.state import (
-    DRTState,
-    Due,
-    initial_state,
-    next_state,
-    reserved,
-    with_open_chunk,
-)
+from mezzo_drt.state import DRTState, Due, initial_state, next_state, reserved, with_open_chunk
 from mezzo_drt.store import Allocate, in_folder, in_memory
 
 Retriever = Literal["learned", "random", "fixed"]
@@ -197,7 +191,7 @@ class DRT(AbstractStack):
                 here = Reads(*(part[:, : places.num_chunks].contiguous() for part in reads[-1]))
                 if self.config.offload and state is not None:
                     readable, indices = fetch(memory, here.indices)
-                    here = here._replace(indices=indices)
+                    here = replaced(here, indices=indices)
                 if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
                     readers = readers_of(here.indices, readable.k.shape[1])
             h, cache = layer(h, before[len(caches)], readable, here, places, readers)
@@ -207,7 +201,7 @@ class DRT(AbstractStack):
             return y, None
         after = next_state(tuple(caches), chunks, memory, room, state.fetched, reads, continued)
         if self.config.offload:
-            after = after._replace(fetched=fetch_open(memory, after.indices))
+            after = replaced(after, fetched=fetch_open(memory, after.indices))
         return y, after
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
@@ -289,7 +283,7 @@ class DRT(AbstractStack):
             reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
             memory = state.memory
             if self.config.offload:
-                reads = reads._replace(indices=slots(state.indices, group))
+                reads = replaced(reads, indices=slots(state.indices, group))
                 memory = Memory(memory.keys, *state.fetched)
             h = layer.step(h, state.caches[len(self.lower) + i], memory, reads)
         if due is not None:
@@ -362,7 +356,7 @@ class DRT(AbstractStack):
         encoded = cast(Memory, self.encoder(chunks[..., :C]))
         if self.outside is None:
             return encoded
-        return encoded._replace(keys=outside_keys(chunks[..., C:], self.outside))
+        return replaced(encoded, keys=outside_keys(chunks[..., C:], self.outside))
 
     def _reads(
         self,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.checks import integers
+
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
     """Check everything except the values: (S + 1,) integers on the device of x, which is one row.
@@ -38,7 +40,7 @@ def check_borders(op: str, cu_seqlens: Tensor, num_tokens: int) -> None:
     """
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    borders = cu_seqlens.tolist()
+    borders = integers(cu_seqlens)
     if borders[0] != 0 or borders[-1] != num_tokens or borders != sorted(borders):
         shown = borders if len(borders) <= 16 else [*borders[:8], "...", *borders[-8:]]
         raise ValueError(

@@ -93,12 +93,13 @@ def hold_folder(out: Path) -> Iterator[None]:
     with _explained(out):
         out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
+    holder = _holder(path)  # read first: an older filelock empties the file as it tries
     try:
         with _explained(out):
             lock.acquire()
     except Timeout:
         raise UserError(
-            f"{out} is in use by {_holder(path)}: wait until it ends, or train into another folder"
+            f"{out} is in use by {holder}: wait until it ends, or train into another folder"
         ) from None
     try:
         with suppress(OSError):  # the lock works without the name of its holder

@@ -208,7 +208,7 @@ def read_tensors(folder: Path, index: Index, tensors: Mapping[str, Tensor]) -> N
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
 

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import torch
+from mezzo_core.ops.checks import integers
 from torch import Tensor
 
 
@@ -18,7 +19,7 @@ def batches_of(cu_seqlens: Tensor) -> list[Tensor]:
     Returns:
         For each batch the indices (rows, longest) of its tokens; T stands for padding.
     """
-    borders = cu_seqlens.tolist()
+    borders = integers(cu_seqlens)
     groups: dict[int, list[tuple[int, int]]] = {}
     for begin, end in pairwise(borders):
         if end > begin:
