@@ -62,8 +62,6 @@ def assert_equal(compiled, mixer, lengths):
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4, msg=f"{name} at {T}")
 
 
-# ABC's two readings have the same ops but for how the scores become weights.
-@pytest.mark.parametrize("mixer", [name for name in CONFIGS if name != "abc, code"], indirect=True)
 def test_the_inductor_gives_what_eager_gives_at_lengths_that_fill_no_chunk(mixer):
     # One graph for both lengths: compiling takes some ten seconds.
     assert_equal(torch.compile(forms(mixer), fullgraph=True, dynamic=True), mixer, (100, 17))

@@ -10,11 +10,6 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that ops accept. float8 is not among them, because torch has no arithmetic for it."""
 
 
-def integers(x: Tensor) -> list[int]:
-    """Return the values of a tensor (N,); its own `tolist` fails under torch.func in torch 2.8."""
-    return [int(n) for n in x.cpu()]
-
-
 def check_floating(op: str, name: str, x: Any) -> None:
     """Raise a TypeError if x is not a tensor of one of the `FLOATING` dtypes."""
     if not isinstance(x, Tensor):
@@ -72,6 +67,6 @@ def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
             f"got {tuple(lengths.shape)} on {lengths.device}"
         )
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = [n for n in integers(lengths) if not 0 <= n <= x.shape[1]]
+        wrong = [n for n in lengths.tolist() if not 0 <= n <= x.shape[1]]
         if wrong:
             raise ValueError(f"{op}: lengths must be from 0 to T = {x.shape[1]}, got {wrong[0]}")

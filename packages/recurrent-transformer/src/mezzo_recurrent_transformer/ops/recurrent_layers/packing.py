@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import torch
-from mezzo_core.ops.checks import integers
 from torch import Tensor
 
 
@@ -19,7 +18,7 @@ def batches_of(cu_seqlens: Tensor) -> list[Tensor]:
     Returns:
         For each batch the indices (rows, longest) of its tokens; T stands for padding.
     """
-    borders = integers(cu_seqlens)
+    borders = cu_seqlens.tolist()
     groups: dict[int, list[tuple[int, int]]] = {}
     for begin, end in pairwise(borders):
         if end > begin:
