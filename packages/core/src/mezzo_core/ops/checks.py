@@ -66,7 +66,18 @@ def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
             f"{op}: lengths must be ({x.shape[0]},) on {x.device}, "
             f"got {tuple(lengths.shape)} on {lengths.device}"
         )
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = [n for n in lengths.tolist() if not 0 <= n <= x.shape[1]]
-        if wrong:
-            raise ValueError(f"{op}: lengths must be from 0 to T = {x.shape[1]}, got {wrong[0]}")
+    check_counts(op, "lengths", lengths, "T", x.shape[1])
+
+
+def check_counts(op: str, name: str, counts: Tensor, symbol: str, most: int) -> None:
+    """Check the values, on a CPU only: reading them would wait for a GPU or break a compiled graph.
+
+    Raises:
+        ValueError: if one is below 0 or above `most`, which the message calls `symbol`.
+    """
+    if counts.device.type != "cpu" or torch.compiler.is_compiling() or counts.numel() == 0:
+        return
+    low, high = (int(end) for end in counts.aminmax())  # `tolist` fails in torch.func of torch 2.8
+    if low < 0 or high > most:
+        got = low if low < 0 else high
+        raise ValueError(f"{op}: {name} must be from 0 to {symbol} = {most}, got {got}")

@@ -4,7 +4,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import check_floating, check_lengths, check_number, check_size
+from mezzo_core.ops.checks import (
+    check_counts,
+    check_floating,
+    check_lengths,
+    check_number,
+    check_size,
+)
 from mezzo_core.ops.impl import triton_runs_on
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from torch import Tensor
@@ -249,8 +255,4 @@ def _check_past(past: Any, x: Tensor, weights: LayerWeights, form: Form) -> None
             f"{OP}: past.lengths must be ({B},) on {x.device}, "
             f"got {tuple(past.lengths.shape)} on {past.lengths.device}"
         )
-    if past.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        S = past.k.shape[2]
-        wrong = [n for n in past.lengths.tolist() if not 0 <= n <= S]
-        if wrong:
-            raise ValueError(f"{OP}: past.lengths must be from 0 to S = {S}, got {wrong[0]}")
+    check_counts(OP, "past.lengths", past.lengths, "S", past.k.shape[2])
