@@ -11,6 +11,7 @@ import torch
 from mezzo_core.bench import OOM, Header, Result, origin, training
 from mezzo_core.bench.training import (
     conditions,
+    corpus_name,
     in_words,
     measure_run,
     steady_and_first,
@@ -201,6 +202,14 @@ def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):
     assert measure_run(configs["Mean"], tmp_path, CPU, resume=True) == found
     with pytest.raises(TypeError):
         measure_run(configs["Mean"], tmp_path, CPU)
+
+
+def test_a_corpus_is_called_by_its_files(tmp_path):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text("text")
+    assert corpus_name(str(tmp_path)) == "a.txt, b.jsonl"
+    assert corpus_name(str(tmp_path / "a*")) == "a.txt"
+    assert [corpus_name(each) for each in ("embedded", "hub:x/y")] == ["embedded", "hub:x/y"]
 
 
 def test_a_run_is_told_in_words(configs):

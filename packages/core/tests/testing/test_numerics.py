@@ -14,12 +14,13 @@ def test_rounding_passes_and_a_wrong_number_fails():
 
 def test_one_bad_element_among_many_fails_by_the_second_bound():
     ref = torch.randn(100_000)
+    ref[7] = 0  # bfloat16 has this one exactly
     low = ref.bfloat16()
     out = low.clone()
     assert_close("out", out, ref, low=low, rtol=5e-3)
     out[7] += 0.5
     assert_close("out", out, ref, rtol=5e-3)
-    with pytest.raises(AssertionError, match=r"max\|out - ref\| = (5\.0|4\.9)"):
+    with pytest.raises(AssertionError, match=r"max\|out - ref\| = 5"):
         assert_close("out", out, ref, low=low, rtol=5e-3)
 
 

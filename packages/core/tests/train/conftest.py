@@ -131,6 +131,20 @@ def start_children(start_child):
 
 
 @pytest.fixture
+def answers_of_processes(start_children):
+    """Return what children/NAME.py says in each of `size` processes, and their stderr."""
+
+    def run(name, config, out, *arguments, size):
+        children = start_children(name, config, out, *arguments, size=size)
+        ended = [child.communicate(timeout=120) for child in children]
+        # The answer is the last line: gloo may write others before it.
+        lines = [out.splitlines()[-1] for out, error in ended if out or pytest.fail(error)]
+        return [json.loads(line) for line in lines], [error for _, error in ended]
+
+    return run
+
+
+@pytest.fixture
 def train_in_processes(start_children):
     """Train in `size` processes; return each one's exit code and stderr."""
 

@@ -1,6 +1,5 @@
 """Checkpoints of several processes: any number reads them, and all do the same about a fault."""
 
-import json
 import runpy
 import shutil
 from pathlib import Path
@@ -15,15 +14,13 @@ CHILD = runpy.run_path(str(Path(__file__).parent / "children" / "reshard.py"))
 
 @pytest.mark.slow
 def test_one_process_saves_two_read_and_save_and_one_reads(
-    checkpoints, tiny, start_children, tmp_path
+    checkpoints, tiny, answers_of_processes, tmp_path
 ):
     """Weights of fewer rows than processes, of rows that do not divide, tied ones and buffers."""
     build, is_of = CHILD["build"], CHILD["is_of"]
     alone = World(torch.device("cpu"))
     checkpoints.save(1, *build(1, alone), {})
-    children = start_children("reshard", tiny(), checkpoints.folder, size=2)
-    ended = [child.communicate(timeout=120) for child in children]
-    found = [json.loads(out.splitlines()[-1]) for out, error in ended if out or pytest.fail(error)]
+    found, errors = answers_of_processes("reshard", tiny(), checkpoints.folder, size=2)
     full = (
         f"cannot save the checkpoint of step 4 in {checkpoints.folder} (No space left on device); "
         f"the last checkpoint is {checkpoints.folder / 'step-2'}"
@@ -36,7 +33,7 @@ def test_one_process_saves_two_read_and_save_and_one_reads(
         "message": full,
     }
     assert found == [wanted, wanted]
-    warnings = [[line for line in error.splitlines() if "damaged" in line] for _, error in ended]
+    warnings = [[line for line in error.splitlines() if "damaged" in line] for error in errors]
     assert [len(lines) for lines in warnings] == [1, 0]
     assert "process-1.safetensors" in warnings[0][0]
     names = sorted(path.name for path in checkpoints.folder.iterdir())

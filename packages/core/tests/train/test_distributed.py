@@ -1,6 +1,5 @@
 """Several processes train the model that one would, and read each other's checkpoints."""
 
-import json
 import math
 import signal
 from dataclasses import replace
@@ -89,13 +88,10 @@ def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_p
 
 
 @pytest.mark.slow
-def test_gradients_are_exchanged_once_after_the_last_micro_batch(tiny, start_children):
+def test_gradients_are_exchanged_once_after_the_last_micro_batch(tiny, answers_of_processes):
     config = tiny(compile=True, activation_checkpointing=True)
-    children = start_children("exchange", config, "unused", size=2)
-    ended = [child.communicate(timeout=120) for child in children]
-    for found in (
-        json.loads(out.splitlines()[-1]) for out, error in ended if out or pytest.fail(error)
-    ):
+    answers, _ = answers_of_processes("exchange", config, "unused", size=2)
+    for found in answers:
         assert max(part["error"] for part in found.values()) < 1e-6
         assert found["False"]["exchanges"] == [0, 1]
         assert found["True"]["exchanges"] == [0, 3]  # of two blocks, and of what is around them
