@@ -11,6 +11,9 @@ held-out rows are right, at each length of Table 2 and at 1M and 4M tokens. Rows
 model in segments, and DRT's chunks to the host's memory. Writes passkey.json and two_hop.json.
 `--models` takes some alone; what `--runs` has is not trained again, and what the files have is not
 measured again.
+
+TEXTS should have 47 MB or more: of less, the longest rows read the held-out part more than once. It
+should be of kinds that the training part has too: see results/notes.md.
 """
 
 import sys
@@ -51,7 +54,7 @@ LANDMARK_LEN = 768
 LANDMARK_ROWS = 16
 """The most rows of a step of its training, which computes all logits of all chunks in float32."""
 HELD_OUT = 0.36
-"""The share of the text for test rows. Of 48 MB, it is 16M tokens that are read only once."""
+"""The share of the text for test rows."""
 TOGETHER = 2**18
 """The most tokens of test rows that go through a model at once, if it is more than one row."""
 LANDMARK_TOKENS = 2**19

@@ -112,7 +112,7 @@ def fetch_rows(
         )
         # A token at a time: torch's threads share out small pieces, but not whole chunks.
         for row, places, there in zip(rows, tokens, block.flatten(1, 2), strict=True):
-            torch.index_select(part[row].flatten(0, 1), 0, places, out=there)
+            torch.index_select(part[row].view(-1, *part.shape[3:]), 0, places, out=there)
         found.append(block.to(device, non_blocking=True))
     return Fetched(*found)
 
