@@ -24,6 +24,7 @@ TOY = SweepConfig(
     d_model=16,
     batch_size=8,
     max_steps=2,
+    precision="bf16",  # as on a GPU
 )
 
 

@@ -29,6 +29,10 @@ def test_several_jobs_run_in_processes_with_folders_of_their_own():
     assert len(places) == len({pid for pid, _ in places})
 
 
-def test_an_error_of_a_job_reaches_the_caller():
+def test_an_error_is_told_at_once_and_raised_after_all_other_calls(capfd):
+    calls, found = [fail, *(partial(place_of, number) for number in range(5))], []
     with pytest.raises(UserError, match="this one fails"):
-        list(side_by_side([fail, fail], Path("here"), CPU, 2))
+        for i, _ in side_by_side(calls, Path("here"), CPU, 2):
+            found.append(i)
+    assert sorted(found) == [1, 2, 3, 4, 5]
+    assert "this one fails" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """Several measurements side by side, each in a process of its own."""
 
 import multiprocessing
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -28,8 +29,8 @@ def side_by_side(
             another one, so calls and what they return can be pickled.
         folder: scratch. One process uses it as it is, each of several a folder in it.
         device: where to measure. Several processes share out all GPUs.
-        jobs: the number of processes, at most; 1 calls one after another in this one. If a call
-            fails, those that run are still waited for.
+        jobs: the number of processes, at most; 1 calls one after another in this one. If a call of
+            several fails, its error is told at once, and raised after all the others.
     """
     if jobs == 1:
         for i, call in enumerate(calls):
@@ -44,11 +45,18 @@ def side_by_side(
         places.put((folder / f"job_{i}", chosen))
     with ProcessPoolExecutor(jobs, context, _begin, (places,)) as pool:
         running = {pool.submit(_call, call): i for i, call in enumerate(calls)}
+        failure: BaseException | None = None
         try:
             for done in as_completed(running):
-                yield running[done], done.result()
+                if (error := done.exception()) is None:
+                    yield running[done], done.result()
+                elif failure is None:
+                    failure = error
+                    traceback.print_exception(error)
         finally:
             pool.shutdown(cancel_futures=True)
+    if failure is not None:
+        raise failure
 
 
 def _begin(places: Any) -> None:

@@ -15,6 +15,7 @@ from mezzo_core.ops.attention.request import (
     visible_keys,
 )
 from mezzo_core.ops.named import replaced
+from mezzo_core.ops.precision import accumulation_dtype
 
 
 def unsupported(r: Request) -> str | None:
@@ -23,8 +24,6 @@ def unsupported(r: Request) -> str | None:
         # torch's operators that return an lse have no gradient for it, so merging results by their
         # lse would give wrong gradients.
         return "return_lse=True (its gradient would be lost)"
-    if r.slopes is not None and r.q.dtype in (torch.float16, torch.bfloat16):
-        return f"alibi_slopes in {r.q.dtype} (a mask of that dtype rounds the bias)"
     return None
 
 
@@ -32,8 +31,10 @@ def attention_sdpa(r: Request) -> AttentionOutput:
     """Compute attention with `scaled_dot_product_attention`; masks are (T, S) tensors.
 
     Plain causal attention needs no mask, and runs the fastest kernel that torch has for the device.
-    Keys and values of grouped heads are not copied. On a CPU a NaN or an infinity in a key or value
-    only affects the queries that see it; on a GPU this depends on torch's kernel.
+    Keys and values of grouped heads are not copied. A mask with ALiBi's bias is in float32 or
+    wider, and so are the products then: half precision would round the bias. On a CPU a NaN or an
+    infinity in a key or value only affects the queries that see it; on a GPU this depends on
+    torch's kernel.
     """
     lost = lost_tokens(r.k, r.v) if r.q.device.type == "cpu" else None
     if lost is None:
@@ -48,14 +49,18 @@ def attention_sdpa(r: Request) -> AttentionOutput:
 
 
 def _attend(r: Request) -> AttentionOutput:
-    q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
     if is_plain(r):
+        q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
         # An if, and not enable_gqa=(...): with symbolic shapes the comparison is a symbol, which
         # the operator does not accept as a bool.
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
         return AttentionOutput(out.transpose(1, 2), None)
-    return AttentionOutput(_masked(r), None)
+    if r.slopes is None:
+        return AttentionOutput(_masked(r), None)
+    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
+    with torch.autocast(q.device.type, enabled=False):  # it would round the mask
+        return AttentionOutput(_masked(replaced(r, q=q, k=k, v=v)).to(r.q.dtype), None)
 
 
 def _masked(r: Request) -> torch.Tensor:

@@ -49,7 +49,8 @@ def linear_cross_entropy(
             supports the dtype; "triton" asks for that kernel; "reference" computes all logits.
 
     Raises:
-        TypeError: if x or weight is not floating-point, or targets not int64.
+        TypeError: if x or weight is not floating-point, targets not int64, or outside autocast x
+            and weight differ in dtype.
         ValueError: if shapes or devices disagree, or on a CPU a target is beyond the vocabulary.
     """
     dtype = _check(x, weight, targets, ignore_index)
@@ -78,7 +79,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
     kind, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    if dtype == x.dtype != weight.dtype:
+    elif dtype != weight.dtype:
         raise TypeError(
             f"{name}: x and weight must have one dtype outside autocast, "
             f"got {x.dtype} and {weight.dtype}"
