@@ -30,9 +30,9 @@ def test_several_jobs_run_in_processes_with_folders_of_their_own():
 
 
 def test_an_error_is_told_at_once_and_raised_after_all_other_calls(capfd):
-    calls, found = [fail, *(partial(place_of, number) for number in range(5))], []
+    calls = [fail, *(partial(place_of, number) for number in range(5))]
+    found: list[tuple[int, object]] = []
     with pytest.raises(UserError, match="this one fails"):
-        for i, _ in side_by_side(calls, Path("here"), CPU, 2):
-            found.append(i)
-    assert sorted(found) == [1, 2, 3, 4, 5]
+        found.extend(side_by_side(calls, Path("here"), CPU, 2))
+    assert sorted(i for i, _ in found) == [1, 2, 3, 4, 5]
     assert "this one fails" in capfd.readouterr().err
