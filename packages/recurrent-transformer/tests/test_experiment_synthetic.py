@@ -25,11 +25,12 @@ def rehearse(tmp_path, monkeypatch):
 
 
 def test_every_task_is_trained_and_the_result_says_what_was_cut(rehearse):
-    assert rehearse("--dry-run", "--models", "transformer") == 0
+    for model in ("transformer", "recurrent"):
+        assert rehearse("--dry-run", "--models", model) == 0
     found = read_result(Path("results/cpu/synthetic.json"))
     assert found.how is How.SCALED_DOWN
     assert found.columns == tuple(TASKS)
-    assert {entry.model for entry in found.entries} == {"Transformer"}
+    assert {entry.model for entry in found.entries} == {"Transformer", "Recurrent Transformer"}
     assert "max_steps 2, not None" in found.setting
     assert not Path("results/cpu/synthetic").exists(), "runs are scratch, not results"
 

@@ -185,14 +185,14 @@ class SweepConfig:
         pairs = [(f"{task.name}: ", task, TASKS[task.name]) for task in self.tasks]
         changes = _changes("", self, SweepConfig())
         changes += [change for pair in pairs for change in _changes(*pair)]
-        is_whole = not changes and len(self.tasks) == len(TASKS) and len(self.models) == len(LAYERS)
+        is_whole = not changes and len(self.tasks) == len(TASKS)
         return Header(
             kind="recall",
             title="Figure synth: MAD's tasks and copying, one layer",
             setting=PROTOCOL + (f". Here: {'; '.join(changes)}" if changes else ""),
             how="the paper's setting" if is_whole else "scaled down",
             columns=tuple(self.columns()),
-            models=tuple(NAMES[model] for model in self.models),
+            models=tuple(NAMES.values()),  # also those that another call trains
             unit="share",
             better="higher",
             groups=(EXACT, BY_TOKEN),
@@ -213,7 +213,7 @@ def sweep(
     It gets two entries for each model, task and seed, exact match and token accuracy of the run
     that has the best exact match, the first with that run's details, and those of the `others`. A
     sweep that was killed goes on: runs resume from their own folders, and finished ones are only
-    read.
+    read. One for the other model goes on in the same file.
 
     Args:
         config: what to run.
