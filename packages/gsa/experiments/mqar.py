@@ -1,7 +1,7 @@
 """Measure recall as GSA's authors did (Figure 3a), in three parts that --models selects.
 
     python packages/gsa/experiments/mqar.py --out packages/gsa/results/nvidia-h200
-    python packages/gsa/experiments/mqar.py --out DIR --models gsa_2_layers gsa_4_layers
+    python packages/gsa/experiments/mqar.py --out DIR --models gsa_2_layers gsa_4_layers --jobs 2
     python packages/gsa/experiments/mqar.py --dry-run --out DIR           # toy sizes, on a CPU
 
 First GSA at C = 128 with two layers and with the authors' four, then there with the paper's damping
@@ -19,7 +19,7 @@ from typing import Any
 
 from mezzo_core.bench import Options, Result, origin, run_script, say
 from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
-from mezzo_gsa.mqar.sweep import add_best
+from mezzo_gsa.mqar.sweep import Choice, add_best
 from mezzo_gsa.mqar.task import MQARConfig
 
 GSA = NAMES["gsa"]
@@ -38,21 +38,20 @@ REHEARSAL = replace(
 
 
 def measure(options: Options) -> None:
-    """Run one part after another; what the result has is left out."""
+    """Run the parts; what the result has is left out."""
     config = REHEARSAL if options.dry_run else FULL
     rows = dict.fromkeys((*config.header().models, *(row for row, _ in VARIANTS.values())))
     header = replace(config.header(), models=tuple(rows))
     result = Result(options.out / f"{config.name}.json", header, origin(options.device), say)
-    settings: dict[str, Any] = {"runs": options.runs, "device": options.device}
-    for name in options.models:
-        if name in VARIANTS:
-            row, changes = VARIANTS[name]
-            changed = replace(config, **changes)
-            add_best(result, changed, "gsa", config.widths[1], say, row=row, **settings)
+    chosen = [
+        Choice(replace(config, **VARIANTS[name][1]), "gsa", config.widths[1], VARIANTS[name][0])
+        for name in options.models
+        if name in VARIANTS
+    ]
     models = [name for name in options.models if name in config.models]
-    for width, model in product(config.widths, models):
-        add_best(result, config, model, width, say, **settings)
+    chosen += [Choice(config, model, width) for width, model in product(config.widths, models)]
+    add_best(result, chosen, say, runs=options.runs, device=options.device, jobs=options.jobs)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, [*VARIANTS, *FULL.models]))
+    sys.exit(run_script(measure, __doc__, [*VARIANTS, *FULL.models], parallel=True))

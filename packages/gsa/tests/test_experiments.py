@@ -156,8 +156,8 @@ def test_the_claims_read_the_rows_of_the_scripts(id, script, pairs):
 
 
 def test_parts_of_mqar_are_selected_by_their_models_and_fill_one_table(rehearse):
-    def measured(*models):
-        code, found = rehearse("mqar", "--models", *models)
+    def measured(*models, jobs=1):
+        code, found = rehearse("mqar", "--jobs", str(jobs), "--models", *models)
         assert (code, set(found)) == (0, {"mqar_authors"})
         return found["mqar_authors"]
 
@@ -171,7 +171,7 @@ def test_parts_of_mqar_are_selected_by_their_models_and_fill_one_table(rehearse)
     assert "seq_len 32, not 512; num_pairs 4, not 64" in depths.setting
     forms = measured("gsa_damping_8", "gsa_scale_1")
     assert places(forms) - first == {("GSA, damping 8", "C=32"), ("GSA, scale 1", "C=32")}
-    figure = measured("gsa", "gla")
+    figure = measured("gsa", "gla", jobs=2)
     new = {("GSA", "C=16"), ("GLA", "C=16"), ("GLA", "C=32")}
     assert places(figure) - places(forms) == new
     assert all(entry in figure.entries for entry in forms.entries), "nothing is measured again"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mezzo_core.bench import sweep
-from mezzo_core.bench.sweep import best_run
+from mezzo_core.bench.sweep import Sweep, best_run
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import DivergenceError
@@ -18,7 +18,7 @@ RATES = (1e-4, 1e-3, 1e-2, 1.0)
 def best(monkeypatch):
     """Run a sweep over RATES whose runs measure what is given; tell what was said, and where."""
 
-    def run(*measured, **options):
+    def run(*measured, enough=None, **options):
         lines, folders = [], []
 
         def measure(config, folder, device, *, resume):
@@ -32,8 +32,9 @@ def best(monkeypatch):
         monkeypatch.setattr(sweep, "measure_run", measure)
         optims = [OptimConfig(lr, weight_decay=0.0) for lr in RATES[: len(measured)]]
         configs = [TrainConfig("toy", MODEL, optim=optim) for optim in optims]
-        where = (Path("runs/toy"), torch.device("cpu"), lines.append)
-        return best_run("toy", configs, *where, swept=("lr",), **options), lines, folders
+        toys = Sweep("toy", configs, Path("runs/toy"), enough)
+        where = (torch.device("cpu"), lines.append)
+        return best_run(toys, *where, swept=("lr",), **options), lines, folders
 
     return run
 

@@ -1,21 +1,51 @@
 """A sweep over models, widths and learning rates on MQAR."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from mezzo_core.bench import Result, origin
-from mezzo_core.bench.sweep import best_run
+from mezzo_core.bench.result import Say
+from mezzo_core.bench.sweep import Sweep, best_runs
 from mezzo_core.device import choose_device
 
 from mezzo_gsa.mqar.protocols import NAMES, SOLVED, SweepConfig
 
 
+class Choice(NamedTuple):
+    """A model at one width, which gets an entry of a result."""
+
+    config: SweepConfig
+    """What its runs share."""
+    model: str
+    """Of `NAMES`."""
+    width: int
+    """C."""
+    row: str | None = None
+    """The model's name in the result; None: that of `NAMES`."""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The row and the column of the entry."""
+        return self.row or NAMES[self.model], f"C={self.width}"
+
+    def sweep(self, runs: Path) -> Sweep:
+        """Return the trainings, with each learning rate, whose folders are in `runs`."""
+        config, model, width, row = self
+        return Sweep(
+            f"{row or model} C={width}",
+            [config.run(model, width, lr) for lr in config.learning_rates],
+            runs / config.name / f"{model}_c{width}",
+            enough=SOLVED if config.skip_solved else None,
+        )
+
+
 def sweep(
     config: SweepConfig,
     out: Path,
-    say: Callable[[str], None],
+    say: Say,
     *,
     runs: Path | None = None,
     device: str | torch.device | None = None,
@@ -36,56 +66,47 @@ def sweep(
         UserError: if a model cannot have a width, `out` has the result of another sweep or cannot
             be written, or there is no such device.
     """
-    choices = [(model, width) for width, model in product(sorted(config.widths), config.models)]
+    places = product(sorted(config.widths), config.models)
+    choices = [Choice(config, model, width) for width, model in places]
     for choice in choices:  # what cannot be built is refused before hours of training
-        config.state_bytes(*choice)
+        config.state_bytes(choice.model, choice.width)
     chosen = choose_device(device, None)
     result = Result(out / f"{config.name}.json", config.header(), origin(chosen), say)
-    for model, width in choices:
-        add_best(result, config, model, width, say, runs=runs or out, device=chosen)
+    add_best(result, choices, say, runs=runs or out, device=chosen)
     return result
 
 
 def add_best(
     result: Result,
-    config: SweepConfig,
-    model: str,
-    width: int,
-    say: Callable[[str], None],
+    choices: Sequence[Choice],
+    say: Say,
     *,
     runs: Path,
     device: torch.device,
-    row: str | None = None,
+    jobs: int = 1,
 ) -> None:
-    """Train a model at one width with each learning rate, and add the best, if it is missing.
+    """Train each choice with each learning rate, and add its best, if it is missing.
 
     The entry has the best accuracy, with that run's details, and those of the `others`.
 
     Args:
-        result: gets the entry.
-        config: what all runs share.
-        model: of `NAMES`.
-        width: C.
+        result: gets the entries.
+        choices: the models.
         say: called with a line about each run.
         runs: the folder of the runs' folders.
         device: where to train.
-        row: the model's name in the result; None: that of `NAMES`.
+        jobs: choices trained at the same time, see `best_runs`.
 
     Raises:
-        UserError: if the model cannot have this width.
+        UserError: if a model cannot have its width.
     """
-    place = {"model": row or NAMES[model], "column": f"C={width}"}
-    if result.has(**place, seed=config.task.seed):
-        return
-    state_bytes = config.state_bytes(model, width)
-    best = best_run(
-        f"{row or model} C={width}",
-        [config.run(model, width, lr) for lr in config.learning_rates],
-        runs / config.name / f"{model}_c{width}",
-        device,
-        say,
-        swept=("lr",),
-        enough=SOLVED if config.skip_solved else None,
-    )
-    best["state_bytes"] = state_bytes
-    result.add(best.pop("accuracy"), **place, seed=config.task.seed, **best)
+    wanted = {each.place: each for each in choices}  # two may be one: each once
+    missing = [
+        each for each in wanted.values() if not result.has(*each.place, seed=each.config.task.seed)
+    ]
+    states = [each.config.state_bytes(each.model, each.width) for each in missing]
+    sweeps = [each.sweep(runs) for each in missing]
+    for i, best in best_runs(sweeps, device, say, jobs, swept=("lr",)):
+        row, column = missing[i].place
+        value, seed = best.pop("accuracy"), missing[i].config.task.seed
+        result.add(value, model=row, column=column, seed=seed, state_bytes=states[i], **best)

@@ -2,18 +2,14 @@
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from mezzo_core.bench import Header, Result, origin
-from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.bench.result import Say
-from mezzo_core.bench.script import say as write
-from mezzo_core.bench.sweep import best_run
-from mezzo_core.bench.training import NO_SPEED
+from mezzo_core.bench.sweep import Sweep, best_runs
 from mezzo_core.config_json import check_fields
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
@@ -221,7 +217,7 @@ def sweep(
         say: called with a line of text as the sweep goes on.
         runs: the folder of the runs' folders; None: `out`.
         device: None takes a GPU if there is one.
-        jobs: models trained at the same time, see `side_by_side`.
+        jobs: models trained at the same time, see `best_runs`.
 
     Raises:
         UserError: if `out` has the result of another sweep or cannot be written, or there is no
@@ -235,12 +231,10 @@ def sweep(
         for seed, column, model in product(config.seeds, config.columns(), config.models)
         if not result.has(NAMES[model], column, BY_TOKEN, seed)
     ]
-    told = say if jobs == 1 else write  # which another process can have
-    calls = [partial(_best, config, *each, folder, told) for each in missing]
-    for i, best in side_by_side(calls, folder, chosen, jobs):
+    sweeps = [_sweep(config, *each, folder) for each in missing]
+    swept, by = ("lr", "weight_decay"), ("exact_match", "accuracy")
+    for i, best in best_runs(sweeps, chosen, say, jobs, swept=swept, by=by):
         seed, column, model = missing[i]
-        for run in (best, *(best["others"] or ())) if jobs > 1 else ():
-            run |= NO_SPEED
         place: dict[str, Any] = {"model": NAMES[model], "column": column, "seed": seed}
         exact, by_token = best.pop("exact_match"), best.pop("accuracy")
         if not result.has(**place, group=EXACT):
@@ -249,27 +243,14 @@ def sweep(
     return result
 
 
-def _best(
-    config: SweepConfig,
-    seed: int,
-    column: str,
-    model: str,
-    folder: Path,
-    say: Say,
-    scratch: Path,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Train one model with every setting of the optimizer, each in its own folder."""
+def _sweep(config: SweepConfig, seed: int, column: str, model: str, folder: Path) -> Sweep:
+    """Return the trainings of one model with every setting of the optimizer."""
     optims = product(config.learning_rates, config.weight_decays)
     task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
-    return best_run(
+    return Sweep(
         f"{column} {model} seed {seed}",
         [config.run(model, task, lr, decay, seed) for lr, decay in optims],
         folder / f"{words}_{model}_seed{seed}",
-        device,
-        say,
-        swept=("lr", "weight_decay"),
-        by=("exact_match", "accuracy"),
         enough=SOLVED,
     )
 
