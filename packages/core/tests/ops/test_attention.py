@@ -303,6 +303,12 @@ def test_other_dtypes_stay_close_to_float64(dtype, options):
     assert_close("out", got, ref, low=low, rtol=1e-6 if dtype == torch.float64 else 5e-3)
 
 
+def test_shapes_are_told_without_memory():
+    x, _ = problem(T=300, device="meta")
+    for slopes in (None, alibi_slopes(4).to("meta")):
+        assert attention(**x, alibi_slopes=slopes).out.shape == x["q"].shape
+
+
 def test_sdpa_does_not_round_alibi_s_bias_under_autocast():
     x, _ = problem(B=1, T=300, D=4)
     wanted = attention(**x, alibi_slopes=alibi_slopes(4), impl="reference").out

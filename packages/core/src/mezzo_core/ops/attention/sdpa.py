@@ -59,7 +59,8 @@ def _attend(r: Request) -> AttentionOutput:
     if r.slopes is None:
         return AttentionOutput(_masked(r), None)
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
-    with torch.autocast(q.device.type, enabled=False):  # it would round the mask
+    # Autocast would round the mask. It knows no meta device, where nothing is rounded.
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
         return AttentionOutput(_masked(replaced(r, q=q, k=k, v=v)).to(r.q.dtype), None)
 
 
