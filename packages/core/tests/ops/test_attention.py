@@ -309,11 +309,12 @@ def test_shapes_are_told_without_memory():
         assert attention(**x, alibi_slopes=slopes).out.shape == x["q"].shape
 
 
-def test_sdpa_does_not_round_alibi_s_bias_under_autocast():
+@pytest.mark.parametrize("impl", ["sdpa", "blocked"])
+def test_autocast_does_not_round_alibi_s_bias(impl):
     x, _ = problem(B=1, T=300, D=4)
     wanted = attention(**x, alibi_slopes=alibi_slopes(4), impl="reference").out
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attention(**x, alibi_slopes=alibi_slopes(4), impl="sdpa").out
+        found = attention(**x, alibi_slopes=alibi_slopes(4), impl=impl).out
     assert_close("out", found, wanted, rtol=1e-6)
 
 

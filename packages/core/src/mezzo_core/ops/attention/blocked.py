@@ -35,7 +35,8 @@ def unsupported(r: Request) -> str | None:
 def attention_blocked(r: Request) -> AttentionOutput:
     """Compute attention; products and softmax run in float32 (float64 for float64)."""
     *inputs, return_lse = r
-    out, lse = _differentiable(*inputs)
+    with torch.autocast("cpu", enabled=False):  # which would multiply in its own dtype
+        out, lse = _differentiable(*inputs)
     return AttentionOutput(out, lse if return_lse else None)
 
 
