@@ -5,7 +5,9 @@
     python packages/recurrent-transformer/experiments/synthetic.py --dry-run --out DIR  # on a CPU
 
 All tasks, settings, rates and seeds of the paper's protocol, but for the steps: 4,000 of a run at
-most, not 20,000. For other sizes use the command `mezzo-recurrent-transformer synthetic`.
+most, not 20,000. `--jobs 12` trains twelve layers at the same time; `--models recurrent`, and then
+`--models transformer`, fill the same result. For other sizes use the command
+`mezzo-recurrent-transformer synthetic`.
 """
 
 import sys

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from mezzo_core.bench import Result, origin, training
 from mezzo_core.bench import sweep as core_sweep
-from mezzo_core.bench import training
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
@@ -22,7 +22,7 @@ from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.mqar import command
 from mezzo_gsa.mqar.command import mqar
 from mezzo_gsa.mqar.protocols import DROPOUT, NAMES, PROTOCOLS, SweepConfig
-from mezzo_gsa.mqar.sweep import sweep
+from mezzo_gsa.mqar.sweep import Choice, add_best, sweep
 from mezzo_gsa.mqar.task import MQARConfig
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
@@ -288,6 +288,14 @@ def test_attention_learns_to_recall(tmp_path):
     (entry,) = sweep(config, tmp_path, silent, device="cpu").entries
     assert entry["value"] > 0.99
     assert entry["steps"]["val"][-1][0] < 6 * 187
+
+
+def test_what_is_chosen_twice_is_trained_once(tmp_path):
+    config, cpu = replace(TINY, models=("gsa",)), torch.device("cpu")
+    result = Result(tmp_path / "mqar.json", config.header(), origin(cpu), silent)
+    lines = []
+    add_best(result, [Choice(config, "gsa", 16)] * 2, lines.append, runs=tmp_path, device=cpu)
+    assert (len(result.entries), len(lines)) == (1, 1)
 
 
 def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):

@@ -1,13 +1,14 @@
 """Several measurements side by side, each in a process of its own."""
 
 import multiprocessing
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from mezzo_core.bench.script import say
 
 Found = TypeVar("Found")
 _place: tuple[Path, torch.device]
@@ -52,7 +53,7 @@ def side_by_side(
                     yield running[done], done.result()
                 elif failure is None:
                     failure = error
-                    traceback.print_exception(error)
+                    say(f"failed, the others go on: {error!r}")
         finally:
             pool.shutdown(cancel_futures=True)
     if failure is not None:

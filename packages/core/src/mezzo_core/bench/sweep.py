@@ -49,8 +49,7 @@ def best_runs(
     """
     told = say if jobs == 1 else write  # which another process can have
     calls = [partial(_best_run, sweep, say=told, swept=swept, by=by) for sweep in sweeps]
-    folder = sweeps[0].folder.parent if sweeps else Path()
-    for i, best in side_by_side(calls, folder, device, jobs):
+    for i, best in side_by_side(calls, Path(), device, jobs):  # runs have folders of their own
         for run in (best, *(best["others"] or ())) if jobs > 1 else ():
             run |= NO_SPEED
         yield i, best
@@ -86,10 +85,10 @@ def best_run(
         has the same of the other runs, the best first (None if there are none). The measures of a
         run whose loss exploded are DIVERGED.
     """
-    name, _, folder, enough = sweep
+    name, configs, folder, enough = sweep
     found: list[dict[str, Any]] = []
     told = ""
-    for config in sweep.configs:
+    for config in configs:
         if enough is not None and any(_scores(run, by)[0] > enough for run in found):
             say(f"{name}: nothing else is tried, as {told} solved it")
             break

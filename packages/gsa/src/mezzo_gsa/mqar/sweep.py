@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         """The row and the column of the entry."""
         return self.row or NAMES[self.model], f"C={self.width}"
 
-    def sweep(self, runs: Path) -> Sweep:
+    def trainings(self, runs: Path) -> Sweep:
         """Return the trainings, with each learning rate, whose folders are in `runs`."""
         config, model, width, row = self
         return Sweep(
@@ -100,12 +100,12 @@ def add_best(
     Raises:
         UserError: if a model cannot have its width.
     """
-    wanted = {each.place: each for each in choices}  # two may be one: each once
+    wanted = {each.place: each for each in choices}  # what is chosen twice counts once
     missing = [
         each for each in wanted.values() if not result.has(*each.place, seed=each.config.task.seed)
     ]
     states = [each.config.state_bytes(each.model, each.width) for each in missing]
-    sweeps = [each.sweep(runs) for each in missing]
+    sweeps = [each.trainings(runs) for each in missing]
     for i, best in best_runs(sweeps, device, say, jobs, swept=("lr",)):
         row, column = missing[i].place
         value, seed = best.pop("accuracy"), missing[i].config.task.seed
