@@ -12,8 +12,10 @@ model in segments, and DRT's chunks to the host's memory. Writes passkey.json an
 `--models` takes some alone; what `--runs` has is not trained again, and what the files have is not
 measured again.
 
-TEXTS should have 47 MB or more: of less, the longest rows read the held-out part more than once. It
-should be of kinds that the training part has too: see results/notes.md.
+Keep the tokenizer, which is bytes: models of this size do not learn to copy keys of tens of
+thousands of different tokens in these steps. TEXTS should have 47 MB or more: of less, the longest
+rows read the held-out part more than once. It should be of kinds that the training part has too:
+see results/notes.md.
 """
 
 import sys

@@ -28,6 +28,7 @@ def test_every_task_is_trained_and_the_result_says_what_was_cut(rehearse):
     for model in ("transformer", "recurrent"):
         assert rehearse("--dry-run", "--models", model) == 0
     found = read_result(Path("results/cpu/synthetic.json"))
+    assert read_result(Path("results/cpu/synthetic_rates.json")).columns == found.columns
     assert found.how is How.SCALED_DOWN
     assert found.columns == tuple(TASKS)
     assert {entry.model for entry in found.entries} == {"Transformer", "Recurrent Transformer"}
@@ -35,10 +36,13 @@ def test_every_task_is_trained_and_the_result_says_what_was_cut(rehearse):
     assert not Path("results/cpu/synthetic").exists(), "runs are scratch, not results"
 
 
-def test_the_full_run_is_the_papers_but_for_its_steps():
-    full = runpy.run_path(str(SCRIPT))["FULL"]
-    assert "Here: max_steps 4000, not None" in full.header().setting
-    assert len(full.header().setting.split("Here: ")[1].split("; ")) == 1
+def test_the_sweeps_are_the_papers_but_for_what_each_cuts():
+    short, whole = (
+        sweep.header().setting.split("Here: ")[1]
+        for sweep in runpy.run_path(str(SCRIPT))["SWEEPS"].values()
+    )
+    assert short == "max_steps 4000, not None"
+    assert whole == "learning_rates (0.001,), not (0.001, 0.0005, 0.0001)"
 
 
 def test_wrong_words_are_answered_in_one_line(rehearse, monkeypatch, capsys):

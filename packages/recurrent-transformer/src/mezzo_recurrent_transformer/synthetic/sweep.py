@@ -200,6 +200,7 @@ def sweep(
     out: Path,
     say: Say,
     *,
+    name: str = "synthetic",
     runs: Path | None = None,
     device: str | torch.device | None = None,
     jobs: int = 1,
@@ -215,6 +216,7 @@ def sweep(
         config: what to run.
         out: the folder of the result.
         say: called with a line of text as the sweep goes on.
+        name: of the result's file.
         runs: the folder of the runs' folders; None: `out`.
         device: None takes a GPU if there is one.
         jobs: models trained at the same time, see `best_runs`.
@@ -224,8 +226,8 @@ def sweep(
             such device.
     """
     chosen = choose_device(device, None)
-    result = Result(out / "synthetic.json", config.header(), origin(chosen), say)
-    folder = (runs or out) / "synthetic"
+    result = Result(out / f"{name}.json", config.header(), origin(chosen), say)
+    folder = (runs or out) / name
     missing = [
         (seed, column, model)
         for seed, column, model in product(config.seeds, config.columns(), config.models)
