@@ -6,14 +6,8 @@ from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.figures import draw_result
 from mezzo_core.papers.measurement import Entry, How, Measurement
 from mezzo_core.papers.published import Claim, Published, Row, Table
-from mezzo_core.papers.report import (
-    Figure,
-    PaperReport,
-    Report,
-    Sample,
-    prepare_folder,
-    write_report,
-)
+from mezzo_core.papers.report import Figure, PaperReport, Report, Sample
+from mezzo_core.papers.report_files import prepare_folder, write_report
 
 ROWS = (Row("x|y", (7.61,)), Row("z", ("OOM",)))
 TABLE = Table("p.t1", "A <title> & more", "perplexity", "ppl", "lower", "big", ("T=8",), ROWS)

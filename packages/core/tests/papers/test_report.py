@@ -4,7 +4,8 @@ import json
 
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.measurement import How
-from mezzo_core.papers.report import prepare_folder, tally
+from mezzo_core.papers.report import tally
+from mezzo_core.papers.report_files import prepare_folder
 
 
 def test_findings_are_counted_by_how_they_were_run_and_what_came_out(findings):

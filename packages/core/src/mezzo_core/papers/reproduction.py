@@ -27,7 +27,8 @@ from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.measurement import How, Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Published, load_published
-from mezzo_core.papers.report import Figure, PaperReport, Report, prepare_folder, write_report
+from mezzo_core.papers.report import Figure, PaperReport, Report
+from mezzo_core.papers.report_files import prepare_folder, write_report
 from mezzo_core.papers.speeds import Measurers
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig

@@ -1,6 +1,6 @@
 """The registered op: the Triton kernels with their schema, fake and gradient."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mezzo_core.ops.gradients import register_gradient
@@ -8,29 +8,13 @@ from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
 from mezzo_drt.ops.grouped_cross_attention.readers import Readers, part_size, readers_of
+from mezzo_drt.ops.grouped_cross_attention.saved import Saved
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor indices, Tensor weights"
 _READERS = "Tensor? order, Tensor? offsets, Tensor? parts, Tensor? chunks"
 """The tensors of `Readers`, or none of them: then the backward lists the readers."""
 _FORM = "bool softmax1, float scale"
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
-
-
-class Saved(NamedTuple):
-    """The tensors that the backward needs: what each chunk gave is computed anew."""
-
-    q: Tensor
-    """(B, N, M, H, D)."""
-    k: Tensor
-    """(B, S, L, H, D)."""
-    v: Tensor
-    """(B, S, L, H, D)."""
-    indices: Tensor
-    """(B, N, R) int64."""
-    weights: Tensor
-    """(B, N, R) float32."""
-    lse: Tensor
-    """(B, N, R, H, M) float32: natural log-sum-exp of a query's logits over one chunk."""
 
 
 @torch.library.custom_op(

@@ -1,26 +1,16 @@
 """The registered gated scan: its schema, its fake and its gradient."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
+from mezzo_rat.ops.gated_scan.saved import Saved
+
 STATE_EVERY = 8
 """The forward saves the state before every 8th token; the backward recomputes those between."""
-
-
-class Saved(NamedTuple):
-    """The tensors that the backward needs."""
-
-    zvg: Tensor
-    gate_bias: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    lengths: Tensor | None
-    kept: Tensor
-    """(B, N, C) float32: the state before every token t with t % STATE_EVERY == 0."""
 
 
 @torch.library.custom_op("mezzo_rat::gated_scan", mutates_args=())

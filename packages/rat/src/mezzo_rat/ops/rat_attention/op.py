@@ -3,34 +3,16 @@
 Each takes tensors first, and then a `Form` as plain arguments.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mezzo_core.ops.gradients import register_gradient
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.form import FORM_SCHEMA, Form
+from mezzo_rat.ops.rat_attention.saved import Saved
 from mezzo_rat.ops.rat_attention.state import RATState
 from mezzo_rat.ops.rat_attention.triton.plan import Plan, continued_plan, packed_plan, plain_plan
-
-
-class Saved(NamedTuple):
-    """The tensors that the backward needs."""
-
-    x: Tensor
-    """(B, T, W): the projection."""
-    gate_bias: Tensor | None
-    """(H, D)."""
-    cu_seqlens: Tensor | None
-    """(S + 1,): borders of packed sequences."""
-    y: Tensor
-    """(B, T, H, D): the output."""
-    lse: Tensor
-    """(B, H, T) float32: log2 of the sum of the exponentials of each query's logits."""
-    k_ends: Tensor
-    """(B, N, H, D): k~ at the end of each chunk, rotated."""
-    v_ends: Tensor
-    """(B, N, H, D): v~ at the end of each chunk."""
 
 
 @torch.library.custom_op(

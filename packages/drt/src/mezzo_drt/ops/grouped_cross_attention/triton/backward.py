@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
-from mezzo_drt.ops.grouped_cross_attention.op import Saved
+from mezzo_drt.ops.grouped_cross_attention.saved import Saved
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     LOG2_E,
     Tiles,

@@ -9,8 +9,8 @@ from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
-from mezzo_drt.ops.grouped_cross_attention.op import Saved
 from mezzo_drt.ops.grouped_cross_attention.readers import Readers
+from mezzo_drt.ops.grouped_cross_attention.saved import Saved
 from mezzo_drt.ops.grouped_cross_attention.triton.backward import load_stats
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     Tiles,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo_rat.ops.gated_scan.op import Saved
+from mezzo_rat.ops.gated_scan.saved import Saved
 from mezzo_rat.ops.gated_scan.triton.inputs import (
     channels_last,
     contiguous,

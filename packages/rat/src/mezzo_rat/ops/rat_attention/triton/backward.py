@@ -8,7 +8,7 @@ import torch
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.op import Saved
+from mezzo_rat.ops.rat_attention.saved import Saved
 from mezzo_rat.ops.rat_attention.triton.ends import attend_ends_dkv_kernel, attend_ends_dq_kernel
 from mezzo_rat.ops.rat_attention.triton.gates import output_gate_bwd_kernel
 from mezzo_rat.ops.rat_attention.triton.plan import Plan

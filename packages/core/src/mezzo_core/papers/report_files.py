@@ -1,0 +1,60 @@
+"""The files of a report: report.md, report.html and report.json."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mezzo_core.errors import UserError
+from mezzo_core.papers.html import to_html
+from mezzo_core.papers.markdown import to_markdown
+from mezzo_core.papers.report import Report
+
+
+def prepare_folder(out: Path, paper: str) -> Path:
+    """Create `out/paper` for a paper's figures, runs and speeds, and return it.
+
+    Older reports in `out`, and older figures and speeds, are removed; other files stay.
+
+    Raises:
+        UserError: if `out` cannot be written.
+    """
+    folder = out / paper
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix in ("md", "html", "json"):
+            (out / f"report.{suffix}").unlink(missing_ok=True)
+        for name in ("figures", "speed"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "figures").mkdir()
+    except OSError as error:
+        raise UserError(f"{out}: no report can be written there ({error.strerror})") from error
+    return folder
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Write report.md, report.html and report.json into `out`, where the figures already are."""
+    content = json.dumps(_to_json(report), indent=1, ensure_ascii=False) + "\n"
+    texts = {"md": to_markdown(report, out), "html": to_html(report), "json": content}
+    for suffix, text in texts.items():
+        (out / f"report.{suffix}").write_text(text, encoding="utf-8")
+
+
+def _to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON, without the curves of trainings, which each claim would repeat."""
+    papers: list[dict[str, Any]] = [
+        {
+            "name": paper.name,
+            "title": paper.published.title,
+            "notes": paper.notes,
+            "findings": [asdict(finding) for finding in paper.findings],
+            "samples": [asdict(sample) for sample in paper.samples],
+        }
+        for paper in report.papers
+    ]
+    for finding in (finding for paper in papers for finding in paper["findings"]):
+        for entry in (e for ours in finding["measurements"] for e in ours["entries"]):
+            entry["details"].pop("steps", None)
+    content = {name: value for name, value in vars(report).items() if name != "papers"}
+    return {**content, "seconds": round(report.seconds, 1), "papers": papers}
