@@ -12,10 +12,9 @@ model in segments, and DRT's chunks to the host's memory. Writes passkey.json an
 `--models` takes some alone; what `--runs` has is not trained again, and what the files have is not
 measured again.
 
-Keep the tokenizer, which is bytes: models of this size do not learn to copy keys of tens of
-thousands of different tokens in these steps. TEXTS should have 47 MB or more: of less, the longest
-rows read the held-out part more than once. It should be of kinds that the training part has too:
-see results/notes.md.
+Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
+have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
+kinds that the training part has too: see results/notes.md.
 """
 
 import sys

@@ -5,9 +5,10 @@
     python packages/recurrent-transformer/experiments/synthetic.py --dry-run --out DIR  # on a CPU
 
 First short runs, of 4,000 steps at most, with all rates of the paper's protocol: they give
-synthetic_rates.json. Then whole runs, of 20,000 steps at most, with the best of these rates: they
-give synthetic.json, the figure. `--jobs 12` trains twelve layers at the same time; `--models
-recurrent`, and then `--models transformer`, fill the same results. For other sizes use the command
+synthetic_rates.json. Then whole runs, of 20,000 steps at most, with the rate that the short runs of
+the recurrent layer speak for: they give synthetic.json, the figure. `--jobs 12` trains twelve
+layers at the same time; `--models recurrent`, and then `--models transformer`, fill the same
+results, what they have is not trained again. For other sizes use the command
 `mezzo-recurrent-transformer synthetic`.
 """
 
@@ -22,7 +23,9 @@ SWEEPS = {
     "synthetic_rates": SweepConfig(max_steps=4_000),
     "synthetic": SweepConfig(learning_rates=(1e-3,)),
 }
-"""Of each result. The recurrent layer does best with the highest rate in nearly all short runs."""
+"""Of each result. The recurrent layer does best with the highest rate in nearly all short runs; if
+the Transformer's do not agree, the whole runs must have its rate too.
+"""
 TOY = SweepConfig(
     tuple(replace(task, train_rows=16, test_rows=4) for task in TASKS.values()),
     learning_rates=(1e-3,),
