@@ -40,8 +40,11 @@ def launch_products(dtype, *, m=2, B=4, C=1024, F=4096):
     x, pair, g, u = (torch.zeros(m, 1, B, K, dtype=dtype) for K in (C, 2 * C, F, F))
     o, kv = torch.zeros(m, C, C, dtype=dtype), torch.zeros(m, 2 * C, C, dtype=dtype)
     up, down = torch.zeros(m, F, C, dtype=dtype), torch.zeros(m, C, F, dtype=dtype)
-    products.product_partial(x, o)
-    products.product_gelu(x, up, g)
+    h, n = torch.zeros(m, 1, B, C), torch.zeros_like(x)
+    for name, norm in (("rms", torch.zeros(m, C)), ("none", None)):
+        form = Form(16, 1.0, name, 1e-5, True, 1)
+        squares = products.product_add(x, o, x, 1.0, norm, form, h, n)
+        products.product_gelu(n, up, g, squares, form)
     products.product_partial(g, down)
     products.product_partial(pair, kv.mT)
     products.product_gelu_bwd(x, down.mT, u, g)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
 from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, eager, recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
@@ -16,6 +17,7 @@ FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
 NAN = float("nan")
 NAMES = ["product_partial", "product_gelu", "product_gelu_bwd"]
+RMS = Form(2, 0.5, "rms", 1e-3, True, 1)
 
 # (m, s, B, K) and N: ragged K and N, several parts of K, one row, and two tiles of rows.
 SHAPES = [
@@ -52,6 +54,11 @@ def weight_of(x, N, transposed):
     return weight.mT if transposed else weight
 
 
+def values_around(x):
+    """Return how many values are not NaN in the memory that x is a part of."""
+    return (~x.new_empty(0).set_(x.untyped_storage()).isnan()).sum()
+
+
 def run(module, name, x, weight, u):
     """Return all that a function writes, by name."""
     out = steps(torch.full_like(u, NAN))
@@ -61,7 +68,7 @@ def run(module, name, x, weight, u):
         again = out if sums is None else sums.sum(0)
         return {"sum": module.product_partial(x, weight).sum(0), "again": again}
     if name == "product_gelu":
-        module.product_gelu(x, weight, out)
+        module.product_gelu(x, weight, out, None, RMS)
         return {"out": out}
     module.product_gelu_bwd(x, weight, u, out)
     return {"du": out, "u": u}
@@ -86,8 +93,48 @@ def test_products_equal_eager(name, shape, N, transposed, few, dtype, monkeypatc
         rtol = RTOL[found[key].dtype]
         assert_close(key, found[key], wanted, rtol=rtol, low=None if exact else low[key])
         if key in ("out", "du", "u"):
-            memory = found[key].new_empty(0).set_(found[key].untyped_storage())
-            assert (~memory.isnan()).sum() == wanted.numel(), f"{name} wrote outside of {key}"
+            assert values_around(found[key]) == wanted.numel(), f"{name} wrote outside of {key}"
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("norm", ["rms", "layer", "none"])
+@pytest.mark.parametrize("few", [True, False], ids=["kernel", "cuBLAS"])
+def test_products_of_normalized_sums_equal_eager(shape, N, norm, few, dtype, monkeypatch):
+    monkeypatch.setattr(products, "DTYPES", (dtype,) if few else ())
+    monkeypatch.setattr(products, "WIDE_RANGE", (FLOAT, BFLOAT))
+    form = RMS._replace(norm=norm)
+    x, rows = (normal(*shape[:3], width, dtype=dtype, seed=width) for width in (shape[3], N))
+    x, base = steps(x), steps(rows.float() * 3)
+    weight, after = weight_of(x, N, False), weight_of(rows, 40, False)
+    scales = None if norm == "none" else normal(shape[0], N, dtype=FLOAT, seed=4)
+
+    def call(module, x, dtype):
+        h, out, g = (
+            steps(torch.full((*shape[:3], width), NAN, dtype=wanted, device=DEVICE))
+            for width, wanted in ((N, FLOAT), (N, dtype), (40, dtype))
+        )
+        weights = weight.to(dtype), after.to(dtype)
+        squares = module.product_add(x.to(dtype), weights[0], base, 0.5, scales, form, h, out)
+        module.product_gelu(out, weights[1], g, squares, form)
+        return {"h": h, "gelu": g}, out, squares
+
+    truth, *_ = call(eager, x, FLOAT)
+    low, *_ = call(eager, x, dtype)
+    found, out, squares = call(products, x, dtype)
+    assert squares is not None or not (few and norm == "rms" and dtype != HALF)
+    for key, wanted in truth.items():
+        exact = dtype == FLOAT
+        assert_close(key, found[key], wanted, rtol=RTOL[dtype], low=None if exact else low[key])
+    for x_out in (found["h"], found["gelu"], out):
+        assert values_around(x_out) == x_out.numel(), "wrote outside of an output"
+
+    x[-1, -1, -1, 0] = NAN
+    healthy = torch.ones(shape[:3], dtype=torch.bool, device=DEVICE)
+    healthy[-1, -1, -1] = False
+    for key, poisoned in call(products, x, dtype)[0].items():
+        assert torch.equal(poisoned[healthy], found[key][healthy])
+        assert poisoned[~healthy].isnan().all()
 
 
 @each_name
@@ -106,8 +153,10 @@ def test_a_nan_stays_in_its_row_and_layer(name, monkeypatch):
         assert found[key][~healthy].isnan().all() or key == "u"
 
 
-def test_layers_with_these_products_equal_eager_with_all_gradients(monkeypatch):
+@pytest.mark.parametrize("persistent_norm", [True, False])
+def test_layers_with_these_products_equal_eager_with_all_gradients(persistent_norm, monkeypatch):
     monkeypatch.setattr(products, "DTYPES", (FLOAT,))
+    monkeypatch.setattr(products, "WIDE_RANGE", (FLOAT,))
     n, B, T, C, F = 2, 2, 3, 32, 160
     sizes = dict.fromkeys(("wq", "wk", "wv", "wo"), (n, C, C))
     sizes |= {"up": (n, F, C), "down": (n, C, F)}
@@ -121,7 +170,9 @@ def test_layers_with_these_products_equal_eager_with_all_gradients(monkeypatch):
 
     def layers(impl):
         def call(x, **weights):
-            return recurrent_layers(x, LayerWeights(**weights), num_heads=2, impl=impl).z
+            given = x, LayerWeights(**weights)
+            options = {"num_heads": 2, "persistent_norm": persistent_norm, "impl": impl}
+            return recurrent_layers(*given, **options).z
 
         z, found = grads(call, inputs, pull)
         return found | {"z": z}

@@ -123,9 +123,8 @@ def run_tile(
     for step in range(stream.shape[1] // b):
         rows = slice(step * b, (step + 1) * b)
         parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
-        attended = parts.product_partial(a, w.o)
-        parts.add_normed(stream[:-1, rows], attended, r, w.n2, form, h, n)
-        parts.product_gelu(n, w.up, g)
+        squares = parts.product_add(a, w.o, stream[:-1, rows], r, w.n2, form, h, n)
+        parts.product_gelu(n, w.up, g, squares, form)
         y = parts.product_partial(g, w.down)
         parts.add_normed(h, y, r, w.n1, form.of_pairs(), stream[1:, rows], n)
         kv = product(n, w.kv)

@@ -5,6 +5,7 @@ float64) and rounded at the end.
 """
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.products import (
+    product_add,
     product_gelu,
     product_gelu_bwd,
     product_partial,
@@ -47,6 +48,7 @@ __all__ = [
     "pairs_bwd",
     "pairs_step_bwd",
     "past_bwd",
+    "product_add",
     "product_gelu",
     "product_gelu_bwd",
     "product_partial",

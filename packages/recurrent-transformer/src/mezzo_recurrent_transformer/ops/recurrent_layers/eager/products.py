@@ -5,7 +5,12 @@ Inputs are (m, s, B, K), weights (m, N, K).
 
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import gelu, gelu_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
+    add_normed,
+    gelu,
+    gelu_bwd,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 
 
@@ -18,8 +23,44 @@ def product_partial(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return found[None] if out is None else None
 
 
-def product_gelu(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write `gelu` of `product`."""
+def product_add(
+    x: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: float,
+    norm: Tensor | None,
+    form: Form,
+    h: Tensor,
+    out: Tensor,
+) -> Tensor | None:
+    """Write h = base + scale * `product`, and h as it was rounded, normalized, into `out`.
+
+    A norm needs whole rows, and a kernel's program has a part of one. So a kernel may write h times
+    the norm's weights into `out`, and leave it to `product_gelu` to multiply each row by
+    1 / sqrt(its mean square + eps). Then it returns the sums of squares of the rows' P parts.
+
+    Args:
+        x: (m, s, B, K).
+        weight: (m, C, K).
+        base: (m, s, B, C), as all that follow: what the product is added to.
+        scale: of the product.
+        norm: the norm's weights (m, C).
+        form: the options.
+        h: written.
+        out: written.
+
+    Returns:
+        None: `out` is normalized, as always here. Or sums of squares (m, s B, P) in float32.
+    """
+    add_normed(base, product(x, weight)[None], scale, norm, form, h, out)
+    return None
+
+
+def product_gelu(
+    x: Tensor, weight: Tensor, out: Tensor, squares: Tensor | None, form: Form
+) -> None:
+    """Write `gelu` of `product`, whose x and `squares` are from `product_add`."""
+    assert squares is None
     gelu(product(x, weight), out)
 
 

@@ -3,6 +3,7 @@
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.earlier import attend_earlier
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.later import pairs_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
+    product_add,
     product_gelu,
     product_gelu_bwd,
     product_partial,
@@ -37,6 +38,7 @@ __all__ = [
     "normed_bwd",
     "pairs_bwd",
     "pairs_step_bwd",
+    "product_add",
     "product_gelu",
     "product_gelu_bwd",
     "product_partial",

@@ -4,6 +4,9 @@ Within a tile's steps a product has as many rows as the batch, and its time is t
 weights once: what counts is that all of the GPU reads, and that few kernels follow each other. So a
 program has some rows of the weights; where too few programs would be left, several of them share
 these, each with its part of K, and what reads the result adds their sums.
+
+A norm after a product needs whole rows, which no program has. But it is a number for each row: a
+product can have its input without this number, and multiply its sums by it.
 """
 
 from typing import NamedTuple
@@ -15,6 +18,7 @@ from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
@@ -28,6 +32,8 @@ require_ptxas()
 # Rows of a layer, and of all layers, up to which these kernels are used; cuBLAS has the others.
 FEW, FEW_OF_ALL = 128, 384
 DTYPES = (torch.bfloat16, torch.float16)
+# Those in which a row may be rounded before its norm: in float16 it could overflow.
+WIDE_RANGE = (torch.bfloat16,)
 # Programs that fill a large GPU; and parts of K, at most: each writes a whole result.
 PROGRAMS, PARTS = 132, 4
 
@@ -83,10 +89,43 @@ def product_partial(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return sums
 
 
-def product_gelu(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write u Φ(u) of u = x Wᵀ; see `eager.product_gelu`."""
+def product_add(
+    x: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: float,
+    norm: Tensor | None,
+    form: Form,
+    h: Tensor,
+    out: Tensor,
+) -> Tensor | None:
+    """Write h = base + scale * x Wᵀ and its norm; see `eager.product_add`."""
+    if not _few_rows(x) or x.dtype not in WIDE_RANGE or form.norm == "layer":
+        sums = product_partial(x, weight)
+        assert sums is not None
+        rows.add_normed(base, sums, scale, norm, form, h, out)
+        return None
+    m, s, B, K = x.shape
+    R, N = s * B, weight.shape[1]
+    BM, BN, BK, _, warps, stages = _settings(m, R, N, K, partial=False)
+    parts, is_normed = ceil_div(N, BN), form.norm != "none"
+    squares = x.new_empty(m, R, parts, dtype=torch.float32) if is_normed else None
+    product_add_kernel[(ceil_div(R, BM) * parts, m)](
+        x, weight, base, norm if is_normed else None, h, out, squares, B, R, scale,
+        *x.stride()[:3], *weight.stride(), *base.stride()[:3],
+        0 if norm is None else norm.stride(0), *h.stride()[:3], *out.stride()[:3],
+        N=N, K=K, BM=BM, BN=BN, BK=BK, PRECISION=_precision(x),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return squares
+
+
+def product_gelu(
+    x: Tensor, weight: Tensor, out: Tensor, squares: Tensor | None, form: Form
+) -> None:
+    """Write u Φ(u) of u = x Wᵀ, x from `product_add`; see `eager.product_gelu`."""
     if _few_rows(x):
-        _launch(x, weight, out[None], None, "gelu")
+        _launch(x, weight, out[None], None, "gelu", squares=squares, eps=form.eps)
     else:
         rows.gelu(product(x, weight), out)
 
@@ -106,38 +145,41 @@ def _launch(
     u: Tensor | None,
     after: str,
     settings: Settings | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """Launch a product of x (m, s, B, K) and weights (m, N, K) to `out` (P, m, s, B, N)."""
+    """Launch a product of x (m, s, B, K) and weights (m, N, K) to `out` (P, m, s, B, N).
+
+    With `squares` (m, s B, S), rows are divided by their norm, as `product_add` leaves it to do.
+    """
     m, s, B, K = x.shape
     R, N = s * B, weight.shape[1]
     BM, BN, BK, P, warps, stages = settings or _settings(m, R, N, K, partial=False)
     share = ceil_div(ceil_div(K, BK), P)
+    parts = 1 if squares is None else squares.shape[2]
     product_kernel[(ceil_div(R, BM) * ceil_div(N, BN), P, m)](
-        x, weight, u, out, B, R, share, *x.stride()[:3], *weight.stride(),
-        *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4],
-        N=N, K=K, BM=BM, BN=BN, BK=BK, AFTER=after,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
+        x, weight, u, squares, out, B, R, share, *x.stride()[:3], *weight.stride(),
+        *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4], eps,
+        N=N, K=K, S=parts, BS=next_power_of_2(parts), BM=BM, BN=BN, BK=BK, AFTER=after,
+        PRECISION=_precision(x), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["B", "R", "share"])
-def product_kernel(
-    x, weight, u, out, B, R, share,
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _product(
+    x, weight, o_r, o_n, begin, end, i_m, B, R,
     stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
-    stride_um, stride_us, stride_ub, stride_op, stride_om, stride_os, stride_ob,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AFTER: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of BM rows of x and BN rows of the weights over `share` times BK of K.
+    """Sum the products of rows of the weights and rows of x over K from `begin` to `end`.
 
     The weights are the left factor, which tensor cores want to be the longer.
     """
-    tiles = tl.cdiv(R, BM)
-    i_r, i_n, i_p = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
-    i_m = tl.program_id(2).to(tl.int64)
-    o_r, o_n = i_r * BM + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
-    begin = i_p * share * BK  # which is known to be aligned
     o_k = begin + tl.arange(0, BK)
     # Beyond the end the last row is read again, so that no load but of a ragged K has a mask.
     o_x = row_offset(i_m, tl.minimum(o_r, R - 1), B, stride_xm, stride_xs, stride_xb)
@@ -148,7 +190,7 @@ def product_kernel(
     p_w = weight + i_m * stride_wm + o_w.to(tl.int64)[:, None] * stride_wn
     p_w += o_k[None, :] * stride_wk
     b_acc = tl.zeros([BN, BM], tl.float32)
-    for first in range(begin, tl.minimum(begin + share * BK, K), BK):
+    for first in range(begin, end, BK):
         if K % BK == 0:
             b_w, b_x = tl.load(p_w), tl.load(p_x)
         else:
@@ -158,7 +200,74 @@ def product_kernel(
         b_acc = tl.dot(b_w, b_x, b_acc, input_precision=PRECISION)
         p_w += BK * stride_wk
         p_x += BK
+    return b_acc
 
+
+@triton.jit(do_not_specialize=["B", "R"])
+def product_add_kernel(
+    x, weight, base, norm, h, out, squares, B, R, scale,
+    stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
+    stride_bm, stride_bs, stride_bb, stride_nm, stride_hm, stride_hs, stride_hb,
+    stride_om, stride_os, stride_ob,
+    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add products to BN channels of BM rows; write what the norm of whole rows needs of them."""
+    tiles, parts = tl.cdiv(R, BM), tl.cdiv(N, BN)
+    i_r, i_n, i_m = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
+    i_m = i_m.to(tl.int64)
+    o_r, o_n = i_r * BM + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
+    m_n, m_r = o_n < N, o_r < R
+    m = m_n[:, None] & m_r[None, :]
+    o_base = row_offset(i_m, o_r, B, stride_bm, stride_bs, stride_bb)[None, :] + o_n[:, None]
+    o_h = row_offset(i_m, o_r, B, stride_hm, stride_hs, stride_hb)[None, :] + o_n[:, None]
+    o_out = row_offset(i_m, o_r, B, stride_om, stride_os, stride_ob)[None, :] + o_n[:, None]
+    # Read before the product, so that it need not be waited for after it.
+    b_base = tl.load(base + o_base, mask=m, other=0.0).to(tl.float32)
+    if squares is not None:
+        b_norm = tl.load(norm + i_m * stride_nm + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_acc = _product(
+        x, weight, o_r, o_n, 0, K, i_m, B, R,
+        stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
+        N, K, BM, BN, BK, PRECISION,
+    )  # fmt: skip
+    b_h = (b_base + scale * b_acc).to(h.dtype.element_ty)
+    tl.store(h + o_h, b_h, mask=m)
+    b_h = b_h.to(tl.float32)  # as the backward has it
+    if squares is not None:
+        b_squares = tl.sum(tl.where(m, b_h * b_h, 0.0), 0)
+        tl.store(squares + (i_m * R + o_r) * parts + i_n, b_squares, mask=m_r)
+        b_h *= b_norm[:, None]
+    tl.store(out + o_out, b_h.to(out.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["B", "R", "share"])
+def product_kernel(
+    x, weight, u, squares, out, B, R, share,
+    stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
+    stride_um, stride_us, stride_ub, stride_op, stride_om, stride_os, stride_ob, eps,
+    N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    AFTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum the products of BM rows of x and BN rows of the weights over `share` times BK of K."""
+    tiles = tl.cdiv(R, BM)
+    i_r, i_n, i_p = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
+    i_m = tl.program_id(2).to(tl.int64)
+    o_r, o_n = i_r * BM + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
+    if squares is not None:
+        # Read before the product, so that they need not be waited for after it.
+        o_s = tl.arange(0, BS)
+        p_squares = squares + (i_m * R + o_r)[:, None] * S + o_s[None, :]
+        b_squares = tl.load(p_squares, mask=(o_r < R)[:, None] & (o_s < S)[None, :], other=0.0)
+    begin = i_p * share * BK  # which is known to be aligned
+    b_acc = _product(
+        x, weight, o_r, o_n, begin, tl.minimum(begin + share * BK, K), i_m, B, R,
+        stride_xm, stride_xs, stride_xb, stride_wm, stride_wn, stride_wk,
+        N, K, BM, BN, BK, PRECISION,
+    )  # fmt: skip
+    if squares is not None:
+        b_acc *= tl.rsqrt(tl.sum(b_squares, 1) / K + eps)[None, :]
     m = (o_n < N)[:, None] & (o_r < R)[None, :]
     # As if the product had been written, and read again.
     b_out = b_acc.to(out.dtype.element_ty)
