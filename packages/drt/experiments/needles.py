@@ -188,7 +188,7 @@ def measure(options: Options) -> None:
             cell, (value, details) = cells[i], found
             if cell.column == sizes.columns[name][0]:
                 details |= trained[cell.model, cell.seed]
-            place = {"model": cell.model, "column": cell.column, "seed": cell.seed}
+            place: dict[str, Any] = {"model": cell.model, "column": cell.column, "seed": cell.seed}
             result.add(value, **place, **details)
 
 
