@@ -5,7 +5,8 @@
     python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
 
 Trains each model on rows of up to 16,384 tokens (Landmark Attention: 768), first on long keys in
-short rows, then on the task, and from there on paths. Two of the models are DRT with capped scores
+short rows, then on the task, and from there on paths. Two of the models are DRT without projections
+of the landmarks, as in the paper's released code, and one has capped scores
 (`DRTConfig.score_softcap`), which the paper does not have. Then measures how many answers of
 held-out rows are right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the
 model in segments, and DRT's chunks to the host's memory. Writes passkey.json and two_hop.json.
@@ -42,10 +43,17 @@ from mezzo_drt.recipes import ARCHITECTURES, small
 
 DEEP = "BaseLM +2 layers"
 SOFTCAP = 8.0
-"""The bound of the scores in two models that are not the paper's."""
-CAPPED = {f"{model}, scores capped": model for model in (DRT1, DRT2)}
-MODELS = (DEEP, LANDMARK, DRT1, DRT2, *CAPPED)
-MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2, *CAPPED)}
+"""The bound of the scores in a model that is not the paper's."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{DRT1}, no projections": (DRT1, {"projections": False}),
+    f"{DRT2}, no projections": (DRT2, {"projections": False}),
+    f"{DRT2}, scores capped": (DRT2, {"score_softcap": SOFTCAP}),
+}
+"""Models that differ from DRT in some fields of its stack. With projections the queries, and so the
+scores, grow with the residual stream; the paper's released code has a norm in their place.
+"""
+MODELS = (DEEP, LANDMARK, DRT1, DRT2, *VARIANTS)
+MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2, *VARIANTS)}
 REACH = {DEEP: 2**18, LANDMARK: 2**16}
 """Tokens of the longest rows of models that are not measured further."""
 EVAL_EVERY = 200
@@ -241,10 +249,11 @@ def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
         assert stack.hidden is not None
         size = ModelSize(vocab_size, sizes.d_model, stack.num_layers, stack.head_dim, stack.hidden)
         return landmark_lm(size, stack.chunk_size)
-    stack = replace(stack, score_softcap=SOFTCAP if model in CAPPED else None)
+    model, changes = VARIANTS.get(model, (model, {}))
+    stack = replace(stack, **changes)
     like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=stack)
     names = {DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}
-    return ARCHITECTURES[names[CAPPED.get(model, model)]](like)
+    return ARCHITECTURES[names[model]](like)
 
 
 def load(cell: Cell, sizes: Sizes, options: Options, device: torch.device) -> LM:
@@ -326,7 +335,8 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
         f"softmax1 {'on' if c.softmax1 else 'off'}; scores capped: by {SOFTCAP:g} tanh(r / "
-        f"{SOFTCAP:g}), which is not the paper's; tokenizer {options.tokenizer}",
+        f"{SOFTCAP:g}), which is not the paper's; no projections: as in its released code; "
+        f"tokenizer {options.tokenizer}",
         f"trained from scratch on needles in {corpus_name(options.data)}: {told}; Landmark "
         f"Attention on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
         f"share of rows of held-out text in which every token of the answer is right: {samples} "
