@@ -44,7 +44,8 @@ def measure(options: Options) -> None:
         kind="training",
         title="Perplexity on long documents, by the length of the evaluation",
         setting=f"{in_words(example, options.device)}; evaluated in windows of {tokens} tokens "
-        "that overlap by half, with the same targets",
+        "that overlap by half, with the same targets; landmarks compared as by the paper's "
+        "released code, without projections; projected: as by its text",
         how="scaled down",
         columns=LENGTHS,
         models=tuple(MODELS),

@@ -65,8 +65,8 @@ def tiny() -> Hyperparameters:
 def small() -> Hyperparameters:
     """15M weights in the plain model's layers: for one GPU. The schedule is the paper's.
 
-    Landmarks are compared without projections, as by the paper's released code: with them, the
-    queries grow with the residual stream, and a training at this rate may diverge.
+    Landmarks are compared without projections, as by the paper's released code: with them, scores
+    grow with the residual stream, and nothing bounds them.
     """
     return Hyperparameters(
         vocab_size=50_257,
