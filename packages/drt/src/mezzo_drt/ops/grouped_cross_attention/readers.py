@@ -35,9 +35,11 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     chunk, order = chunk.sort(stable=True)
     offsets = torch.searchsorted(chunk, torch.arange(B * S + 1, device=indices.device))
     early = (offsets.diff() - 1).clamp(min=0) // size
-    parts = torch.nn.functional.pad(early.cumsum(0), (1, 0))
-    most = torch.arange(indices.numel() // (size + 1), device=indices.device)
-    chunks = torch.searchsorted(parts[1:], most, right=True)
+    # Not `parts[1:]`: compiled for a GPU, torch's searchsorted forgets where a view begins.
+    ends = early.cumsum(0)
+    parts = torch.nn.functional.pad(ends, (1, 0))
+    most = torch.arange(max(0, indices.numel() - 1) // size, device=indices.device)
+    chunks = torch.searchsorted(ends, most, right=True)
     return Readers(order.to(torch.int32), offsets, parts, chunks, size)
 
 
