@@ -119,8 +119,11 @@ def test_lists_that_calls_share_give_the_same_gradients(monkeypatch):
 
 def test_no_part_of_a_chunk_is_lost():
     draws = torch.Generator().manual_seed(0)
-    for B, N, S, R in ((1, 50, 3, 4), (2, 17, 1, 1), (3, 30, 40, 9), (1, 1, 5, 2), (2, 0, 4, 8)):
-        indices = torch.randint(-1, S, (B, N, R), generator=draws)
+    sizes = ((1, 50, 3, 4), (2, 17, 1, 1), (3, 30, 40, 9), (1, 1, 5, 2), (2, 0, 4, 8))
+    drawn = [(S, torch.randint(-1, S, (B, N, R), generator=draws)) for B, N, S, R in sizes]
+    everything = torch.arange(8).expand(1, 512, 8)  # few chunks, with as many parts as can be
+    for S, indices in (*drawn, (8, everything)):
+        B = len(indices)
         got = readers_of(indices, S)
         for c in range(B * S):
             begin, end = got.offsets[c], got.offsets[c + 1]
@@ -174,7 +177,8 @@ def test_the_registered_op_is_sound():
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.any_shapes
 def test_it_compiles_as_one_graph(impl):
-    inputs = draw(1, 2, 5, 3, 4, 2, 1, 16)
+    inputs = draw(1, 20, 5, 3, 4, 2, 1, 16)
+    inputs["indices"][:] = torch.arange(1, 3)  # chunks that are summed in parts
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
 
     def call(**x):
