@@ -35,7 +35,8 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     chunk, order = chunk.sort(stable=True)
     offsets = torch.searchsorted(chunk, torch.arange(B * S + 1, device=indices.device))
     early = (offsets.diff() - 1).clamp(min=0) // size
-    # Not `parts[1:]`: compiled for a GPU, torch's searchsorted forgets where a view begins.
+    # Not `parts[1:]`: compiled for a GPU, torch's searchsorted forgets where a view begins
+    # (pytorch/pytorch#182343).
     ends = early.cumsum(0)
     parts = torch.nn.functional.pad(ends, (1, 0))
     most = torch.arange(max(0, indices.numel() - 1) // size, device=indices.device)
