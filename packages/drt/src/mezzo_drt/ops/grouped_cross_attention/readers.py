@@ -32,8 +32,9 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     size = part_size(R)
     rows = torch.arange(B, device=indices.device)[:, None, None]
     chunk = torch.where(indices >= 0, indices + rows * S, B * S).flatten()
-    chunk, order = chunk.sort(stable=True)
-    offsets = torch.searchsorted(chunk, torch.arange(B * S + 1, device=indices.device))
+    chunk, order = chunk.to(torch.int32).sort(stable=True)  # which sorts faster than int64
+    borders = torch.arange(B * S + 1, dtype=torch.int32, device=indices.device)
+    offsets = torch.searchsorted(chunk, borders)
     early = (offsets.diff() - 1).clamp(min=0) // size
     # Not `parts[1:]`: compiled for a GPU, torch's searchsorted forgets where a view begins
     # (pytorch/pytorch#182343).
