@@ -4,10 +4,11 @@
         --out packages/drt/results/nvidia-h200 --jobs 8
     python packages/drt/experiments/train_documents.py --out DIR --dry-run
 
-Writes long_documents.json: perplexities in windows of half, once and four times the tokens of the
-training. `--models` takes some alone, `--jobs 8` trains eight at the same time, over all GPUs. The
-small recipes compare landmarks as the paper's released code does; one model here does it as its
-text says, by projections (`DRTConfig.projections`).
+Writes long_documents_rates.json: each model's perplexity at several learning rates, with one seed.
+Then writes long_documents.json: at its best rate, perplexities in windows of half, once and four
+times the tokens of the training. `--models` takes some alone, `--jobs 8` trains eight at the same
+time, over all GPUs. The small recipes compare landmarks as the paper's released code does; one
+model here does it as its text says, by projections (`DRTConfig.projections`).
 """
 
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
 from mezzo_core.bench.tested import train_and_test
-from mezzo_core.bench.training import in_words
+from mezzo_core.bench.training import SWEPT, at_rate, in_words, train_swept
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
@@ -32,34 +33,51 @@ MODELS[PROJECTED] = "drt1"
 LENGTHS = (SHORT, TRAINED_AT, LONG)
 STEPS, BATCH = 2400, 2
 """Four epochs of five million tokens."""
+RATES = {"1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
+"""About the paper's, 2e-3."""
+WARMUP = 0.1
+"""Of the steps. The paper's 2% would be 48 steps here, while gradients are still large."""
 TOY = 64  # a dry run has this many times fewer tokens in a window
 
 
 def measure(options: Options) -> None:
-    """Train each model with each seed, the first seed first."""
-    lengths = {name: int(name) // (TOY if options.dry_run else 1) for name in LENGTHS}
+    """Find the best rate of each model, then train it with each seed, the first seed first."""
     example = configure("base", options)
-    tokens = ", ".join(map(str, lengths.values()))
-    header = Header(
+    told = f"{in_words(example, options.device)}, but for the rate"
+    landmarks = (
+        "landmarks compared as by the paper's released code, without projections; projected: as by "
+        "its text"
+    )
+    swept = Header(
         kind="training",
-        title="Perplexity on long documents, by the length of the evaluation",
-        setting=f"{in_words(example, options.device)}; evaluated in windows of {tokens} tokens "
-        "that overlap by half, with the same targets; landmarks compared as by the paper's "
-        "released code, without projections; projected: as by its text",
+        title="Perplexity on long documents, by the learning rate",
+        setting=f"{told}; {landmarks}",
         how="scaled down",
-        columns=LENGTHS,
+        columns=tuple(RATES),
         models=tuple(MODELS),
         unit="perplexity",
         better="lower",
     )
-    path = options.out / f"{Path(DOCUMENTS).name}.json"
-    result = Result(path, header, origin(options.device), say)
+    lengths = {name: int(name) // (TOY if options.dry_run else 1) for name in LENGTHS}
+    tokens = ", ".join(map(str, lengths.values()))
+    tested = replace(
+        swept,
+        title="Perplexity on long documents, by the length of the evaluation",
+        setting=f"{told}, each model's best of {', '.join(RATES)} with seed {SWEPT}; evaluated in "
+        f"windows of {tokens} tokens that overlap by half, with the same targets; {landmarks}",
+        columns=LENGTHS,
+    )
+    name, machine = Path(DOCUMENTS).name, origin(options.device)
+    rates = Result(options.out / f"{name}_rates.json", swept, machine, say)
+    result = Result(options.out / f"{name}.json", tested, machine, say)
     configs = {model: configure(MODELS[model], options) for model in options.models}
     if PROJECTED in configs:
         configs[PROJECTED] = projected(configs[PROJECTED])
-    test = partial(perplexities, lengths=lengths)
     where = (options.runs, options.device, options.jobs)
-    train_and_test(result, configs, options.seeds, test, *where)
+    train_swept(rates, configs, RATES, (SWEPT,), *where)
+    best = {model: rates.best_column(model, seed=SWEPT) for model in configs}
+    chosen = {model: at_rate(configs[model], RATES[rate]) for model, rate in best.items() if rate}
+    train_and_test(result, chosen, options.seeds, partial(perplexities, lengths=lengths), *where)
 
 
 def configure(architecture: str, options: Options) -> TrainConfig:
@@ -71,7 +89,13 @@ def configure(architecture: str, options: Options) -> TrainConfig:
         return replace(recipe, data=data, seq_len=toy, batch_size=2, steps=2, eval_batches=1)
     recipe = RECIPES[f"small_{architecture}"]()
     return replace(
-        recipe, data=data, batch_size=BATCH, steps=STEPS, eval_every=300, checkpoint_every=10**9
+        recipe,
+        data=data,
+        batch_size=BATCH,
+        steps=STEPS,
+        optim=replace(recipe.optim, warmup_fraction=WARMUP),
+        eval_every=300,
+        checkpoint_every=10**9,
     )
 
 

@@ -63,7 +63,8 @@ def test_a_second_run_trains_only_what_is_missing(tmp_path, capsys):
     assert dry_run(tmp_path, "--seeds", "0", "--models", name) == 0
     assert dry_run(tmp_path, "--seeds", "0", "1", "--models", name) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[1].split(",")[-1] for line in lines] == [" 0"] * 3 + [" 1"] * 3
+    seeds = [line.split(":")[1].split(",")[-1] for line in lines]
+    assert seeds == [" 0"] * (len(script.RATES) + 3) + [" 1"] * 3
 
 
 def test_a_full_run_is_the_recipe_with_four_epochs_of_the_given_text():
@@ -71,7 +72,7 @@ def test_a_full_run_is_the_recipe_with_four_epochs_of_the_given_text():
     for architecture in script.MODELS.values():
         ours = script.configure(architecture, options)
         recipe = RECIPES[f"small_{architecture}"]()
-        kept = ("data", "batch_size", "steps", "eval_every", "checkpoint_every")
+        kept = ("data", "batch_size", "steps", "optim", "eval_every", "checkpoint_every")
         assert replace(recipe, **{name: getattr(ours, name) for name in kept}) == ours
         assert ours.seq_len == int(script.TRAINED_AT)
         assert ours.data.source == "texts"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import conditions, train_models, train_runs
+from mezzo_core.bench.training import at_rate, conditions, train_models, train_runs
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.claims import NORMALIZED, RATES, RAW, RT, SMALL, XFMR
@@ -75,8 +75,7 @@ def measure(options: Options) -> None:
         for model in (model for model in options.models if model in NORMS):
             for column, lr in LEARNING_RATES.items():
                 config = configure("small_12", NORMS[model], options)
-                optim = replace(config.optim, lr=lr, min_lr=lr / 10)
-                runs.append((model, column, replace(config, optim=optim, seed=seed)))
+                runs.append((model, column, replace(at_rate(config, lr), seed=seed)))
     train_runs(result, runs, options.runs, options.device, options.jobs)
 
 

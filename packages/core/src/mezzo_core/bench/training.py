@@ -74,8 +74,7 @@ def train_swept(
 
     Args:
         result: what it has already is left out.
-        configs: the runs by the models' names; their seed and rate are replaced, and the rate at
-            the end of the run keeps its share of the first.
+        configs: the runs by the models' names; their seed and rate are replaced.
         rates: the learning rates, by the names of the result's columns.
         seeds: of the initial weights.
         folder: scratch, see `measure_run`.
@@ -84,10 +83,7 @@ def train_swept(
     """
 
     def run(model: str, column: str, seed: int) -> tuple[str, str, TrainConfig]:
-        config, lr = configs[model], rates[column]
-        end = config.optim.min_lr / config.optim.lr * lr
-        optim = replace(config.optim, lr=lr, min_lr=end)
-        return model, column, replace(config, optim=optim, seed=seed)
+        return model, column, replace(at_rate(configs[model], rates[column]), seed=seed)
 
     sweep = [run(model, column, SWEPT) for column in rates for model in configs]
     train_runs(result, sweep, folder, device, jobs)
@@ -99,6 +95,12 @@ def train_swept(
         if column is not None and seed != SWEPT
     ]
     train_runs(result, others, folder, device, jobs)
+
+
+def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
+    """Return a run at another learning rate; the one at its end keeps its share of the first."""
+    optim = config.optim
+    return replace(config, optim=replace(optim, lr=lr, min_lr=optim.min_lr / optim.lr * lr))
 
 
 def train_runs(
