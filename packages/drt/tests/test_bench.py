@@ -30,7 +30,7 @@ def test_the_op_has_rows_that_can_be_read_back(tmp_path, monkeypatch):
 
 def test_the_tiny_models_are_measured_after_the_op(monkeypatch):
     monkeypatch.setattr(bench, "op_rows", lambda *_: iter(()))
-    monkeypatch.setattr(bench, "model_row", lambda name, *_: name)
+    monkeypatch.setattr(bench, "model_rows", lambda name, *_: [name])
     monkeypatch.setattr(bench, "run", lambda rows, *_: list(rows))
     assert bench.bench(CPU, quick=True) == ["tiny_base", "tiny_drt1"]
 

@@ -16,7 +16,7 @@ TINY = replace(bench.CPU, tokens=64, lengths=(32, 64), d_model=16, head_dim=8, s
 
 def test_layers_of_every_length_and_phase_have_rows_that_can_be_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "QUICK", TINY)
-    monkeypatch.setattr(bench, "model_row", lambda *_: None)
+    monkeypatch.setattr(bench, "model_rows", lambda *_: [None])
     monkeypatch.setattr(bench, "run", lambda rows, *_: list(rows))
     *rows, first, second = bench.bench(CPU, quick=True)
     assert (first, second) == (None, None)

@@ -33,7 +33,7 @@ def test_layers_stacks_and_models_have_rows_that_can_be_read_back(tmp_path, monk
 def test_the_tiny_models_are_measured_after_the_layers(monkeypatch):
     monkeypatch.setattr(bench, "QUICK", replace(bench.QUICK, seconds=0.0))
     monkeypatch.setattr(bench, "layer_rows", lambda *_: iter(()))
-    monkeypatch.setattr(bench, "model_row", lambda name, *_: name)
+    monkeypatch.setattr(bench, "model_rows", lambda name, *_: [name])
     monkeypatch.setattr(bench, "run", lambda rows, *_: list(rows))
     assert bench.bench(CPU, quick=True) == ["tiny_transformer", "tiny_recurrent"]
 

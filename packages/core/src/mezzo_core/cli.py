@@ -169,6 +169,13 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         compile: Annotated[
             bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")
         ] = None,
+        cuda_graph: Annotated[
+            bool | None,
+            typer.Option(
+                "--cuda-graph/--no-cuda-graph",
+                help="Replay steps as CUDA graphs, for small models on one GPU.",
+            ),
+        ] = None,
         track: Annotated[str | None, typer.Option(help="tensorboard or trackio.")] = None,
         fresh: Annotated[
             bool, typer.Option("--fresh", help="Start over instead of resuming what --out holds.")
@@ -190,6 +197,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
             "seq_len": seq_len,
             "seed": seed,
             "compile": compile,
+            "cuda_graph": cuda_graph,
             "track": track,
         }
         with _values_of_the_user():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mezzo_core.bench.training_step import model_row, time_training, training_step
+from mezzo_core.bench.training_step import model_rows, time_training, training_step
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LM, LMConfig
 
@@ -45,10 +45,18 @@ def test_a_batch_that_does_not_fit_is_an_error_of_memory(monkeypatch):
 
 
 def test_a_bench_has_a_row_of_a_model():
-    row = model_row("tiny_attention", "reference", CONFIG, 2, 8, CPU, 0.0)
+    (row,) = model_rows("tiny_attention", "reference", CONFIG, 2, 8, CPU, 0.0)
     assert (row.name, row.impl) == ("tiny_attention model train", "reference")
     assert row.shape == {"B": 2, "T": 8, "C": 16}
     assert row.timing.ms > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_second_row_has_the_steps_as_cuda_graphs():
+    found = list(model_rows("tiny", "auto", CONFIG, 2, 8, torch.device("cuda"), 0.1))
+    assert [row.impl for row in found] == ["auto", "CUDA graph"]
+    launched, replayed = (row.timing.ms for row in found)
+    assert replayed < launched
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from mezzo_core.bench import Row, run, say
 from mezzo_core.bench.rows import Contender, timed
-from mezzo_core.bench.training_step import model_row
+from mezzo_core.bench.training_step import model_rows
 from mezzo_core.errors import UserError
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def bench(
         for name in shapes.models:
             config = RECIPES[name]()
             size = config.batch_size, config.seq_len
-            yield model_row(name, "auto", config.model, *size, device, shapes.seconds)
+            yield from model_rows(name, "auto", config.model, *size, device, shapes.seconds)
 
     return run(rows(), device, out, say)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from mezzo_core.bench import Row, attempt, run, say
 from mezzo_core.bench.layer import build_layer, check_layer, compiled, time_layer
-from mezzo_core.bench.training_step import model_row
+from mezzo_core.bench.training_step import model_rows
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 
@@ -46,8 +46,8 @@ def bench(
         yield from layer_rows(sizes, device)
         for name in tiny:
             config = RECIPES[name]()
-            shape = config.batch_size, config.seq_len
-            yield model_row(name, "auto", config.model, *shape, device, 1.0 if quick else 5.0)
+            shape, seconds = (config.batch_size, config.seq_len), 1.0 if quick else 5.0
+            yield from model_rows(name, "auto", config.model, *shape, device, seconds)
 
     return run(rows(), device, out, say)
 

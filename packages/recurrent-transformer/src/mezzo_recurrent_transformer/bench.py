@@ -22,7 +22,7 @@ from mezzo_core.bench import (
     time_layer,
 )
 from mezzo_core.bench.layer import Run
-from mezzo_core.bench.training_step import model_row
+from mezzo_core.bench.training_step import model_rows
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
 from mezzo_recurrent_transformer.recipes import RECIPES, AnyLayer, stack
@@ -71,7 +71,7 @@ def bench(
         for name in shapes.models:
             config = RECIPES[name]()
             size = config.batch_size, config.seq_len
-            yield model_row(name, "auto", config.model, *size, device, shapes.seconds)
+            yield from model_rows(name, "auto", config.model, *size, device, shapes.seconds)
 
     return run(rows(), device, out, say)
 

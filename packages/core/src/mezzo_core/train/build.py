@@ -83,8 +83,11 @@ def build_model(
             not read, and may be gone.
 
     Raises:
-        UserError: if `init_from` has no weights of this model.
+        UserError: if `init_from` has no weights of this model, or several processes are to replay
+            CUDA graphs.
     """
+    if config.cuda_graph and world.size > 1:
+        raise UserError(f"cuda_graph is for one process, and there are {world.size}")
     torch.manual_seed(config.seed)
     model = config.model.build()
     if config.init_from is not None and not resumes:

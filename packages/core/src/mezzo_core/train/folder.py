@@ -31,6 +31,7 @@ CHANGEABLE = frozenset(
         "keep_checkpoints",
         "micro_batch_size",
         "compile",
+        "cuda_graph",
         "activation_checkpointing",
         "shard",
         "track",

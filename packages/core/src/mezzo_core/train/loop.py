@@ -1,9 +1,10 @@
 """Training, from a configuration to a model on disk: one loop, written to be read and copied."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from mezzo_core.train.distributed import World, backward, join_world
 from mezzo_core.train.folder import check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
-from mezzo_core.train.optim import build_optimizer, learning_rate
+from mezzo_core.train.optim import build_optimizer, learning_rate, set_rate
+from mezzo_core.train.replay import Replayed
 from mezzo_core.train.stopping import StoppedError, StopRequest, say_when_stuck, watch_signals
 
 # A loss above this multiple of the uniform guess's loss, log(vocab), counts as exploded.
@@ -145,7 +147,7 @@ def _prepare(
     data = build_data(config, world)
     resumes = resume and checkpoints.newest() is not None
     model, loss_function = build_model(config, world, resumes=resumes)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model, config.optim, captured=config.cuda_graph)
     stop.defer(again_is_urgent=world.size == 1)
     world.first_only(
         lambda: claim_folder(
@@ -171,16 +173,13 @@ def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) ->
     meter = Meter(run.world, config.batch_size * config.seq_len, run.stop)
     log.note(_describe(run))
     end = done if _is_accurate(config, log, done) else max(done, config.steps)
+    take_step: Callable[..., Sequence[Tensor]] = partial(_take_step, run)
+    if config.cuda_graph:
+        take_step = Replayed(take_step, run.world.device)
     for step in range(done, end):
-        loss = _backward(run, run.data.train_batch(step, config.batch_size))
-        grad_norm = clip_grad_norm_(run.model.parameters(), config.optim.clip)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
         lr = learning_rate(config.optim, step, config.steps)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
+        set_rate(run.optimizer, lr)
+        loss, grad_norm = take_step(*_read(run, step))
         meter.add(step + 1, lr, loss, grad_norm)
 
         is_last = step + 1 == config.steps
@@ -224,26 +223,42 @@ def _is_accurate(config: TrainConfig, log: RunLog, step: int) -> bool:
     return found is not None and found > config.stop_at_accuracy
 
 
-def _backward(run: _Run, batch: Batch) -> Tensor:
-    """Add the gradient of the batch's mean loss to the parameters; return our part of that loss.
+def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
+    """Return this process's micro batches of a step, on its device, and the count of all targets.
 
     The mean is taken over the targets of the whole batch: every part's sum is divided by the same
     count. So the number of micro batches or processes changes neither the loss nor the gradient.
     """
-    world = run.world
+    world, batch = run.world, run.data.train_batch(step, run.config.batch_size)
     count: int | Tensor = int((batch.targets != NO_TARGET).sum())
     if run.data.reads_shard:
         count = world.sum(torch.tensor(count, device=world.device))
     else:
         batch = batch.part(world.rank, world.size)
+    if run.config.cuda_graph:  # which reads tensors alone anew
+        count = torch.as_tensor(count, device=world.device)
+    return [move_batch(batch.part(i, run.parts), world.device) for i in range(run.parts)], count
+
+
+def _take_step(run: _Run, parts: Sequence[Batch], count: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Change the weights by the batch; return our part of its mean loss, and the gradient's norm.
+
+    With `cuda_graph` this is captured: so it reads nothing but its arguments and what keeps its
+    place on the device, and never waits for it.
+    """
+    world = run.world
     total = torch.zeros((), device=world.device)
-    for i in range(run.parts):
-        tokens, targets, borders = move_batch(batch.part(i, run.parts), world.device)
+    for i, (tokens, targets, borders) in enumerate(parts):
         with autocast(world.device, run.config.precision):
             loss = run.loss_function(tokens, targets, borders, reduction="sum") / count
-        backward(loss, run.model, world, is_last=i + 1 == run.parts)
+        backward(loss, run.model, world, is_last=i + 1 == len(parts))
         total += loss.detach()
-    return total
+    grad_norm = clip_grad_norm_(run.model.parameters(), run.config.optim.clip)
+    if isinstance(grad_norm, DTensor):
+        grad_norm = grad_norm.full_tensor()
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return total, grad_norm
 
 
 def _evaluate(run: _Run, step: int) -> Evaluation:

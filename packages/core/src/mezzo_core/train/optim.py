@@ -3,17 +3,24 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mezzo_core.train.config import OptimConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, captured: bool = False
+) -> torch.optim.AdamW:
     """Build a fused AdamW whose moments exist from the start, as zeros.
 
     So a checkpoint has the same tensors at every step, also before the first. Weight decay applies
     to matrices: parameters of two or more dimensions whose name does not end in "bias", including
     the embedding. Norm scales and biases, also those of gates, are not decayed.
+
+    Args:
+        model: whose parameters it changes.
+        config: its settings.
+        captured: whether a CUDA graph captures its steps, which then reads the rate on the device.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
@@ -28,7 +35,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         lr=config.lr,
         betas=config.betas,
         fused=True,
+        capturable=captured,
     )
+    if captured:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(config.lr, device=next(model.parameters()).device)
     for parameter in decayed + kept:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -36,6 +47,15 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
     return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 from mezzo_core import bench
-from mezzo_core.bench import Contender, Layer, Row
+from mezzo_core.bench import Contender, Layer, Row, training_step
 from mezzo_core.bench.layer import Run
-from mezzo_core.bench.training_step import model_row
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 
@@ -57,7 +56,8 @@ def model_rows(setting: Setting) -> Iterator[Row]:
     (B, T), seconds = setting.shapes.batches[0], setting.shapes.seconds
     for architecture in PAPER_NAMES:
         config = recipe("tiny", architecture)
-        yield model_row(config.name, setting.impl, config.model, B, T, setting.device, seconds)
+        model = (config.name, setting.impl, config.model)
+        yield from training_step.model_rows(*model, B, T, setting.device, seconds)
 
 
 def _layers(setting: Setting) -> dict[str, Layer]:

@@ -1,0 +1,143 @@
+"""Training steps as CUDA graphs; without a GPU they run as they are."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.train.build import build_model
+from mezzo_core.train.distributed import World
+from mezzo_core.train.loop import train
+from mezzo_core.train.optim import build_optimizer, learning_rate, set_rate
+from mezzo_core.train.replay import KEPT, WARM_UPS, Replayed
+from torch import nn
+
+CUDA = torch.device("cuda")
+
+
+def losses(rows):
+    return [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_losses_do_not_depend_on_it(tiny, tmp_path, rows_of, micro_batch_size):
+    config = tiny(micro_batch_size=micro_batch_size, steps=12, precision="fp32")
+    train(config, tmp_path / "launched", quiet=True)
+    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
+    launched, replayed = (rows_of(tmp_path / name) for name in ("launched", "replayed"))
+    assert losses(replayed) == pytest.approx(losses(launched), rel=1e-5)
+    norms = [[row["grad_norm"] for row in rows] for rows in (launched, replayed)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_a_run_goes_on_without_it_and_with_it(tiny, tmp_path, rows_of):
+    config = tiny(steps=8, precision="fp32", checkpoint_every=2)
+    train(config, tmp_path / "whole", quiet=True)
+    expected = losses(rows_of(tmp_path / "whole"))
+
+    def stop(row):
+        if row["step"] == 4:
+            raise KeyError
+
+    for cuda_graph in (True, False):
+        out = tmp_path / str(cuda_graph)
+        with pytest.raises(KeyError):
+            train(replace(config, cuda_graph=cuda_graph), out, quiet=True, on_step=stop)
+        train(replace(config, cuda_graph=not cuda_graph), out, quiet=True)
+        assert losses(rows_of(out)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_of_packed_documents_have_borders(tiny, tmp_path, rows_of):
+    corpus = tmp_path / "documents.jsonl"
+    texts = ["x" * (5 + 37 * (i % 3)) for i in range(300)]
+    corpus.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = replace(tiny().data, source=str(corpus), mask_documents=True)
+    config = tiny(data=data, micro_batch_size=2, steps=12, precision="fp32")
+    train(config, tmp_path / "launched", quiet=True)
+    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
+    launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
+    assert replayed == pytest.approx(launched, rel=1e-5)
+
+
+def test_the_rate_is_read_anew_at_each_step(tiny):
+    optim = tiny().optim
+    for captured in (False, True):
+        weight = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(weight.weight)
+        optimizer = build_optimizer(weight, optim, captured=captured)
+        before = 0.0
+        for step in range(3):
+            lr = learning_rate(optim, step, 20)
+            set_rate(optimizer, lr)
+            weight.weight.grad = torch.ones(1, 1)
+            optimizer.step()
+            moved = before - weight.weight.item()  # by the rate, as all gradients are equal
+            assert moved == pytest.approx(lr, rel=1e-3, abs=optim.weight_decay * lr)
+            before = weight.weight.item()
+
+
+def test_what_does_not_go_together_is_refused(tiny):
+    with pytest.raises(UserError, match="cuda_graph and activation_checkpointing"):
+        tiny(cuda_graph=True, activation_checkpointing=True)
+    with pytest.raises(UserError, match="cuda_graph is for one process, and there are 2"):
+        build_model(tiny(cuda_graph=True), World(torch.device("cpu"), 0, 2))
+
+
+def test_without_a_gpu_work_runs_as_it_is():
+    call = Replayed(lambda x, rest: (x + rest[0], x), torch.device("cpu"))
+    x = torch.ones(2)
+    first, second = call(x, (x, None))
+    assert first.tolist() == [2, 2]
+    assert second is x
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_its_arguments_and_draws_anew():
+    seen = []
+
+    def work(x, rest):
+        seen.append(x.shape)
+        return x * 2 + rest[0], torch.rand(3, device=CUDA)
+
+    call, drawn = Replayed(work, CUDA), []
+    for i in range(6):
+        x = torch.full((2,), float(i), device=CUDA)
+        doubled, noise = call(x, (x, None))
+        drawn.append(noise)
+        assert doubled.tolist() == [3 * i] * 2
+    assert len(seen) == WARM_UPS + 1, "then the graph is replayed"
+    assert len({tuple(each.tolist()) for each in drawn}) == 6
+
+
+@pytest.mark.gpu
+def test_further_shapes_run_as_they_are():
+    call = Replayed(lambda x: (x + 1,), CUDA)
+    for size in range(1, KEPT + 3):
+        for _ in range(WARM_UPS + 2):
+            assert call(torch.zeros(size, device=CUDA))[0].tolist() == [1] * size
+    assert len(call._graphs) == KEPT
+
+
+@pytest.mark.gpu
+def test_work_that_waits_for_the_gpu_is_refused():
+    call = Replayed(lambda x: (x * float(x.sum()),), CUDA)
+    x = torch.ones(2, device=CUDA)
+    for _ in range(WARM_UPS):
+        call(x)
+    with pytest.raises(UserError, match="cannot be captured as a CUDA graph"):
+        call(x)
+    assert (x + 1).tolist() == [2, 2], "the GPU is well"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_models_of_half_precision_are_replayed(tiny, tmp_path, rows_of, compile):
+    model = replace(tiny().model, mixers=(AttentionConfig(head_dim=16, window_size=8),) * 2)
+    config = tiny(model=model, steps=30, eval_every=10, compile=compile)
+    train(config, tmp_path / "launched", quiet=True)
+    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
+    launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
+    assert replayed == pytest.approx(launched, rel=1e-2)
+    assert replayed[-1] < 0.9 * replayed[0]
