@@ -232,6 +232,7 @@ def runs_of(
                 eval_every=EVAL_EVERY,
                 stop_at_accuracy=stage.until,
                 checkpoint_every=stage.steps,
+                cuda_graph=options.cuda_graph,
                 init_from=str(runs[-1][0] / "model") if runs else None,
             )
             if model == LANDMARK:
@@ -358,4 +359,4 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, MODELS, trains=True, parallel=True))
+    sys.exit(run_script(measure, __doc__, MODELS, trains=True, parallel=True, replayed=True))

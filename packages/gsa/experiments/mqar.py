@@ -39,7 +39,7 @@ REHEARSAL = replace(
 
 def measure(options: Options) -> None:
     """Run the parts; what the result has is left out."""
-    config = REHEARSAL if options.dry_run else FULL
+    config = replace(REHEARSAL if options.dry_run else FULL, cuda_graph=options.cuda_graph)
     rows = dict.fromkeys((*config.header().models, *(row for row, _ in VARIANTS.values())))
     header = replace(config.header(), models=tuple(rows))
     result = Result(options.out / f"{config.name}.json", header, origin(options.device), say)
@@ -54,4 +54,4 @@ def measure(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, [*VARIANTS, *FULL.models], parallel=True))
+    sys.exit(run_script(measure, __doc__, [*VARIANTS, *FULL.models], parallel=True, replayed=True))

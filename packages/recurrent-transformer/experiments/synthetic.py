@@ -42,7 +42,11 @@ def measure(options: Options) -> None:
     """Run one sweep after the other."""
     for name, whole in SWEEPS.items():
         sweep(
-            replace(TOY if options.dry_run else whole, models=options.models),
+            replace(
+                TOY if options.dry_run else whole,
+                models=options.models,
+                cuda_graph=options.cuda_graph,
+            ),
             options.out,
             say,
             name=name,
@@ -53,4 +57,4 @@ def measure(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, list(NAMES), parallel=True))
+    sys.exit(run_script(measure, __doc__, list(NAMES), parallel=True, replayed=True))

@@ -166,15 +166,9 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         out: Annotated[
             Path | None, typer.Option(help="Where the run is kept. Default: runs/RECIPE.")
         ] = None,
-        compile: Annotated[
-            bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")
-        ] = None,
+        compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
         cuda_graph: Annotated[
-            bool | None,
-            typer.Option(
-                "--cuda-graph/--no-cuda-graph",
-                help="Replay steps as CUDA graphs, for small models on one GPU.",
-            ),
+            bool | None, typer.Option(help="Replay steps as CUDA graphs, for small models.")
         ] = None,
         track: Annotated[str | None, typer.Option(help="tensorboard or trackio.")] = None,
         fresh: Annotated[

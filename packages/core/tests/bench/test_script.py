@@ -15,13 +15,13 @@ MODELS = ("RNN", "RAT(L=16)", "Attention")
 def run(tmp_path):
     """Run a script; return its exit code and the options that its function got."""
 
-    def run(*words, trains=False, measure=None):
+    def run(*words, measure=None, **kinds):
         seen = []
         code = run_script(
             measure or seen.append,
             "Measure a table.\n\nMore.",
             MODELS,
-            trains=trains,
+            **kinds,
             words=["--out", str(tmp_path / "out"), *words],
         )
         return code, seen
@@ -47,6 +47,14 @@ def test_a_training_reads_text_and_seeds(run):
     assert (options.data, options.seeds) == ("embedded", (0, 1, 2))
     with pytest.raises(SystemExit):
         run("--dry-run", *words)
+
+
+def test_steps_of_small_models_may_be_cuda_graphs(run):
+    for words, wanted in (((), False), (("--cuda-graph",), True)):
+        _, (options,) = run("--dry-run", *words, replayed=True)
+        assert options.cuda_graph is wanted
+    with pytest.raises(SystemExit):
+        run("--dry-run", "--cuda-graph")
 
 
 def mistaken(options):

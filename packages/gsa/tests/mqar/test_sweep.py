@@ -365,9 +365,8 @@ def test_the_best_learning_rate_of_each_is_reported(tmp_path, monkeypatch):
 @pytest.mark.parametrize("whole", PROTOCOLS.values(), ids=PROTOCOLS)
 def test_the_whole_protocol_alone_is_the_papers_setting(whole):
     assert whole.header().how == "the paper's setting"
-    assert replace(whole, models=(*whole.models, "gsa_one_head"), compile=True).header().how == (
-        "the paper's setting"
-    )
+    same = {"models": (*whole.models, "gsa_one_head"), "compile": True, "cuda_graph": True}
+    assert replace(whole, **same).header().how == "the paper's setting"
     for change in (
         {"models": ("gsa",)},
         {"widths": (64,)},
@@ -460,6 +459,7 @@ SWEPT = {
     "--init fan_in": {"init": "fan_in"},
     "--precision bf16": {"precision": "bf16"},
     "--compile": {"compile": True},
+    "--cuda-graph": {"cuda_graph": True},
 }
 ASKED = {
     "--seq-len 400": {"seq_len": 400},

@@ -199,7 +199,7 @@ def test_harder_settings_have_columns_of_their_own(tmp_path, monkeypatch):
 def test_the_whole_protocol_alone_is_the_papers_setting():
     whole = SweepConfig()
     assert whole.header().how == "the paper's setting"
-    for same in ({"compile": True}, {"models": ("recurrent",)}):
+    for same in ({"compile": True}, {"cuda_graph": True}, {"models": ("recurrent",)}):
         assert replace(whole, **same).header() == whole.header()
     for change in (
         {"tasks": (TASKS["copying"],)},

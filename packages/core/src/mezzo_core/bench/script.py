@@ -30,6 +30,7 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2)
     runs: Path = Path("runs/experiments")  # scratch folder
     jobs: int = 1  # trainings at the same time
+    cuda_graph: bool = False  # whether small models' steps are replayed
 
 
 def run_script(
@@ -39,6 +40,7 @@ def run_script(
     *,
     trains: bool = False,
     parallel: bool = False,
+    replayed: bool = False,
     words: Sequence[str] | None = None,
 ) -> int:
     """Run a script's function on what the command line selects.
@@ -49,6 +51,7 @@ def run_script(
         models: all models that the script can measure.
         trains: whether it trains: then the command line has the options of text and seeds too.
         parallel: whether it can train several models at the same time.
+        replayed: whether its models are so small that their steps may be CUDA graphs.
         words: the command line; None takes the process's own.
 
     Returns:
@@ -66,6 +69,8 @@ def run_script(
         add("--runs", type=Path, default=Options.runs, help="scratch")
     if parallel:
         add("--jobs", type=int, default=1, help="trainings at the same time, over all GPUs")
+    if replayed:
+        add("--cuda-graph", action="store_true", help="replay steps as CUDA graphs")
     found = vars(parser.parse_args(words))
     found["seeds"] = tuple(found.get("seeds", Options.seeds))
     try:

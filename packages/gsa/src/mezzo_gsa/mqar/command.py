@@ -63,6 +63,7 @@ def mqar(
     seed: Annotated[int | None, field("seed", "Of weights and order.")] = None,
     precision: Annotated[str | None, field("precision", "fp32, bf16 or auto.")] = None,
     compile: Annotated[bool | None, field("compile", "Use torch.compile.")] = None,
+    cuda_graph: Annotated[bool | None, field("cuda_graph", "Replay steps as CUDA graphs.")] = None,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train GSA and other mixers on multi-query associative recall (MQAR), and compare them.
@@ -103,6 +104,7 @@ def mqar(
         init=init,
         precision=precision,
         compile=compile,
+        cuda_graph=cuda_graph,
     )
     console = Console(soft_wrap=True)
     result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)

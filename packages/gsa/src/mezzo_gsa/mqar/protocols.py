@@ -85,7 +85,7 @@ class SweepConfig:
         conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
             newer protocol has it (3); 0: a mixer there too.
         init: "zoology" draws all matrices from N(0, 0.02); for "fan_in" see `MixerOnlyConfig`.
-        precision, compile: as of `TrainConfig`.
+        precision, compile, cuda_graph: as of `TrainConfig`.
         protocol: whose baselines (`OTHERS`); a result is compared with this one of `PROTOCOLS`.
         num_layers: mixers, a convolution counted.
         num_slots: M of a head of GSA; a number below 1 is that share of C.
@@ -108,6 +108,7 @@ class SweepConfig:
     init: Literal["zoology", "fan_in"] = "zoology"
     precision: Precision = "fp32"
     compile: bool = False
+    cuda_graph: bool = False
     protocol: Literal["zoology", "authors"] = "zoology"
     num_layers: int = 2
     num_slots: float = 64
@@ -180,6 +181,7 @@ class SweepConfig:
             keep_checkpoints=1,
             precision=self.precision,
             compile=self.compile,
+            cuda_graph=self.cuda_graph,
         )
 
     def _mixer(self, model: str, width: int, bound: float) -> MixerConfig:
@@ -218,7 +220,7 @@ class SweepConfig:
             for ours, protocols in ((self.task, whole.task), (self, whole))
             for each in fields(protocols)
             if getattr(ours, each.name) != getattr(protocols, each.name)
-            and each.name not in ("task", "models", "compile")
+            and each.name not in ("task", "models", "compile", "cuda_graph")
         ]
         is_whole = not changes and set(whole.models) <= set(self.models)
         return Header(

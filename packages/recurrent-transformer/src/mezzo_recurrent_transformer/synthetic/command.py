@@ -36,6 +36,7 @@ def synthetic(
     max_steps: Annotated[int | None, Option(help="Of a run, where epochs have more.")] = None,
     precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = WHOLE.precision,
     compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
+    cuda_graph: Annotated[bool, Option(help="Replay steps as CUDA graphs.")] = False,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train one recurrent layer and one Transformer layer on synthetic tasks, and compare them.
@@ -61,6 +62,7 @@ def synthetic(
         epochs=epochs,
         max_steps=max_steps,
         compile=compile,
+        cuda_graph=cuda_graph,
         **checked_later,
     )
     console = Console(soft_wrap=True)

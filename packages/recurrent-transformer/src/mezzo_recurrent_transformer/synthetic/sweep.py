@@ -70,7 +70,7 @@ class SweepConfig:
         batch_size: rows a step.
         epochs: of the rows to train on.
         max_steps: the steps of a run if its epochs have more; None for all of them.
-        precision, compile: as of `TrainConfig`.
+        precision, compile, cuda_graph: as of `TrainConfig`.
 
     Raises:
         UserError: if a model is unknown, something is given twice, a number is out of range, or the
@@ -90,6 +90,7 @@ class SweepConfig:
     max_steps: int | None = None
     precision: Precision = "auto"
     compile: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -166,6 +167,7 @@ class SweepConfig:
             keep_checkpoints=1,
             precision=self.precision,
             compile=self.compile,
+            cuda_graph=self.cuda_graph,
         )
 
     def _stack(self, model: str, task: AbstractTask) -> StackConfig:
@@ -259,7 +261,7 @@ def _sweep(config: SweepConfig, seed: int, column: str, model: str, folder: Path
 
 def _changes(whose: str, ours: Any, protocols: Any) -> list[str]:
     """Return in words how two configurations of one class differ."""
-    unsaid = ("tasks", "models", "compile", "seed")
+    unsaid = ("tasks", "models", "compile", "cuda_graph", "seed")
     return [
         f"{whose}{each.name} {found}, not {wanted}"
         for each in fields(protocols)
