@@ -126,8 +126,10 @@ def test_work_that_waits_for_the_gpu_is_refused():
     x = torch.ones(2, device=CUDA)
     for _ in range(WARM_UPS):
         call(x)
+    here = torch.cuda.current_stream()
     with pytest.raises(UserError, match="cannot be captured as a CUDA graph"):
         call(x)
+    assert torch.cuda.current_stream() == here
     assert (x + 1).tolist() == [2, 2], "the GPU is well"
 
 

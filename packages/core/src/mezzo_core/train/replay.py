@@ -55,8 +55,8 @@ class Replayed:
         if key in self._graphs:
             return self._graphs[key](leaves)
         self._calls[key] = self._calls.get(key, 0) + 1
+        here = torch.cuda.current_stream(self._stream.device)
         if self._calls[key] <= WARM_UPS or len(self._graphs) == KEPT:
-            here = torch.cuda.current_stream(self._stream.device)
             self._stream.wait_stream(here)
             with torch.cuda.stream(self._stream):
                 results = list(self._work(*arguments))
@@ -67,6 +67,7 @@ class Replayed:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            torch.cuda.set_stream(here)  # torch leaves the capture's stream behind
             reason = str(error).splitlines()[0]
             raise UserError(
                 f"a step of this run cannot be captured as a CUDA graph ({reason}): train with "
