@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.contract import run_eagerly
+from mezzo_core.ops.named import replaced  # torch 2.8 does not compile `_replace`
 from torch import Tensor, nn
 
 
@@ -131,7 +132,7 @@ class RetrievalStack(AbstractStack):
         h = self.decay * s.h + self.w_in(self.norm(x))
         y = x + self.w_out(h) + self.w_read(s.read)
         seen = s.seen + 1
-        token = s._replace(h=h, chunk=s.chunk + y, seen=seen)
+        token = replaced(s, h=h, chunk=s.chunk + y, seen=seen)
         return y, _choose(seen % self.chunk_size == 0, self._landmark(token), token)
 
     def _landmark(self, s: RetrievalState) -> RetrievalState:
@@ -144,7 +145,8 @@ class RetrievalStack(AbstractStack):
         best, chosen = scores.max(-1)
         is_there = number > 0
         here = (slot == number[:, None])[..., None]
-        return s._replace(
+        return replaced(
+            s,
             h=h,
             chosen=torch.where(is_there, chosen, -1),
             weight=torch.where(is_there, best, 0).sigmoid()[:, None],
@@ -164,7 +166,8 @@ class RetrievalStack(AbstractStack):
         found = chunks.gather(1, index)[:, 0].to(s.h.device)
         found = torch.where((s.chosen >= 0)[:, None], found * s.weight, 0)
         now = is_new.to(s.h.device)[:, None]
-        return s._replace(
+        return replaced(
+            s,
             read=torch.where(now, found, s.read),
             chunk=torch.where(now, 0, s.chunk),
             host_chunks=chunks,
@@ -173,8 +176,8 @@ class RetrievalStack(AbstractStack):
 
     def _moved(self, s: RetrievalState, device: torch.device) -> RetrievalState:
         """Move what the host keeps to a device: a forward over many tokens computes there."""
-        return s._replace(
-            host_chunks=s.host_chunks.to(device), host_closed=s.host_closed.to(device)
+        return replaced(
+            s, host_chunks=s.host_chunks.to(device), host_closed=s.host_closed.to(device)
         )
 
     def _with_room(self, s: RetrievalState, chunks: int) -> RetrievalState:
@@ -183,7 +186,7 @@ class RetrievalStack(AbstractStack):
             torch.cat([x, x.new_zeros(x.shape[0], chunks, self.d_model)], 1)
             for x in (s.landmarks, s.host_chunks)
         )
-        return s._replace(landmarks=landmarks, host_chunks=kept)
+        return replaced(s, landmarks=landmarks, host_chunks=kept)
 
 
 def _choose(rows: Tensor, a: RetrievalState, b: RetrievalState) -> RetrievalState:
