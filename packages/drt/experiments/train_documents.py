@@ -1,6 +1,6 @@
 """Train DRT, its ablations and plain window models on long documents, at a small size (Table 1).
 
-    python packages/drt/experiments/train_documents.py --data books.jsonl --tokenizer gpt2/ \
+    python packages/drt/experiments/train_documents.py --data 'texts/*.jsonl' --tokenizer gpt2/ \
         --out packages/drt/results/nvidia-h200 --jobs 8
     python packages/drt/experiments/train_documents.py --out DIR --dry-run
 
@@ -32,7 +32,7 @@ MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe not in 
 MODELS[PROJECTED] = "drt1"
 LENGTHS = (SHORT, TRAINED_AT, LONG)
 STEPS, BATCH = 2400, 2
-"""Four epochs of five million tokens."""
+"""20M tokens. A text should have half of that or more: of less, models learn it by heart."""
 RATES = {"1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
 """About the paper's, 2e-3."""
 WARMUP = 0.1

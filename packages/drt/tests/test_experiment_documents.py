@@ -67,7 +67,7 @@ def test_a_second_run_trains_only_what_is_missing(tmp_path, capsys):
     assert seeds == [" 0"] * (len(script.RATES) + 3) + [" 1"] * 3
 
 
-def test_a_full_run_is_the_recipe_with_four_epochs_of_the_given_text():
+def test_a_full_run_is_the_recipe_on_the_given_text():
     options = Options(Path("out"), (), torch.device("cuda"), dry_run=False, data="texts")
     for architecture in script.MODELS.values():
         ours = script.configure(architecture, options)
