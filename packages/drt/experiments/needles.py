@@ -5,13 +5,15 @@
     python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
 
 Trains each model on rows of up to 16,384 tokens (Landmark Attention: 768), first on long keys in
-short rows, then on the task, and from there on paths. Two of the models are DRT without projections
-of the landmarks, as in the paper's released code, and one has capped scores
-(`DRTConfig.score_softcap`), which the paper does not have. Then measures how many answers of
-held-out rows are right, at each length of Table 2 and at 1M and 4M tokens. Rows go through the
-model in segments, and DRT's chunks to the host's memory. Writes passkey.json and two_hop.json.
-`--models` takes some alone; what `--runs` has is not trained again, and what the files have is not
-measured again.
+short rows, then on the task, and from there on paths. DRT compares landmarks as the paper's
+released code does, with a norm in place of projections. Three more models have the projections of
+the paper's text; one of them has capped scores too (`DRTConfig.score_softcap`), which the paper
+does not have.
+
+Then measures how many answers of held-out rows are right, at each length of Table 2 and at 1M and
+4M tokens. Rows go through the model in segments, and DRT's chunks to the host's memory. Writes
+passkey.json and two_hop.json. `--models` takes some alone; what `--runs` has is not trained again,
+and what the files have is not measured again. `--cuda-graph` replays the steps of the trainings.
 
 Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
 have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
@@ -44,13 +46,14 @@ from mezzo_drt.recipes import ARCHITECTURES, small
 DEEP = "BaseLM +2 layers"
 SOFTCAP = 8.0
 """The bound of the scores in a model that is not the paper's."""
+PROJECTED = {"projections": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{DRT1}, no projections": (DRT1, {"projections": False}),
-    f"{DRT2}, no projections": (DRT2, {"projections": False}),
-    f"{DRT2}, scores capped": (DRT2, {"score_softcap": SOFTCAP}),
+    f"{DRT1}, projected": (DRT1, PROJECTED),
+    f"{DRT2}, projected": (DRT2, PROJECTED),
+    f"{DRT2}, scores capped": (DRT2, {**PROJECTED, "score_softcap": SOFTCAP}),
 }
 """Models that differ from DRT in some fields of its stack. With projections the queries, and so the
-scores, grow with the residual stream; the paper's released code has a norm in their place.
+scores, grow with the residual stream.
 """
 MODELS = (DEEP, LANDMARK, DRT1, DRT2, *VARIANTS)
 MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2, *VARIANTS)}
@@ -113,6 +116,7 @@ FULL = Sizes(
         num_encoder_layers=1,
         head_dim=32,
         hidden=768,
+        projections=False,
         residual="text",
         softmax1=False,
     ),
@@ -335,8 +339,9 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
     setting = (
         f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
-        f"softmax1 {'on' if c.softmax1 else 'off'}; scores capped: by {SOFTCAP:g} tanh(r / "
-        f"{SOFTCAP:g}), which is not the paper's; no projections: as in its released code; "
+        f"softmax1 {'on' if c.softmax1 else 'off'}; landmarks compared as by the paper's released "
+        "code, without projections; projected: as by its text; scores capped: projected, by "
+        f"{SOFTCAP:g} tanh(r / {SOFTCAP:g}), which is not the paper's; "
         f"tokenizer {options.tokenizer}",
         f"trained from scratch on needles in {corpus_name(options.data)}: {told}; Landmark "
         f"Attention on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
