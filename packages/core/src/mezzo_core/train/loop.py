@@ -235,9 +235,10 @@ def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
         count = world.sum(torch.tensor(count, device=world.device))
     else:
         batch = batch.part(world.rank, world.size)
-    if run.config.cuda_graph:  # which reads tensors alone anew
-        count = torch.as_tensor(count, device=world.device)
-    return [move_batch(batch.part(i, run.parts), world.device) for i in range(run.parts)], count
+    parts = [move_batch(batch.part(i, run.parts), world.device) for i in range(run.parts)]
+    if run.config.cuda_graph:  # for which a number would be a constant
+        count = torch.stack([(part.targets != NO_TARGET).sum() for part in parts]).sum()
+    return parts, count
 
 
 def _take_step(run: _Run, parts: Sequence[Batch], count: int | Tensor) -> tuple[Tensor, Tensor]:
