@@ -74,6 +74,24 @@ def test_a_comparison_of_two_numbers_masks_a_block(device):
 
 
 @triton.jit
+def extremes_kernel(p_x, p_out, BT: tl.constexpr):
+    o = tl.arange(0, BT)
+    x = tl.load(p_x + o)
+    tl.store(p_out + o, tl.maximum(x, 0.0))
+    tl.store(p_out + BT + o, tl.minimum(x, 0.0))
+    tl.store(p_out + 2 * BT + o, tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+def test_a_maximum_is_not_a_number_only_where_that_is_asked_for(device):
+    x = torch.tensor([-1.0, float("nan"), 2.0, float("-inf")], device=device)
+    out = x.new_empty(3, 4)
+    extremes_kernel[(1,)](x, out, 4)
+    assert out[0].tolist() == [0, 0, 2, 0]
+    assert out[1].tolist() == [-1, 0, 0, float("-inf")]
+    assert out[2].isnan().tolist() == [False, True, False, False]
+
+
+@triton.jit
 def doubled(x):
     return x * 2
 

@@ -60,7 +60,7 @@ def _has_room(part: Tensor, room: Room) -> bool:
     row, offset = room.capacity * part.stride(1), part.storage_offset()
     last = offset + (len(part) - 1) * part.stride(0) + row
     apart = len(part) == 1 or part.stride(0) >= row
-    return apart and last * part.itemsize <= part.untyped_storage().nbytes()
+    return bool(apart and last * part.itemsize <= part.untyped_storage().nbytes())
 
 
 def _widened(part: Tensor, num_chunks: int) -> Tensor:

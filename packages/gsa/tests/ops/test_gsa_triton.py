@@ -222,6 +222,15 @@ def test_a_gate_that_is_not_a_number_shows():
     assert out[0, :, 1].isfinite().all(), "heads are apart"
 
 
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_query_that_is_not_a_number_shows(between):
+    inputs = draw(1, 70, 2, 2)
+    inputs["q"][0, 3, 0, 0] = float("nan")
+    out, *_ = call(chunk_gsa, **inputs, between=between, impl="triton")
+    assert out[0, 3, 0].isnan().all()
+    assert out[0, 4:].isfinite().all()
+
+
 def run_all(inputs, **form):
     """Return all results and gradients, with gradients through the state where there is one."""
     through = inputs["k0"] is not None

@@ -5,7 +5,8 @@ Tests that run kernels on a CPU call both functions first.
 The interpreter stores the bits of bfloat16 in integers. Its matrix products multiply these integers
 instead of the numbers, and its casts to bfloat16 truncate instead of rounding. A comparison of
 integers also gets an integer type: broadcast from one number to a block, it becomes a block of
-integers, which Triton 3.9 does not accept as a mask.
+integers, which Triton 3.9 does not accept as a mask. And until Triton 3.8 the larger of a number
+and a NaN was the NaN, where a GPU takes the number.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 
 
 def repair_interpreter() -> None:
-    """Correct matrix products and casts of bfloat16, and masks from a comparison of two numbers.
+    """Correct products and casts of bfloat16, masks from two numbers, and maxima with a NaN.
 
     Elementwise arithmetic in bfloat16 stays wrong, so kernels must cast to float32 first.
     """
@@ -45,6 +46,8 @@ def repair_interpreter() -> None:
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
     InterpreterBuilder.create_splat = create_splat
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 def speed_up_interpreter() -> None:

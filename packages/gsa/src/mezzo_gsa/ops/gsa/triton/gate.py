@@ -13,7 +13,8 @@ def load_gate(g, o_gate, m, DAMPING: tl.constexpr):
     b_g = tl.load(g + o_gate, mask=m, other=0.0).to(tl.float32)
     if DAMPING is not None:
         b_g = tl.where(m, log_sigmoid(b_g) / DAMPING, 0.0)
-    return tl.maximum(b_g, -100.0)  # exp(-100) is negligible, and sums keep their digits
+    # exp(-100) is negligible, and sums keep their digits; a NaN would otherwise become -100.
+    return tl.maximum(b_g, -100.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

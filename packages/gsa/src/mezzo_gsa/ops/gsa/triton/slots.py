@@ -68,6 +68,12 @@ def with_diagonal(b_x, b_own, is_steep, L: tl.constexpr):
 
 
 @triton.jit
+def relu(b_x):
+    """Return the larger of x and 0, or NaN."""
+    return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def weights_of(b_logits, m_m, BETWEEN: tl.constexpr):
     """Return p (L, BM), the weights of the slots; zeros in slots from M on."""
     if BETWEEN == "softmax":
@@ -77,9 +83,9 @@ def weights_of(b_logits, m_m, BETWEEN: tl.constexpr):
     if BETWEEN == "swish":
         return b_logits * sigmoid(b_logits)
     if BETWEEN == "relu":
-        return tl.maximum(b_logits, 0.0)
+        return relu(b_logits)
     if BETWEEN == "relu_squared":
-        return tl.maximum(b_logits, 0.0) * tl.maximum(b_logits, 0.0)
+        return relu(b_logits) * relu(b_logits)
     return b_logits
 
 
@@ -94,7 +100,7 @@ def weights_bwd(b_logits, b_p, b_dp, BETWEEN: tl.constexpr):
     if BETWEEN == "relu":
         return tl.where(b_logits > 0.0, b_dp, 0.0)
     if BETWEEN == "relu_squared":
-        return 2.0 * tl.maximum(b_logits, 0.0) * b_dp
+        return 2.0 * relu(b_logits) * b_dp
     return b_dp
 
 
