@@ -32,7 +32,7 @@ MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe not in 
 MODELS[PROJECTED] = "drt1"
 LENGTHS = (SHORT, TRAINED_AT, LONG)
 STEPS, BATCH = 2400, 2
-"""20M tokens. A text should have half of that or more: of less, models learn it by heart."""
+"""20M tokens. A text should have half of that or more, so that it is read twice at most."""
 RATES = {"1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
 """About the paper's, 2e-3."""
 WARMUP = 0.1
