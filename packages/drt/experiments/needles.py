@@ -182,7 +182,7 @@ def measure(options: Options) -> None:
         result = result_file(name, sizes, options)
         cells = [
             Cell(name, model, column, seed)
-            for column in reversed(sizes.columns[name])  # what takes longest begins first
+            for column in sizes.columns[name]  # the longest last: a run cut short has the others
             for seed in options.seeds
             for model in options.models
             if model in MEASURED[name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.errors import UserError
-from toys.jobs import fail, place_of
+from toys.jobs import fail, place_of, threads_of
 
 CPU = torch.device("cpu")
 
@@ -27,6 +27,14 @@ def test_several_jobs_run_in_processes_with_folders_of_their_own():
     places = {(pid, place) for _, pid, place in found.values()}
     assert {place for _, place in places} <= {"here/job_0 cpu", "here/job_1 cpu"}
     assert len(places) == len({pid for pid, _ in places})
+
+
+def test_several_jobs_share_out_the_threads(monkeypatch: pytest.MonkeyPatch):
+    """With all threads for each, they would wait for each other."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert dict(side_by_side([threads_of] * 2, Path("here"), CPU, 2)) == {0: 3, 1: 3}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert dict(side_by_side([threads_of] * 2, Path("here"), CPU, 2)) == {0: 1, 1: 1}
 
 
 def test_an_error_is_told_at_once_and_raised_after_all_other_calls(capfd):

@@ -11,5 +11,9 @@ def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int,
     return number, os.getpid(), f"{folder} {device}"
 
 
+def threads_of(folder: Path, device: torch.device) -> int:
+    return torch.get_num_threads()
+
+
 def fail(folder: Path, device: torch.device) -> None:
     raise UserError("this one fails")

@@ -29,7 +29,8 @@ def side_by_side(
         calls: take a scratch folder and a device; of several processes, each sends its call to
             another one, so calls and what they return can be pickled.
         folder: scratch. One process uses it as it is, each of several a folder in it.
-        device: where to measure. Several processes share out all GPUs.
+        device: where to measure. Several processes share out all GPUs, and the host's threads:
+            with all threads for each, they would wait for each other.
         jobs: the number of processes, at most; 1 calls one after another in this one. If a call of
             several fails, its error is told at once, and raised after all the others.
     """
@@ -44,7 +45,8 @@ def side_by_side(
         if device.type == "cuda":
             chosen = torch.device("cuda", i % torch.cuda.device_count())
         places.put((folder / f"job_{i}", chosen))
-    with ProcessPoolExecutor(jobs, context, _begin, (places,)) as pool:
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(jobs, context, _begin, (places, threads)) as pool:
         running = {pool.submit(_call, call): i for i, call in enumerate(calls)}
         failure: BaseException | None = None
         try:
@@ -60,10 +62,11 @@ def side_by_side(
         raise failure
 
 
-def _begin(places: Any) -> None:
-    """Take a place for this process."""
+def _begin(places: Any, threads: int) -> None:
+    """Take a place and some threads for this process."""
     global _place
     _place = places.get()
+    torch.set_num_threads(threads)
     if _place[1].type == "cuda":
         torch.cuda.set_device(_place[1])
 
