@@ -44,6 +44,18 @@ def attend_steps(H, D, dtype, *, b, m=2, S=16, B=2, step=1):
     )
 
 
+def attend_leaves(H, D, dtype, *, m=2, S=32, B=2, size=16):
+    """Launch the kernels of leaves, forward and backward."""
+    C, form, slopes = H * D, Form(H, 1.0, "rms", 1e-6, True, 1), torch.zeros(H)
+    q, kt, vt, k, v, do = torch.zeros(6, m, S, B, C, dtype=dtype)
+    o, dk, dv = torch.zeros(3, m, S, B, C)
+    stats = torch.zeros(m, S, B, H)
+    attending = Attending(q, kt, vt, k, v, o, stats)
+    kernels.attend_leaves(attending, slopes, form, size, size)
+    attending = attending._replace(o=do)
+    kernels.leaves_bwd(attending, do, stats, slopes, form, size, size, dk, dv)
+
+
 with compile_only() as compiled:
     for D in (16, 32, 64, 128):
         attend(2, D, torch.bfloat16)
@@ -69,3 +81,13 @@ with compile_only() as compiled:
     for m, S, B, b, step in ((1, 16, 1, 2, 7), (3, 30, 5, 15, 0), (1, 16, 3, 16, 0)):
         attend_steps(2, 64, torch.bfloat16, b=b, m=m, S=S, B=B, step=step)
     assert not compiled[known:], f"new blocks compiled {compiled[known:]}"
+
+    for D in (8, 16, 32, 64, 128):
+        attend_leaves(2, D, torch.bfloat16)
+    for dtype in (torch.float16, torch.float32):
+        attend_leaves(2, 64, dtype)
+    attend_leaves(22, 64, torch.bfloat16, S=64, size=32)
+    known = len(compiled)
+    for m, S, B, size in ((1, 64, 1, 16), (3, 30, 5, 15)):
+        attend_leaves(2, 64, torch.bfloat16, m=m, S=S, B=B, size=size)
+    assert not compiled[known:], f"new leaves compiled {compiled[known:]}"

@@ -9,11 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mezzo_core.testing import assert_close, grads
 from mezzo_recurrent_transformer import TransformerBlockConfig
-from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers import (
+    LayerWeights,
+    Past,
+    recurrent_layers,
+    tiles,
+)
 
 EXACT = torch.float64
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
-# Name: (B, T, arguments). A tile has 16 tokens.
+# Name: (B, T, arguments). Tiles of several layers have 16 tokens at these sizes.
 CASES = {
     "one token": (2, 1, {}),
     "two tiles and one": (2, 33, {}),
@@ -99,11 +104,32 @@ def test_tiles_equal_the_definition_with_all_gradients(case, dtype):
     check(case, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("n", "case", "block_size"),
+    [
+        (1, (2, 64, {}), 1),
+        (2, (1, 128, {}), 4),
+        (2, (1, 96, {}), 12),  # two steps in a leaf
+        (2, (1, 80, {}), 20),
+        (2, (3, 63, {"seen": (4, 0, 2), "real": (63, 0, 40)}), 1),
+        (1, (1, 95, {"packed": (31, 64)}), 1),
+    ],
+)
+def test_tiles_of_several_leaves_equal_the_definition(
+    n, case, block_size, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tiles, "MANY_ROWS", 0)
+    if "packed" not in case[2]:
+        tiling = tiles.Tiling.of(n, 1, case[1], block_size)
+        assert tiling.S // tiles.leaf_size(block_size) > 1
+    check(case, n, block_size=block_size)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     n=st.integers(1, 4),
     B=st.integers(1, 3),
-    T=st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 37]),
+    T=st.sampled_from([0, 1, 2, 15, 16, 17, 31, 37, 64]),
     H=st.integers(1, 3),
     D=st.sampled_from([1, 4, 5]),
     F=st.sampled_from([1, 7, 16]),

@@ -4,9 +4,10 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import Form, eager, operands
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_size
 
 pytest.importorskip("triton")
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import steps
+from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RTOL = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -22,7 +23,8 @@ cases = pytest.mark.parametrize(
         (2, 1, 2, 1, 16, "rms", 1),
         (2, 16, 1, 3, 32, "layer", 2),
         (2, 16, 2, 4, 8, "rms", 8),
-        (1, 40, 2, 1, 128, "rms", 20),  # more earlier tokens than a program takes at once
+        (1, 40, 2, 1, 128, "rms", 1),  # three leaves, of which the last is cut
+        (2, 44, 1, 2, 16, "layer", 11),  # two leaves of two steps
         (2, 20, 1, 2, 64, "none", 20),  # one step
         (1, 140, 1, 2, 8, "layer", 70),  # a block of several programs
     ],
@@ -60,8 +62,10 @@ def test_forward_steps_equal_eager(m, S, B, H, D, norm, b, dtype):
     tile.o[:, 0] = 0
     weight = None if norm == "none" else normal(m, C)
     for step in {0, min(1, S // b - 1), S // b // 2, S // b - 1}:
-        begin, stored = step * b, max(step - 1, 0) * b
-        kv = None if step == 0 else normal(m, b, B, 2 * C, dtype=dtype)
+        begin = step * b
+        is_first = begin % leaf_size(b) == 0
+        stored = begin if is_first else begin - b
+        kv = None if is_first else normal(m, b, B, 2 * C, dtype=dtype)
 
         def run(parts, change, step=step, begin=begin, stored=stored, kv=kv):
             its = operands.Attending(*(change(x).clone() for x in tile))
@@ -71,7 +75,7 @@ def test_forward_steps_equal_eager(m, S, B, H, D, norm, b, dtype):
             return out, its.k[:, :begin], its.v[:, :begin]
 
         same = lambda x: x  # noqa: E731
-        found, low, truth = run(steps, same), run(eager, same), run(eager, wide)
+        found, low, truth = run(kernels, same), run(eager, same), run(eager, wide)
         assert_same(("out", "k", "v"), found, low, truth, dtype)
 
 
@@ -98,8 +102,64 @@ def test_backward_steps_equal_eager(m, S, B, H, D, norm, b, dtype):
             parts.pairs_step_bwd(
                 its, its_do, delta, change(raw), weight, slopes, form, step, its_dk, its_dv, dpair
             )
-        return its_dk, its_dv, dpair, delta[:, b:]
+        known = [i for i in range(S) if i % leaf_size(b) >= b]
+        return its_dk, its_dv, dpair, delta[:, known]
 
     same = lambda x: x  # noqa: E731
-    found, low, truth = run(steps, same), run(eager, same), run(eager, wide)
+    found, low, truth = run(kernels, same), run(eager, same), run(eager, wide)
     assert_same(("dk", "dv", "dpair", "delta"), found, low, truth, dtype)
+
+
+LEAVES = {
+    "one leaf": (2, 32, 2, 4, 16, 16, 16),
+    "two leaves": (1, 64, 1, 2, 64, 32, 32),
+    "the last": (1, 64, 2, 6, 8, 48, 16),
+    "long": (1, 140, 1, 1, 32, 70, 70),
+    "odd": (3, 42, 1, 2, 16, 21, 21),
+}
+leaves = pytest.mark.parametrize("case", LEAVES.values(), ids=LEAVES)
+
+
+@dtypes
+@leaves
+def test_leaves_attend_to_leaves_as_in_eager(case, dtype):
+    torch.manual_seed(0)
+    m, S, B, H, D, begin, size = case
+    tile, form = tile_of(m, S, B, H, H * D, dtype), Form(H, 1.0, "rms", 1e-5, True, 1)
+    slopes, unseen = torch.rand(H, device=DEVICE), slice(begin, begin + size // 2)
+    tile.lse[:, unseen] = -torch.inf
+    tile.o[:, unseen] = 0
+    tile.k[:, begin:], tile.v[:, begin:] = torch.nan, torch.nan
+
+    def run(parts, change):
+        its = operands.Attending(*(change(x).clone() for x in tile))
+        parts.attend_leaves(its, slopes, form, begin, size)
+        return its.o, its.lse
+
+    truth = run(eager, wide)
+    assert_same(("o", "lse"), run(kernels, lambda x: x), truth, truth, dtype)
+    assert not torch.equal(truth[0], tile.o)
+
+
+@dtypes
+@leaves
+def test_gradients_of_leaves_are_those_of_eager(case, dtype):
+    torch.manual_seed(0)
+    m, S, B, H, D, begin, size = case
+    C, form = H * D, Form(H, 1.0, "rms", 1e-5, True, 1)
+    tile, slopes = tile_of(m, S, B, H, C, dtype), torch.rand(H, device=DEVICE)
+    tile = tile._replace(o=tile.o.to(dtype))
+    tile.lse.add_(4)  # weights below one
+    do, delta = normal(m, S, B, C, dtype=dtype), normal(m, S, B, H)
+    dk, dv = (normal(m, S, B, C) for _ in range(2))
+    for x in (do, delta):  # those of earlier tokens are not yet known
+        x[:, :begin] = torch.nan
+
+    def run(parts, change):
+        its, its_dk, its_dv = operands.Attending(*map(change, tile)), dk.clone(), dv.clone()
+        parts.leaves_bwd(its, change(do), delta, slopes, form, begin, size, its_dk, its_dv)
+        return its_dk, its_dv
+
+    truth = run(eager, wide)
+    assert_same(("dk", "dv"), run(kernels, lambda x: x), truth, truth, dtype)
+    assert not torch.equal(truth[0], dk)

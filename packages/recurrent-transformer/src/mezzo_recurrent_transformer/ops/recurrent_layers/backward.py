@@ -57,9 +57,9 @@ def backward(
         form: likewise.
         parts: likewise.
     """
-    T, n = x.shape[1], z.shape[0]
+    (B, T, _), n = x.shape, z.shape[0]
     acc = accumulation_dtype(weights.o.dtype)
-    tiling = Tiling.of(n, T, form.block_size)
+    tiling = Tiling.of(n, B, T, form.block_size)
     S, Tp = tiling.S, tiling.padded
     form = form._replace(block_size=min(form.block_size, T))
     stream = torch.cat([padded(x, Tp)[None], padded(z, Tp)])  # layer l reads l and writes l + 1

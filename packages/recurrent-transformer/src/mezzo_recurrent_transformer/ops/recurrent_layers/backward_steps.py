@@ -11,6 +11,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import given_by, leaf_size
 
 
 class BackwardBuffers(NamedTuple):
@@ -95,12 +96,19 @@ def run_tile_bwd(
 ) -> None:
     """Run the steps of a tile backwards, one after another."""
     t, r, b = buffers, form.residual_scale, form.block_size
-    raw = t.kv[..., : t.z.shape[-1]]
+    raw, at = t.kv[..., : t.z.shape[-1]], t.attending
+    S, leaf = t.z.shape[1], leaf_size(b)
     dz = torch.empty_like(t.h[:, :b])
-    for step in reversed(range(t.z.shape[1] // b)):
-        rows = slice(step * b, (step + 1) * b)
+    for step in reversed(range(S // b)):
+        end = (step + 1) * b
+        if end < S and end % leaf == 0:
+            new = slice(end, end + b)
+            parts.head_products(t.do[:, new], at.o[:, new], t.delta[:, new])
+            size = given_by(end, leaf)
+            parts.leaves_bwd(at, t.do, t.delta, slopes, form, end, size, t.dk, t.dv)
+        rows = slice(step * b, end)
         parts.pairs_step_bwd(
-            t.attending, t.do, t.delta, raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
+            at, t.do, t.delta, raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )
         dn = t.dnormed[:, rows]
         partial = parts.product_partial(t.dpair[:, rows], w.kv.mT, dn)

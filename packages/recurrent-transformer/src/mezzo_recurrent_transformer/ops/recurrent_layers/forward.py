@@ -13,7 +13,13 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, copy_rows, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
+    Tiling,
+    copy_rows,
+    given_by,
+    leaf_size,
+    padded,
+)
 
 
 class Forward(NamedTuple):
@@ -75,7 +81,7 @@ def forward(
     """
     B, T, C = x.shape
     n = weights.o.shape[0]
-    tiling = Tiling.of(n, T, form.block_size)
+    tiling = Tiling.of(n, B, T, form.block_size)
     form = form._replace(block_size=min(form.block_size, T))
     x = padded(x, tiling.padded)
     shape = (n, B, tiling.padded, C)
@@ -117,11 +123,17 @@ def run_tile(
     """Run the steps of a tile one after another; write z and the persistent pairs."""
     stream, at = buffers
     b, r = form.block_size, form.residual_scale
+    S, leaf = stream.shape[1], leaf_size(b)
     a, n = torch.empty_like(at.q[:, :b]), torch.empty_like(at.q[:, :b])
     g, h = n.new_empty(*n.shape[:3], w.up.shape[1]), torch.empty_like(at.o[:, :b])
     kv = None
-    for step in range(stream.shape[1] // b):
-        rows = slice(step * b, (step + 1) * b)
+    for step in range(S // b):
+        begin = step * b
+        if kv is not None and begin % leaf == 0:
+            parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
+            parts.attend_leaves(at, slopes, form, begin, given_by(begin, leaf))
+            kv = None
+        rows = slice(begin, begin + b)
         parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
         squares = parts.product_add(a, w.o, stream[:-1, rows], r, w.n2, form, h, n)
         parts.product_gelu(n, w.up, g, squares, form)

@@ -39,7 +39,7 @@ class Attending(NamedTuple):
     """Persistent keys, written step by step."""
     v: Tensor
     o: Tensor
-    """Attention to the tokens before the tile, by `attend_earlier`."""
+    """Attention to the tokens before the tile, by `attend_earlier`; then also to leaves in it."""
     lse: Tensor
     """(m, S, B, H), its log-sum-exp."""
 

@@ -1,14 +1,36 @@
-"""How the layers' tokens are cut into tiles that run one after another: the wavefront."""
+"""How the layers' tokens are cut into tiles that run one after another: the wavefront.
+
+A tile consists of leaves. A step attends to the tokens of its own leaf, one by one. What comes
+before the tile is attended to by all its queries at once, before its steps. In between, as in the
+paper's Algorithm 1, leaves attend to leaves: once the first j leaves are done, the last 2^i of them
+give to the 2^i after them, where 2^i is the largest power of two that divides j.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
-SHORTEST = 16
-"""Tokens of a tile, at least: a tile's keys are read once for all its queries."""
+LEAF = 16
+"""Tokens of a leaf, at least."""
+LONGEST = 64
+"""Tokens of a tile, at most, if it has several leaves: keys are read once for all its queries."""
+MANY_ROWS = 256
+"""With so many rows, a step of few layers keeps a GPU busy."""
+
+
+def leaf_size(block_size: int) -> int:
+    """Return the tokens of a leaf: whole blocks."""
+    return ceil_div(LEAF, block_size) * block_size
+
+
+def given_by(place: int, leaf: int) -> int:
+    """Return how many tokens before a place between two leaves give to as many after it."""
+    j = place // leaf
+    return leaf * (j & -j)
 
 
 class Tile(NamedTuple):
@@ -28,19 +50,26 @@ class Tiling:
     n: int
     T: int
     S: int
-    """Tokens of a tile, a multiple of the block size b."""
+    """Tokens of a tile: those of a leaf, times a power of two."""
 
     @classmethod
-    def of(cls, n: int, T: int, block_size: int) -> "Tiling":
-        """Return the tiling for `block_size` b."""
+    def of(cls, n: int, B: int, T: int, block_size: int) -> "Tiling":
+        """Return the tiling of B rows for `block_size` b.
+
+        Tiles are as long as it costs no padding and few steps: the last layer begins n - 1 tiles
+        after the first.
+        """
         b = min(block_size, T)
-        wanted = -(-SHORTEST // b) * b
-        return cls(n, T, min(wanted, -(-T // b) * b))
+        S = min(leaf_size(b), ceil_div(T, b) * b)
+        most_waiting = T if B >= MANY_ROWS else T // 8
+        while 2 * S <= LONGEST and ceil_div(T, S) % 2 == 0 and 2 * S * (n - 1) <= most_waiting:
+            S *= 2
+        return cls(n, T, S)
 
     @property
     def num_tiles(self) -> int:
         """Tiles of a layer."""
-        return -(-self.T // self.S)
+        return ceil_div(self.T, self.S)
 
     @property
     def padded(self) -> int:

@@ -4,6 +4,10 @@ The Triton kernels have the same names and arguments. Everything is computed in 
 float64) and rounded at the end.
 """
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.leaves import (
+    attend_leaves,
+    leaves_bwd,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.products import (
     product_add,
     product_gelu,
@@ -37,12 +41,14 @@ __all__ = [
     "add_norm_weight_grad",
     "add_normed",
     "attend_earlier",
+    "attend_leaves",
     "attend_step",
     "attend_tile",
     "attend_tile_bwd",
     "gelu",
     "gelu_bwd",
     "head_products",
+    "leaves_bwd",
     "normed",
     "normed_bwd",
     "pairs_bwd",

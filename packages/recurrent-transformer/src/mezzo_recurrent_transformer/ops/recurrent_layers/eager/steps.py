@@ -1,4 +1,4 @@
-"""The attention of one step of a tile, forward and backward."""
+"""The attention of one step of a tile, forward and backward: to the tokens of its own leaf."""
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_size
 
 
 def attend_step(
@@ -30,17 +31,18 @@ def attend_step(
     """Write the attention output (m, b, B, C) of one step's tokens, [step b, (step + 1) b).
 
     Before that, the persistent pairs of the step before are stored in the tile: they are the
-    products kv (m, b, B, 2C), whose keys are still to be normalized. None in the first step.
+    products kv (m, b, B, 2C), whose keys are still to be normalized. None in a leaf's first step.
     """
     H, b = form.num_heads, form.block_size
     begin, rows = step * b, slice(step * b, (step + 1) * b)
+    first = begin // leaf_size(b) * leaf_size(b)
     if kv is not None:
         last = slice(begin - b, begin)
         split_pair(kv, k_norm, form, tile.k[:, last], tile.v[:, last])
-    k = torch.cat([tile.k[:, :begin], tile.kt[:, rows]], 1)
-    v = torch.cat([tile.v[:, :begin], tile.vt[:, rows]], 1)
-    place = torch.arange(begin + b, device=k.device)
-    distance = place[begin:, None] - place
+    k = torch.cat([tile.k[:, first:begin], tile.kt[:, rows]], 1)
+    v = torch.cat([tile.v[:, first:begin], tile.vt[:, rows]], 1)
+    place = torch.arange(first, begin + b, device=k.device)
+    distance = place[begin - first :, None] - place
     logits = products(heads(tile.q[:, rows], H), heads(k, H)) - bias(slopes, distance)
     logits = logits.masked_fill(distance < 0, -torch.inf)
     earlier = tile.lse[:, rows]
@@ -69,20 +71,21 @@ def pairs_step_bwd(
         tile: as `attend_tile` left it.
         do: (m, S, B, C), gradients of the attention outputs of the tile's later steps.
         delta: (m, S, B, H), do · o of each head: known for the steps after the next one; that of
-            the next step is written.
+            the next step, if it is of the same leaf, is written.
         raw: (m, S, B, C), the persistent keys before their norm.
         k_norm: (m, C), its weight.
         slopes: (H,) of ALiBi.
         form: the options.
         step: which step; its tokens are [step b, (step + 1) b).
-        dk: (m, S, B, C) float32, from the tokens after the tile; what the tile's later steps give
+        dk: (m, S, B, C) float32, from the tokens after the leaf; what the leaf's later steps give
             is added in the step's tokens.
         dv: likewise.
         dpair: written for the step's tokens, (m, S, B, 2C): the gradient of Wk n and Wv n.
     """
     b, H, C, S = form.block_size, form.num_heads, do.shape[-1], do.shape[1]
-    rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, S)
-    if after.start < S:
+    end = min((step * b // leaf_size(b) + 1) * leaf_size(b), S)
+    rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, end)
+    if after.start < end:
         new = slice(after.start, after.start + b)
         head_products(do[:, new], tile.o[:, new], delta[:, new])
         q_, do_ = heads(tile.q[:, after], H), heads(do[:, after], H)

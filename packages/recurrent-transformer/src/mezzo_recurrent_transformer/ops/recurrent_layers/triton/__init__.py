@@ -2,6 +2,10 @@
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.earlier import attend_earlier
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.later import pairs_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.leaves import (
+    attend_leaves,
+    leaves_bwd,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
     product_add,
     product_gelu,
@@ -30,10 +34,12 @@ __all__ = [
     "add_norm_weight_grad",
     "add_normed",
     "attend_earlier",
+    "attend_leaves",
     "attend_step",
     "attend_tile",
     "attend_tile_bwd",
     "head_products",
+    "leaves_bwd",
     "normed",
     "normed_bwd",
     "pairs_bwd",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_size
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     LOG2_E,
     add_keys,
@@ -24,9 +25,9 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import normed_bwd, split_pair
 
 
-@triton.jit(do_not_specialize=["lse", "B", "S", "b", "first"])
+@triton.jit(do_not_specialize=["lse", "B", "S", "b", "first", "leaf"])
 def attend_block_fwd_kernel(
-    q, kt, vt, k, v, o, lse, slopes, out, B, S, b, first, scale2,
+    q, kt, vt, k, v, o, lse, slopes, out, B, S, b, first, leaf, scale2,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +39,7 @@ def attend_block_fwd_kernel(
     o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
     b_q = of_head(tl.load(q + o_tile), i_h, o_d, D)
-    # What comes before the tile: a softmax whose sum is one, or of nothing if m is -inf.
+    # What comes before the leaf: a softmax whose sum is one, or of nothing if m is -inf.
     b_acc, b_m = tl.load(o + o_tile).to(tl.float32), tl.load(lse + o_head) * LOG2_E
     b_l = tl.full([BM], 1.0, tl.float32)
     # From the queries back, so that each query sees its own pair first.
@@ -50,8 +51,8 @@ def attend_block_fwd_kernel(
             b_acc, b_m, b_l, b_q, tl.load(kt + o_kv), tl.load(vt + o_kv), b_distance,
             b_distance >= 0, slope2, scale2, PRECISION,
         )  # fmt: skip
-    for j in tl.range(0, first, BM, num_stages=1):
-        o_j = j + tl.arange(0, BM)
+    if leaf < first:  # less than BM earlier tokens of the leaf
+        o_j = leaf + tl.arange(0, BM)
         m_j = o_j < first
         _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
         b_k = tl.load(k + o_kv, mask=m_j[:, None], other=0.0)
@@ -83,17 +84,18 @@ def attend_step(
         split_pair(kv, k_norm, form, tile.k[:, before], tile.v[:, before])
     grid, settings = launch(out, form)
     attend_block_fwd_kernel[grid](
-        *tile, slopes, out, B, S, b, first, scales(out, form)[1], **settings
-    )
+        *tile, slopes, out, B, S, b, first, first // leaf_size(b) * leaf_size(b),
+        scales(out, form)[1], **settings,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["lse", "delta", "B", "S", "b", "first"])
+@triton.jit(do_not_specialize=["lse", "delta", "B", "S", "b", "first", "end"])
 def pairs_block_bwd_kernel(
-    q, k, v, o, lse, do, delta, slopes, dk, dv, dpair, B, S, b, first, scale, scale2,
+    q, k, v, o, lse, do, delta, slopes, dk, dv, dpair, B, S, b, first, end, scale, scale2,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the later steps give to dk and dv of BM pairs of the block of one head."""
+    """Add what the leaf's later steps give to dk and dv of BM pairs of the block of one head."""
     i_m, i_b, i_h, begin = indices(B, b, H, BM)
     o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
     o_j = first + tl.minimum(o_b, b - 1)
@@ -102,9 +104,9 @@ def pairs_block_bwd_kernel(
     b_k = of_head(tl.load(k + o_kv), i_h, o_d, D)
     b_v = tl.load(v + o_kv)
     b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.load(dv + o_kv)
-    for i in tl.range(first + b, S, BM, num_stages=1):
-        o_s = i + tl.arange(0, BM)
-        m_s = o_s < S
+    if first + b < end:  # less than BM later tokens of the leaf
+        o_s = first + b + tl.arange(0, BM)
+        m_s = o_s < end
         o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
         b_q = tl.load(q + o_tile, mask=m_s[:, None], other=0.0)
         b_do = of_head(tl.load(do + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
@@ -143,10 +145,11 @@ def pairs_step_bwd(
     assert all(x.is_contiguous() for x in (*tile, do, delta, dk, dv, dpair))
     (_, S, B, C), b = do.shape, form.block_size
     rows = slice(step * b, (step + 1) * b)
+    end = min((step * b // leaf_size(b) + 1) * leaf_size(b), S)
     grid, settings = launch(do[:, rows], form)
     pairs_block_bwd_kernel[grid](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, slopes, dk, dv, dpair,
-        B, S, b, step * b, *scales(do, form), **settings,
+        B, S, b, step * b, end, *scales(do, form), **settings,
     )  # fmt: skip
     into = dpair[:, rows, :, :C]
     normed_bwd(dk[:, rows], raw[:, rows], k_norm, form, None, 1.0, None, into)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import LEAF
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import blocks
 
 
@@ -27,15 +28,15 @@ def attend_step(
     H = form.num_heads
     attend_step_kernel[(B * H, m)](
         tile.q, tile.kt, tile.vt, tile.k, tile.v, tile.o, tile.lse, kv, k_norm, slopes, out,
-        step, B, form.eps, (C // H) ** -0.5,
-        S=S, C=C, D=C // H, BS=max(next_power_of_2(S), 2), BC=next_power_of_2(C),
+        step, step // LEAF * LEAF, B, form.eps, (C // H) ** -0.5,
+        S=S, C=C, D=C // H, BS=min(max(next_power_of_2(S), 2), LEAF), BC=next_power_of_2(C),
         NORM=form.norm, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["step", "B"])
+@triton.jit(do_not_specialize=["step", "first", "B"])
 def attend_step_kernel(
-    q, kt, vt, k, v, o, lse, kv, k_norm, slopes, out, step, B, eps, scale,
+    q, kt, vt, k, v, o, lse, kv, k_norm, slopes, out, step, first, B, eps, scale,
     S: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +49,7 @@ def attend_step_kernel(
     b_q = tl.load(q + row + o_c).to(tl.float32) * scale
     slope = tl.load(slopes + i_h).to(tl.float32)
 
-    # The token itself, by its temporary pair, and what comes before the tile.
+    # The token itself, by its temporary pair, and what comes before its leaf.
     b_vt = tl.load(vt + row + o_c).to(tl.float32)
     own = tl.sum(b_q * tl.load(kt + row + o_c).to(tl.float32), 0)
     earlier = tl.load(lse + ((i_m * S + step) * B + i_b) * H + i_h)
@@ -56,8 +57,8 @@ def attend_step_kernel(
     top = tl.maximum(own, earlier)
 
     if kv is not None:
-        # The earlier tokens of the tile, but for the last.
-        o_s = tl.arange(0, BS)
+        # The earlier tokens of the leaf, but for the last.
+        o_s = first + tl.arange(0, BS)
         m_s = (o_s < step - 1)[:, None]
         o_tile = (i_m * S + o_s)[:, None] * B * C + i_b * C + o_c[None, :]
         b_ks = tl.load(k + o_tile, mask=m_s, other=0.0).to(tl.float32)
@@ -118,15 +119,16 @@ def pairs_step_bwd(
     heads = next_power_of_2(H)
     pairs_step_bwd_kernel[(B, m)](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
-        step, B, raw.stride(2), form.eps, (C // H) ** -0.5,
+        step, min((step // LEAF + 1) * LEAF, S), B, raw.stride(2), form.eps, (C // H) ** -0.5,
         S=S, H=H, D=C // H, HP=heads, NORM=form.norm,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["step", "B"])
+@triton.jit(do_not_specialize=["step", "end", "B"])
 def pairs_step_bwd_kernel(
-    q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair, step, B, stride_r, eps, scale,
+    q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
+    step, end, B, stride_r, eps, scale,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Go back through one token's persistent pair, all heads, and through the keys' norm."""
@@ -144,7 +146,7 @@ def pairs_step_bwd_kernel(
     b_dv = tl.load(dv + row + o_c, mask=m_c, other=0.0)
     b_slope = tl.load(slopes + o_h, mask=m_h, other=0.0).to(tl.float32)
 
-    if step + 1 < S:
+    if step + 1 < end:
         # The next token, whose gradient has just been found.
         after = row + B * C
         stats = ((i_m * S + step + 1) * B + i_b) * H + o_h
@@ -159,7 +161,7 @@ def pairs_step_bwd_kernel(
         b_dv += b_p[:, None] * b_do
         b_dk += b_ds[:, None] * b_q
         # The tokens after it, one at a time: several at once would not fit into the registers.
-        for i_s in range(step + 2, S):
+        for i_s in range(step + 2, end):
             after += B * C
             stats += B * H
             b_q = tl.load(q + after + o_c, mask=m_c, other=0.0).to(tl.float32)

@@ -1,0 +1,49 @@
+"""How tokens are cut into tiles and leaves: each pair comes once, and no token is wasted."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
+    LONGEST,
+    Tiling,
+    given_by,
+    leaf_size,
+)
+
+
+@pytest.mark.parametrize(("S", "leaf"), [(16, 16), (64, 16), (60, 15), (3, 3)])
+def test_leaves_and_steps_see_each_earlier_token_of_the_tile_once(S, leaf):
+    pairs = []
+    for step in range(S):
+        if step and step % leaf == 0:
+            size = given_by(step, leaf)
+            assert step + size <= S
+            pairs += [(q, k) for q in range(step, step + size) for k in range(step - size, step)]
+        pairs += [(step, k) for k in range(step // leaf * leaf, step)]
+    assert sorted(pairs) == [(q, k) for q in range(S) for k in range(q)]
+
+
+@given(
+    n=st.integers(1, 24), B=st.integers(1, 600), T=st.integers(1, 3000), block=st.integers(1, 80)
+)
+def test_longer_tiles_cost_no_padding_and_few_steps(n, B, T, block):
+    tiling, b = Tiling.of(n, B, T, block), min(block, T)
+    leaf = min(leaf_size(b), -(-T // b) * b)
+    tokens = tiling.S
+    assert tokens % leaf == 0
+    assert tokens <= max(leaf, LONGEST)
+    assert tiling.padded == -(-T // leaf) * leaf
+    steps = len(list(tiling)) * tokens
+    shortest = tiling.padded + leaf * (n - 1)
+    assert steps <= shortest + (T if B >= 256 else T / 8)
+
+
+@pytest.mark.parametrize(
+    ("n", "B", "T", "S"),
+    [
+        (1, 1, 512, 64), (1, 1, 80, 16), (1, 1, 96, 32), (1, 1, 1000, 16), (1, 1, 20, 32),
+        (12, 32, 512, 16), (12, 512, 512, 32), (12, 32, 4096, 32), (6, 32, 4096, 64),
+    ],
+)  # fmt: skip
+def test_tiles_are_long_where_rows_or_tokens_are_many(n, B, T, S):
+    assert Tiling.of(n, B, T, 1).S == S
