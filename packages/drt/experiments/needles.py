@@ -11,9 +11,10 @@ the paper's text; one of them has capped scores too (`DRTConfig.score_softcap`),
 does not have.
 
 Then measures how many answers of held-out rows are right, at each length of Table 2 and at 1M and
-4M tokens. Rows go through the model in segments, and DRT's chunks to the host's memory. Writes
-passkey.json and two_hop.json. `--models` takes some alone; what `--runs` has is not trained again,
-and what the files have is not measured again. `--cuda-graph` replays the steps of the trainings.
+4M tokens, the shortest first. Rows go through the model in segments, and DRT's chunks to the host's
+memory. Writes passkey.json and two_hop.json. `--models` takes some alone; what `--runs` has is not
+trained again, and what the files have is not measured again. `--cuda-graph` replays the steps of
+the trainings.
 
 Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
 have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
@@ -175,50 +176,66 @@ class Cell(NamedTuple):
     seed: int
 
 
+class Run(NamedTuple):
+    """A stage of a task's training, and its folder."""
+
+    task: str
+    home: Path
+    config: TrainConfig
+
+
 def measure(options: Options) -> None:
-    """Train and measure on one task after the other."""
+    """Train all models on both tasks, then measure them, on short texts first."""
     sizes = DRY if options.dry_run else FULL
-    for name in MEASURED:
-        result = result_file(name, sizes, options)
-        cells = [
-            Cell(name, model, column, seed)
-            for column in sizes.columns[name]  # the longest last: a run cut short has the others
-            for seed in options.seeds
-            for model in options.models
-            if model in MEASURED[name]
-            and num_tokens(column) <= REACH.get(model, num_tokens(column))
-            and not result.has(model, column, seed=seed)
-        ]
-        trained = {}
-        kept = tuple(dict.fromkeys((cell.model, cell.seed) for cell in cells))
-        trainings = [partial(train_stages, runs_of(name, *each, sizes, options)) for each in kept]
-        for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
-            trained[kept[i]] = details
-            say(f"{Path(name).name}: {kept[i][0]}: trained, seed {kept[i][1]}")
-        calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
-        for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
-            cell, (value, details) = cells[i], found
-            if cell.column == sizes.columns[name][0]:
-                details |= trained[cell.model, cell.seed]
-            place: dict[str, Any] = {"model": cell.model, "column": cell.column, "seed": cell.seed}
-            result.add(value, **place, **details)
+    results = {name: result_file(name, sizes, options) for name in MEASURED}
+    cells = [
+        Cell(name, model, column, seed)
+        for name, result in results.items()
+        for column in sizes.columns[name]
+        for seed in options.seeds
+        for model in options.models
+        if model in MEASURED[name]
+        and num_tokens(column) <= REACH.get(model, num_tokens(column))
+        and not result.has(model, column, seed=seed)
+    ]
+    tasks: dict[tuple[str, int], str] = {}  # the last one, which comes after the others
+    for cell in cells:
+        tasks[cell.model, cell.seed] = cell.name
+    trainings = [
+        partial(train_stages, runs_of(name, *which, sizes, options))
+        for which, name in tasks.items()
+    ]
+    trained: dict[tuple[str, int], dict[str, Any]] = {}
+    for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
+        which = list(tasks)[i]
+        trained[which] = details
+        say(f"{which[0]}: trained, seed {which[1]}")
+    cells.sort(key=lambda cell: num_tokens(cell.column))
+    calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
+    for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
+        cell, (value, details) = cells[i], found
+        if cell.column == sizes.columns[cell.name][0]:
+            details |= trained[cell.model, cell.seed][cell.name]
+        place: dict[str, Any] = {"model": cell.model, "column": cell.column, "seed": cell.seed}
+        results[cell.name].add(value, **place, **details)
 
 
-def train_stages(
-    runs: list[tuple[Path, TrainConfig]], folder: Path, device: torch.device
-) -> dict[str, Any]:
-    """Train stage after stage, each in its own folder, where one that is done is only read."""
-    details = {}
-    for home, config in runs:
+def train_stages(runs: list[Run], folder: Path, device: torch.device) -> dict[str, Any]:
+    """Train stage after stage, each in its own folder, where one that is done is only read.
+
+    Returns:
+        What each task's last stage has come to.
+    """
+    found = {}
+    for task, home, config in runs:
         details = measure_run(config, home, device, resume=True)
-    return {name: details[name] for name in ("parameters", "steps")}
+        found[task] = {name: details[name] for name in ("parameters", "steps")}
+    return found
 
 
-def runs_of(
-    name: str, model: str, seed: int, sizes: Sizes, options: Options
-) -> list[tuple[Path, TrainConfig]]:
+def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> list[Run]:
     """Return the runs that lead to a model of a result's task, with their folders."""
-    runs: list[tuple[Path, TrainConfig]] = []
+    runs: list[Run] = []
     for task in STAGES_OF[name]:
         for i, stage in enumerate(sizes.stages[task]):
             home = folder_of(task, model, seed, i, options)
@@ -237,13 +254,13 @@ def runs_of(
                 stop_at_accuracy=stage.until,
                 checkpoint_every=stage.steps,
                 cuda_graph=options.cuda_graph,
-                init_from=str(runs[-1][0] / "model") if runs else None,
+                init_from=str(runs[-1].home / "model") if runs else None,
             )
             if model == LANDMARK:
                 length = min(config.seq_len, LANDMARK_LEN)
                 rows = min(config.batch_size * config.seq_len // length, LANDMARK_ROWS)
                 config = replace(config, batch_size=rows, seq_len=length)
-            runs.append((home, config))
+            runs.append(Run(task, home, config))
     return runs
 
 
@@ -269,7 +286,7 @@ def load(cell: Cell, sizes: Sizes, options: Options, device: torch.device) -> LM
     with device:
         lm = config.build()
     runs = runs_of(cell.name, cell.model, cell.seed, sizes, options)
-    copy_weights(runs[-1][0] / "model", lm)
+    copy_weights(runs[-1].home / "model", lm)
     return lm
 
 
