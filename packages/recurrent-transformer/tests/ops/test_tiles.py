@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
+    LARGEST,
     LONGEST,
     Tiling,
     given_by,
@@ -24,14 +25,14 @@ def test_leaves_and_steps_see_each_earlier_token_of_the_tile_once(S, leaf):
 
 
 @given(
-    n=st.integers(1, 24), B=st.integers(1, 600), T=st.integers(1, 3000), block=st.integers(1, 80)
+    n=st.integers(1, 24), B=st.integers(0, 3000), T=st.integers(1, 3000), block=st.integers(1, 80)
 )
 def test_longer_tiles_cost_no_padding_and_few_steps(n, B, T, block):
     tiling, b = Tiling.of(n, B, T, block), min(block, T)
     leaf = min(leaf_size(b), -(-T // b) * b)
     tokens = tiling.S
     assert tokens % leaf == 0
-    assert tokens <= max(leaf, LONGEST)
+    assert tokens == leaf or (tokens <= LONGEST and tokens * B <= LARGEST)
     assert tiling.padded == -(-T // leaf) * leaf
     steps = len(list(tiling)) * tokens
     shortest = tiling.padded + leaf * (n - 1)
@@ -42,6 +43,7 @@ def test_longer_tiles_cost_no_padding_and_few_steps(n, B, T, block):
     ("n", "B", "T", "S"),
     [
         (1, 1, 512, 64), (1, 1, 80, 16), (1, 1, 96, 32), (1, 1, 1000, 16), (1, 1, 20, 32),
+        (1, 512, 512, 32), (1, 1024, 512, 16),
         (12, 32, 512, 16), (12, 512, 512, 32), (12, 32, 4096, 32), (6, 32, 4096, 64),
     ],
 )  # fmt: skip

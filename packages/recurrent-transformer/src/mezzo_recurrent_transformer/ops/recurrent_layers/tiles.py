@@ -18,6 +18,8 @@ LEAF = 16
 """Tokens of a leaf, at least."""
 LONGEST = 64
 """Tokens of a tile, at most, if it has several leaves: keys are read once for all its queries."""
+LARGEST = 2**14
+"""Tokens of all rows of such a tile, at most: what a tile needs in memory grows with them."""
 MANY_ROWS = 256
 """With so many rows, a step of few layers keeps a GPU busy."""
 
@@ -56,13 +58,14 @@ class Tiling:
     def of(cls, n: int, B: int, T: int, block_size: int) -> "Tiling":
         """Return the tiling of B rows for `block_size` b.
 
-        Tiles are as long as it costs no padding and few steps: the last layer begins n - 1 tiles
-        after the first.
+        Tiles are as long as it costs no padding, little memory, and few steps: the last layer
+        begins n - 1 tiles after the first.
         """
         b = min(block_size, T)
         S = min(leaf_size(b), ceil_div(T, b) * b)
+        longest = min(LONGEST, LARGEST // max(B, 1))
         most_waiting = T if B >= MANY_ROWS else T // 8
-        while 2 * S <= LONGEST and ceil_div(T, S) % 2 == 0 and 2 * S * (n - 1) <= most_waiting:
+        while longest >= 2 * S and ceil_div(T, S) % 2 == 0 and 2 * S * (n - 1) <= most_waiting:
             S *= 2
         return cls(n, T, S)
 
