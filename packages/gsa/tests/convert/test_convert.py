@@ -7,12 +7,15 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.block import MixerBlockConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.stack import BlocksConfig
 from mezzo_gsa.convert import TARGETS, convert, convert_config, load_llama
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 
 B, T, C, HQ, H, D = 2, 9, 32, 4, 2, 8
 NEW = {"gsa": ("norm.weight",), "gla": ("g_proj.", "norm.weight"), "retnet": ("norm.weight",)}
@@ -269,6 +272,15 @@ def test_other_mixers_and_attention_without_rope_are_refused(transformer):
     with pytest.raises(UserError, match="no RoPE"):
         convert_config(plain, TARGETS["retnet"])
     convert_config(plain, TARGETS["gsa"])
+
+
+def test_a_model_whose_layers_are_a_stack_is_refused(transformer):
+    config, _ = transformer
+    blocks = BlocksConfig((MixerBlockConfig(config.mixers[0]),))
+    for stack in (HGRN2StackConfig(2, HGRN2Config(D)), blocks):
+        model = LMConfig(vocab_size=61, d_model=C, stack=stack)
+        with pytest.raises(UserError, match=f"a stack is not, got {type(stack).__name__}"):
+            convert(model, model.build().state_dict(), TARGETS["gsa"])
 
 
 def test_groups_of_keys_are_those_of_the_transformer(transformer):

@@ -95,8 +95,14 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
         make: one of `TARGETS`, or a function of yours.
 
     Raises:
-        UserError: if a mixer is not softmax attention, or cannot be converted to this target.
+        UserError: if a mixer is not softmax attention, or cannot be converted to this target, or
+            the layers are a stack.
     """
+    if config.stack is not None:  # it has no mixers, and all its weights would be lost
+        raise UserError(
+            "only layers given as mixers are converted, a stack is not, "
+            f"got {type(config.stack).__name__}"
+        )
     mixers = []
     for i, mixer in enumerate(config.mixers):
         if not isinstance(mixer, AttentionConfig):
