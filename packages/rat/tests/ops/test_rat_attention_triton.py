@@ -77,6 +77,14 @@ def test_output_and_gradients_equal_the_reference(B, T, L, H, G, D, rope, dtype)
     check(inputs, H=H, G=G, chunk_size=L, rope=rope, rope_base=500.0)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("L", [2**27, 2**31 - 1, 2**40, 2**63 - 1])
+def test_a_chunk_far_longer_than_the_row_is_one_chunk(L, packed):
+    inputs = draw(1, 40, 2, 1, 32)
+    borders = torch.tensor([0, 15, 40], device=DEVICE) if packed else None
+    check(inputs, H=2, G=1, chunk_size=L, cu_seqlens=borders)
+
+
 @pytest.mark.parametrize("rope", ["chunk", "token"])
 @pytest.mark.parametrize("lengths", [[40, 0, 1, 35], [0, 16, 17], [7]])
 def test_packed_sequences_equal_the_reference(lengths, rope):

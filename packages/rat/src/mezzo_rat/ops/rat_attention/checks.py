@@ -11,6 +11,9 @@ from mezzo_rat.ops.rat_attention.form import Form
 from mezzo_rat.ops.rat_attention.request import Parts
 from mezzo_rat.ops.rat_attention.state import RATState
 
+LONGEST = 2**31 - 1
+"""The longest chunk that kernels can count in 32 bits; no row has more tokens."""
+
 
 def check_form(
     op: str,
@@ -50,7 +53,8 @@ def check_form(
     if scale is not None:
         check_number(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
-    return Form(H, q.shape[2], z is not None, chunk_size, rope, rope_base, scale)
+    L = min(chunk_size, LONGEST)
+    return Form(H, q.shape[2], z is not None, L, rope, rope_base, scale)
 
 
 def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:

@@ -222,7 +222,10 @@ def attend_ends_dkv_kernel(
         full = end
     else:
         begin, end = (i_n * BN + 1) * L // BM * BM, T
-        full = tl.minimum(begin + tl.cdiv((i_n * BN + BN) * L - begin, BM) * BM, T)
+        # In 64 bits: the end of BN long chunks would wrap in 32, and the mask would be missing.
+        seen_by_all = (i_n * BN + BN).to(tl.int64) * L
+        full = begin + tl.cdiv(seen_by_all - begin, BM) * BM
+        full = tl.minimum(full, T).to(tl.int32)
     for t in range(begin, full, BM):
         b_dk, b_dv = _add_dkv(
             b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
