@@ -145,6 +145,8 @@ def test_a_compiled_block_and_bfloat16_weights_work(stack):
             "mixer must have lower_bound 0, as the stack learns the bounds, got 0.5",
         ),
         (lambda: HGRN2StackConfig(2).build(C), "head_dim must divide d_model = 16, got 128"),
+        (lambda: HGRN2StackConfig(2, norm_eps=-1.0), r"norm_eps must be positive .*, got -1\.0"),
+        (lambda: HGRN2StackConfig(2, norm_eps=float("nan")), "norm_eps must be positive .* nan"),
     ],
 )
 def test_impossible_configurations_are_refused(make, message):

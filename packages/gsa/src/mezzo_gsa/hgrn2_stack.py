@@ -9,7 +9,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.mlp import MLPConfig
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -38,6 +38,7 @@ class HGRN2StackConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_size("HGRN2StackConfig", "num_layers", self.num_layers, 2)
+        check_number("HGRN2StackConfig", "norm_eps", self.norm_eps, positive=True)
         if self.mixer.lower_bound != 0:
             raise ValueError(
                 "HGRN2StackConfig: mixer must have lower_bound 0, as the stack learns the bounds, "
