@@ -389,6 +389,7 @@ def test_the_whole_protocol_alone_is_the_papers_setting(whole):
         ({"precision": "fp16"}, "precision must be one of .* got 'fp16'"),
         ({"init": "fan"}, "init must be one of .*, got 'fan'"),
         ({"protocol": "author"}, "protocol must be one of .*, got 'author'"),
+        ({"learning_rates": ()}, r"learning_rates must be at least one, got \(\)"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"num_slots": 0}, "num_slots must be a whole number or below 1, got 0"),
         ({"num_slots": 2.5}, "num_slots must be a whole number or below 1, got 2.5"),

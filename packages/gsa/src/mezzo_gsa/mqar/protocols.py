@@ -123,6 +123,7 @@ class SweepConfig:
                 raise UserError(f"no model is named {model!r}{nearest(model, NAMES)}")
         rows, slots = self.task.train_rows, self.num_slots
         rules = {
+            "learning_rates": (len(self.learning_rates) > 0, "at least one"),
             "batch_size": (1 <= self.batch_size <= rows, f"from 1 to train_rows = {rows}"),
             "num_layers": (self.num_layers >= 1, "at least 1"),
             "num_slots": (0 < slots < 1 or slots == slots // 1 > 0, "a whole number or below 1"),
