@@ -163,6 +163,17 @@ def test_keys_and_values_are_read_where_they_lie():
             assert torch.equal(found[name], x), name
 
 
+def test_rows_of_one_chunk_are_read_where_they_lie():
+    """PyTorch calls such keys contiguous: no stride of an axis of size 1 counts for it."""
+    inputs = draw(3, 2, 6, 1, 5, 2, 2, 16)
+    apart = run(inputs)
+    turned = torch.stack(tuple(inputs["k"][:, 0]))[None].transpose(0, 1)
+    assert turned.stride(0) != turned.stride(1)
+    assert turned.is_contiguous()
+    for name, x in run(inputs | {"k": turned}).items():
+        assert torch.equal(x, apart[name]), name
+
+
 def test_the_registered_op_is_sound():
     inputs = draw(1, 2, 3, 2, 4, 2, 1, 16)
     tensors = [x.requires_grad_(x.is_floating_point()) for x in inputs.values()]

@@ -90,6 +90,8 @@ def chunked(x: Tensor) -> Chunked:
     B, S, _, H, D = x.shape
     if x.stride()[3:] != (D, 1) and H * D > 1:
         x = x.contiguous()
+    if S == 1:  # from one row to the next: the stride of an axis of size 1 says nothing
+        return Chunked(x, x.stride(0), x.stride(2))
     if B > 1 and x.stride(0) != S * x.stride(1):
         x = x.contiguous()
     return Chunked(x, x.stride(1), x.stride(2))
