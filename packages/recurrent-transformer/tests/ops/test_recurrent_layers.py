@@ -391,6 +391,16 @@ def test_strides_do_not_matter(name):
         assert_same(run("eager", strided, options, pulled), wanted, 1e-12)
 
 
+def test_x_may_begin_anywhere_in_its_storage_and_its_one_row_may_have_any_stride():
+    inputs, options, pull = problem((1, 5, {}), dtype=torch.float32)
+    wanted = run("eager", inputs, options, pull)
+    size = inputs["x"].numel()
+    for begin, stride in ((1, size), (0, size + 1)):
+        x = inputs["x"].new_empty(size + 2).as_strided((1, 5, 8), (stride, 8, 1), begin)
+        assert x.copy_(inputs["x"]).is_contiguous()
+        assert_same(run("eager", inputs | {"x": x}, options, pull), wanted, 1e-12)
+
+
 @pytest.mark.parametrize("name", ["two tiles and one", "packed", "padded"])
 def test_bfloat16_is_as_exact_as_the_definition_in_bfloat16(name):
     inputs, options, pull = problem(CASES[name], 2, 2, 16, 32, dtype=torch.bfloat16)

@@ -101,7 +101,9 @@ class Tiling:
 def copy_rows(out: Tensor, x: Tensor) -> None:
     """Copy x (..., C) into `out`, 16 bytes at a time: a strided copy goes by single elements."""
     ratio = 16 // x.element_size()
-    if out.dtype == x.dtype and x.shape[-1] % ratio == 0:
+    # A caller's x may begin anywhere in its storage, and an axis of size 1 may have any stride.
+    starts = [step for t in (out, x) for step in (t.storage_offset(), *t.stride()[:-1])]
+    if out.dtype == x.dtype and all(size % ratio == 0 for size in (x.shape[-1], *starts)):
         out, x = out.view(torch.complex128), x.view(torch.complex128)
     out.copy_(x)
 
