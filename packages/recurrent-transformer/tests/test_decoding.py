@@ -66,6 +66,14 @@ def test_a_step_equals_the_forward(model, device):
             assert torch.allclose(y[:, 0], whole[:, t], rtol=1e-4, atol=1e-5), t
 
 
+def test_blocks_of_tokens_do_not_decode():
+    """Their tokens also attend to temporary pairs, which no cache holds."""
+    block = RecurrentBlockConfig(head_dim=8, hidden=24, block_size=4).build(C)
+    state = block.reserve(block.init_state(1), 2)
+    with torch.no_grad(), pytest.raises(ValueError, match="step needs block_size 1, got 4"):
+        block.step(torch.zeros(1, 1, C), state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_told_are_those_of_the_cache(model, dtype):
     stack = model.to(dtype).stack

@@ -64,6 +64,8 @@ class RecurrentBlock(AbstractLayer):
 
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        if self.config.block_size != 1:  # a cache has no temporary pairs of the token's block
+            raise ValueError(f"step needs block_size 1, got {self.config.block_size}")
         self.check_step(x, state)
         self._check_room(state)
         q, k, v = (part[:, 0] for part in self._project(self.attention_norm(x)))
