@@ -238,6 +238,12 @@ def test_steps_beyond_the_room_are_refused():
             stack.before_step(state)
 
 
+@pytest.mark.parametrize("d_model", [0, -C, "12"])
+def test_a_width_that_is_none_is_refused(d_model):
+    with pytest.raises((ValueError, TypeError), match="DRT: d_model must be"):
+        CONFIG.build(d_model)
+
+
 def test_the_window_caches_never_exceed_the_window():
     stack = build(CONFIG, torch.float32)
     with torch.no_grad():

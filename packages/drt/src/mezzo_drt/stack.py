@@ -114,6 +114,7 @@ class DRT(AbstractStack):
     def __init__(self, d_model: int, config: DRTConfig) -> None:
         """Create the layers; a ValueError if head_dim does not divide d_model."""
         super().__init__()
+        check_size("DRT", "d_model", d_model)
         self.d_model = d_model
         self.config = config
         D, hidden, eps = config.head_dim, config.hidden, config.norm_eps

@@ -47,6 +47,11 @@ def test_one_layer_is_recurrent_the_tenth_of_twelve():
     assert kinds == [AttentionConfig] * 9 + [BlockRecurrentConfig] + [AttentionConfig] * 2
 
 
+def test_a_size_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="ModelSize: num_layers must be 1 or more, got 0"):
+        ModelSize(num_layers=0)
+
+
 @pytest.fixture(params=TINY_MODELS)
 def model(request):
     torch.manual_seed(0)

@@ -8,13 +8,14 @@ BaseLM, whose layers these have otherwise, is among the recipes.
 | `block_recurrent_lm`       | as given | a window of 768; one layer has 512 recurrent states     |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import MLPConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.lm import LMConfig
+from mezzo_core.ops.checks import check_size
 
 from mezzo_drt.baselines.block_recurrent import BlockRecurrentConfig
 from mezzo_drt.baselines.landmark import LandmarkConfig
@@ -42,6 +43,8 @@ class ModelSize:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for each in fields(self):
+            check_size("ModelSize", each.name, getattr(self, each.name))
 
     @property
     def mlp(self) -> MLPConfig:
