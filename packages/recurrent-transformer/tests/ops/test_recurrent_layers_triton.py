@@ -7,7 +7,18 @@ call as a whole in its third.
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
-from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers import (
+    LayerWeights,
+    Past,
+    graphs,
+    recurrent_layers,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import BackwardBuffers
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import ForwardBuffers
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.room import KeptRoom
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
@@ -113,6 +124,39 @@ def test_gradients_accumulate_over_micro_batches():
             totals[name] += part[name]
     for name in totals.keys() - {"z"}:
         assert_close(name, totals[name], whole[name], rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_calls_in_inference_mode_leave_nothing_that_training_may_not_overwrite():
+    given = inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
+    weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
+    with torch.inference_mode():
+        for _ in range(4):
+            recurrent_layers(inputs["x"], weights, impl="triton", **options)
+    for _ in range(4):
+        assert_right(run("triton", *given), *given, torch.float32)
+
+
+def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeypatch):
+    """As above, for a CPU, which keeps nothing."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (None, call()))
+    inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
+    weights = LayerWeights(
+        **{name: w.requires_grad_() for name, w in inputs.items() if name != "x"}
+    )
+    matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
+    form = Form(2, 1.0, "rms", 1e-5, True, 1)
+    with torch.inference_mode():
+        rooms = [
+            KeptRoom.of(kind, inputs["x"], matrices, slopes, 16, form)
+            for kind in (ForwardBuffers, BackwardBuffers)
+        ]
+        captured = graphs._Captured(list, [inputs["x"], None, weights.n1])
+    kept = tree_leaves(
+        ([(room.buffers, room.weights, room.slopes) for room in rooms], captured.arguments)
+    )
+    assert not any(t.is_inference() or t.requires_grad for t in kept if t is not None)
 
 
 @pytest.mark.gpu

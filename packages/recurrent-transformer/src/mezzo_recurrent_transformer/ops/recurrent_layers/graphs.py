@@ -39,7 +39,9 @@ class _Captured:
     """A call with fixed memory for its arguments."""
 
     def __init__(self, call: Call, arguments: Sequence[Tensor | None]) -> None:
-        self.arguments = [None if t is None else t.clone() for t in arguments]
+        # No call outside of inference mode may overwrite what was made in it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.arguments = [None if t is None else t.clone() for t in arguments]
         self.graph, self.results = capture(lambda: call(self.arguments))
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor]:

@@ -49,6 +49,15 @@ class KeptRoom(Room):
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
+    @classmethod
+    def of(
+        cls, kind: Any, x: Tensor, weights: Matrices, slopes: Tensor, S: int, form: Form
+    ) -> "KeptRoom":
+        """Make a room for later calls too, as `room_for` says."""
+        # No call outside of inference mode may overwrite what was made in it.
+        with torch.inference_mode(False), torch.cuda.device_of(x):
+            return cls(kind.of(x, weights, S, form), weights, slopes, form)
+
     def fill(self, weights: Matrices, slopes: Tensor) -> None:
         """Copy the weights of a call."""
         for own, given in zip((*self.weights, self.slopes), (*weights, slopes), strict=True):
@@ -80,8 +89,7 @@ def room_for(kind: Any, x: Tensor, weights: Matrices, slopes: Tensor, S: int, fo
     key = (kind, x.shape[0], x.dtype, x.device, stream.cuda_stream, shapes, S, form)
     room = _rooms.pop(key, None)
     if room is None:
-        with torch.cuda.device(x.device):
-            room = KeptRoom(kind.of(x, weights, S, form), weights, slopes, form)
+        room = KeptRoom.of(kind, x, weights, slopes, S, form)
     _rooms[key] = room
     while len(_rooms) > KEPT:
         _rooms.popitem(last=False)
