@@ -12,7 +12,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate_segments
 from mezzo_core.nn.lm import LMOutput, Score
 from mezzo_core.testing.arguments import check_fields
-from mezzo_drt.needles import HopsConfig, PasskeyConfig
+from mezzo_drt.needles import HopsConfig, PasskeyConfig, Words
 from mezzo_drt.needles.haystack import Haystack, Row
 
 NO = -100
@@ -122,6 +122,18 @@ def test_more_hops_and_more_noise_are_more_needles():
     tokens = whole(config.build(1000, None).row(0, is_test=False), 1000)
     assert config.name == "3-hop"
     assert len(find(tokens, list(b"\nDEF "))) == 9
+
+
+def test_half_of_all_names_are_drawn_in_no_time_and_no_two_are_alike():
+    """One draw of 126 names out of 256 tokens is never all different."""
+    config = HopsConfig(num_noise=41, name_tokens=1)
+    count, size = config.names_needed
+    words = Words(config.build(2000, None).tokenizer, np.random.default_rng(0))
+    names = [words.names(count, size) for _ in range(300)]
+    assert all(len({int(name[0]) for name in drawn}) == count == 126 for drawn in names)
+    shares = np.bincount(np.ravel(names), minlength=257) / 300
+    assert shares[words.tokenizer.eos_token] == 0
+    assert np.delete(shares, words.tokenizer.eos_token) == pytest.approx(126 / 256, abs=0.15)
 
 
 @pytest.mark.parametrize(("depth", "gap"), [(0.0, 0), (1.0, 386), (0.5, 193)])

@@ -50,10 +50,15 @@ class Words:
 
     def names(self, count: int, size: int) -> list[Tokens]:
         """Draw `count` names of `size` tokens each, no two alike: any tokens but the end token."""
+        tokens = self.tokenizer.vocab_size - 1
+        drawn = self.draw.integers(tokens, size=(count, size))
         while True:
-            drawn = self.draw.integers(self.tokenizer.vocab_size - 1, size=(count, size))
-            if len(np.unique(drawn, axis=0)) == count:
+            first = np.unique(drawn, axis=0, return_index=True)[1]
+            if len(first) == count:
                 return list(drawn + (drawn >= self.tokenizer.eos_token))
+            # Only names that came before: many names at once would hardly ever be all different.
+            again = np.delete(np.arange(count), first)
+            drawn[again] = self.draw.integers(tokens, size=(len(again), size))
 
     def write(self, *parts: str | Tokens) -> Tokens:
         """Join words and names."""
