@@ -164,12 +164,11 @@ def _new_buffers(like: Memory, capacity: int, allocate: Allocate | None) -> Memo
     def on_device(part: Tensor) -> Tensor:
         return part.new_empty(len(part), capacity, *part.shape[2:])
 
-    def on_its_side(part: Tensor) -> Tensor:
-        if allocate is None:
-            return on_device(part)
-        return allocate((len(part), capacity, *part.shape[2:]), part.dtype)
-
-    return Memory(on_device(like.keys), on_its_side(like.k), on_its_side(like.v))
+    if allocate is None:
+        return Memory(*(on_device(part) for part in like))
+    # Both at once: of memory that is not written yet, a host does not say that it is taken.
+    k, v = allocate((2, len(like.k), capacity, *like.k.shape[2:]), like.k.dtype)
+    return Memory(on_device(like.keys), k, v)
 
 
 def _copy(buffer: Tensor, old: Tensor, new: Tensor, continued: Continued) -> None:
