@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeGuard
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -272,33 +272,31 @@ def _add_generate(app: typer.Typer) -> None:
                 seed=seed,
                 prefill_tokens=prefill_tokens,
             )
-            _write(texts, tokenizer, steps)
+            _write(texts, prompts, tokenizer, steps)
 
 
-def _write(texts: Sequence[str], tokenizer: Tokenizer, steps: Iterator[list[int | None]]) -> None:
+def _write(
+    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    steps: Iterator[list[int | None]],
+) -> None:
     """Write the texts with their continuations; a single one as it comes, several at the end."""
+    decoders = [StreamDecoder(tokenizer, tokens) for tokens in prompts]
     if len(texts) == 1:
-        decoder = StreamDecoder(tokenizer)
         _show(texts[0])
         try:
             for (token,) in steps:
-                if _is_text(token, tokenizer):
-                    _show(decoder.push(token))
+                _show(decoders[0].push(token))
         finally:  # also after an error: end the line, so that a message gets a line of its own
-            _show(decoder.flush() + "\n")
+            _show(decoders[0].flush() + "\n")
         return
-    rows: list[list[int]] = [[] for _ in texts]
+    written = [[text] for text in texts]
     for step in steps:
-        for row, token in zip(rows, step, strict=True):
-            if _is_text(token, tokenizer):
-                row.append(token)
-    for text, row in zip(texts, rows, strict=True):
-        _show(text + tokenizer.decode(row) + "\n\n")
-
-
-def _is_text(token: int | None, tokenizer: Tokenizer) -> TypeGuard[int]:
-    """Tell whether there is a token that the tokenizer knows; the model may have further ones."""
-    return token is not None and token < tokenizer.vocab_size
+        for parts, decoder, token in zip(written, decoders, step, strict=True):
+            parts.append(decoder.push(token))
+    for parts, decoder in zip(written, decoders, strict=True):
+        _show("".join(parts) + decoder.flush() + "\n\n")
 
 
 def _show(text: str) -> None:

@@ -52,6 +52,18 @@ def test_a_cut_character_comes_with_the_flush(names, kind):
     assert decoder.push(tokenizer.encode("man")[0])[:1] in ("m", "")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_continuation_keeps_the_space_after_its_prompt(names, kind):
+    tokenizer = load_tokenizer(names[kind])
+    prompt, rest = "a single man in possession", " of a good fortune 🙂"
+    before = tokenizer.encode(prompt)
+    tokens = tokenizer.encode(prompt + rest)
+    assert tokens[: len(before)] == before
+    decoder = StreamDecoder(tokenizer, before)
+    assert "".join(decoder.push(token) for token in tokens[len(before) :]) == rest
+    assert decoder.flush() == ""
+
+
 def test_a_long_broken_run_is_printed_and_the_text_goes_on():
     decoder = StreamDecoder(load_tokenizer("byte"))
     printed = "".join(decoder.push(token) for token in [0x80] * 500 + list(b" and on"))

@@ -230,13 +230,26 @@ class StreamDecoder:
     UTF-8, the results of all `push` calls and the final `flush`, joined, are their text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._printed = 0  # how many characters of decode(_tokens) have been returned
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """Begin a text.
 
-    def push(self, token: int) -> str:
-        """Take one token; return the text that is now complete, which may be empty."""
+        Args:
+            tokenizer: made the tokens.
+            before: the tokens of a prompt, whose text is not returned. Without them, SentencePiece
+                would drop the space before the first word of a continuation.
+        """
+        self._tokenizer = tokenizer
+        self._tokens = list(before[-_CONTEXT:])
+        # How many characters of decode(_tokens) have been returned.
+        self._printed = len(tokenizer.decode(self._tokens))
+
+    def push(self, token: int | None) -> str:
+        """Take one token; return the text that is now complete, which may be empty.
+
+        None is no text, and neither is a token beyond the vocabulary: the model may have more.
+        """
+        if token is None or token >= self._tokenizer.vocab_size:
+            return ""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
         complete = len(text)
