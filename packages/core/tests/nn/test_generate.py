@@ -3,6 +3,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -264,12 +265,16 @@ def test_steps_keep_no_graph_and_between_them_gradients_are_on(model):
         ({"top_p": 1.1}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"stop_tokens": [37]}, "stop_tokens"),
+        ({"stop_tokens": torch.tensor([3])}, "stop_tokens"),
+        ({"stop_tokens": ["text"]}, "stop_tokens"),
         ({"prompts": []}, "prompts"),
         ({"prompts": [[1], []]}, r"prompts\[1\]"),
         ({"prompts": [[1], [2, 37]]}, r"prompts\[1\].*37"),
         ({"prompts": [[-1]]}, r"prompts\[0\]"),
         ({"prompts": [[0.5]]}, r"prompts\[0\]"),
         ({"prompts": ["text"]}, r"prompts\[0\]"),
+        ({"prompts": [1, 2]}, "prompts"),
+        ({"prompts": torch.tensor([[1, 2]])}, r"prompts\[0\]"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_k": 1.5}, "top_k"),
         ({"top_k": True}, "top_k"),
@@ -285,6 +290,14 @@ def test_a_bad_argument_is_refused_by_name_at_the_call(model, function, change, 
     arguments = {"prompts": [[1, 2]], "max_new_tokens": 3, **change}
     with pytest.raises(ValueError, match=name):
         function(model, **arguments)
+
+
+def test_prompts_and_stop_tokens_may_be_arrays(model):
+    prompts = [[1, 2], [3, 4]]
+    (first, *_), _ = generate(model, prompts, max_new_tokens=3)
+    wanted = generate(model, prompts, max_new_tokens=3, stop_tokens=[first])
+    arrays = np.array(prompts), np.array([first])
+    assert generate(model, arrays[0], max_new_tokens=3, stop_tokens=arrays[1]) == wanted
 
 
 # --- a model whose outputs are no numbers -----------------------------------------------------

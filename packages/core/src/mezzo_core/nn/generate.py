@@ -102,8 +102,11 @@ def stream(
     ):
         raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens!r}")
     for token in stop_tokens:
-        if not 0 <= token < model.vocab_size:
-            raise ValueError(f"stop_tokens must be in [0, {model.vocab_size}), got {token}")
+        # A tensor would be equal to no token: prompts would never stop.
+        if not isinstance(token, Integral) or not 0 <= int(token) < model.vocab_size:
+            raise ValueError(
+                f"stop_tokens must hold token ids in [0, {model.vocab_size}), got {token!r}"
+            )
     new = _new_tokens(model, prompts, prefill_tokens, max_new_tokens, sampler, seed)
     return _steps(model, new, len(prompts), frozenset(stop_tokens))
 
@@ -334,9 +337,11 @@ def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    if not prompts:
+    if len(prompts) == 0:  # an array has no truth value
         raise ValueError("prompts must hold at least one prompt, got none")
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, Integral):
+            raise ValueError(f"prompts must hold a list of token ids for each prompt, got {prompt}")
         if len(prompt) == 0:
             raise ValueError(f"prompts[{i}] is empty: give at least one token to continue from")
         for token in prompt:
