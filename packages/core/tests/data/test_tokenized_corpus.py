@@ -71,6 +71,19 @@ def test_pieces_are_one_document(monkeypatch):
     assert tokenized.num_bytes.tolist() == [7, 1]
 
 
+class WordTokenizer(ByteTokenizer):
+    """A token for each word, so that a text of spaces has none."""
+
+    def encode_batch(self, texts):
+        return [np.full(len(text.split()), 1) for text in texts]
+
+
+def test_the_bytes_of_a_text_without_tokens_are_left_out_with_it():
+    tokenized = tokenize_corpus(corpus_of(["a b", " " * 100, "c"]), WordTokenizer(), None)
+    assert tokenized.ends.tolist() == [3, 5]
+    assert tokenized.num_bytes.tolist() == [3, 1]
+
+
 def test_the_cache_is_read_and_not_made_again(tmp_path):
     first = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     again = tokenize_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)

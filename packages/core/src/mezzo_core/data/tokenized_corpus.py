@@ -260,6 +260,7 @@ def _tokenize(
                 total += length + 1
                 ends.append(total)
                 sizes.append(size)
+            if piece.ends:  # also without tokens: its bytes are not the next document's
                 length = size = 0
     if not ends:
         raise UserError(f"no text in {corpus.name}")
