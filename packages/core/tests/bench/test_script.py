@@ -67,11 +67,12 @@ def mistaken(options):
         (["--dry-run", "--models", "RAT(L=17)"], None, r"'RAT\(L=17\)'; did you mean RAT\(L=16\)"),
         ([], None, "needs a CUDA GPU: --dry-run"),
         (["--dry-run"], mistaken, r"this file\\x1b is bad"),
+        (["--dry-run", "--jobs", "0"], None, "--jobs must be 1 or more, got 0"),
     ],
 )
 def test_a_mistake_is_one_line(run, capsys, monkeypatch, tmp_path, words, measure, named):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run(*words, measure=measure) == (2, [])
+    assert run(*words, measure=measure, parallel=True) == (2, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(named, line)
     assert not (tmp_path / "out").exists()

@@ -77,6 +77,8 @@ def run_script(
         for name in found["models"]:
             if name not in models:
                 raise UserError(f"no model is named {name!r}{nearest(name, models)}")
+        if found.get("jobs", 1) < 1:
+            raise UserError(f"--jobs must be 1 or more, got {found['jobs']}")
         if not (found["dry_run"] or torch.cuda.is_available()):
             raise UserError("this needs a CUDA GPU: --dry-run rehearses it on a CPU")
         found["models"] = tuple(name for name in models if name in found["models"])
