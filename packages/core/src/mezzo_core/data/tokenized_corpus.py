@@ -28,7 +28,7 @@ from mezzo_core.files import read_json
 from mezzo_core.libraries import first_line, import_library
 
 # Part of the cache key: raise it when the same text would give other tokens or files.
-_FORMAT = 1
+_FORMAT = 2
 # Text is tokenized in batches of about this many characters, or this many pieces.
 _BATCH_CHARACTERS = 1 << 21
 _BATCH_PIECES = 4096
