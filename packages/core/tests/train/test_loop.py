@@ -143,6 +143,16 @@ def test_an_exploding_loss_stops_the_run_and_says_where(tiny, tmp_path, rows_of)
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
 
 
+def test_an_exploded_validation_loss_stops_the_run_before_it_is_saved(tiny, tmp_path, rows_of):
+    """Its perplexity overflows: infinity is not JSON, and the log could not be read again."""
+    optim = OptimConfig(lr=1000.0, warmup_fraction=0.0)
+    config = tiny(optim=optim, steps=50, eval_every=1, checkpoint_every=1)
+    with pytest.raises(DivergenceError, match=r"validation loss after step 1 is .*no checkpoint"):
+        train(config, tmp_path, quiet=True)
+    assert [row["step"] for row in rows_of(tmp_path)] == [1]
+    assert rows_of(tmp_path, "val_loss") == []
+
+
 def test_nan_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path, monkeypatch):
     from mezzo_core.nn.lm import LM
 

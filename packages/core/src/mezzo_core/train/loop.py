@@ -279,7 +279,8 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
         precision=config.precision,
         add_up=world.sum,
     )
-    if not math.isfinite(found.loss):
+    # A perplexity that overflows is no number for the log, and its loss is far beyond a guess's.
+    if not math.isfinite(found.perplexity):
         raise DivergenceError(
             f"the validation loss after step {step} is {found.loss}; "
             f"{run.checkpoints.describe_newest()}"
