@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
 from mezzo_core.train import folder as folder_module
-from mezzo_core.train.folder import check_folder, claim_folder, hold_folder
+from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder
 from mezzo_core.train.loop import train
 
 
@@ -35,9 +36,13 @@ def refused(config, out, **options):
     return line
 
 
-def claim(out, config, fingerprint="a", **options):
-    chosen = {"resume": True, "has_checkpoint": True, "new_data": False, **options}
-    claim_folder(out, config, fingerprint, **chosen)
+def claim(out, config, fingerprint="a", *, resume=True):
+    claim_folder(out, config, fingerprint, resume=resume)
+
+
+def check(out, config, fingerprint="a"):
+    check_folder(out, config, resume=True)
+    check_corpus(out, config.data, fingerprint)
 
 
 FOREIGN = ["checkpoints/step-9/weights", "model/config.json", "tensorboard/x", "log.jsonl"]
@@ -182,12 +187,28 @@ def test_a_changed_corpus_is_refused_until_told(tiny, tmp_path, rows_of):
 
 def test_without_a_checkpoint_the_corpus_may_change(tiny, tmp_path):
     config = tiny()
-    claim(tmp_path, config, "a", has_checkpoint=False)
-    claim(tmp_path, config, "b", has_checkpoint=False)
-    with pytest.raises(UserError, match="its text or its tokenizer has changed"):
-        claim(tmp_path, config, "c")
-    claim(tmp_path, config, "c", resume=False)
-    claim(tmp_path, config, "c")
+    claim(tmp_path, config, "another")
+    train(config, tmp_path, quiet=True)
+    claim(tmp_path, config, "another")
+    assert "its text or its tokenizer has changed" in refused(config, tmp_path)
+    train(config, tmp_path, quiet=True, resume=False)
+
+
+def test_new_text_that_a_stream_cannot_go_on_with_is_not_the_run_s(tiny, tmp_path):
+    """The run goes on with its own text, once that is back."""
+    text, out = tmp_path / "lines.jsonl", tmp_path / "run"
+    lines = [json.dumps({"text": f"half of the notes {i}"}) for i in range(300)]
+    data = DataConfig(source=str(text), streaming=True)
+    text.write_text("\n".join(lines))
+    train(tiny(data=data, steps=20), out, quiet=True)
+    before = content(out)
+    text.write_text("\n".join(lines[150:]))
+    longer = tiny(data=data, steps=21)
+    assert "its text or its tokenizer has changed" in refused(longer, out)
+    assert "is not there any more" in refused(longer, out, new_data=True)
+    assert content(out) == before
+    text.write_text("\n".join(lines))
+    assert train(longer, out, quiet=True).steps == 21
 
 
 def test_a_run_of_before_corpora_were_kept_goes_on(tiny, tmp_path):
@@ -205,7 +226,7 @@ def test_a_damaged_file_of_the_folder_is_named(tiny, tmp_path, name, text):
     claim(tmp_path, tiny())
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=re.escape(name)) as error:
-        claim(tmp_path, tiny())
+        check(tmp_path, tiny())
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1000
 

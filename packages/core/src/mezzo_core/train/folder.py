@@ -110,15 +110,7 @@ def hold_folder(out: Path) -> Iterator[None]:
         lock.release()
 
 
-def claim_folder(
-    out: Path,
-    config: TrainConfig,
-    fingerprint: str,
-    *,
-    resume: bool,
-    has_checkpoint: bool,
-    new_data: bool,
-) -> None:
+def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bool) -> None:
     """Write this run's files into the folder. Call it once the folder is locked and all is built.
 
     Args:
@@ -126,16 +118,11 @@ def claim_folder(
         config: configuration of the run, written to config.json.
         fingerprint: fingerprint of its data, written to corpus.json.
         resume: continue the run in the folder; False removes that run's files.
-        has_checkpoint: whether there is a checkpoint to continue from.
-        new_data: continue even if the fingerprint is not the one of the earlier run.
 
     Raises:
-        UserError: as in `check_folder`; or if the checkpoint was trained on other data, or the
-            folder cannot be written.
+        UserError: as in `check_folder`, or if the folder cannot be written.
     """
     check_folder(out, config, resume=resume)
-    if resume and has_checkpoint and not new_data:
-        _refuse_other_corpus(out, config.data, fingerprint)
     with _explained(out):
         if not resume:
             _remove_run(out)
@@ -219,7 +206,12 @@ def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
     return [phrase for key, old, new in pairs for phrase in _differences(old, new, key)]
 
 
-def _refuse_other_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
+def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
+    """Check that the run in a folder was trained on this data.
+
+    Raises:
+        UserError: if the fingerprint of its data was another one.
+    """
     if not (out / _CORPUS).exists():  # older versions wrote no corpus.json
         return
     found = read_json(out / _CORPUS).get("fingerprint")

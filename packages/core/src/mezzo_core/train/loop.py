@@ -28,7 +28,13 @@ from mezzo_core.train.build import LossFunction, build_data, build_model, micro_
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World, backward, join_world
-from mezzo_core.train.folder import check_folder, claim_folder, hold_folder, in_words
+from mezzo_core.train.folder import (
+    check_corpus,
+    check_folder,
+    claim_folder,
+    hold_folder,
+    in_words,
+)
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
 from mezzo_core.train.optim import build_optimizer, learning_rate, set_rate
@@ -148,20 +154,17 @@ def _prepare(
     resumes = resume and checkpoints.newest() is not None
     model, loss_function = build_model(config, world, resumes=resumes)
     optimizer = build_optimizer(model, config.optim, captured=config.cuda_graph)
-    stop.defer(again_is_urgent=world.size == 1)
-    world.first_only(
-        lambda: claim_folder(
-            out,
-            config,
-            data.fingerprint,
-            resume=resume,
-            has_checkpoint=resumes,
-            new_data=new_data,
-        )
-    )
-    resumed = checkpoints.load(model, optimizer)
+
+    def check() -> None:
+        if resumes and not new_data:
+            check_corpus(out, config.data, data.fingerprint)
+
+    world.first_only(check)
+    resumed = checkpoints.load(model, optimizer) if resume else None
     if resumed is not None:
         data.load_state_dict(resumed.data)
+    stop.defer(again_is_urgent=world.size == 1)
+    world.first_only(lambda: claim_folder(out, config, data.fingerprint, resume=resume))
     done = 0 if resumed is None else resumed.step
     return _Run(
         config, out, world, checkpoints, stop, data, model, loss_function, optimizer, parts, done
