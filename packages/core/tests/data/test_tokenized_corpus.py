@@ -13,6 +13,7 @@ import time
 import zlib
 from dataclasses import replace
 
+import filelock
 import numpy as np
 import pytest
 from mezzo_core.data import tokenized_corpus
@@ -162,6 +163,17 @@ def test_no_text_and_no_room_are_said(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot keep tokens in"):
         tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path / "file")
+
+
+def test_a_file_system_without_locks_is_one_line(monkeypatch, tmp_path):
+    """As filelock reports one that has no flock, before its version with a fallback."""
+
+    def acquire(self, *_, **__):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    with pytest.raises(UserError, match=r"support flock; .*MEZZO_TOKENS"):
+        tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
 
 
 def cached_folder(cache_dir):

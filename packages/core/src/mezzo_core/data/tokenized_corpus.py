@@ -114,7 +114,9 @@ def tokenize_corpus(
                     _remove(folder)
             _write(corpus, tokenizer, dtype, folder)
             return _load(folder, tokenizer, dtype, check=False)
-    except OSError as error:
+    # filelock before its version with a fallback raises NotImplementedError on a file system
+    # without flock (some network mounts).
+    except (OSError, NotImplementedError) as error:
         advice = "the environment variable MEZZO_TOKENS can name another folder"
         raise UserError(f"cannot keep tokens in {cache_dir}: {error}; {advice}") from error
 
