@@ -44,7 +44,12 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
         device: the model's device.
         precision: "bf16" multiplies matrices in bfloat16, and keeps weights, norms and losses in
             float32. "fp32" computes everything in float32. "auto" is "bf16" on a GPU, else "fp32".
+
+    Raises:
+        ValueError: if there is no such precision.
     """
+    if precision not in ("auto", "fp32", "bf16"):
+        raise ValueError(f'precision must be "auto", "fp32" or "bf16", got {precision!r}')
     use_bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16)
 

@@ -91,6 +91,14 @@ def test_ignored_targets_do_not_count(model):
     assert found.loss != pytest.approx(evaluate(model, batches()).loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "BF16", None])
+def test_an_unknown_precision_is_named(model, precision):
+    with pytest.raises(ValueError, match=f"precision must be .*, got {precision!r}"):
+        evaluate(model, batches(), precision=precision)
+    with pytest.raises(ValueError, match="precision"):
+        evaluate_segments(model, [batches()], precision=precision)
+
+
 def test_nothing_to_predict_is_an_error(model):
     with pytest.raises(ValueError, match="at least one target"):
         evaluate(model, batches(ignored=range(8)))

@@ -58,8 +58,8 @@ def evaluate(
         add_up: sums a tensor over all processes, in place, if each evaluates its own batches.
 
     Raises:
-        ValueError: if there are no targets; or if `segment_tokens` is not positive, or is given for
-            packed documents, which have no state.
+        ValueError: if there are no targets; if `segment_tokens` is not positive, or is given for
+            packed documents, which have no state; or if there is no such precision.
     """
     if segment_tokens is not None and segment_tokens < 1:
         raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens}")
@@ -88,7 +88,8 @@ def evaluate_segments(
         add_up: as in `evaluate`.
 
     Raises:
-        ValueError: if there are no targets, or the segments of an item differ in their rows.
+        ValueError: if there are no targets, the segments of an item differ in their rows, or there
+            is no such precision.
     """
     return _evaluate(model, rows, None, precision, add_up, has_state=True)
 
