@@ -112,6 +112,14 @@ def test_the_model_is_left_as_it_was(model, training):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_the_mode_of_every_module_comes_back(model):
+    model.train()
+    model.stack.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    evaluate(model, batches())
+    assert [module.training for module in model.modules()] == modes
+
+
 def test_a_hopeless_model_has_infinite_perplexity(model):
     with torch.no_grad():
         model.head.weight.mul_(1e6)

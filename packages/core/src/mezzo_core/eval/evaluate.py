@@ -48,7 +48,8 @@ def evaluate(
     """Evaluate a model on all targets of some batches; every target has the same weight.
 
     Args:
-        model: the model, which runs on its own device; its training mode is restored at the end.
+        model: the model, which runs on its own device; the training mode of each of its
+            modules is restored at the end.
         batches: tokens and targets on any device; targets of -100 are ignored.
         num_bytes: UTF-8 bytes of the targets' text, for `bits_per_byte`.
         segment_tokens: run this many tokens of every row at a time, and pass the state on. The
@@ -117,14 +118,15 @@ def _evaluate(
     """Sum the scores of all rows, which come in one piece each if `has_state` is False."""
     device = next(model.parameters()).device
     sums = torch.zeros(5, dtype=torch.float64, device=device)
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             for segments in rows:
                 sums += _score_rows(model, segments, precision, device, has_state=has_state)
     finally:
-        model.train(was_training)
+        for module in training:  # and not model.train(), which would change all its modules
+            module.training = True
     if add_up is not None:
         add_up(sums)
     total, count, hits, rows, right = sums.tolist()
