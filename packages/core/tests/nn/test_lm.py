@@ -440,6 +440,16 @@ def test_the_last_token_of_none_is_refused(model):
         model(torch.zeros(2, 0, dtype=torch.int64), model.init_state(2), last_only=True)
 
 
+def test_lists_are_refused_by_name(model):
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match="tokens must be an int64 tensor, got list"):
+        model([[1, 2]])
+    with torch.no_grad(), pytest.raises(TypeError, match="tokens must be an int64 tensor"):
+        model.step([[1]], model.init_state(1))
+    with pytest.raises(TypeError, match="targets must be an int64 tensor, got list"):
+        model.loss(tokens, [[1, 2]])
+
+
 def test_bad_tensors_are_refused_by_name(model):
     tokens = tokens_of(2, 5)
     with pytest.raises(ValueError, match="tokens"):

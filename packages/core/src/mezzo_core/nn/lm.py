@@ -153,6 +153,7 @@ class LM(nn.Module):
                 model.
 
         Raises:
+            TypeError: if an argument is not a tensor.
             ValueError: if an argument has another shape or dtype, or a token is beyond the
                 vocabulary; the message names it.
         """
@@ -180,6 +181,7 @@ class LM(nn.Module):
 
         Raises:
             RuntimeError: if gradients are on: what is overwritten has none.
+            TypeError: if an argument is not a tensor.
             ValueError: if an argument has another shape or dtype; the message names it.
         """
         if torch.is_grad_enabled():
@@ -267,6 +269,7 @@ class LM(nn.Module):
         lengths: Tensor | None = None,
     ) -> Score:
         self._check(tokens)
+        _check_tensor("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
@@ -285,6 +288,7 @@ class LM(nn.Module):
         return x if beside is None else torch.cat([x, beside], -1)
 
     def _check(self, tokens: Tensor) -> None:
+        _check_tensor("tokens", tokens)
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(
                 f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
@@ -332,6 +336,11 @@ class LM(nn.Module):
     def units(self) -> Sequence[nn.Module]:
         """Return the parts of the stack that are sharded and compiled one at a time."""
         return self.stack.units()
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be an int64 tensor, got {type(value).__name__}")
 
 
 def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:
