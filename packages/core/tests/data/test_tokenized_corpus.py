@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import pickle
+import pwd
 import shutil
 import signal
 import socket
@@ -43,6 +44,19 @@ def test_runs_share_the_folder_that_the_user_names(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert token_store() == tmp_path / ".cache" / "mezzo" / "tokens"
+
+
+def test_a_user_without_a_home_is_one_line(monkeypatch):
+    """As in a container whose process has the number of no known user."""
+
+    def unknown(number):
+        raise KeyError(f"uid not found: {number}")
+
+    for name in ("MEZZO_TOKENS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(UserError, match=r"has no home folder; .*MEZZO_TOKENS"):
+        token_store()
 
 
 class WideTokenizer(ByteTokenizer):

@@ -63,11 +63,20 @@ def token_store() -> Path:
 
     It is what the environment variable MEZZO_TOKENS says, else mezzo/tokens in the user's folder of
     caches. Its content can be removed whenever no run uses it.
+
+    Raises:
+        UserError: if the user has no home, as in some containers, and neither folder is told.
     """
     if told := os.environ.get("MEZZO_TOKENS"):
         return Path(told)
-    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(caches) / "mezzo" / "tokens"
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError:
+        raise UserError(
+            "cannot keep tokens: this user has no home folder; the environment variable "
+            "MEZZO_TOKENS can name a folder"
+        ) from None
+    return caches / "mezzo" / "tokens"
 
 
 def tokenize_corpus(
