@@ -101,7 +101,7 @@ def run_tile_bwd(
     dz = torch.empty_like(t.h[:, :b])
     for step in reversed(range(S // b)):
         end = (step + 1) * b
-        if end < S and end % leaf == 0:
+        if end < S and end % leaf == 0:  # a leaf is done, the one after this step
             new = slice(end, end + b)
             parts.head_products(t.do[:, new], at.o[:, new], t.delta[:, new])
             size = given_by(end, leaf)

@@ -129,7 +129,7 @@ def run_tile(
     kv = None
     for step in range(S // b):
         begin = step * b
-        if kv is not None and begin % leaf == 0:
+        if kv is not None and begin % leaf == 0:  # a leaf is done
             parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
             parts.attend_leaves(at, slopes, form, begin, given_by(begin, leaf))
             kv = None
