@@ -11,7 +11,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import given_by, leaf_size
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import given_by, leaf_of
 
 
 class BackwardBuffers(NamedTuple):
@@ -97,16 +97,16 @@ def run_tile_bwd(
     """Run the steps of a tile backwards, one after another."""
     t, r, b = buffers, form.residual_scale, form.block_size
     raw, at = t.kv[..., : t.z.shape[-1]], t.attending
-    S, leaf = t.z.shape[1], leaf_size(b)
+    S = t.z.shape[1]
     dz = torch.empty_like(t.h[:, :b])
     for step in reversed(range(S // b)):
-        end = (step + 1) * b
-        if end < S and end % leaf == 0:  # a leaf is done, the one after this step
-            new = slice(end, end + b)
+        rows = slice(step * b, (step + 1) * b)
+        leaf = leaf_of(rows.start, S, b)
+        if rows.stop == leaf.stop < S:  # the leaf after this one is done
+            new = slice(leaf.stop, leaf.stop + b)
             parts.head_products(t.do[:, new], at.o[:, new], t.delta[:, new])
-            size = given_by(end, leaf)
-            parts.leaves_bwd(at, t.do, t.delta, slopes, form, end, size, t.dk, t.dv)
-        rows = slice(step * b, end)
+            size = given_by(leaf.stop, len(leaf))
+            parts.leaves_bwd(at, t.do, t.delta, slopes, form, leaf.stop, size, t.dk, t.dv)
         parts.pairs_step_bwd(
             at, t.do, t.delta, raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )

@@ -17,7 +17,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
     Tiling,
     copy_rows,
     given_by,
-    leaf_size,
+    leaf_of,
     padded,
 )
 
@@ -123,22 +123,22 @@ def run_tile(
     """Run the steps of a tile one after another; write z and the persistent pairs."""
     stream, at = buffers
     b, r = form.block_size, form.residual_scale
-    S, leaf = stream.shape[1], leaf_size(b)
+    S = stream.shape[1]
     a, n = torch.empty_like(at.q[:, :b]), torch.empty_like(at.q[:, :b])
     g, h = n.new_empty(*n.shape[:3], w.up.shape[1]), torch.empty_like(at.o[:, :b])
     kv = None
     for step in range(S // b):
-        begin = step * b
-        if kv is not None and begin % leaf == 0:  # a leaf is done
-            parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
-            parts.attend_leaves(at, slopes, form, begin, given_by(begin, leaf))
-            kv = None
-        rows = slice(begin, begin + b)
+        rows = slice(step * b, (step + 1) * b)
         parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
         squares = parts.product_add(a, w.o, stream[:-1, rows], r, w.n2, form, h, n)
         parts.product_gelu(n, w.up, g, squares, form)
         y = parts.product_partial(g, w.down)
         parts.add_normed(h, y, r, w.n1, form.of_pairs(), stream[1:, rows], n)
         kv = product(n, w.kv)
-    assert kv is not None
-    parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
+        leaf = leaf_of(rows.start, S, b)
+        if rows.stop < leaf.stop:
+            continue
+        parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
+        kv = None
+        if leaf.stop < S:
+            parts.attend_leaves(at, slopes, form, leaf.stop, given_by(leaf.stop, len(leaf)))

@@ -16,17 +16,25 @@ from torch import Tensor
 
 LEAF = 16
 """Tokens of a leaf, at least."""
+# The next three are chosen by counting bytes and steps, and not yet timed.
 LONGEST = 64
 """Tokens of a tile, at most, if it has several leaves: keys are read once for all its queries."""
 LARGEST = 2**14
 """Tokens of all rows of such a tile, at most: what a tile needs in memory grows with them."""
 MANY_ROWS = 256
-"""With so many rows, a step of few layers keeps a GPU busy."""
+"""With so many rows a step should keep a GPU busy, also while some layers wait."""
 
 
 def leaf_size(block_size: int) -> int:
     """Return the tokens of a leaf: whole blocks."""
     return ceil_div(LEAF, block_size) * block_size
+
+
+def leaf_of(place: int, S: int, block_size: int) -> range:
+    """Return the tokens of the leaf around a place in a tile of S tokens."""
+    leaf = leaf_size(block_size)
+    first = place // leaf * leaf
+    return range(first, min(first + leaf, S))
 
 
 def given_by(place: int, leaf: int) -> int:

@@ -16,7 +16,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_size
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_of
 
 
 def attend_step(
@@ -35,7 +35,7 @@ def attend_step(
     """
     H, b = form.num_heads, form.block_size
     begin, rows = step * b, slice(step * b, (step + 1) * b)
-    first = begin // leaf_size(b) * leaf_size(b)
+    first = leaf_of(begin, tile.q.shape[1], b).start
     if kv is not None:
         last = slice(begin - b, begin)
         split_pair(kv, k_norm, form, tile.k[:, last], tile.v[:, last])
@@ -83,7 +83,7 @@ def pairs_step_bwd(
         dpair: written for the step's tokens, (m, S, B, 2C): the gradient of Wk n and Wv n.
     """
     b, H, C, S = form.block_size, form.num_heads, do.shape[-1], do.shape[1]
-    end = min((step * b // leaf_size(b) + 1) * leaf_size(b), S)
+    end = leaf_of(step * b, S, b).stop
     rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, end)
     if after.start < end:
         new = slice(after.start, after.start + b)

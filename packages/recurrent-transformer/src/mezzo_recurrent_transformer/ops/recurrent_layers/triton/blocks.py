@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_size
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_of
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     LOG2_E,
     add_keys,
@@ -84,7 +84,7 @@ def attend_step(
         split_pair(kv, k_norm, form, tile.k[:, before], tile.v[:, before])
     grid, settings = launch(out, form)
     attend_block_fwd_kernel[grid](
-        *tile, slopes, out, B, S, b, first, first // leaf_size(b) * leaf_size(b),
+        *tile, slopes, out, B, S, b, first, leaf_of(first, S, b).start,
         scales(out, form)[1], **settings,
     )  # fmt: skip
 
@@ -145,11 +145,10 @@ def pairs_step_bwd(
     assert all(x.is_contiguous() for x in (*tile, do, delta, dk, dv, dpair))
     (_, S, B, C), b = do.shape, form.block_size
     rows = slice(step * b, (step + 1) * b)
-    end = min((step * b // leaf_size(b) + 1) * leaf_size(b), S)
     grid, settings = launch(do[:, rows], form)
     pairs_block_bwd_kernel[grid](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, slopes, dk, dv, dpair,
-        B, S, b, step * b, end, *scales(do, form), **settings,
+        B, S, b, rows.start, leaf_of(rows.start, S, b).stop, *scales(do, form), **settings,
     )  # fmt: skip
     into = dpair[:, rows, :, :C]
     normed_bwd(dk[:, rows], raw[:, rows], k_norm, form, None, 1.0, None, into)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import LEAF
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import LEAF, leaf_of
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import blocks
 
 
@@ -28,7 +28,7 @@ def attend_step(
     H = form.num_heads
     attend_step_kernel[(B * H, m)](
         tile.q, tile.kt, tile.vt, tile.k, tile.v, tile.o, tile.lse, kv, k_norm, slopes, out,
-        step, step // LEAF * LEAF, B, form.eps, (C // H) ** -0.5,
+        step, leaf_of(step, S, 1).start, B, form.eps, (C // H) ** -0.5,
         S=S, C=C, D=C // H, BS=min(max(next_power_of_2(S), 2), LEAF), BC=next_power_of_2(C),
         NORM=form.norm, num_warps=1,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def pairs_step_bwd(
     heads = next_power_of_2(H)
     pairs_step_bwd_kernel[(B, m)](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
-        step, min((step // LEAF + 1) * LEAF, S), B, raw.stride(2), form.eps, (C // H) ** -0.5,
+        step, leaf_of(step, S, 1).stop, B, raw.stride(2), form.eps, (C // H) ** -0.5,
         S=S, H=H, D=C // H, HP=heads, NORM=form.norm,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
     )  # fmt: skip
