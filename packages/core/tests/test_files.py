@@ -3,8 +3,9 @@
 import os
 
 import pytest
+from filelock import FileLock
 from mezzo_core.errors import UserError, printable
-from mezzo_core.files import read_json, write_whole
+from mezzo_core.files import acquire, read_json, write_whole
 
 
 @pytest.mark.parametrize(
@@ -74,3 +75,19 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_control_characters_are_spelled_out():
     assert printable("a\x1b[31mb\x07\u202e é\xa0\n\tc") == "a\\x1b[31mb\\x07\\u202e é\xa0\n\tc"
+
+
+def test_a_lock_is_released_after_its_block_and_a_file_system_without_locks_is_an_os_error(
+    monkeypatch, tmp_path
+):
+    lock = FileLock(tmp_path / "lock")
+    with acquire(lock):
+        assert lock.is_locked
+    assert not lock.is_locked
+
+    def refuse(self):
+        raise NotImplementedError("no flock")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with pytest.raises(OSError, match="no flock"):
+        acquire(lock)

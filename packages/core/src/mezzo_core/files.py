@@ -5,9 +5,12 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mezzo_core.errors import UserError
+
+if TYPE_CHECKING:
+    from filelock import AcquireReturnProxy, BaseFileLock
 
 # Far more than any of our JSON files has. A larger file is refused before it fills the memory.
 _MOST_BYTES = 64 << 20
@@ -74,6 +77,18 @@ def write_whole(path: Path, text: str) -> None:
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
+
+
+def acquire(lock: "BaseFileLock") -> "AcquireReturnProxy":
+    """Acquire a lock, for a `with` block that releases it.
+
+    Raises:
+        OSError: if the file system has no locks, as some network mounts; as the lock says else.
+    """
+    try:
+        return lock.acquire()
+    except NotImplementedError as error:  # by a filelock before its version with a fallback
+        raise OSError(str(error)) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

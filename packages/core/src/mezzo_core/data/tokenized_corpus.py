@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mezzo_core.data.corpora import Corpus, Piece
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.files import read_json
+from mezzo_core.files import acquire, read_json
 from mezzo_core.libraries import first_line, import_library
 
 # Part of the cache key: raise it when the same text would give other tokens or files.
@@ -114,7 +114,7 @@ def tokenize_corpus(
         for path in (cache_dir, lock):
             if path.is_symlink():
                 raise UserError(f"cannot keep tokens in {cache_dir}: {path} is a link")
-        with filelock.FileLock(lock):
+        with acquire(filelock.FileLock(lock)):
             if os.path.lexists(folder):
                 try:
                     return _load(folder, tokenizer, dtype, check)
@@ -123,9 +123,7 @@ def tokenize_corpus(
                     _remove(folder)
             _write(corpus, tokenizer, dtype, folder)
             return _load(folder, tokenizer, dtype, check=False)
-    # filelock before its version with a fallback raises NotImplementedError on a file system
-    # without flock (some network mounts).
-    except (OSError, NotImplementedError) as error:
+    except OSError as error:
         advice = "the environment variable MEZZO_TOKENS can name another folder"
         raise UserError(f"cannot keep tokens in {cache_dir}: {error}; {advice}") from error
 

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig, SourceConfig
 from mezzo_core.errors import UserError
-from mezzo_core.files import read_json, write_whole
+from mezzo_core.files import acquire, read_json, write_whole
 from mezzo_core.train.config import TrainConfig
 
 # Fields that may change when a run is resumed: its length, its logging, and how it is computed.
@@ -97,7 +97,7 @@ def hold_folder(out: Path) -> Iterator[None]:
     holder = _holder(path)  # read first: an older filelock empties the file as it tries
     try:
         with _explained(out):
-            lock.acquire()
+            acquire(lock)
     except Timeout:
         raise UserError(
             f"{out} is in use by {holder}: wait until it ends, or train into another folder"
@@ -154,11 +154,8 @@ def _explained(out: Path) -> Iterator[None]:
         yield
     except Timeout:  # an OSError too, but it means that another run has the lock
         raise
-    # On a file system without flock (some network mounts), filelock before its version with a
-    # fallback raises NotImplementedError. The user needs another folder then, not a traceback.
-    except (OSError, NotImplementedError) as error:
-        reason = in_words(error) if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot keep a run in {out}: {reason}") from error
+    except OSError as error:
+        raise UserError(f"cannot keep a run in {out}: {in_words(error)}") from error
 
 
 def _sign(path: Path) -> None:
