@@ -198,18 +198,14 @@ def measure(options: Options) -> None:
         and num_tokens(column) <= REACH.get(model, num_tokens(column))
         and not result.has(model, column, seed=seed)
     ]
-    tasks: dict[tuple[str, int], str] = {}  # the last one, which comes after the others
-    for cell in cells:
-        tasks[cell.model, cell.seed] = cell.name
-    trainings = [
-        partial(train_stages, runs_of(name, *which, sizes, options))
-        for which, name in tasks.items()
-    ]
-    trained: dict[tuple[str, int], dict[str, Any]] = {}
+    # Of each model and seed the last task, whose runs follow on those of the others.
+    last = {(cell.model, cell.seed): cell.name for cell in cells}
+    wanted = [runs_of(name, *which, sizes, options) for which, name in last.items()]
+    trainings = [partial(train_stages, runs) for runs in wanted]
+    kept, trained = tuple(last), {}
     for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
-        which = list(tasks)[i]
-        trained[which] = details
-        say(f"{which[0]}: trained, seed {which[1]}")
+        trained[kept[i]] = details
+        say(f"{kept[i][0]}: trained, seed {kept[i][1]}")
     cells.sort(key=lambda cell: num_tokens(cell.column))
     calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
     for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
