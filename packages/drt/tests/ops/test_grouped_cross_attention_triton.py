@@ -156,11 +156,22 @@ def test_keys_and_values_are_read_where_they_lie():
     assert not k.is_contiguous()
     apart = run(inputs | {"k": k.contiguous(), "v": v.contiguous()})
     assert apart["dk"].any()
-    # The second cannot be read as it lies.
-    for keys in (k, k.transpose(3, 4).contiguous().transpose(3, 4)):
+    # The others cannot be read as they lie: by channels, from an odd place on, in rows of odd size.
+    turned = k.transpose(3, 4).contiguous().transpose(3, 4)
+    odd_start = torch.empty(k.numel() + 1, device=DEVICE)[1:].view(k.shape).copy_(k)
+    odd_rows = torch.empty(B, S, L, H * D + 1, device=DEVICE)[..., 1:].unflatten(-1, (H, D))
+    for keys in (k, turned, odd_start, odd_rows.copy_(k)):
         found = run(inputs | {"k": keys, "v": v})
         for name, x in apart.items():
             assert torch.equal(found[name], x), name
+
+
+def test_chunks_may_be_one_chunk_repeated():
+    inputs = draw(2, 2, 6, 3, 5, 2, 2, 16)
+    repeated = inputs["k"][:, :1].expand_as(inputs["k"])
+    apart = run(inputs | {"k": repeated.contiguous()})
+    for name, x in run(inputs | {"k": repeated}).items():
+        assert torch.equal(x, apart[name]), name
 
 
 def test_rows_of_one_chunk_are_read_where_they_lie():

@@ -50,7 +50,7 @@ def load_stats(stats, o_l, mask):
 @triton.jit(do_not_specialize=["chunks", "N", "S", "M", "tiles"])
 def queries_bwd_kernel(
     do, q, k, v, indices, weights, lse, stats, dq, chunks, N, S, M, tiles,
-    k_chunk, k_row, v_chunk, v_row, scale, scale2,
+    scale, scale2,
     R: tl.constexpr, L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ONE_MORE: tl.constexpr, READS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,8 +82,8 @@ def queries_bwd_kernel(
         o_read = ((i_c * R + r) * H + i_h) * M
         b_lse = tl.load(lse + o_read + o_m, mask=m_m, other=0.0) * LOG2_E
         if L <= BN:
-            b_k = load_keys(k, index, first, 0, k_chunk, k_row, i_h, L, BN, D)
-            b_v = load_keys(v, index, first, 0, v_chunk, v_row, i_h, L, BN, D)
+            b_k = load_keys(k, index, first, 0, i_h, BN, D)
+            b_v = load_keys(v, index, first, 0, i_h, BN, D)
             b_p = tl.exp2(logits(b_q, b_k, 0, L, BN, 1, PRECISION) * scale2 - b_lse[:, None])
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
             b_delta = tl.sum(b_p * b_dp, 1)
@@ -97,14 +97,14 @@ def queries_bwd_kernel(
         else:
             b_delta = tl.zeros([BM], tl.float32)
             for j in range(0, L, BN):
-                b_k = load_keys(k, index, first, j, k_chunk, k_row, i_h, L, BN, D)
-                b_v = load_keys(v, index, first, j, v_chunk, v_row, i_h, L, BN, D)
+                b_k = load_keys(k, index, first, j, i_h, BN, D)
+                b_v = load_keys(v, index, first, j, i_h, BN, D)
                 b_p = tl.exp2(logits(b_q, b_k, j, L, BN, 1, PRECISION) * scale2 - b_lse[:, None])
                 b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
                 b_delta += tl.sum(b_p * b_dp, 1)
             for j in range(0, L, BN):
-                b_k = load_keys(k, index, first, j, k_chunk, k_row, i_h, L, BN, D)
-                b_v = load_keys(v, index, first, j, v_chunk, v_row, i_h, L, BN, D)
+                b_k = load_keys(k, index, first, j, i_h, BN, D)
+                b_v = load_keys(v, index, first, j, i_h, BN, D)
                 b_p = tl.exp2(logits(b_q, b_k, j, L, BN, 1, PRECISION) * scale2 - b_lse[:, None])
                 b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
                 b_ds = (b_p * (b_dp - b_delta[:, None]) * weight).to(b_k.dtype)
@@ -118,10 +118,10 @@ def queries_bwd_kernel(
         b_sum = tl.sum(b_probs * b_dscores, 0)
         store_stats(stats, o_one, b_l, b_sum, b_weight, o_r < R)
         b_d = b_probs * (b_dscores - b_sum[None, :]) * b_weight[None, :]
-        b_d = b_d.to(k.dtype.element_ty)
+        b_d = b_d.to(q.dtype.element_ty)
         b_dlast = tl.zeros([D, READS], tl.float32)
         for r in tl.range(0, R, num_stages=4):  # short, so it looks further ahead
-            b_keys = load_keys(k, pick(b_index, r), first, 0, k_chunk, k_row, i_h, L, BN, D)
+            b_keys = load_keys(k, pick(b_index, r), first, 0, i_h, BN, D)
             b_new = tl.dot(tl.trans(b_keys), b_d, input_precision=PRECISION)
             b_dlast += tl.where(o_r[None, :] == r, b_new, 0.0)
         b_row = (tl.sum(b_dlast, 1) * scale).to(dq.dtype.element_ty)
@@ -147,10 +147,9 @@ def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]
     if q.numel() == 0:
         return dq, stats
     sizes = backward_tiles(M, L, D, q.dtype)
-    tiles, keys, values = sizes.count(M), chunked(k), chunked(v)
+    tiles, keys, values = sizes.count(M), chunked(k, sizes.BN), chunked(v, sizes.BN)
     queries_bwd_kernel[(H * B * N * tiles,)](
-        dout, q, keys.x, values.x, indices, weights, lse, stats, dq, B * N, N, S, M, tiles,
-        keys.chunk, keys.row, values.chunk, values.row,
+        dout, q, keys, values, indices, weights, lse, stats, dq, B * N, N, S, M, tiles,
         form.scale, form.scale * math.log2(math.e), L=L, **sizes.query_settings(q, R),
     )  # fmt: skip
     return dq, stats

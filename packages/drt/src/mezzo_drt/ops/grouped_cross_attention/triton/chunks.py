@@ -24,7 +24,7 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
 @triton.jit(do_not_specialize=["items", "chunks", "tiles", "size"])
 def chunks_bwd_kernel(
     do, q, k, v, stats, order, offsets, parts, part_chunks, sums, dk, dv,
-    items, chunks, tiles, size, k_chunk, k_row, v_chunk, v_row, scale, scale2,
+    items, chunks, tiles, size, scale, scale2,
     LAST: tl.constexpr, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,8 +45,8 @@ def chunks_bwd_kernel(
         else:
             begin += (i_p - early) * size
             count = size * M
-        b_k = load_keys(k, i_c, 0, i_n * BN, k_chunk, k_row, i_h, L, BN, D)
-        b_v = load_keys(v, i_c, 0, i_n * BN, v_chunk, v_row, i_h, L, BN, D)
+        b_k = load_keys(k, i_c, 0, i_n * BN, i_h, BN, D)
+        b_v = load_keys(v, i_c, 0, i_n * BN, i_h, BN, D)
         b_dk, b_dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
         o_d = tl.arange(0, D)
         for t in range(0, count, BM):
@@ -104,15 +104,14 @@ def chunks_bwd(
     if dk.numel() == 0:
         return dk, dv
     sizes = chunk_tiles(M, L, D, q.dtype)
-    tiles, keys, values = ceil_div(L, sizes.BN), chunked(k), chunked(v)
+    tiles, keys, values = ceil_div(L, sizes.BN), chunked(k, sizes.BN), chunked(v, sizes.BN)
     sums = q.new_empty(len(readers.chunks), 2, L, H, D, dtype=torch.float32)
     for last in (False, True):
         items = B * S if last else len(sums)
         if items:
             chunks_bwd_kernel[(H * items * tiles,)](
-                dout, q, keys.x, values.x, stats, readers.order, readers.offsets,
+                dout, q, keys, values, stats, readers.order, readers.offsets,
                 readers.parts, readers.chunks, sums, dk, dv, items, B * S, tiles, readers.size,
-                keys.chunk, keys.row, values.chunk, values.row,
                 form.scale, form.scale * math.log2(math.e),
                 LAST=last, M=M, R=R, L=L, **sizes.settings(q),
             )  # fmt: skip

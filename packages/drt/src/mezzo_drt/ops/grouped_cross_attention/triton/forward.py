@@ -40,7 +40,7 @@ def softmax(b_s, b_w, scale2, AXIS: tl.constexpr, SOFTMAX1: tl.constexpr):
 @triton.jit(do_not_specialize=["chunks", "N", "S", "M", "tiles"])
 def attend_fwd_kernel(
     q, k, v, indices, weights, out, lse, chunks, N, S, M, tiles,
-    k_chunk, k_row, v_chunk, v_row, scale2,
+    scale2,
     SOFTMAX1: tl.constexpr, R: tl.constexpr, L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ONE_MORE: tl.constexpr, READS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -65,8 +65,8 @@ def attend_fwd_kernel(
         index, weight = pick(b_index, r), pick(b_weight, r)
         p_lse = lse + ((i_c * R + r) * H + i_h) * M
         if L <= BN:
-            b_k = load_keys(k, index, first, 0, k_chunk, k_row, i_h, L, BN, D)
-            b_v = load_keys(v, index, first, 0, v_chunk, v_row, i_h, L, BN, D)
+            b_k = load_keys(k, index, first, 0, i_h, BN, D)
+            b_v = load_keys(v, index, first, 0, i_h, BN, D)
             b_s = logits(b_q, b_k, 0, L, BN, 1, PRECISION)
             if ONE_MORE:
                 b_new = logits(b_k, b_last, 0, L, BN, 0, PRECISION)
@@ -79,8 +79,8 @@ def attend_fwd_kernel(
             b_l = tl.full([BM], 1.0 if SOFTMAX1 else 0.0, tl.float32)
             b_o = tl.zeros([BM, D], tl.float32)
             for j in range(0, L, BN):
-                b_k = load_keys(k, index, first, j, k_chunk, k_row, i_h, L, BN, D)
-                b_v = load_keys(v, index, first, j, v_chunk, v_row, i_h, L, BN, D)
+                b_k = load_keys(k, index, first, j, i_h, BN, D)
+                b_v = load_keys(v, index, first, j, i_h, BN, D)
                 b_s = logits(b_q, b_k, j, L, BN, 1, PRECISION)
                 b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
                 b_p, b_shrink = tl.exp2(b_s * scale2 - b_new[:, None]), tl.exp2(b_m - b_new)
@@ -95,10 +95,10 @@ def attend_fwd_kernel(
     if ONE_MORE and i_m == tiles - 1:
         b_p, b_lse = softmax(b_scores, b_weight, scale2, 0, SOFTMAX1)
         tl.store(lse + ((i_c * R + o_r) * H + i_h) * M + M - 1, b_lse, mask=o_r < R)
-        b_p = b_p.to(v.dtype.element_ty)
+        b_p = b_p.to(q.dtype.element_ty)
         b_out = tl.zeros([D, READS], tl.float32)
         for r in tl.range(0, R, num_stages=4):  # short, so it looks further ahead
-            b_v = load_keys(v, pick(b_index, r), first, 0, v_chunk, v_row, i_h, L, BN, D)
+            b_v = load_keys(v, pick(b_index, r), first, 0, i_h, BN, D)
             b_new = tl.dot(tl.trans(b_v), b_p, input_precision=PRECISION)
             b_out += tl.where(o_r[None, :] == r, b_new, 0.0)
         b_o = tl.sum(b_out, 1).to(out.dtype.element_ty)
@@ -128,10 +128,10 @@ def attend(
     assert indices.is_contiguous()
     assert weights.is_contiguous()
     sizes = forward_tiles(M, L, D, q.dtype)
-    tiles, keys, values = sizes.count(M), chunked(k), chunked(v)
+    tiles, keys, values = sizes.count(M), chunked(k, sizes.BN), chunked(v, sizes.BN)
     attend_fwd_kernel[(H * B * N * tiles,)](
-        q, keys.x, values.x, indices, weights, out, lse, B * N, N, S, M, tiles,
-        keys.chunk, keys.row, values.chunk, values.row, form.scale * math.log2(math.e),
+        q, keys, values, indices, weights, out, lse, B * N, N, S, M, tiles,
+        form.scale * math.log2(math.e),
         SOFTMAX1=form.softmax1, L=L, **sizes.query_settings(q, R),
     )  # fmt: skip
     return out, lse

@@ -16,6 +16,7 @@ import triton.language as tl
 from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 require_ptxas()  # every module that launches kernels of this op imports this one
 
@@ -75,26 +76,24 @@ def query_tile(M: int, BN: int, L: int, most: int) -> tuple[int, bool]:
     return min(max(16, next_power_of_2(M)), most), False
 
 
-class Chunked(NamedTuple):
-    """Keys or values whose chunks lie at equal distances, and so do the rows of a chunk."""
+def chunked(x: Tensor, BN: int) -> TensorDescriptor:
+    """Describe keys or values (B, S, L, H, D) to the GPU, in pieces of BN rows of a chunk and head.
 
-    x: Tensor
-    chunk: int
-    """Elements from one chunk to the next."""
-    row: int
-    """Elements from one key to the next."""
-
-
-def chunked(x: Tensor) -> Chunked:
-    """Take x (B, S, L, H, D) as it lies if that is possible, else a copy."""
-    B, S, _, H, D = x.shape
-    if x.stride()[3:] != (D, 1) and H * D > 1:
-        x = x.contiguous()
-    if S == 1:  # from one row to the next: the stride of an axis of size 1 says nothing
-        return Chunked(x, x.stride(0), x.stride(2))
-    if B > 1 and x.stride(0) != S * x.stride(1):
-        x = x.contiguous()
-    return Chunked(x, x.stride(1), x.stride(2))
+    Its copy engine computes the addresses, which costs the programs none of their registers. It
+    wants chunks at equal distances, and everything at multiples of 16 bytes: else x is copied.
+    """
+    if x.shape[1] == 0:
+        x = x.new_zeros(len(x), 1, *x.shape[2:])  # it takes no empty tensors, and nobody reads this
+    B, S, L, H, D = x.shape
+    chunk = x.stride(0 if S == 1 else 1)  # the stride of an axis of size 1 says nothing
+    one_row = x.stride()[3:] == (D, 1)
+    equal = B == 1 or S == 1 or x.stride(0) == S * chunk
+    bytes_between = (chunk * x.element_size(), x.stride(2) * x.element_size())
+    aligned = x.data_ptr() % 16 == 0 and all(n > 0 and n % 16 == 0 for n in bytes_between)
+    if not (one_row and equal and aligned):
+        x = x.clone(memory_format=torch.contiguous_format)
+        chunk = L * H * D
+    return TensorDescriptor(x, [B * S, L, H * D], [chunk, x.stride(2), 1], [1, BN, D])
 
 
 @triton.jit
@@ -132,14 +131,10 @@ def row_offsets(o_m, i_h, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def load_keys(
-    p, index, first, j, chunk, row, i_h, L: tl.constexpr, BN: tl.constexpr, D: tl.constexpr
-):
+def load_keys(x, index, first, j, i_h, BN: tl.constexpr, D: tl.constexpr):
     """Load BN rows (BN, D) of chunk `first + index`, from row j; zeros if the index is -1."""
-    o_l = j + tl.arange(0, BN)
-    p += (first + index) * chunk + i_h * D  # first is int64
-    o_k = o_l[:, None] * row + tl.arange(0, D)[None, :]
-    return tl.load(p + o_k, mask=(o_l < L)[:, None] & (index >= 0), other=0.0)
+    i_c = tl.where(index >= 0, first + index, -1).to(tl.int32)
+    return tl.reshape(x.load([i_c, j, i_h * D]), [BN, D])
 
 
 @triton.jit
