@@ -16,7 +16,6 @@ from torch import Tensor
 
 LEAF = 16
 """Tokens of a leaf, at least."""
-# The next three are chosen by counting bytes and steps, and not yet timed.
 LONGEST = 64
 """Tokens of a tile, at most, if it has several leaves: keys are read once for all its queries."""
 LARGEST = 2**14
