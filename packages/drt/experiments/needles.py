@@ -1,7 +1,7 @@
 """Find passkeys, and follow paths of two hops, in texts of up to 16 million tokens (Table 2).
 
     python packages/drt/experiments/needles.py --data TEXTS --seeds 0 --jobs 6 \
-        --out packages/drt/results/nvidia-h200
+        --out packages/drt/results/nvidia-h100
     python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
 
 Trains each model on rows of up to 16,384 tokens (Landmark Attention: 768), first on long keys in

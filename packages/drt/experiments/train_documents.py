@@ -1,7 +1,7 @@
 """Train DRT, its ablations and plain window models on long documents, at a small size (Table 1).
 
     python packages/drt/experiments/train_documents.py --data 'texts/*.jsonl' --tokenizer gpt2/ \
-        --out packages/drt/results/nvidia-h200 --jobs 8
+        --out packages/drt/results/nvidia-h100 --jobs 8
     python packages/drt/experiments/train_documents.py --out DIR --dry-run
 
 Writes long_documents_rates.json: each model's perplexity at several learning rates, with one seed.
@@ -33,7 +33,7 @@ MODELS[PROJECTED] = "drt1"
 LENGTHS = (SHORT, TRAINED_AT, LONG)
 STEPS, BATCH = 2400, 2
 """20M tokens. A text should have half of that or more, so that it is read twice at most."""
-RATES = {"1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
+RATES = {"5e-4": 5e-4, "1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
 """About the paper's, 2e-3."""
 WARMUP = 0.1
 """Of the steps. The paper's 2% would be 48 steps here, while gradients are still large."""

@@ -44,9 +44,9 @@ from mezzo_drt.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
 from mezzo_drt.stack import DRTConfig
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
-H200 = "nvidia-h200"
+TRAINED_ON, TIMED_ON = "nvidia-h100", "nvidia-h200"
 PASSKEY, TWO_HOP, DOCUMENTS = (
-    f"{H200}/{name}" for name in ("passkey", "two_hop", "long_documents")
+    f"{TRAINED_ON}/{name}" for name in ("passkey", "two_hop", "long_documents")
 )
 INFERENCE, SPEED, LENGTH = "inference", "training_speed", "length"
 SHORT, TRAINED_AT, LONG = "2048", "4096", "16384"
@@ -96,7 +96,7 @@ def inference_costs(printed: Table | Claim, ours: Measurement) -> Judgement:
 
 def timed(name: str, criterion: Criterion) -> tuple[Evidence, Evidence]:
     """Answer from the speed that this run measures, and from the committed one."""
-    return measured(name, criterion), result(f"{H200}/{name}", criterion)
+    return measured(name, criterion), result(f"{TIMED_ON}/{name}", criterion)
 
 
 def peak_memory(evidence: Evidence) -> Evidence:
