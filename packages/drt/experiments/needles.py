@@ -72,6 +72,8 @@ TOGETHER = 2**18
 """The most tokens of test rows that go through a model at once, if it is more than one row."""
 LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
+HOPS = HopsConfig(num_noise=7)
+"""Its 16 needles are more than the chunks that one retrieval reads, so that it cannot bring all."""
 STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
 """The trainings that lead to each result."""
 
@@ -130,12 +132,12 @@ FULL = Sizes(
             Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=400, lr=1e-3),
             # In a long text a few odd chunks may fit the question better than the needle. The
             # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
-            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
+            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=1600, lr=5e-4),
         ),
         TWO_HOP: (
-            Stage(HopsConfig(), seq_len=1024, batch_size=64, steps=800, lr=1e-3),
-            Stage(HopsConfig(), seq_len=4096, batch_size=32, steps=300, lr=1e-3),
-            Stage(HopsConfig(), seq_len=16384, batch_size=8, steps=200, lr=2e-4),
+            Stage(HOPS, seq_len=1024, batch_size=64, steps=800, lr=1e-3),
+            Stage(HOPS, seq_len=4096, batch_size=32, steps=300, lr=1e-3),
+            Stage(HOPS, seq_len=16384, batch_size=8, steps=200, lr=2e-4),
         ),
     },
     columns={
@@ -337,6 +339,14 @@ def folder_of(name: str, model: str, seed: int, stage: int, options: Options) ->
     return options.runs / f"{Path(name).name}_{MODELS.index(model)}_{seed}_{stage}"
 
 
+def asked(task: AbstractNeedleConfig) -> str:
+    """Describe what a row asks for."""
+    if isinstance(task, PasskeyConfig):
+        return f"{task.name} of {task.key_tokens}"
+    assert isinstance(task, HopsConfig)
+    return f"{task.name}, of {task.num_noise + 1} paths"
+
+
 def result_file(name: str, sizes: Sizes, options: Options) -> Result:
     """Open the result that the claims know by its name."""
     what = {PASSKEY: "A passkey", TWO_HOP: "Paths of two hops"}[name]
@@ -345,7 +355,7 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
     told = ", then ".join(
         f"{s.steps} steps{' at most' if s.until else ''} of {s.batch_size} rows of {s.seq_len} "
         f"(lr {s.lr:g}, {f'until {s.until:.0%} of tokens are right, ' if s.until else ''}"
-        f"{s.task.name}{f' of {s.task.key_tokens}' if isinstance(s.task, PasskeyConfig) else ''})"
+        f"{asked(s.task)})"
         for s in stages
     )
     samples = ", ".join(f"{sizes.samples[column]} at {column}" for column in sizes.columns[name])

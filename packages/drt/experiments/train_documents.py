@@ -1,14 +1,15 @@
 """Train DRT, its ablations and plain window models on long documents, at a small size (Table 1).
 
-    python packages/drt/experiments/train_documents.py --data 'texts/*.jsonl' --tokenizer gpt2/ \
-        --out packages/drt/results/nvidia-h100 --jobs 8
+    python packages/drt/experiments/train_documents.py --data 'texts/*.jsonl' --tokenizer byte \
+        --out packages/drt/results/nvidia-h100 --jobs 12
     python packages/drt/experiments/train_documents.py --out DIR --dry-run
 
-Writes long_documents_rates.json: each model's perplexity at several learning rates, with one seed.
-Then writes long_documents.json: at its best rate, perplexities in windows of half, once and four
-times the tokens of the training. `--models` takes some alone, `--jobs 8` trains eight at the same
-time, over all GPUs. The small recipes compare landmarks as the paper's released code does; one
-model here does it as its text says, by projections (`DRTConfig.projections`).
+Writes long_documents_TOKENIZER_rates.json: each model's perplexity at several learning rates, with
+one seed. Then writes long_documents_TOKENIZER.json: at its best rate, perplexities in windows of
+half, once and four times the tokens of the training. `--models` takes some alone, `--jobs 12`
+trains twelve at the same time, over all GPUs. The small recipes compare landmarks as the paper's
+released code does; one model here does it as its text says, by projections
+(`DRTConfig.projections`).
 """
 
 import sys
@@ -19,10 +20,10 @@ from pathlib import Path
 from mezzo_core.bench import Header, Options, Result, origin, run_script, say
 from mezzo_core.bench.tested import train_and_test
 from mezzo_core.bench.training import SWEPT, at_rate, in_words, train_swept
-from mezzo_core.data import DataConfig
+from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
-from mezzo_drt.claims import DOCUMENTS, DRT1, LONG, SHORT, TRAINED_AT
+from mezzo_drt.claims import DRT1, LONG, SHORT, TRAINED_AT
 from mezzo_drt.documents import perplexities
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 
@@ -31,8 +32,8 @@ PROJECTED = f"{DRT1}, projected"
 MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe not in OURS}
 MODELS[PROJECTED] = "drt1"
 LENGTHS = (SHORT, TRAINED_AT, LONG)
-STEPS, BATCH = 2400, 2
-"""20M tokens. A text should have half of that or more, so that it is read twice at most."""
+STEPS, BATCH = 4800, 2
+"""39M tokens. A text should have half of that or more, so that it is read twice at most."""
 RATES = {"5e-4": 5e-4, "1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
 """About the paper's, 2e-3."""
 WARMUP = 0.1
@@ -67,7 +68,7 @@ def measure(options: Options) -> None:
         f"windows of {tokens} tokens that overlap by half, with the same targets; {landmarks}",
         columns=LENGTHS,
     )
-    name, machine = Path(DOCUMENTS).name, origin(options.device)
+    name, machine = f"long_documents_{Path(options.tokenizer).name}", origin(options.device)
     rates = Result(options.out / f"{name}_rates.json", swept, machine, say)
     result = Result(options.out / f"{name}.json", tested, machine, say)
     configs = {model: configure(MODELS[model], options) for model in options.models}
@@ -88,8 +89,10 @@ def configure(architecture: str, options: Options) -> TrainConfig:
         toy = int(TRAINED_AT) // TOY
         return replace(recipe, data=data, seq_len=toy, batch_size=2, steps=2, eval_batches=1)
     recipe = RECIPES[f"small_{architecture}"]()
+    vocab_size = load_tokenizer(options.tokenizer).vocab_size
     return replace(
         recipe,
+        model=replace(recipe.model, vocab_size=vocab_size),
         data=data,
         batch_size=BATCH,
         steps=STEPS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mezzo_core.bench import Options
 from mezzo_core.papers.measurement import How, read_result
-from mezzo_drt.claims import ANSWERS, REPRODUCTION
+from mezzo_drt.claims import ANSWERS, DOCUMENTS, REPRODUCTION
 from mezzo_drt.recipes import RECIPES
 
 SCRIPT = Path(__file__).parents[1] / "experiments/train_documents.py"
@@ -27,7 +27,7 @@ def dry_run(folder, *words):
 def rehearsal(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
     assert dry_run(folder, "--seeds", "1") == 0
-    return read_result(folder / "cpu/long_documents.json")
+    return read_result(folder / "cpu/long_documents_byte.json")
 
 
 def test_every_model_has_a_perplexity_at_every_length(rehearsal):
@@ -52,7 +52,7 @@ def test_every_model_has_a_perplexity_at_every_length(rehearsal):
 def test_the_claims_read_the_names_that_the_script_writes(rehearsal, id):
     (answer,) = (each for each in ANSWERS if each.id == f"drt.{id}")
     printed = REPRODUCTION.published.by_id[answer.id]
-    run = SimpleNamespace(results={script.DOCUMENTS: rehearsal})
+    run = SimpleNamespace(results={DOCUMENTS: rehearsal})
     ours = answer.evidence[0].find(run, printed)
     assert ours is not None
     assert answer.evidence[0].criterion(printed, ours).summary
@@ -72,7 +72,8 @@ def test_a_full_run_is_the_recipe_on_the_given_text():
     for architecture in script.MODELS.values():
         ours = script.configure(architecture, options)
         recipe = RECIPES[f"small_{architecture}"]()
-        kept = ("data", "batch_size", "steps", "optim", "eval_every", "checkpoint_every")
+        kept = ("model", "data", "batch_size", "steps", "optim", "eval_every", "checkpoint_every")
         assert replace(recipe, **{name: getattr(ours, name) for name in kept}) == ours
         assert ours.seq_len == int(script.TRAINED_AT)
         assert ours.data.source == "texts"
+        assert ours.model == replace(recipe.model, vocab_size=257), "that of bytes"

@@ -6,8 +6,8 @@ within ten points. Small models answer which perplexity is lower, not by how muc
 The results that an experiment on a GPU writes, and the names in them that are read here:
 
 - `passkey`, `two_hop`: accuracies in %, the models and columns (lengths) of Table 2.
-- `long_documents`: perplexities of the small recipes by Table 1's names; a column for each length
-  of the evaluation, in tokens. The models are trained at 4,096 tokens.
+- `long_documents_gpt2`: perplexities of the small recipes by Table 1's names; a column for each
+  length of the evaluation, in tokens. The models are trained at 4,096 tokens.
 - `inference`: ms a token and GB, the columns of Table 3; groups are its prompts, "16K" and "48K".
 - `training_speed`: tokens/s, the models and columns of Table 4, with `peak_gb` beside each.
 - `length`: ms of a training step, for each of its sequences, by their tokens.
@@ -46,7 +46,7 @@ from mezzo_drt.stack import DRTConfig
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
 TRAINED_ON, TIMED_ON = "nvidia-h100", "nvidia-h200"
 PASSKEY, TWO_HOP, DOCUMENTS = (
-    f"{TRAINED_ON}/{name}" for name in ("passkey", "two_hop", "long_documents")
+    f"{TRAINED_ON}/{name}" for name in ("passkey", "two_hop", "long_documents_gpt2")
 )
 INFERENCE, SPEED, LENGTH = "inference", "training_speed", "length"
 SHORT, TRAINED_AT, LONG = "2048", "4096", "16384"
