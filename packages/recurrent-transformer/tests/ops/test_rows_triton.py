@@ -241,6 +241,36 @@ def test_gelu_bwd_equals_eager(shape, H, layout, dtype):
     check("gelu_bwd", (lambda u, dg, out: (u, dg, out), [u, dg]), {"out": u}, layout)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF])
+def test_gelu_of_each_number_of_16_bits_is_right_to_its_last_bit(dtype):
+    every = torch.arange(2**16).to(torch.int32).to(torch.int16).view(dtype)
+    u = every[every.abs() <= 6].view(1, 1, 1, -1).to(DEVICE)
+    exact, ulp = u.double(), torch.finfo(dtype).eps
+    below = torch.special.ndtr(exact)
+    out, du, g = torch.empty_like(u), torch.empty_like(u), u.clone()
+    rows.gelu(u, out)
+    rows.gelu_bwd(g, torch.ones_like(u), du)
+    slope = below + exact * torch.exp(-0.5 * exact**2) / (2 * torch.pi) ** 0.5
+    least = torch.finfo(dtype).smallest_normal  # below it the last bit is larger
+    for found, right, off in ((out, exact * below, 0), (g, exact * below, 0), (du, slope, 1e-5)):
+        error = (found.double() - right).abs()
+        assert (error <= 0.51 * ulp * right.abs() + off + least * ulp).all()
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF])
+def test_gelu_of_large_numbers_and_of_nan(dtype):
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([8.0, 100.0, largest, -100.0, -largest, NAN], dtype=dtype, device=DEVICE)
+    u = values.view(1, 1, 1, -1)
+    out, du = torch.empty_like(u), torch.empty_like(u)
+    rows.gelu(u, out)
+    rows.gelu_bwd(u.clone(), torch.ones_like(u), du)
+    assert out.flatten().tolist()[:5] == [8.0, 100.0, largest, 0.0, 0.0]
+    assert du.flatten().tolist()[:5] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert out[..., 5].isnan()
+    assert du[..., 5].isnan()
+
+
 @each_dtype
 @each_shape
 def test_head_products_equal_eager(shape, H, layout, dtype):

@@ -272,11 +272,11 @@ def product_kernel(
     # As if the product had been written, and read again.
     b_out = b_acc.to(out.dtype.element_ty)
     if AFTER == "gelu":
-        b_out = gelu_of(b_out.to(tl.float32))
+        b_out = gelu_of(b_out.to(tl.float32), out.dtype.element_ty)
     elif AFTER == "gelu_bwd":
         p_u = u + row_offset(i_m, o_r, B, stride_um, stride_us, stride_ub)[None, :] + o_n[:, None]
         b_u = tl.load(p_u, mask=m, other=0.0).to(tl.float32)
-        b_out, b_g = gelu_bwd_of(b_u, b_out.to(tl.float32))
+        b_out, b_g = gelu_bwd_of(b_u, b_out.to(tl.float32), out.dtype.element_ty)
         tl.store(p_u, b_g.to(u.dtype.element_ty), mask=m)
     o_out = i_p.to(tl.int64) * stride_op
     o_out += row_offset(i_m, o_r, B, stride_om, stride_os, stride_ob)

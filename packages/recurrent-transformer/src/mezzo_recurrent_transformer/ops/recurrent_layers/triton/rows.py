@@ -270,16 +270,36 @@ def split_qkv(
 
 
 @triton.jit
-def gelu_of(b_u):
-    """Return u Φ(u)."""
-    return b_u * (0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476))
+def _share_below(b_u, DTYPE: tl.constexpr):
+    """Return Φ(u), the share of a normal distribution that is below u.
+
+    With the usual erf the arithmetic would take longer than the memory, and its precision is lost
+    in 16 bits. There it is 2 to the power of a polynomial, which is right to 6e-6 from -6 to 6.
+    """
+    if DTYPE.is_fp32():
+        return 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
+    b_a = tl.abs(b_u)
+    b_log = 6.07260322e-05 - 1.7937727e-06 * b_a
+    b_log = -0.000923184951 + b_a * b_log
+    b_log = 0.00847684515 + b_a * b_log
+    b_log = -0.0538909358 + b_a * b_log
+    b_log = -0.458541585 + b_a * b_log
+    b_log = -1.15121437 + b_a * b_log
+    b_tail = tl.exp2(b_a * b_log - 1.0)
+    return tl.where(b_u < 0.0, b_tail, 1.0 - b_tail)
 
 
 @triton.jit
-def gelu_bwd_of(b_u, b_dg):
-    """Return the gradient of u, and u Φ(u)."""
-    b_density = tl.exp(-0.5 * b_u * b_u) * 0.3989422804014327
-    b_below = 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
+def gelu_of(b_u, DTYPE: tl.constexpr):
+    """Return u Φ(u), which is to be stored in a dtype."""
+    return b_u * _share_below(b_u, DTYPE)
+
+
+@triton.jit
+def gelu_bwd_of(b_u, b_dg, DTYPE: tl.constexpr):
+    """Return the gradient of u, and u Φ(u), which are to be stored in a dtype."""
+    b_density = tl.exp2(b_u * b_u * -0.7213475204444817) * 0.3989422804014327
+    b_below = _share_below(b_u, DTYPE)
     return b_dg * (b_below + b_u * b_density), b_u * b_below
 
 
@@ -294,7 +314,8 @@ def gelu_kernel(
     p_u = u + row_offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
     p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
     b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
-    tl.store(p_out, gelu_of(b_u).to(out.dtype.element_ty), mask=o_f < F)
+    b_g = gelu_of(b_u, out.dtype.element_ty)
+    tl.store(p_out, b_g.to(out.dtype.element_ty), mask=o_f < F)
 
 
 def gelu(u: Tensor, out: Tensor) -> None:
@@ -318,7 +339,7 @@ def gelu_bwd_kernel(
     p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
     b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
     b_dg = tl.load(p_dg, mask=o_f < F, other=0.0).to(tl.float32)
-    b_du, b_g = gelu_bwd_of(b_u, b_dg)
+    b_du, b_g = gelu_bwd_of(b_u, b_dg, out.dtype.element_ty)
     tl.store(p_out, b_du.to(out.dtype.element_ty), mask=o_f < F)
     tl.store(p_u, b_g.to(u.dtype.element_ty), mask=o_f < F)
 
