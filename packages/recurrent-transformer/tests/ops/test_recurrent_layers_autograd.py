@@ -105,17 +105,18 @@ def test_opcheck(name, n):
     inputs, options, dz = problem(CASES[name], n)
     ops = torch.ops.mezzo_recurrent_transformer
     arguments = registered(inputs, options)
-    last, z, *pairs = ops.recurrent_layers(*arguments)
+    z, stream, *pairs = ops.recurrent_layers(*arguments)
     tracked = [
         a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in arguments
     ]
-    slopes = Inputs.of(*arguments).slopes
+    slopes = Inputs.of(*arguments[1:]).slopes
     tracked = [slopes if a is slopes else t for a, t in zip(arguments, tracked, strict=True)]
     torch.library.opcheck(ops.recurrent_layers.default, tuple(tracked))
-    z = last[None] if n == 1 else z
+    layers = (inputs["x"][None], z[None]) if n == 1 else (stream[:-1], stream[1:])
     for pulled in [(None, None), pairs] if "seen" in options else [(None, None)]:
-        torch.library.opcheck(ops.recurrent_layers_bwd.default, (dz, *pulled, z, *arguments))
+        its = (dz, *pulled, *layers, *arguments[1:])
+        torch.library.opcheck(ops.recurrent_layers_bwd.default, its)
 
 
 @pytest.mark.parametrize("name", ["two tiles", "packed", "past", "padded"])

@@ -49,31 +49,30 @@ def backward(
     Args:
         dz: (B, T, C), of the last layer's outputs.
         dpairs: of the persistent pairs (n, B, P + T, C) that a forward with a past gives.
-        x: (B, T, C), the first layer's inputs.
-        z: (n, B, T, C), all layers' outputs.
+        x: (n, B, T, C), all layers' inputs.
+        z: likewise, their outputs.
         weights: as in the forward.
         slopes: likewise.
         past: likewise.
         form: likewise.
         parts: likewise.
     """
-    (B, T, _), n = x.shape, z.shape[0]
+    n, B, T, _ = x.shape
     acc = accumulation_dtype(weights.o.dtype)
     tiling = Tiling.of(n, B, T, form.block_size)
     S, Tp = tiling.S, tiling.padded
     form = form._replace(block_size=min(form.block_size, T))
-    stream = torch.cat([padded(x, Tp)[None], padded(z, Tp)])  # layer l reads l and writes l + 1
-    dz = padded(dz, Tp)
-    room = room_for(BackwardBuffers, x, weights, slopes, S, form)
-    stored = _all_pairs(stream[1:], weights, past, form, tiling, parts)
-    queries = _no_queries(stream[1:], form, acc, weights.o)
+    dz, x, z = (padded(t, Tp) for t in (dz, x, z))
+    room = room_for(BackwardBuffers, x[0], weights, slopes, S, form)
+    stored = _all_pairs(z, weights, past, form, tiling, parts)
+    queries = _no_queries(z, form, acc, weights.o)
     dx = torch.empty_like(dz, dtype=acc)
     sums = weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     for tile in reversed(list(tiling)):
         first, end = tile.first, tile.end
         buffers, w = room.of_layers(first, end)
-        inputs, keys = tiling.view(stream, tile), stored.before(tile, S)
-        copy_rows(buffers.z, tiling.view(stream, tile, 1))
+        inputs, keys = tiling.view(x, tile), stored.before(tile, S)
+        copy_rows(buffers.z, tiling.view(z, tile))
         again = _forward_again(inputs, buffers, w, keys, slopes, form, parts)
 
         # What comes from above and from later tokens, and then the steps.

@@ -25,11 +25,16 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
 class Forward(NamedTuple):
     """What the forward gives."""
 
-    z: Tensor
-    """(n, B, padded T, C): the outputs of all layers."""
+    stream: Tensor
+    """(`kept(n)`, B, padded T, C): the outputs of all layers; of several layers, x before them."""
     k: Tensor
     """(n, B, P + padded T, C): the persistent keys, those of the past first."""
     v: Tensor
+
+
+def kept(n: int) -> int:
+    """Return the length of `Forward.stream`, in which all layers' inputs and outputs are views."""
+    return n + 1 if n > 1 else n
 
 
 class ForwardBuffers(NamedTuple):
@@ -84,9 +89,11 @@ def forward(
     tiling = Tiling.of(n, B, T, form.block_size)
     form = form._replace(block_size=min(form.block_size, T))
     x = padded(x, tiling.padded)
-    shape = (n, B, tiling.padded, C)
-    z = x.new_empty(shape)
-    stored = Stored.of(past, shape, weights.o)
+    stream = x.new_empty(kept(n), B, tiling.padded, C)
+    if n > 1:
+        stream[0] = x
+    z = stream[-n:]
+    stored = Stored.of(past, tuple(z.shape), weights.o)
     room = room_for(ForwardBuffers, x, weights, slopes, tiling.S, form)
     for tile in tiling:
         buffers, w = room.of_layers(tile.first, tile.end)
@@ -99,7 +106,7 @@ def forward(
         room.run(run_tile, tile, parts)
         copy_rows(tiling.view(z, tile), buffers.stream[1:])
         stored.put(at.k, at.v, tile, tiling)
-    return Forward(z, stored.k, stored.v)
+    return Forward(stream, stored.k, stored.v)
 
 
 def project(

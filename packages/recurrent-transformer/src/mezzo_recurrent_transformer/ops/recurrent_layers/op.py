@@ -17,12 +17,12 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.backward import (
     of_past,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Forward, forward
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Forward, forward, kept
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, parts_of
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import padded
 
 _TENSORS = (
-    "Tensor x, Tensor qkv, Tensor o, Tensor up, Tensor down, Tensor? n1, Tensor? n2, "
+    "Tensor qkv, Tensor o, Tensor up, Tensor down, Tensor? n1, Tensor? n2, "
     "Tensor? q_norm, Tensor? k_norm, Tensor slopes, Tensor? k, Tensor? v, Tensor? seen, "
     "Tensor? cu_seqlens"
 )
@@ -31,14 +31,15 @@ _FORM = (
     "SymInt block_size, str impl"
 )
 _WEIGHTS = len(Matrices._fields)
+_OTHERS = _WEIGHTS + 5
+"""Tensors of a call besides x."""
 _IN_TURN = threading.RLock()
 """Calls share buffers and graphs: no thread may launch its work in between another's."""
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call."""
+    """What a call computes with, besides x."""
 
-    x: Tensor
     weights: Matrices
     slopes: Tensor
     past: tuple[Tensor, Tensor, Tensor] | None
@@ -47,12 +48,12 @@ class Inputs(NamedTuple):
     impl: str
 
     @classmethod
-    def of(cls, x: Tensor, *arguments: Any) -> "Inputs":
-        """Return them from the arguments of the registered op."""
+    def of(cls, *arguments: Any) -> "Inputs":
+        """Return it from the arguments of the registered op that follow x."""
         weights, rest = Matrices(*arguments[:_WEIGHTS]), arguments[_WEIGHTS:]
         slopes, k, v, seen, cu_seqlens, *form, impl = rest
         past = None if k is None else (k.flatten(3), v.flatten(3), seen)
-        return cls(x, weights, slopes, past, cu_seqlens, Form(*form), impl)
+        return cls(weights, slopes, past, cu_seqlens, Form(*form), impl)
 
     @property
     def n(self) -> int:
@@ -86,9 +87,9 @@ class Inputs(NamedTuple):
             found = backward(dz, None, x, z, Matrices(*weights), slopes, None, self.form, parts)
             return [found.x, *(total for total in found.weights if total is not None)]
 
-        key, size = ("backward", self.form, self.impl), self.n * x.nbytes
+        key = ("backward", self.form, self.impl)
         tensors = (dz, x, z, self.slopes, *self.weights)
-        dx, *sums = graphs.run(call, tensors, key, size)
+        dx, *sums = graphs.run(call, tensors, key, z.nbytes)
         totals = iter(sums)
         return Gradients(dx, self.weights.map(lambda w: next(totals)), None)
 
@@ -96,48 +97,48 @@ class Inputs(NamedTuple):
 @torch.library.custom_op(
     "mezzo_recurrent_transformer::recurrent_layers",
     mutates_args=(),
-    schema=f"({_TENSORS}, {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor x, {_TENSORS}, {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _recurrent_layers(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return z (B, T, C), z of all layers (n, B, T, C), and k and v (n, B, P + T, H, D).
+    """Return z (B, T, C), the stream (n + 1, B, T, C), and k and v (n, B, P + T, H, D).
 
-    z of all layers is for the backward, and empty if there is one layer. Without a past k and v are
-    empty.
+    The stream is x and the outputs of all layers, for the backward, and empty if there is one
+    layer. Without a past k and v are empty.
     """
     with _IN_TURN, torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        return _run(Inputs.of(x, *arguments), x)
+        return _run(Inputs.of(*arguments), x)
 
 
 def _run(call: Inputs, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, (B, T, C) = call.n, x.shape
     k, v = (call.weights.o.new_empty(0) for _ in range(2))
     if x.numel() == 0:
-        z = x.new_empty(n, B, T, C)
+        stream = x.new_empty(kept(n), B, T, C)
         if call.past is not None:
             k, v = (padded(t.to(k.dtype), t.shape[2] + T).clone() for t in call.past[:2])
     elif call.cu_seqlens is not None:
         check_borders("recurrent_layers", call.cu_seqlens, T)
-        z = x.new_empty(n, B, T, C)
+        stream = x.new_empty(kept(n), B, T, C)
         for index in packing.batches_of(call.cu_seqlens):
-            its = call.forward(packing.take(x, index)).z
-            packing.put(its[:, :, : index.shape[1]], index, z)
+            its = call.forward(packing.take(x, index)).stream
+            packing.put(its[:, :, : index.shape[1]], index, stream)
     else:
         found = call.forward(x)
-        z = found.z[:, :, :T].contiguous()
+        stream = found.stream[:, :, :T].contiguous()
         if call.past is not None:
             slots = call.past[0].shape[2] + T
             k, v = (t[:, :, :slots].contiguous() for t in found[1:])
     if call.past is not None:
         k, v = (t.unflatten(-1, (call.form.num_heads, -1)) for t in (k, v))
     # A result of its own, so that no gradient of all layers' outputs is made.
-    return (z[0], x.new_empty(0), k, v) if n == 1 else (z[-1].clone(), z, k, v)
+    return (stream[0], x.new_empty(0), k, v) if n == 1 else (stream[-1].clone(), stream, k, v)
 
 
 @_recurrent_layers.register_fake
 def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     o, k = arguments[Matrices._fields.index("o")], arguments[_WEIGHTS + 1]
     n = o.shape[0]
-    z = x.new_empty(x.shape), x.new_empty(0 if n == 1 else (n, *x.shape))
+    z = x.new_empty(x.shape), x.new_empty(0 if n == 1 else (kept(n), *x.shape))
     if k is None:
         return *z, o.new_empty(0), o.new_empty(0)
     grown = o.new_empty(*k.shape[:2], k.shape[2] + x.shape[1], *k.shape[3:])
@@ -147,26 +148,30 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "mezzo_recurrent_transformer::recurrent_layers_bwd",
     mutates_args=(),
-    schema=f"(Tensor dz, Tensor? dk, Tensor? dv, Tensor z, {_TENSORS}, {_FORM}) -> Tensor[]",
+    schema=f"(Tensor dz, Tensor? dk, Tensor? dv, Tensor x, Tensor z, {_TENSORS}, {_FORM})"
+    " -> Tensor[]",
 )
 def _recurrent_layers_bwd(
-    dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor, *arguments: Any
+    dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    """Return dx, the gradients of the weights that there are, and those of k and v if there are."""
+    """Return dx, the gradients of the weights that there are, and those of k and v if there are.
+
+    x and z (n, B, T, C) are the inputs and the outputs of all layers, dx is (B, T, C).
+    """
     with _IN_TURN, torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        return _run_bwd(Inputs.of(x, *arguments), dz, dk, dv, z, x)
+        return _run_bwd(Inputs.of(*arguments), dz, dk, dv, x, z)
 
 
 def _run_bwd(
-    call: Inputs, dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor
+    call: Inputs, dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor
 ) -> list[Tensor]:
     acc = accumulation_dtype(call.weights.o.dtype)
     sums = call.weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
-    found = Gradients(torch.zeros_like(x), sums, None)
+    found = Gradients(torch.zeros_like(x[0]), sums, None)
     dpairs = None
     if call.past is not None and (dk is not None or dv is not None):
         k = call.past[0]
-        like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[1], k.shape[3])
+        like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[2], k.shape[3])
         dk, dv = (like if t is None else t.flatten(3) for t in (dk, dv))
         dpairs = (dk, dv)
     if x.numel() == 0:
@@ -195,26 +200,32 @@ def _run_bwd(
 
 @_recurrent_layers_bwd.register_fake
 def _(
-    dz: Tensor, dk: Tensor | None, dv: Tensor | None, z: Tensor, x: Tensor, *arguments: Any
+    dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    inputs = (x, *arguments[:_WEIGHTS], *arguments[_WEIGHTS + 1 : _WEIGHTS + 3])
+    inputs = (x[0], *arguments[:_WEIGHTS], *arguments[_WEIGHTS + 1 : _WEIGHTS + 3])
     return [t.new_empty(t.shape) for t in inputs if t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors = inputs[: 1 + _WEIGHTS + 5]
-    ctx.form = inputs[len(tensors) :]
+    x, *tensors = inputs[: 1 + _OTHERS]
+    ctx.form = inputs[1 + _OTHERS :]
     ctx.set_materialize_grads(False)
-    last, z, *_ = output
-    ctx.save_for_backward(last[None] if z.numel() == 0 else z, *tensors)
+    z, stream, *_ = output
+    n = tensors[0].shape[0]
+    ctx.save_for_backward(*((x, z) if n == 1 else (stream,)), *tensors)
 
 
 def _backward(
     ctx: Any, dz: Tensor | None, unused: None, dk: Tensor | None, dv: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    z, x, *tensors = ctx.saved_tensors
-    dz = torch.zeros_like(x) if dz is None else dz
-    found = iter(_recurrent_layers_bwd(dz, dk, dv, z, x, *tensors, *ctx.form))
+    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
+    layers, tensors = saved[:-_OTHERS], saved[-_OTHERS:]
+    if len(layers) == 1:
+        x, z = layers[0][:-1], layers[0][1:]
+    else:
+        x, z = (t[None] for t in layers)
+    dz = torch.zeros_like(z[-1]) if dz is None else dz
+    found = iter(_recurrent_layers_bwd(dz, dk, dv, x, z, *tensors, *ctx.form))
     dx = next(found)
     weights = [None if w is None else next(found) for w in tensors[:_WEIGHTS]]
     _, k, v, *_ = tensors[_WEIGHTS:]

@@ -91,15 +91,11 @@ class Tiling:
         for step in range(self.num_tiles + self.n - 1):
             yield Tile(step, max(0, step - self.num_tiles + 1), min(self.n, step + 1))
 
-    def view(self, tensor: Tensor, tile: Tile, layers: int = 0) -> Tensor:
-        """Return a tile (m, S, B, C) of (n, B, padded T, C), as a view.
-
-        `layers` shifts it: the tile of layer l is that of the tensor's layer l + `layers`.
-        """
+    def view(self, tensor: Tensor, tile: Tile) -> Tensor:
+        """Return a tile (m, S, B, C) of (n, B, padded T, C), as a view."""
         assert tensor.is_contiguous()
         _, B, T, C = tensor.shape
-        first = tile.first + layers
-        start = first * B * T * C + (tile.step - tile.first) * self.S * C
+        start = tile.first * B * T * C + (tile.step - tile.first) * self.S * C
         sizes = (tile.end - tile.first, self.S, B, C)
         strides = (B * T * C - self.S * C, C, T * C, 1)
         return tensor.as_strided(sizes, strides, tensor.storage_offset() + start)
