@@ -64,15 +64,18 @@ def backward(
     form = form._replace(block_size=min(form.block_size, T))
     dz, x, z = (padded(t, Tp) for t in (dz, x, z))
     room = room_for(BackwardBuffers, x[0], weights, slopes, S, form)
-    stored = _all_pairs(z, weights, past, form, tiling, parts)
+    pairs, stored = _all_pairs(z, weights, past, form, tiling, parts)
     queries = _no_queries(z, form, acc, weights.o)
     dx = torch.empty_like(dz, dtype=acc)
     sums = weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     for tile in reversed(list(tiling)):
         first, end = tile.first, tile.end
         buffers, w = room.of_layers(first, end)
+        at = buffers.attending
         inputs, keys = tiling.view(x, tile), stored.before(tile, S)
-        copy_rows(buffers.z, tiling.view(z, tile))
+        copied = ((buffers.z, z), (at.k, pairs.k), (at.v, pairs.v), (buffers.raw, pairs.raw))
+        for own, of_all in copied:
+            copy_rows(own, tiling.view(of_all, tile))
         again = _forward_again(inputs, buffers, w, keys, slopes, form, parts)
 
         # What comes from above and from later tokens, and then the steps.
@@ -81,14 +84,13 @@ def backward(
             buffers.dstream[-1] = dz[:, begin : begin + S].transpose(0, 1)
         q, do, lse, delta = (t[first:end] for t in queries)
         later = Later(q, do, lse, delta, begin=(tile.step - first + 1) * S)
-        k, v = buffers.attending.k, buffers.attending.v
-        parts.pairs_bwd(k, v, later, slopes, form, buffers.dk, buffers.dv)
+        parts.pairs_bwd(at.k, at.v, later, slopes, form, buffers.dk, buffers.dv)
         if dpairs is not None:
             buffers.dk.add_(stored.take(dpairs[0], tile, tiling))
             buffers.dv.add_(stored.take(dpairs[1], tile, tiling))
         room.run(run_tile_bwd, tile, parts)
-        parts.head_products(buffers.do, buffers.attending.o, buffers.delta)
-        found = (buffers.attending.q, buffers.do, buffers.attending.lse, buffers.delta)
+        parts.head_products(buffers.do, at.o, buffers.delta)
+        found = (at.q, buffers.do, at.lse, buffers.delta)
         for total, part in zip(queries, found, strict=True):
             copy_rows(tiling.view(total, tile), part)
 
@@ -106,6 +108,15 @@ Queries = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, do (n, B, padded T, C), lse and delta (n, B, padded T, H) of the tokens so far."""
 
 
+class Pairs(NamedTuple):
+    """The persistent pairs of all tokens of the call, (n, B, padded T, C)."""
+
+    k: Tensor
+    v: Tensor
+    raw: Tensor
+    """The keys before their norm."""
+
+
 class Again(NamedTuple):
     """What of a tile's forward only the gradients of weights and inputs need."""
 
@@ -113,8 +124,6 @@ class Again(NamedTuple):
     """(m, S, B, C): n1(x)."""
     qkv: Tensor
     """(m, S, B, 3C): before the norms of q and k."""
-    pairs_normed: Tensor
-    """n1(z)."""
     mlp_normed: Tensor
     """n2(h)."""
 
@@ -126,17 +135,21 @@ def _all_pairs(
     form: Form,
     tiling: Tiling,
     parts: ModuleType,
-) -> Stored:
+) -> tuple[Pairs, Stored]:
     """Make the persistent pairs of all tokens from the outputs (n, B, padded T, C)."""
-    stored = Stored.of(past, tuple(z.shape), weights.o)
+    shape, like = tuple(z.shape), weights.o
+    stored = Stored.of(past, shape, like)
+    k, v = stored[:2] if past is None else (like.new_empty(shape) for _ in range(2))
+    pairs = Pairs(k, v, raw=k if form.norm == "none" else torch.empty_like(k))
     for tile in tiling:
         w = weights.of_layers(tile.first, tile.end)
-        outputs = tiling.view(z, tile)
-        kv = product(_pairs_normed(outputs, w, form, parts), w.kv)
-        k, v = (torch.empty_like(kv[..., : z.shape[-1]]) for _ in range(2))
-        parts.split_pair(kv, w.k_norm, form, k, v)
-        stored.put(k, v, tile, tiling)
-    return stored
+        its = Pairs(*(tiling.view(t, tile) for t in pairs))
+        kv = product(_pairs_normed(tiling.view(z, tile), w, form, parts), w.kv)
+        copy_rows(its.raw, kv[..., : z.shape[-1]])
+        parts.split_pair(kv, w.k_norm, form, its.k, its.v)
+        if past is not None:
+            stored.put(its.k, its.v, tile, tiling)
+    return pairs, stored
 
 
 def _pairs_normed(outputs: Tensor, w: Matrices, form: Form, parts: ModuleType) -> Tensor:
@@ -161,18 +174,15 @@ def _forward_again(
     form: Form,
     parts: ModuleType,
 ) -> Again:
-    """Fill the buffers with a tile's forward; all its keys are known, so nothing waits."""
+    """Fill the buffers with the rest of a tile's forward; its pairs are known, so nothing waits."""
     at = buffers.attending
     normed, qkv = project(inputs, w, form, parts, at)
-    pairs_normed = _pairs_normed(buffers.z, w, form, parts)
-    product(pairs_normed, w.kv, buffers.kv)
-    parts.split_pair(buffers.kv, w.k_norm, form, at.k, at.v)
     parts.attend_tile(at, keys, slopes, form)
     mlp_normed = torch.empty_like(at.q)
     scale, attended = form.residual_scale, product(at.o, w.o)
     parts.add_normed(inputs, attended[None], scale, w.n2, form, buffers.h, mlp_normed)
     product(mlp_normed, w.up, buffers.u)
-    return Again(normed, qkv, pairs_normed, mlp_normed)
+    return Again(normed, qkv, mlp_normed)
 
 
 def _inputs_and_weights_bwd(
@@ -200,7 +210,7 @@ def _inputs_and_weights_bwd(
     parts.normed_bwd(dnormed, inputs, w.n1, form, buffers.dh, 1.0, dinputs, None)
 
     add_outer(sums.qkv, dqkv, again.normed)
-    add_outer(sums.kv, buffers.dpair, again.pairs_normed)
+    add_outer(sums.kv, buffers.dpair, _pairs_normed(buffers.z, w, form, parts))
     add_outer(sums.o, buffers.dh_scaled, at.o)
     add_outer(sums.up, buffers.du, again.mlp_normed)
     add_outer(sums.down, buffers.dz_scaled, buffers.u)
@@ -212,7 +222,7 @@ def _inputs_and_weights_bwd(
     parts.add_norm_weight_grad(buffers.dhn, buffers.h, form, sums.n2)
     parts.add_norm_weight_grad(dq, q, form, sums.q_norm)
     parts.add_norm_weight_grad(dkt, k, form, sums.k_norm)
-    parts.add_norm_weight_grad(buffers.dk, buffers.kv[..., :C], form, sums.k_norm)
+    parts.add_norm_weight_grad(buffers.dk, buffers.raw, form, sums.k_norm)
 
 
 def _past_bwd(

@@ -19,8 +19,8 @@ class BackwardBuffers(NamedTuple):
 
     attending: Attending
     z: Tensor
-    kv: Tensor
-    """(n, S, B, 2C): the persistent pairs before the keys' norm."""
+    raw: Tensor
+    """The persistent keys before their norm."""
     h: Tensor
     """The residual stream between attention and MLP, float32."""
     u: Tensor
@@ -64,7 +64,7 @@ class BackwardBuffers(NamedTuple):
         return cls(
             attending=Attending(q, kt, vt, k, v, o, empty(H, acc)),
             z=empty(dtype=x.dtype),
-            kv=empty(2 * C),
+            raw=empty(),
             h=empty(dtype=acc),
             u=empty(F),
             dk=empty(dtype=acc),
@@ -96,8 +96,7 @@ def run_tile_bwd(
 ) -> None:
     """Run the steps of a tile backwards, one after another."""
     t, r, b = buffers, form.residual_scale, form.block_size
-    raw, at = t.kv[..., : t.z.shape[-1]], t.attending
-    S = t.z.shape[1]
+    at, S = t.attending, t.z.shape[1]
     dz = torch.empty_like(t.h[:, :b])
     for step in reversed(range(S // b)):
         rows = slice(step * b, (step + 1) * b)
@@ -108,7 +107,7 @@ def run_tile_bwd(
             size = given_by(leaf.stop, len(leaf))
             parts.leaves_bwd(at, t.do, t.delta, slopes, form, leaf.stop, size, t.dk, t.dv)
         parts.pairs_step_bwd(
-            at, t.do, t.delta, raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
+            at, t.do, t.delta, t.raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )
         dn = t.dnormed[:, rows]
         partial = parts.product_partial(t.dpair[:, rows], w.kv.mT, dn)

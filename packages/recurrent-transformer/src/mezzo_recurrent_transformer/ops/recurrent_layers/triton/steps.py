@@ -119,7 +119,7 @@ def pairs_step_bwd(
     heads = next_power_of_2(H)
     pairs_step_bwd_kernel[(B, m)](
         tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
-        step, leaf_of(step, S, 1).stop, B, raw.stride(2), form.eps, (C // H) ** -0.5,
+        step, leaf_of(step, S, 1).stop, B, form.eps, (C // H) ** -0.5,
         S=S, H=H, D=C // H, HP=heads, NORM=form.norm,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
     )  # fmt: skip
@@ -128,7 +128,7 @@ def pairs_step_bwd(
 @triton.jit(do_not_specialize=["step", "end", "B"])
 def pairs_step_bwd_kernel(
     q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
-    step, end, B, stride_r, eps, scale,
+    step, end, B, eps, scale,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Go back through one token's persistent pair, all heads, and through the keys' norm."""
@@ -138,8 +138,7 @@ def pairs_step_bwd_kernel(
     m_h = o_h < H
     o_c = o_h[:, None] * D + tl.arange(0, D)[None, :]
     m_c = m_h[:, None]
-    i_row = (i_m * S + step) * B + i_b
-    row = i_row * C
+    row = ((i_m * S + step) * B + i_b) * C
     b_k = tl.load(k + row + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_v = tl.load(v + row + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_dk = tl.load(dk + row + o_c, mask=m_c, other=0.0)
@@ -177,7 +176,7 @@ def pairs_step_bwd_kernel(
         tl.store(dv + row + o_c, b_dv, mask=m_c)
 
     if NORM != "none":
-        b_x = tl.load(raw + i_row * stride_r + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_x = tl.load(raw + row + o_c, mask=m_c, other=0.0).to(tl.float32)
         if NORM == "layer":
             b_x = tl.where(m_c, b_x - tl.sum(tl.sum(b_x, 1), 0) / C, 0.0)
         rstd = tl.rsqrt(tl.sum(tl.sum(b_x * b_x, 1), 0) / C + eps)
