@@ -20,8 +20,7 @@ def attend(H, D, dtype, *, m=2, S=16, B=2, slots=64, first=32, b=1, past=False):
     kernels.attend_earlier(tile(), keys, slopes, form, wide, stats)
     attending = Attending(*(tile() for _ in range(6)), stats)
     kernels.attend_tile(attending, keys, slopes, form)
-    grads = [tile() for _ in range(3)]
-    kernels.attend_tile_bwd(attending, tile(), stats, keys, slopes, form, *grads)
+    kernels.attend_tile_bwd(attending, tile(), stats, keys, slopes, form, tile(3 * C))
     of_all = [torch.zeros(m, B, slots, x, dtype=y) for x, y in ((C, dtype), (H, torch.float32))]
     later = Later(of_all[0], of_all[0], of_all[1], of_all[1], first)
     kernels.pairs_bwd(tile(), tile(), later, slopes, form, wide, wide.clone())

@@ -24,7 +24,7 @@ def launch(norm, dtype, *, m=2, S=16, B=4, C=1024, H=16, step=3):
     partial = torch.zeros(8, m, 1, B, C)
     rows.add_normed(one, partial, 1.0, weight, form, x[:, here], y[:, here])
     rows.normed_bwd(y[:, here], one, weight, form, one, 1.0, one, y[:, here], partial)
-    rows.normed_bwd(x, q, weight, form, None, 1.0, None, q)
+    rows.normed_bwd(q, q, weight, form, None, 1.0, None, q)
     rows.normed_bwd(x, y, weight, form, h, 1.0, h, None)
     rows.normed_bwd(x[:, here], y[:, here], weight, form, h[:, here], 1.0, one, y[:, here])
     if norm != "none":

@@ -122,21 +122,23 @@ def test_normed_equals_eager(shape, H, layout, norm, dtype):
 @each_dtype
 @each_norm
 @each_shape
-@pytest.mark.parametrize("form_of_call", ["in the steps", "of a layer's inputs", "of keys"])
+@pytest.mark.parametrize("form_of_call", ["in the steps", "of a layer's inputs", "in place"])
 def test_normed_bwd_equals_eager(shape, H, layout, norm, dtype, form_of_call):
     draw, form = Draw(dtype), form_of(norm)
     dy, x, weight = draw(*shape), draw(*shape), draw(shape[0], shape[-1], dtype=FLOAT)
     base = draw(*shape, dtype=FLOAT)
 
     def arguments(dy, x, weight, base, dx=None, scaled=None):
-        return dy, x, weight, form, None if form_of_call == "of keys" else base, 0.3, dx, scaled
+        return dy, x, weight, form, None if form_of_call == "in place" else base, 0.3, dx, scaled
 
     outputs = {
         "in the steps": {"dx": base, "scaled": x},
         "of a layer's inputs": {"dx": base},
-        "of keys": {"scaled": x},
+        "in place": {"scaled": dy},
     }
-    check("normed_bwd", (arguments, [dy, x, weight, base]), outputs[form_of_call], layout)
+    over = 0 if form_of_call == "in place" else None
+    inputs = (arguments, [dy, x, weight, base])
+    check("normed_bwd", inputs, outputs[form_of_call], layout, write_over=over)
 
 
 @each_dtype

@@ -197,14 +197,13 @@ def _inputs_and_weights_bwd(
     parts: ModuleType,
 ) -> None:
     """Go back through queries and temporary pairs, and add to all weights' gradients."""
-    at, C = buffers.attending, inputs.shape[-1]
-    dq, dkt, dvt = (torch.empty_like(at.q) for _ in range(3))
-    parts.attend_tile_bwd(at, buffers.do, buffers.delta, keys, slopes, form, dq, dkt, dvt)
-    q, k = again.qkv[..., :C], again.qkv[..., C : 2 * C]
-    dqkv = torch.empty_like(again.qkv)
-    parts.normed_bwd(dq, q, w.q_norm, form, None, 1.0, None, dqkv[..., :C])
-    parts.normed_bwd(dkt, k, w.k_norm, form, None, 1.0, None, dqkv[..., C : 2 * C])
-    copy_rows(dqkv[..., 2 * C :], dvt)
+    at, dqkv = buffers.attending, torch.empty_like(again.qkv)
+    parts.attend_tile_bwd(at, buffers.do, buffers.delta, keys, slopes, form, dqkv)
+    (q, kt, _), (dq, dkt, _) = (t.chunk(3, -1) for t in (again.qkv, dqkv))
+    for dy, x, weight, total in ((dq, q, w.q_norm, sums.q_norm), (dkt, kt, w.k_norm, sums.k_norm)):
+        if total is not None:
+            parts.add_norm_weight_grad(dy, x, form, total)
+        parts.normed_bwd(dy, x, weight, form, None, 1.0, None, dy)
     dnormed = product(dqkv, w.qkv.mT)
     dinputs = buffers.dstream[:-1]
     parts.normed_bwd(dnormed, inputs, w.n1, form, buffers.dh, 1.0, dinputs, None)
@@ -220,8 +219,6 @@ def _inputs_and_weights_bwd(
     if form.persistent_norm:
         parts.add_norm_weight_grad(buffers.dnormed, buffers.z, form, sums.n1)
     parts.add_norm_weight_grad(buffers.dhn, buffers.h, form, sums.n2)
-    parts.add_norm_weight_grad(dq, q, form, sums.q_norm)
-    parts.add_norm_weight_grad(dkt, k, form, sums.k_norm)
     parts.add_norm_weight_grad(buffers.dk, buffers.raw, form, sums.k_norm)
 
 

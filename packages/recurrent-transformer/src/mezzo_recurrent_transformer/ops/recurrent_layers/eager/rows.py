@@ -39,7 +39,7 @@ def normed_bwd(
         base: likewise, what is added; None for nothing.
         scale: of `scaled`.
         dx: written, if given.
-        scaled: written, if given.
+        scaled: written, if given; may be dy.
         partial: (P, m, ..., C), of `product_partial`: their sum is dy.
     """
     if partial is not None:

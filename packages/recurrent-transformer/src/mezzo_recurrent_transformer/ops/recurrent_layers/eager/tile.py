@@ -53,11 +53,9 @@ def attend_tile_bwd(
     keys: Keys,
     slopes: Tensor,
     form: Form,
-    dq: Tensor,
-    dkt: Tensor,
-    dvt: Tensor,
+    dqkv: Tensor,
 ) -> None:
-    """Write the gradients of a tile's queries and temporary pairs, (m, S, B, C).
+    """Write the gradients of a tile's queries and temporary pairs, side by side.
 
     Args:
         tile: as `attend_tile` left it.
@@ -66,10 +64,9 @@ def attend_tile_bwd(
         keys: the tokens before the tile.
         slopes: (H,) of ALiBi.
         form: the options.
-        dq: written.
-        dkt: written.
-        dvt: written.
+        dqkv: written, (m, S, B, 3C).
     """
+    dq, dkt, dvt = dqkv.chunk(3, -1)
     H, S = form.num_heads, do.shape[1]
     scale = (do.shape[-1] // H) ** -0.5
     do_, delta_ = heads(do, H), delta.permute(0, 2, 3, 1)[..., None]

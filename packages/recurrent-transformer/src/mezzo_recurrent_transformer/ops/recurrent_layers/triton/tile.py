@@ -87,7 +87,7 @@ def attend_tile(tile: Attending, keys: Keys, slopes: Tensor, form: Form) -> None
 
 @triton.jit(do_not_specialize=["seen", "lse", "delta", "B", "S", "L", "first", "b"])
 def attend_tile_bwd_kernel(
-    q, kt, vt, k, v, k_all, v_all, seen, slopes, lse, do, delta, dq, dkt, dvt,
+    q, kt, vt, k, v, k_all, v_all, seen, slopes, lse, do, delta, dqkv,
     B, S, L, first, b, scale, scale2,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, WHOLE: tl.constexpr,
@@ -101,6 +101,7 @@ def attend_tile_bwd_kernel(
     slope2 = tl.load(slopes + i_h) * LOG2_E
     b_q = of_head(tl.load(q + o_tile), i_h, o_d, D)
     b_do = of_head(tl.load(do + o_tile), i_h, o_d, D)
+    _o_head, o_grad = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, 3 * H, D)
     b_lse, b_delta = tl.load(lse + o_head)[:, None], tl.load(delta + o_head)[:, None]
     b_dq = tl.zeros([BM, BD], tl.float32)
     visible = visible_slots(seen, first, i_m, i_b, S)
@@ -140,14 +141,15 @@ def attend_tile_bwd_kernel(
         if WHOLE:
             b_dkt = tl.dot(tl.trans(b_ds.to(b_q.dtype)), b_q, input_precision=PRECISION) * scale
             b_dvt = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, input_precision=PRECISION)
-            tl.store(dkt + o_tile, b_dkt.to(dkt.dtype.element_ty), mask=m_tile)
-            tl.store(dvt + o_tile, b_dvt.to(dvt.dtype.element_ty), mask=m_tile)
-    tl.store(dq + o_tile, (b_dq * scale).to(dq.dtype.element_ty), mask=m_tile)
+            p_dkt = dqkv + H * D + o_grad
+            tl.store(p_dkt, b_dkt.to(dqkv.dtype.element_ty), mask=m_tile)
+            tl.store(p_dkt + H * D, b_dvt.to(dqkv.dtype.element_ty), mask=m_tile)
+    tl.store(dqkv + o_grad, (b_dq * scale).to(dqkv.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit(do_not_specialize=["lse", "delta", "B", "S", "b"])
 def attend_tile_bwd_kernel_temporary(
-    q, kt, vt, slopes, lse, do, delta, dkt, dvt, B, S, b, scale, scale2,
+    q, kt, vt, slopes, lse, do, delta, dqkv, B, S, b, scale, scale2,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -177,8 +179,10 @@ def attend_tile_bwd_kernel_temporary(
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     m_j = stored(begin + tl.arange(0, BM) < S, i_h, o_d, D)
-    tl.store(dkt + o_kv, (b_dk * scale).to(dkt.dtype.element_ty), mask=m_j)
-    tl.store(dvt + o_kv, b_dv.to(dvt.dtype.element_ty), mask=m_j)
+    _o_head, o_grad = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, 3 * H, D)
+    p_dkt = dqkv + H * D + o_grad
+    tl.store(p_dkt, (b_dk * scale).to(dqkv.dtype.element_ty), mask=m_j)
+    tl.store(p_dkt + H * D, b_dv.to(dqkv.dtype.element_ty), mask=m_j)
 
 
 def attend_tile_bwd(
@@ -188,22 +192,20 @@ def attend_tile_bwd(
     keys: Keys,
     slopes: Tensor,
     form: Form,
-    dq: Tensor,
-    dkt: Tensor,
-    dvt: Tensor,
+    dqkv: Tensor,
 ) -> None:
-    """Write the gradients of a tile's queries and temporary pairs (m, S, B, C), as in `eager`."""
-    assert all(x.is_contiguous() for x in (*tile, do, delta, *keys[:2], dq, dkt, dvt))
+    """Write the gradients of a tile's queries and temporary pairs side by side, as in `eager`."""
+    assert all(x.is_contiguous() for x in (*tile, do, delta, *keys[:2], dqkv))
     _, S, B, _ = do.shape
     grid, settings = launch(do, form)
     whole, b = settings["BM"] >= S, form.block_size
     with torch.cuda.device_of(do):
         attend_tile_bwd_kernel[grid](
-            *tile[:5], *keys[:3], slopes, tile.lse, do, delta, dq, dkt, dvt,
+            *tile[:5], *keys[:3], slopes, tile.lse, do, delta, dqkv,
             B, S, keys.k.shape[2], keys.first, b, *scales(do, form), WHOLE=whole, **settings,
         )  # fmt: skip
         if not whole:
             attend_tile_bwd_kernel_temporary[grid](
-                *tile[:3], slopes, tile.lse, do, delta, dkt, dvt, B, S, b, *scales(do, form),
+                *tile[:3], slopes, tile.lse, do, delta, dqkv, B, S, b, *scales(do, form),
                 **settings,
             )  # fmt: skip
