@@ -62,6 +62,9 @@ def backward(
     tiling = Tiling.of(n, B, T, form.block_size)
     S, Tp = tiling.S, tiling.padded
     form = form._replace(block_size=min(form.block_size, T))
+    if Tp > T:  # one copy of both: the outputs of a layer are the inputs of the next one
+        stream = torch.cat([padded(x[:1], Tp), padded(z, Tp)])
+        x, z = stream[:-1], stream[1:]
     dz, x, z = (padded(t, Tp) for t in (dz, x, z))
     room = room_for(BackwardBuffers, x[0], weights, slopes, S, form)
     pairs, stored = _all_pairs(z, weights, past, form, tiling, parts)
