@@ -5,7 +5,7 @@ import itertools
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products, rows
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import activation, products, rows
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
@@ -30,8 +30,8 @@ def launch(norm, dtype, *, m=2, S=16, B=4, C=1024, H=16, step=3):
     if norm != "none":
         rows.add_norm_weight_grad(x, q, form, total)
         rows.add_norm_weight_grad(h, x, form, total)
-    rows.gelu(x, x)
-    rows.gelu_bwd(x[:, here], y[:, here], y[:, here])
+    activation.gelu(x, x)
+    activation.gelu_bwd(x[:, here], y[:, here], y[:, here])
     rows.head_products(x, y, torch.zeros(m, S, B, H))
 
 

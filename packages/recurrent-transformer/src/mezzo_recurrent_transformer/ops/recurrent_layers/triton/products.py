@@ -20,12 +20,13 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.activation import (
+    gelu,
+    gelu_bwd,
     gelu_bwd_of,
     gelu_of,
-    row_offset,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import add_normed, row_offset
 
 require_ptxas()
 
@@ -103,7 +104,7 @@ def product_add(
     if not _few_rows(x) or x.dtype not in WIDE_RANGE or form.norm == "layer":
         sums = product_partial(x, weight)
         assert sums is not None
-        rows.add_normed(base, sums, scale, norm, form, h, out)
+        add_normed(base, sums, scale, norm, form, h, out)
         return None
     m, s, B, K = x.shape
     R, N = s * B, weight.shape[1]
@@ -127,7 +128,7 @@ def product_gelu(
     if _few_rows(x):
         _launch(x, weight, out[None], None, "gelu", squares=squares, eps=form.eps)
     else:
-        rows.gelu(product(x, weight), out)
+        gelu(product(x, weight), out)
 
 
 def product_gelu_bwd(x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
@@ -135,7 +136,7 @@ def product_gelu_bwd(x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
     if _few_rows(x):
         _launch(x, weight, du[None], u, "gelu_bwd")
     else:
-        rows.gelu_bwd(u, product(x, weight), du)
+        gelu_bwd(u, product(x, weight), du)
 
 
 def _launch(
