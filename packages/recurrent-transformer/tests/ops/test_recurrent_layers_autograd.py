@@ -113,9 +113,9 @@ def test_opcheck(name, n):
     slopes = Inputs.of(*arguments[1:]).slopes
     tracked = [slopes if a is slopes else t for a, t in zip(arguments, tracked, strict=True)]
     torch.library.opcheck(ops.recurrent_layers.default, tuple(tracked))
-    layers = (inputs["x"][None], z[None]) if n == 1 else (stream[:-1], stream[1:])
+    kept = (inputs["x"], z) if n == 1 else (stream, None)
     for pulled in [(None, None), pairs] if "seen" in options else [(None, None)]:
-        its = (dz, *pulled, *layers, *arguments[1:])
+        its = (dz, *pulled, *kept, *arguments[1:])
         torch.library.opcheck(ops.recurrent_layers_bwd.default, its)
 
 

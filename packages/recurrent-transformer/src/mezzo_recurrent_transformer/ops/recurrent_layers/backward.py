@@ -1,5 +1,6 @@
 """The tiled backward: the wavefront in reverse, from the inputs and outputs of the layers."""
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -36,8 +37,7 @@ class Gradients(NamedTuple):
 def backward(
     dz: Tensor,
     dpairs: tuple[Tensor, Tensor] | None,
-    x: Tensor,
-    z: Tensor,
+    kept: Sequence[Tensor],
     weights: Matrices,
     slopes: Tensor,
     past: tuple[Tensor, Tensor, Tensor] | None,
@@ -49,23 +49,22 @@ def backward(
     Args:
         dz: (B, T, C), of the last layer's outputs.
         dpairs: of the persistent pairs (n, B, P + T, C) that a forward with a past gives.
-        x: (n, B, T, C), all layers' inputs.
-        z: likewise, their outputs.
+        kept: the stream (n + 1, B, T, C) of x and all layers' outputs; of one layer x and its
+            outputs apart, each (B, T, C).
         weights: as in the forward.
         slopes: likewise.
         past: likewise.
         form: likewise.
         parts: likewise.
     """
-    n, B, T, _ = x.shape
+    (B, T, _), n = dz.shape, weights.o.shape[0]
     acc = accumulation_dtype(weights.o.dtype)
     tiling = Tiling.of(n, B, T, form.block_size)
     S, Tp = tiling.S, tiling.padded
     form = form._replace(block_size=min(form.block_size, T))
-    if Tp > T:  # one copy of both: the outputs of a layer are the inputs of the next one
-        stream = torch.cat([padded(x[:1], Tp), padded(z, Tp)])
-        x, z = stream[:-1], stream[1:]
-    dz, x, z = (padded(t, Tp) for t in (dz, x, z))
+    dz, *kept = (padded(t, Tp) for t in (dz, *kept))
+    # Of several layers the outputs of one are the inputs of the next.
+    x, z = (t[None] for t in kept) if n == 1 else (kept[0][:-1], kept[0][1:])
     room = room_for(BackwardBuffers, x[0], weights, slopes, S, form)
     pairs, stored = _all_pairs(z, weights, past, form, tiling, parts)
     queries = _no_queries(z, form, acc, weights.o)

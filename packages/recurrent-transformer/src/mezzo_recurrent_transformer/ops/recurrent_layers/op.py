@@ -74,22 +74,23 @@ class Inputs(NamedTuple):
         return Forward(*graphs.run(call, (x, self.slopes, *self.weights), key, size))
 
     def backward(
-        self, dz: Tensor, dpairs: tuple[Tensor, Tensor] | None, x: Tensor, z: Tensor
+        self, dz: Tensor, dpairs: tuple[Tensor, Tensor] | None, kept: Sequence[Tensor]
     ) -> Gradients:
         """Go back through the layers; arguments as `backward` has them."""
         parts = parts_of(self.impl)
         if self.past is not None:
             rest = (self.weights, self.slopes, self.past, self.form, parts)
-            return backward(dz, dpairs, x, z, *rest)
+            return backward(dz, dpairs, kept, *rest)
 
         def call(tensors: Sequence[Any]) -> list[Tensor]:
-            dz, x, z, slopes, *weights = tensors
-            found = backward(dz, None, x, z, Matrices(*weights), slopes, None, self.form, parts)
+            dz, slopes, *rest = tensors
+            kept, weights = rest[:-_WEIGHTS], Matrices(*rest[-_WEIGHTS:])
+            found = backward(dz, None, kept, weights, slopes, None, self.form, parts)
             return [found.x, *(total for total in found.weights if total is not None)]
 
-        key = ("backward", self.form, self.impl)
-        tensors = (dz, x, z, self.slopes, *self.weights)
-        dx, *sums = graphs.run(call, tensors, key, z.nbytes)
+        key, size = ("backward", self.form, self.impl), self.n * dz.nbytes
+        tensors = (dz, self.slopes, *kept, *self.weights)
+        dx, *sums = graphs.run(call, tensors, key, size)
         totals = iter(sums)
         return Gradients(dx, self.weights.map(lambda w: next(totals)), None)
 
@@ -148,48 +149,49 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "mezzo_recurrent_transformer::recurrent_layers_bwd",
     mutates_args=(),
-    schema=f"(Tensor dz, Tensor? dk, Tensor? dv, Tensor x, Tensor z, {_TENSORS}, {_FORM})"
+    schema=f"(Tensor dz, Tensor? dk, Tensor? dv, Tensor x, Tensor? z, {_TENSORS}, {_FORM})"
     " -> Tensor[]",
 )
 def _recurrent_layers_bwd(
-    dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor, *arguments: Any
+    dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
     """Return dx, the gradients of the weights that there are, and those of k and v if there are.
 
-    x and z (n, B, T, C) are the inputs and the outputs of all layers, dx is (B, T, C).
+    Of one layer x and z are its inputs and outputs; of several x is the stream, and z None.
     """
+    kept = [x] if z is None else [x, z]
     with _IN_TURN, torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        return _run_bwd(Inputs.of(*arguments), dz, dk, dv, x, z)
+        return _run_bwd(Inputs.of(*arguments), dz, dk, dv, kept)
 
 
 def _run_bwd(
-    call: Inputs, dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor
+    call: Inputs, dz: Tensor, dk: Tensor | None, dv: Tensor | None, kept: list[Tensor]
 ) -> list[Tensor]:
     acc = accumulation_dtype(call.weights.o.dtype)
     sums = call.weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
-    found = Gradients(torch.zeros_like(x[0]), sums, None)
+    found = Gradients(kept[0].new_zeros(dz.shape), sums, None)
     dpairs = None
     if call.past is not None and (dk is not None or dv is not None):
         k = call.past[0]
-        like = k.new_zeros(*k.shape[:2], k.shape[2] + x.shape[2], k.shape[3])
+        like = k.new_zeros(*k.shape[:2], k.shape[2] + dz.shape[1], k.shape[3])
         dk, dv = (like if t is None else t.flatten(3) for t in (dk, dv))
         dpairs = (dk, dv)
-    if x.numel() == 0:
+    if dz.numel() == 0:
         if call.past is not None and dpairs is not None:
             found = found._replace(past=of_past(dpairs, call.past))
     elif call.cu_seqlens is not None:
         for index in packing.batches_of(call.cu_seqlens):
-            dz_, x_, z_ = (packing.take(t, index) for t in (dz, x, z))
-            its = call.backward(dz_, None, x_, z_)
+            dz_, *kept_ = (packing.take(t, index) for t in (dz, *kept))
+            its = call.backward(dz_, None, kept_)
             packing.put(its.x, index, found.x)
             for total, part in zip(sums, its.weights, strict=True):
                 if total is not None and part is not None:
                     total += part
     else:
-        found = call.backward(dz, dpairs, x, z)
+        found = call.backward(dz, dpairs, kept)
     pairs = zip(found.weights, call.weights, strict=True)
     weights = [total.to(w.dtype) for total, w in pairs if total is not None and w is not None]
-    dx = found.x.to(x.dtype).contiguous()
+    dx = found.x.to(kept[0].dtype).contiguous()
     if call.past is None:
         return [dx, *weights]
     dpast = found.past or tuple(torch.zeros_like(t) for t in call.past[:2])
@@ -200,10 +202,11 @@ def _run_bwd(
 
 @_recurrent_layers_bwd.register_fake
 def _(
-    dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor, *arguments: Any
+    dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
-    inputs = (x[0], *arguments[:_WEIGHTS], *arguments[_WEIGHTS + 1 : _WEIGHTS + 3])
-    return [t.new_empty(t.shape) for t in inputs if t is not None]
+    inputs = (*arguments[:_WEIGHTS], *arguments[_WEIGHTS + 1 : _WEIGHTS + 3])
+    dx = x.new_empty(dz.shape)
+    return [dx, *(t.new_empty(t.shape) for t in inputs if t is not None)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -212,19 +215,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     z, stream, *_ = output
     n = tensors[0].shape[0]
-    ctx.save_for_backward(*((x, z) if n == 1 else (stream,)), *tensors)
+    ctx.save_for_backward(*((x, z) if n == 1 else (stream, None)), *tensors)
 
 
 def _backward(
     ctx: Any, dz: Tensor | None, unused: None, dk: Tensor | None, dv: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
-    layers, tensors = saved[:-_OTHERS], saved[-_OTHERS:]
-    if len(layers) == 1:
-        x, z = layers[0][:-1], layers[0][1:]
-    else:
-        x, z = (t[None] for t in layers)
-    dz = torch.zeros_like(z[-1]) if dz is None else dz
+    x, z, *tensors = ctx.saved_tensors
+    dz = x.new_zeros(x.shape[-3:]) if dz is None else dz
     found = iter(_recurrent_layers_bwd(dz, dk, dv, x, z, *tensors, *ctx.form))
     dx = next(found)
     weights = [None if w is None else next(found) for w in tensors[:_WEIGHTS]]
