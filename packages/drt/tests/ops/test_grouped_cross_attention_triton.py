@@ -167,7 +167,7 @@ def test_keys_and_values_are_read_where_they_lie():
 
 
 def test_chunks_may_be_one_chunk_repeated():
-    inputs = draw(2, 2, 6, 3, 5, 2, 2, 16)
+    inputs = draw(1, 2, 6, 3, 5, 2, 2, 16)  # one row: of several, no distance is equal
     repeated = inputs["k"][:, :1].expand_as(inputs["k"])
     apart = run(inputs | {"k": repeated.contiguous()})
     for name, x in run(inputs | {"k": repeated}).items():

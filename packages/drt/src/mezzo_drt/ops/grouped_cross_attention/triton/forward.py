@@ -39,8 +39,7 @@ def softmax(b_s, b_w, scale2, AXIS: tl.constexpr, SOFTMAX1: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks", "N", "S", "M", "tiles"])
 def attend_fwd_kernel(
-    q, k, v, indices, weights, out, lse, chunks, N, S, M, tiles,
-    scale2,
+    q, k, v, indices, weights, out, lse, chunks, N, S, M, tiles, scale2,
     SOFTMAX1: tl.constexpr, R: tl.constexpr, L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ONE_MORE: tl.constexpr, READS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -131,7 +130,6 @@ def attend(
     tiles, keys, values = sizes.count(M), chunked(k, sizes.BN), chunked(v, sizes.BN)
     attend_fwd_kernel[(H * B * N * tiles,)](
         q, keys, values, indices, weights, out, lse, B * N, N, S, M, tiles,
-        form.scale * math.log2(math.e),
-        SOFTMAX1=form.softmax1, L=L, **sizes.query_settings(q, R),
+        form.scale * math.log2(math.e), SOFTMAX1=form.softmax1, L=L, **sizes.query_settings(q, R),
     )  # fmt: skip
     return out, lse

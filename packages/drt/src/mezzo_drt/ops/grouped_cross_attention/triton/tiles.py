@@ -132,7 +132,10 @@ def row_offsets(o_m, i_h, H: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_keys(x, index, first, j, i_h, BN: tl.constexpr, D: tl.constexpr):
-    """Load BN rows (BN, D) of chunk `first + index`, from row j; zeros if the index is -1."""
+    """Load BN rows (BN, D) of chunk `first + index` of a descriptor, from row j.
+
+    Rows after the chunk's last are zeros, and so are all if the index is -1.
+    """
     i_c = tl.where(index >= 0, first + index, -1).to(tl.int32)
     return tl.reshape(x.load([i_c, j, i_h * D]), [BN, D])
 
