@@ -4,12 +4,11 @@
         --out packages/recurrent-transformer/results/nvidia-h200
     python packages/recurrent-transformer/experiments/synthetic.py --dry-run --out DIR  # on a CPU
 
-First short runs, of 4,000 steps at most, with all rates of the paper's protocol: they give
-synthetic_rates.json. Then whole runs, of 20,000 steps at most, with the rate that the short runs of
-the recurrent layer speak for: they give synthetic.json, the figure. `--jobs 12` trains twelve
-layers at the same time; `--models recurrent`, and then `--models transformer`, fill the same
-results, what they have is not trained again. For other sizes use the command
-`mezzo-recurrent-transformer synthetic`.
+First whole runs, of 20,000 steps at most, with one rate: they give synthetic.json, the figure. Then
+short runs, of 4,000 steps at most, with all rates of the paper's protocol: they give
+synthetic_rates.json, which must speak for that rate. `--jobs 12` trains twelve layers at the same
+time; `--models recurrent`, and then `--models transformer`, fill the same results, what they have
+is not trained again. For other sizes use the command `mezzo-recurrent-transformer synthetic`.
 """
 
 import sys
@@ -20,8 +19,8 @@ from mezzo_recurrent_transformer.synthetic.sweep import NAMES, SweepConfig, swee
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 SWEEPS = {
-    "synthetic_rates": SweepConfig(max_steps=4_000),
     "synthetic": SweepConfig(learning_rates=(1e-3,)),
+    "synthetic_rates": SweepConfig(max_steps=4_000),
 }
 """Of each result. The recurrent layer does best with the highest rate in nearly all short runs; if
 the Transformer's do not agree, the whole runs must have its rate too.

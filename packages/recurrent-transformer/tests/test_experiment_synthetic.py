@@ -37,7 +37,7 @@ def test_every_task_is_trained_and_the_result_says_what_was_cut(rehearse):
 
 
 def test_the_sweeps_are_the_papers_but_for_what_each_cuts():
-    short, whole = (
+    whole, short = (
         sweep.header().setting.split("Here: ")[1]
         for sweep in runpy.run_path(str(SCRIPT))["SWEEPS"].values()
     )

@@ -139,18 +139,21 @@ def _all_pairs(
     parts: ModuleType,
 ) -> tuple[Pairs, Stored]:
     """Make the persistent pairs of all tokens from the outputs (n, B, padded T, C)."""
-    shape, like = tuple(z.shape), weights.o
+    shape, like, C = tuple(z.shape), weights.o, z.shape[-1]
     stored = Stored.of(past, shape, like)
     k, v = stored[:2] if past is None else (like.new_empty(shape) for _ in range(2))
     pairs = Pairs(k, v, raw=k if form.norm == "none" else torch.empty_like(k))
-    for tile in tiling:
-        w = weights.of_layers(tile.first, tile.end)
-        its = Pairs(*(tiling.view(t, tile) for t in pairs))
-        kv = product(_pairs_normed(tiling.view(z, tile), w, form, parts), w.kv)
-        copy_rows(its.raw, kv[..., : z.shape[-1]])
-        parts.split_pair(kv, w.k_norm, form, its.k, its.v)
-        if past is not None:
-            stored.put(its.k, its.v, tile, tiling)
+    for layer in range(len(z)):  # one after another, as their norms are made beside them
+        here = slice(layer, layer + 1)
+        w, its = weights.of_layers(layer, layer + 1), Pairs(*(t[here] for t in pairs))
+        normed = _pairs_normed(z[here], w, form, parts)
+        product(normed, w.kv[:, :C], its.raw)
+        product(normed, w.kv[:, C:], its.v)
+        if form.norm != "none":
+            parts.normed(its.raw, w.k_norm, form, its.k)
+    if past is not None:
+        for tile in tiling:
+            stored.put(tiling.view(k, tile), tiling.view(v, tile), tile, tiling)
     return pairs, stored
 
 

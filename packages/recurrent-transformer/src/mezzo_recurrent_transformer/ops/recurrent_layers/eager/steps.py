@@ -79,12 +79,13 @@ def pairs_step_bwd(
         step: which step; its tokens are [step b, (step + 1) b).
         dk: (m, S, B, C) float32, from the tokens after the leaf; what the leaf's later steps give
             is added in the step's tokens.
-        dv: likewise.
+        dv: likewise, but nothing is added: no one reads it again.
         dpair: written for the step's tokens, (m, S, B, 2C): the gradient of Wk n and Wv n.
     """
     b, H, C, S = form.block_size, form.num_heads, do.shape[-1], do.shape[1]
     end = leaf_of(step * b, S, b).stop
     rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, end)
+    found = dv[:, rows]
     if after.start < end:
         new = slice(after.start, after.start + b)
         head_products(do[:, new], tile.o[:, new], delta[:, new])
@@ -95,7 +96,7 @@ def pairs_step_bwd(
         p = torch.exp(products(q_, k_) - bias(slopes, place[after, None] - place[rows]) - lse)
         ds = p * (torch.einsum("mqbhd,msbhd->mbhqs", do_, v_) - delta_) * (C // H) ** -0.5
         dk[:, rows] += torch.einsum("mbhqs,mqbhd->msbhd", ds, q_).flatten(3)
-        dv[:, rows] += torch.einsum("mbhqs,mqbhd->msbhd", p, do_).flatten(3)
+        found = found + torch.einsum("mbhqs,mqbhd->msbhd", p, do_).flatten(3)
     here = dpair[:, rows]
     normed_bwd(dk[:, rows], raw[:, rows], k_norm, form, None, 1.0, None, here[..., :C])
-    here[..., C:] = dv[:, rows]
+    here[..., C:] = found

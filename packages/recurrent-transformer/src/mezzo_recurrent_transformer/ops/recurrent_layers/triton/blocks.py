@@ -95,7 +95,7 @@ def pairs_block_bwd_kernel(
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the leaf's later steps give to dk and dv of BM pairs of the block of one head."""
+    """Add what the leaf's later steps give to BM pairs of the block of one head: dk, and dpair."""
     i_m, i_b, i_h, begin = indices(B, b, H, BM)
     o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
     o_j = first + tl.minimum(o_b, b - 1)
@@ -123,7 +123,6 @@ def pairs_block_bwd_kernel(
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     m_own = stored(o_b < b, i_h, o_d, D)
     tl.store(dk + o_kv, tl.load(dk + o_kv) + b_dk * scale, mask=m_own)
-    tl.store(dv + o_kv, b_dv, mask=m_own)
     _, o_pair = tile_offsets(i_m, i_b, i_h, o_j, H * D + o_d, B, S, 2 * H, D)
     tl.store(dpair + o_pair, b_dv.to(dpair.dtype.element_ty), mask=m_own)
 
@@ -141,7 +140,7 @@ def pairs_step_bwd(
     dv: Tensor,
     dpair: Tensor,
 ) -> None:
-    """Finish dk and dv of a block, then go back through the keys' norm; as in `eager`."""
+    """Finish the gradients of a block's pairs, and go through the keys' norm; as in `eager`."""
     assert all(x.is_contiguous() for x in (*tile, do, delta, dk, dv, dpair))
     (_, S, B, C), b = do.shape, form.block_size
     rows = slice(step * b, (step + 1) * b)

@@ -172,8 +172,7 @@ def pairs_step_bwd_kernel(
             b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
             b_dv += b_p[:, None] * b_do
             b_dk += b_ds[:, None] * b_q
-        tl.store(dk + row + o_c, b_dk, mask=m_c)
-        tl.store(dv + row + o_c, b_dv, mask=m_c)
+        tl.store(dk + row + o_c, b_dk, mask=m_c)  # for the gradient of the norm's weight
 
     if NORM != "none":
         b_x = tl.load(raw + row + o_c, mask=m_c, other=0.0).to(tl.float32)
