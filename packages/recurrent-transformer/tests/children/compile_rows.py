@@ -5,7 +5,14 @@ import itertools
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import activation, products, rows
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import StepGradients
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import (
+    activation,
+    narrow,
+    products,
+    rows,
+)
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
@@ -51,6 +58,25 @@ def launch_products(dtype, *, m=2, B=4, C=1024, F=4096):
     products.product_partial(g, up.mT)
 
 
+def launch_narrow(norm, dtype, *, m=2, S=16, B=128, C=128, F=512, step=3):
+    """Launch a step of narrow layers, forward and backward."""
+    form, here = Form(16, 1.0, norm, 1e-5, True, 1), slice(step, step + 1)
+    sizes = ((3 * C, C), (C, C), (F, C), (C, F))
+    norms = (None if norm == "none" else torch.zeros(m, C),) * 4
+    w = Matrices(*(torch.zeros(m, *size, dtype=dtype) for size in sizes), *norms)
+    x, z = (torch.zeros(m, S, B, C)[:, here] for _ in range(2))
+    narrow.narrow_mlp_step(torch.zeros(m, 1, B, C, dtype=dtype), x, w, form, z)
+    widths = {"dpair": 2 * C, "u": F, "du": F}
+    kinds = dict.fromkeys(("above", "z", "h", "dh"), FLOAT)
+    t = StepGradients(
+        *(
+            torch.zeros(m, S, B, widths.get(name, C), dtype=kinds.get(name, dtype))[:, here]
+            for name in StepGradients._fields
+        )
+    )
+    narrow.narrow_mlp_step_bwd(t, w, form)
+
+
 with compile_only() as compiled:
     for norm, dtype in itertools.product(("rms", "layer", "none"), (BFLOAT, HALF, FLOAT)):
         launch(norm, dtype)
@@ -68,4 +94,10 @@ with compile_only() as compiled:
     launch_products(BFLOAT, B=1)
     launch_products(BFLOAT, B=11)
     assert not compiled[known:], f"a new number of rows compiled {compiled[known:]}"
+    for norm, dtype in (("rms", BFLOAT), ("layer", HALF), ("none", BFLOAT)):
+        launch_narrow(norm, dtype)
+    launch_narrow("rms", BFLOAT, C=48, F=100)
+    known = len(compiled)
+    launch_narrow("rms", BFLOAT, m=1, S=77, B=5, step=0)
+    assert not compiled[known:], f"a new size compiled {compiled[known:]}"
     assert compiled, "nothing was compiled"

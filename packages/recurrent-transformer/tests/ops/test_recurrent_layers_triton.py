@@ -21,6 +21,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.room import KeptRoom
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = [torch.bfloat16, torch.float16]
@@ -93,6 +94,13 @@ def test_outputs_and_all_gradients_equal_eager_and_repeats_are_bit_equal(case, d
     for _ in range(4 if DEVICE == "cuda" else 0):
         for name, value in run("triton", *given).items():
             assert torch.equal(value, found[name]), name
+
+
+@cases
+def test_steps_in_one_kernel_give_the_same(case, monkeypatch):
+    monkeypatch.setattr(products, "DTYPES", (torch.float32,))
+    given = problem(case)
+    assert_right(run("triton", *given), *given, torch.float32)
 
 
 @pytest.mark.gpu

@@ -8,9 +8,9 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
+from mezzo_recurrent_transformer.ops.recurrent_layers.mlp import mlp_step_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, StepGradients
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
-from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import given_by, leaf_of
 
 
@@ -90,14 +90,19 @@ class BackwardBuffers(NamedTuple):
             dstream=self.dstream[first : end + 1]
         )
 
+    def of_step(self, rows: slice) -> StepGradients:
+        """Return what a step's tokens have of them."""
+        own = ("dpair", "z", "h", "u", "dnormed", "dz_scaled", "du", "dhn", "dh", "dh_scaled", "do")
+        found = {name: getattr(self, name)[:, rows] for name in own}
+        return StepGradients(above=self.dstream[1:, rows], **found)
+
 
 def run_tile_bwd(
     buffers: BackwardBuffers, w: Matrices, slopes: Tensor, form: Form, parts: ModuleType
 ) -> None:
     """Run the steps of a tile backwards, one after another."""
-    t, r, b = buffers, form.residual_scale, form.block_size
+    t, b = buffers, form.block_size
     at, S = t.attending, t.z.shape[1]
-    dz = torch.empty_like(t.h[:, :b])
     for step in reversed(range(S // b)):
         rows = slice(step * b, (step + 1) * b)
         leaf = leaf_of(rows.start, S, b)
@@ -109,13 +114,4 @@ def run_tile_bwd(
         parts.pairs_step_bwd(
             at, t.do, t.delta, t.raw, w.k_norm, slopes, form, step, t.dk, t.dv, t.dpair
         )
-        dn = t.dnormed[:, rows]
-        partial = parts.product_partial(t.dpair[:, rows], w.kv.mT, dn)
-        z, above, scaled = t.z[:, rows], t.dstream[1:, rows], t.dz_scaled[:, rows]
-        parts.normed_bwd(dn, z, w.n1, form.of_pairs(), above, r, dz, scaled, partial)
-        parts.product_gelu_bwd(scaled, w.down.mT, t.u[:, rows], t.du[:, rows])
-        dhn = t.dhn[:, rows]
-        partial = parts.product_partial(t.du[:, rows], w.up.mT, dhn)
-        h, dh, scaled = t.h[:, rows], t.dh[:, rows], t.dh_scaled[:, rows]
-        parts.normed_bwd(dhn, h, w.n2, form, dz, r, dh, scaled, partial)
-        product(scaled, w.o.mT, t.do[:, rows])
+        mlp_step_bwd(t.of_step(rows), w, form, parts)

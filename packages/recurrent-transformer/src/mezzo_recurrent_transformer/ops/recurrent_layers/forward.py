@@ -8,6 +8,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.mlp import mlp_step
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
@@ -129,19 +130,13 @@ def run_tile(
 ) -> None:
     """Run the steps of a tile one after another; write z and the persistent pairs."""
     stream, at = buffers
-    b, r = form.block_size, form.residual_scale
-    S = stream.shape[1]
-    a, n = torch.empty_like(at.q[:, :b]), torch.empty_like(at.q[:, :b])
-    g, h = n.new_empty(*n.shape[:3], w.up.shape[1]), torch.empty_like(at.o[:, :b])
+    b, S = form.block_size, stream.shape[1]
+    a = torch.empty_like(at.q[:, :b])
     kv = None
     for step in range(S // b):
         rows = slice(step * b, (step + 1) * b)
         parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
-        squares = parts.product_add(a, w.o, stream[:-1, rows], r, w.n2, form, h, n)
-        parts.product_gelu(n, w.up, g, squares, form)
-        y = parts.product_partial(g, w.down)
-        parts.add_normed(h, y, r, w.n1, form.of_pairs(), stream[1:, rows], n)
-        kv = product(n, w.kv)
+        kv = mlp_step(a, stream[:-1, rows], w, form, stream[1:, rows], parts)
         leaf = leaf_of(rows.start, S, b)
         if rows.stop < leaf.stop:
             continue

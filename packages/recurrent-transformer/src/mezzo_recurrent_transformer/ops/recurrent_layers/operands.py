@@ -55,3 +55,32 @@ class Later(NamedTuple):
     delta: Tensor
     begin: int
     """The first token after the tile of the tile's first layer; S fewer for each next layer."""
+
+
+class StepGradients(NamedTuple):
+    """What the backward of one step's tokens reads and writes, besides attention; (m, b, B, C)."""
+
+    dpair: Tensor
+    """(m, b, B, 2C): of Wk n and Wv n."""
+    above: Tensor
+    """Float32: of the outputs, from the layer above."""
+    z: Tensor
+    """The outputs."""
+    h: Tensor
+    """Float32: the residual stream between attention and MLP."""
+    u: Tensor
+    """(m, b, B, F): before the MLP's activation; then after it."""
+    dnormed: Tensor
+    """Written, as all that follow: of n1(z)."""
+    dz_scaled: Tensor
+    """r dz."""
+    du: Tensor
+    """(m, b, B, F)."""
+    dhn: Tensor
+    """Of n2(h)."""
+    dh: Tensor
+    """Float32."""
+    dh_scaled: Tensor
+    """r dh."""
+    do: Tensor
+    """Of the attention outputs."""

@@ -9,6 +9,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.leaves import (
     leaves_bwd,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.products import (
+    is_narrow,
     product_add,
     product_gelu,
     product_gelu_bwd,
@@ -48,6 +49,7 @@ __all__ = [
     "gelu",
     "gelu_bwd",
     "head_products",
+    "is_narrow",
     "leaves_bwd",
     "normed",
     "normed_bwd",

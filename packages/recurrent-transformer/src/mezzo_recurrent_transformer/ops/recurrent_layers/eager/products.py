@@ -14,6 +14,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 
 
+def is_narrow(x: Tensor) -> bool:
+    """Return False: only as kernels there is another form of a step, for few channels."""
+    return False
+
+
 def product_partial(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     """Return partial sums (P, m, s, B, N) of `product`, whose sum over P is x Wᵀ.
 

@@ -6,6 +6,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.leaves import (
     attend_leaves,
     leaves_bwd,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.narrow import (
+    is_narrow,
+    narrow_mlp_step,
+    narrow_mlp_step_bwd,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
     product_add,
     product_gelu,
@@ -39,7 +44,10 @@ __all__ = [
     "attend_tile",
     "attend_tile_bwd",
     "head_products",
+    "is_narrow",
     "leaves_bwd",
+    "narrow_mlp_step",
+    "narrow_mlp_step_bwd",
     "normed",
     "normed_bwd",
     "pairs_bwd",

@@ -115,7 +115,7 @@ def product_add(
         x, weight, base, norm if is_normed else None, h, out, squares, B, R, scale,
         *x.stride()[:3], *weight.stride(), *base.stride()[:3],
         0 if norm is None else norm.stride(0), *h.stride()[:3], *out.stride()[:3],
-        N=N, K=K, BM=BM, BN=BN, BK=BK, PRECISION=_precision(x),
+        N=N, K=K, BM=BM, BN=BN, BK=BK, PRECISION=precision(x),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return squares
@@ -162,11 +162,12 @@ def _launch(
         x, weight, u, squares, out, B, R, share, *x.stride()[:3], *weight.stride(),
         *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4], eps,
         N=N, K=K, S=parts, BS=next_power_of_2(parts), BM=BM, BN=BN, BK=BK, AFTER=after,
-        PRECISION=_precision(x), num_warps=warps, num_stages=stages,
+        PRECISION=precision(x), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
-def _precision(x: Tensor) -> str:
+def precision(x: Tensor) -> str:
+    """Return the precision of products, as Triton names it."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 

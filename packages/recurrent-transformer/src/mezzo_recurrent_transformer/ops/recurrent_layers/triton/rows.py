@@ -37,7 +37,7 @@ def _total(p_y, stride_p, m, P: tl.constexpr):
 
 
 @triton.jit
-def _standardized(b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
+def standardized(b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
     """Return rows before a norm's weight, and what they were multiplied by; 0 where masked."""
     if NORM == "layer":
         b_x = tl.where(m, b_x - tl.sum(b_x, axis=-1, keep_dims=True) / C, 0.0)
@@ -46,10 +46,20 @@ def _standardized(b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def norm_bwd(b_g, b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
+    """Return the gradient of rows before a norm; b_g is that of what its weight multiplies."""
+    b_xhat, b_rstd = standardized(b_x, m, eps, C, NORM)
+    b_dx = b_g - b_xhat * (tl.sum(b_g * b_xhat, axis=-1, keep_dims=True) / C)
+    if NORM == "layer":
+        b_dx -= tl.sum(b_g, axis=-1, keep_dims=True) / C
+    return b_dx * b_rstd
+
+
+@triton.jit
 def _normed(b_x, weight, o_c, m, eps, C: tl.constexpr, NORM: tl.constexpr):
     """Return the norm of a row; `weight` points to that of its layer."""
     if NORM != "none":
-        b_x, _rstd = _standardized(b_x, m, eps, C, NORM)
+        b_x, _rstd = standardized(b_x, m, eps, C, NORM)
         b_x *= tl.load(weight + o_c, mask=m, other=0.0).to(tl.float32)
     return b_x
 
@@ -105,11 +115,7 @@ def normed_bwd_kernel(
         p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
         b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
         b_g = b_dx * tl.load(weight + i_m * stride_wm + o_c, mask=m, other=0.0).to(tl.float32)
-        b_xhat, b_rstd = _standardized(b_x, m, eps, C, NORM)
-        b_dx = b_g - b_xhat * (tl.sum(b_g * b_xhat, axis=0) / C)
-        if NORM == "layer":
-            b_dx -= tl.sum(b_g, axis=0) / C
-        b_dx *= b_rstd
+        b_dx = norm_bwd(b_g, b_x, m, eps, C, NORM)
     if base is not None:
         p_base = base + row_offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
         b_dx += tl.load(p_base, mask=m, other=0.0).to(tl.float32)
@@ -162,7 +168,7 @@ def norm_weight_grad_kernel(
         o_x = row_offset(i_m, o_row, B, stride_xm, stride_xs, stride_xb)
         b_dy = tl.load(dy + o_y[:, None] + o_c[None, :], mask=m, other=0.0).to(tl.float32)
         b_x = tl.load(x + o_x[:, None] + o_c[None, :], mask=m, other=0.0).to(tl.float32)
-        b_xhat, _rstd = _standardized(b_x, m, eps, C, NORM)
+        b_xhat, _rstd = standardized(b_x, m, eps, C, NORM)
         b_acc += b_dy * b_xhat
     p_partial = partial + (i_m * tl.num_programs(0) + i_g) * C + o_c
     tl.store(p_partial, tl.sum(b_acc, axis=0), mask=o_c < C)
