@@ -13,7 +13,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 
 
 def mlp_step(a: Tensor, x: Tensor, w: Matrices, form: Form, z: Tensor, parts: ModuleType) -> Tensor:
-    """Write the outputs of a step's tokens, and return Wk n and Wv n (m, b, B, 2C) of n1(z) = n.
+    """Write the outputs z of a step's tokens, and return Wk n and Wv n of n = n1(z), (m, b, B, 2C).
 
     Args:
         a: (m, b, B, C), the attention's outputs before Wo.

@@ -20,7 +20,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.activation import (
     gelu_bwd_of,
     gelu_of,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import norm_bwd, standardized
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
+    between,
+    norm_bwd,
+    standardized,
+)
 
 CHANNELS = 128
 """Of a layer, at most: a program holds rows of them, and a square of weights at a time."""
@@ -56,14 +60,15 @@ def _weights(p_w, o_k, o_n, stride_k, stride_n, K: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def _scales(weight, i_m, stride_wm, o_c, C: tl.constexpr):
-    """Return a norm's weights (1, C) of a layer."""
-    return tl.load(weight + i_m * stride_wm + o_c, mask=o_c < C, other=0.0).to(tl.float32)[None, :]
+def _scales(weight, o_c, C: tl.constexpr):
+    """Return a norm's weights (1, C)."""
+    return tl.load(weight + o_c, mask=o_c < C, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["R"])
 def narrow_mlp_step_kernel(
-    a, x, o, up, down, kv, n1, n2, z, pairs, R, stride_xm, stride_zm, stride_wm, eps, scale,
+    a, x, o, up, down, kv, n1, n2, z, pairs, R, stride_xm, stride_zm, stride_wm,
+    stride_n1, stride_n2, eps, scale,
     C: tl.constexpr, F: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr,
     NORM: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +89,8 @@ def narrow_mlp_step_kernel(
     b_h += scale * tl.dot(b_a, b_o, input_precision=PRECISION)
     b_n = b_h
     if NORM != "none":
-        b_n = standardized(b_h, m, eps, C, NORM)[0] * _scales(n2, i_m, C, o_c, C)
+        b_n, _rstd = standardized(b_h, m, eps, C, NORM)
+        b_n *= _scales(n2 + i_m * stride_n2, o_c, C)
     b_n = b_n.to(dtype)
     b_y = tl.zeros([BM, BC], tl.float32)
     for first in range(0, F, BF):
@@ -96,7 +102,8 @@ def narrow_mlp_step_kernel(
     tl.store(z + i_m * stride_zm + o_row, b_z, mask=m)
     b_n = b_z.to(tl.float32)  # as the backward has it
     if PAIRS != "none":
-        b_n = standardized(b_n, m, eps, C, PAIRS)[0] * _scales(n1, i_m, C, o_c, C)
+        b_n, _rstd = standardized(b_n, m, eps, C, PAIRS)
+        b_n *= _scales(n1 + i_m * stride_n1, o_c, C)
     b_n = b_n.to(dtype)
     for half in tl.static_range(2):
         b_pair = tl.dot(b_n, _weights(kv, o_c, o_c, 1, C, C, C), input_precision=PRECISION)
@@ -112,11 +119,11 @@ def narrow_mlp_step(a: Tensor, x: Tensor, w: Matrices, form: Form, z: Tensor) ->
     # One layer's outputs may be where the next one's inputs are, which are to be read first.
     out = z if m == 1 else z.new_empty(z.shape)
     assert a.is_contiguous()
-    assert all(t[0].is_contiguous() for t in (x, z, kv))
+    assert all(t[0].is_contiguous() for t in (x, z, kv))  # and so are all other weights
     grid, settings = _launch(a, w, form)
     narrow_mlp_step_kernel[grid](
         a, x, w.o, w.up, w.down, kv, w.n1, w.n2, out, pairs, b * B, x.stride(0), out.stride(0),
-        kv.stride(0), form.eps, form.residual_scale, **settings,
+        kv.stride(0), between(w.n1), between(w.n2), form.eps, form.residual_scale, **settings,
     )  # fmt: skip
     if m > 1:
         z.copy_(out)
@@ -126,7 +133,8 @@ def narrow_mlp_step(a: Tensor, x: Tensor, w: Matrices, form: Form, z: Tensor) ->
 @triton.jit(do_not_specialize=["R", "stride_m"])
 def narrow_mlp_step_bwd_kernel(
     dpair, above, z, h, u, o, up, down, kv, n1, n2,
-    dnormed, dz_scaled, du, dhn, dh, dh_scaled, do, R, stride_m, stride_wm, eps, scale,
+    dnormed, dz_scaled, du, dhn, dh, dh_scaled, do, R, stride_m, stride_wm,
+    stride_n1, stride_n2, eps, scale,
     C: tl.constexpr, F: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr,
     NORM: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +162,7 @@ def narrow_mlp_step_bwd_kernel(
     b_dz = b_dn.to(tl.float32)
     if PAIRS != "none":
         b_z = tl.load(z + o_row, mask=m, other=0.0).to(tl.float32)
-        b_dz = norm_bwd(b_dz * _scales(n1, i_m, C, o_c, C), b_z, m, eps, C, PAIRS)
+        b_dz = norm_bwd(b_dz * _scales(n1 + i_m * stride_n1, o_c, C), b_z, m, eps, C, PAIRS)
     b_dz += tl.load(above + o_row, mask=m, other=0.0)
     b_scaled = (scale * b_dz).to(dtype)
     tl.store(dz_scaled + o_row, b_scaled, mask=m)
@@ -176,7 +184,7 @@ def narrow_mlp_step_bwd_kernel(
     b_dh = b_dhn.to(tl.float32)
     if NORM != "none":
         b_h = tl.load(h + o_row, mask=m, other=0.0)
-        b_dh = norm_bwd(b_dh * _scales(n2, i_m, C, o_c, C), b_h, m, eps, C, NORM)
+        b_dh = norm_bwd(b_dh * _scales(n2 + i_m * stride_n2, o_c, C), b_h, m, eps, C, NORM)
     b_dh += b_dz
     tl.store(dh + o_row, b_dh, mask=m)
     b_scaled = (scale * b_dh).to(dtype)
@@ -192,6 +200,6 @@ def narrow_mlp_step_bwd(t: StepGradients, w: Matrices, form: Form) -> None:
     assert all(x[0].is_contiguous() and x.stride(0) == rows * x.shape[3] for x in t)
     grid, settings = _launch(t.do, w, form)
     narrow_mlp_step_bwd_kernel[grid](
-        *t[:5], w.o, w.up, w.down, kv, w.n1, w.n2, *t[5:], b * B, rows, kv.stride(0), form.eps,
-        form.residual_scale, **settings,
+        *t[:5], w.o, w.up, w.down, kv, w.n1, w.n2, *t[5:], b * B, rows, kv.stride(0),
+        between(w.n1), between(w.n2), form.eps, form.residual_scale, **settings,
     )  # fmt: skip

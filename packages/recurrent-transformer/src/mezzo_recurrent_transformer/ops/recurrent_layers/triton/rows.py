@@ -86,7 +86,7 @@ def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
     """Normalize rows (m, S, B, C) by weights (m, C)."""
     m, S, B, C = x.shape
     normed_kernel[(S * B, m)](
-        x, weight, out, B, *x.stride()[:3], _between(weight), *out.stride()[:3], form.eps,
+        x, weight, out, B, *x.stride()[:3], between(weight), *out.stride()[:3], form.eps,
         NORM=form.norm, **_row(C),
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def normed_bwd(
     m, S, B, C = x.shape
     normed_bwd_kernel[(S * B, m)](
         dy, x, weight, base, dx, scaled, partial, B,
-        *dy.stride()[:3], *x.stride()[:3], _between(weight),
+        *dy.stride()[:3], *x.stride()[:3], between(weight),
         *_strides(base), *_strides(dx), *_strides(scaled),
         *((0, 0, 0, 0) if partial is None else partial.stride()[:4]), form.eps, scale,
         P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C),
@@ -223,7 +223,7 @@ def add_normed(
     """Write h = x + scale * (the sum of y), and its norm into `out`; see `eager.add_normed`."""
     m, S, B, C = x.shape
     add_normed_kernel[(S * B, m)](
-        x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4], _between(weight),
+        x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4], between(weight),
         *h.stride()[:3], *out.stride()[:3], scale, form.eps,
         P=y.shape[0], NORM=form.norm, **_row(C),
     )  # fmt: skip
@@ -255,7 +255,7 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     """Split Wk n and Wv n (m, S, B, 2C) into normalized keys and values (m, S, B, C)."""
     m, S, B, C = k.shape
     split_pair_kernel[(S * B, m)](
-        kv, weight, k, v, B, *kv.stride()[:3], _between(weight), *k.stride()[:3], *v.stride()[:3],
+        kv, weight, k, v, B, *kv.stride()[:3], between(weight), *k.stride()[:3], *v.stride()[:3],
         form.eps, NORM=form.norm, **_row(C),
     )  # fmt: skip
 
@@ -316,7 +316,7 @@ def _warps(channels: int) -> int:
     return min(max(channels // WARP, 1), 8)
 
 
-def _between(weight: Tensor | None) -> int:
+def between(weight: Tensor | None) -> int:
     """Return the stride between the weights (m, C) of two layers."""
     return 0 if weight is None else weight.stride(0)
 
