@@ -1,6 +1,7 @@
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,10 @@ class Numbers(ByteTokenizer):
 
     vocab_size = END + 1
     eos_token = END
+
+    def decode(self, tokens):
+        """A byte for each number."""
+        return "." * sum(token < END for token in tokens)
 
 
 class OtherBytes(ByteTokenizer):
@@ -216,6 +221,29 @@ def test_a_single_document_is_split_by_position(tmp_path):
     data = config.build(5, None)
     assert (data.num_train_tokens, data.num_validation_tokens) == (81, 20)
     assert data.num_validation_bytes == 20
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 7), mask_documents=st.booleans())
+def test_the_validation_bytes_are_those_of_the_targets(lengths, seq_len, mask_documents):
+    data = numbered([*lengths, 9], seq_len, mask_documents)
+    targets = targets_of(data.validation_batches(3))
+    del targets[END]
+    assert data.num_validation_bytes == sum(targets.values())
+
+
+@pytest.mark.parametrize(
+    "texts", [["plain"] * 20, ["äöü" * 3, "中文字"] * 10, ["\U0001f600"] * 20, ["one" * 30]]
+)
+def test_the_validation_bytes_of_masked_documents_count_parts_of_characters(tmp_path, texts):
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = DataConfig(source=str(tmp_path / "a.jsonl"), validation_fraction=0.3)
+    data = replace(config, mask_documents=True).build(5, None)
+    targets = targets_of(data.validation_batches(2))
+    del targets[data.tokenizer.eos_token]
+    # Of a single document the number is an estimate, from the share of its tokens.
+    assert data.num_validation_bytes == pytest.approx(sum(targets.values()), abs=len(texts) == 1)
 
 
 def test_the_default_data_trains_and_is_the_same_from_the_cache(tmp_path):

@@ -59,6 +59,13 @@ def test_an_epoch_has_every_document_but_the_held_out_ones_once():
 
 
 @pytest.mark.parametrize("mask_documents", [False, True])
+def test_the_validation_bytes_are_those_of_the_targets(mask_documents):
+    data = build(stream_of(["a"]), mask_documents=mask_documents)
+    targets = torch.cat([batch.targets.flatten() for batch in data.validation_batches(2)])
+    assert data.num_validation_bytes == ((targets >= 0) & (targets < 256)).sum()
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
 @pytest.mark.parametrize("stop", [0, 1, 7, 8, 23, 60])
 def test_a_resumed_stream_gives_the_same_batches(stop, mask_documents):
     whole = build(stream_of(["a", "b"]), mask_documents=mask_documents)

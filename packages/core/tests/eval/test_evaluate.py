@@ -33,6 +33,10 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity(model):
     assert found.bits_per_byte == pytest.approx(40 * math.log2(11) / 20, rel=1e-6)
 
 
+def test_targets_without_bytes_have_no_bits_a_byte(model):
+    assert evaluate(model, batches(), num_bytes=0).bits_per_byte is None
+
+
 def test_every_target_weighs_the_same_however_it_is_batched(model):
     whole = Batch(
         torch.cat([batch.tokens for batch in batches()]),

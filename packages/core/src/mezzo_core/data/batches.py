@@ -188,8 +188,8 @@ class BatchSource(ABC):
     num_train_tokens: int | None = None
     """Training tokens of an epoch; None if the source is endless, or its length unknown."""
     num_validation_bytes: int | None = None
-    """UTF-8 bytes of the validation text, for bits a byte; None for a task. If a corpus is a single
-    document, the number is estimated from the validation part's share of its tokens."""
+    """UTF-8 bytes of the validation targets, for bits a byte; None for a task. If a corpus is a
+    single document, the number is estimated from the validation part's share of its tokens."""
 
     @abstractmethod
     def train_batch(self, step: int, batch_size: int) -> Batch:

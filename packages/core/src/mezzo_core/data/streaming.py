@@ -22,7 +22,7 @@ from mezzo_core.data.corpora import Corpus, Piece, read_file, sample_file, texts
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
 from mezzo_core.data.tokenized_corpus import tokenize_corpus
-from mezzo_core.data.tokenized_text import after_end_token
+from mezzo_core.data.tokenized_text import after_end_token, target_bytes
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import import_library
@@ -210,7 +210,7 @@ class StreamedText(TextData):
             pad=tokenizer.eos_token,
             mask_documents=mask_documents,
         )
-        self.num_validation_bytes = int(tokenized.num_bytes.sum())
+        self.num_validation_bytes = target_bytes(tokenized, ranges, tokenizer, mask_documents)
         known = (stream.identity, *tokenized.checksums, tokenizer.identity)
         self.fingerprint = " ".join(("stream", *filter(None, known)))
         self._max_documents = seq_len // 16 + 2 if mask_documents else 0

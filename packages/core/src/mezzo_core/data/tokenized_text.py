@@ -59,7 +59,7 @@ class TokenizedText(TextData):
                 f"{seq_len + 1}: give more text or a shorter seq_len"
             )
         self.num_train_tokens = self._train.num_tokens
-        self.num_validation_bytes = _bytes_of(tokenized, held_out)
+        self.num_validation_bytes = target_bytes(tokenized, held_out, tokenizer, mask_documents)
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
 
@@ -127,8 +127,28 @@ def after_end_token(ranges: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArr
     return np.concatenate([[[ends[0] - 1, ends[0]]], ranges])
 
 
-def _bytes_of(tokenized: TokenizedCorpus, held_out: NDArray[np.int64]) -> int:
+def target_bytes(
+    tokenized: TokenizedCorpus,
+    held_out: NDArray[np.int64],
+    tokenizer: Tokenizer,
+    mask_documents: bool,
+) -> int:
+    """Return the UTF-8 bytes of the held-out tokens that are targets.
+
+    With masked documents the first token of each document is not a target. For the other arguments
+    see `TokenizedText`; of a single document the number is estimated, from its share of the tokens.
+    """
     if len(tokenized.ends) == 1:
         share = (held_out[0, 1] - held_out[0, 0]) / tokenized.ends[0]
-        return round(float(tokenized.num_bytes[0] * share))
-    return int(tokenized.num_bytes[np.searchsorted(tokenized.ends, held_out[:, 1])].sum())
+        num_bytes = round(float(tokenized.num_bytes[0] * share))
+    else:
+        documents = np.searchsorted(tokenized.ends, held_out[:, 1])
+        num_bytes = int(tokenized.num_bytes[documents].sum())
+    if not mask_documents:
+        return num_bytes
+    first, counts = np.unique(tokenized.tokens[held_out[:, 0]], return_counts=True)
+    for token, count in zip(first.tolist(), counts.tolist(), strict=True):
+        # A part of a character decodes to U+FFFD. It is nearly always one byte.
+        text = tokenizer.decode([token]).replace("\ufffd", "?")
+        num_bytes -= count * len(text.encode("utf-8"))
+    return num_bytes

@@ -21,7 +21,7 @@ class Evaluation:
         loss: mean cross entropy of a target, in nats.
         perplexity: exp(loss); inf if that overflows.
         bits_per_byte: bits per byte of text, by which models with different tokenizers can be
-            compared; None if `num_bytes` was not given.
+            compared; None if `num_bytes` was not given or is 0.
         accuracy: share of the targets to which the model gave the highest logit.
         exact_match: share of the rows in which it did so for every target, of those that have one;
             None for packed documents.
@@ -136,7 +136,7 @@ def _evaluate(
     return Evaluation(
         loss=loss,
         perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=None if num_bytes is None else total / math.log(2) / num_bytes,
+        bits_per_byte=total / math.log(2) / num_bytes if num_bytes else None,
         accuracy=hits / count,
         exact_match=right / rows if rows else None,
         tokens=int(count),
