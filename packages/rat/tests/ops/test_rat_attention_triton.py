@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import triton
+from mezzo_core.positions import rope_angles
 from mezzo_core.testing import assert_close, grads
 from mezzo_rat.ops.rat_attention import (
     RATState,
@@ -15,6 +16,7 @@ from mezzo_rat.ops.rat_attention import (
     step_rat_attention_,
 )
 from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.triton import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -246,6 +248,23 @@ def test_steps_split_over_many_ends_equal_the_reference(B):
     closed = torch.arange(N, device=DEVICE) < (ours.lengths // L)[:, None]
     for name in ("k_ends", "v_ends"):
         assert_close(name, getattr(ours, name)[closed], getattr(ref, name)[closed], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rope", ["chunk", "token"])
+def test_a_step_beyond_the_room_reads_no_angle_beyond_the_table(monkeypatch, rope):
+    B, N, H, G, D, L = 1, 2, 2, 1, 32, 4  # tables of 4 or 16 places, for n // L = 4 or n = 19
+
+    def angles_before_nan(num_places, dim, base, device):
+        tables = rope_angles(torch.arange(num_places, device=device), dim, base)
+        return tuple(torch.cat([x, x * NAN])[:num_places] for x in tables)
+
+    monkeypatch.setattr(step, "_angles", angles_before_nan)
+    state = init_state(B, H, D, dtype=torch.float32, device=torch.device(DEVICE))
+    state = reserve(state, N * L, L)._replace(lengths=torch.full((B,), 19, device=DEVICE))
+    form = {"num_heads": H, "num_groups": G, "chunk_size": L, "rope": rope, "impl": "triton"}
+    with torch.no_grad():
+        out = step_rat_attention_(**draw(B, 1, H, G, D), state=state, **form)
+    assert out.isfinite().all()
 
 
 def test_registered_ops_are_sound():

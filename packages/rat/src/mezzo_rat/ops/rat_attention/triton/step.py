@@ -61,7 +61,8 @@ def step_past_kernel(
     share = tl.cdiv(closed, SPLITS * BN) * BN
     begin = i_s * share
     end = tl.minimum(begin + share, closed)
-    place = n if ROPE == "token" else n // L
+    # Beyond the room, the table has no angles for the token's place: take the last ones.
+    place = tl.minimum(n, N * L) if ROPE == "token" else closed
     b_q = _rotated(x + i_b * stride_b + OQ + (i_h % G) * D, o_d, cos, sin, place, D, ROPE)
     b_q = tl.broadcast_to(b_q[None, :], [16, D]).to(k_ends.dtype.element_ty)
     b_top = tl.full([16], float("-inf"), tl.float32)
