@@ -39,3 +39,5 @@ def test_a_bad_step_is_refused(model):
             model.step(tokens, state[:1])
     with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
         model.reserve(state, -1)
+    with pytest.raises(ValueError, match="batch must be 0 or more, got -1"):
+        model.init_state(-1)

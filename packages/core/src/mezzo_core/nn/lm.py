@@ -305,6 +305,8 @@ class LM(nn.Module):
 
     def init_state(self, batch: int) -> Any:
         """Return the state of `batch` sequences before their first token."""
+        if batch < 0:
+            raise ValueError(f"batch must be 0 or more, got {batch}")
         return self.stack.init_state(batch)
 
     def state_bytes(self, num_tokens: int) -> int:
