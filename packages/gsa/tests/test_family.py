@@ -98,6 +98,21 @@ def test_every_law_is_kept(mixer, law):
     LAWS[law](mixer)
 
 
+def test_padding_does_not_reach_the_gradients(mixer):
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 3, 9, C, generator=generator)
+    lengths = torch.tensor([9, 0, 4])
+    padding = torch.arange(9) >= lengths[:, None]
+    found = []
+    for value in (0.0, float("nan"), float("inf")):
+        y, _ = mixer(x.where(~padding[..., None], value), mixer.init_state(3), lengths=lengths)
+        found.append(torch.autograd.grad(y[~padding], list(mixer.parameters()), dy[~padding]))
+    clean, *others = found
+    for other in others:
+        for (name, _), grad, expected in zip(mixer.named_parameters(), other, clean, strict=True):
+            assert torch.equal(grad, expected), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", [law for law in LAWS if law != "isolated"])
 @pytest.mark.parametrize("name", ON_GPU)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,7 +79,7 @@ class ABC(AbstractMixer):
     ) -> tuple[Tensor, ABCState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        q, k, v, s = self._project(x)
+        q, k, v, s = self._project(without_padding(x, lengths))
         k, v = skip_padding(lengths, k, v)
         (s,) = skip_padding(lengths, s, fill=float("-inf"))
         out, after = chunk_abc(

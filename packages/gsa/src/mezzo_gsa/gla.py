@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -112,7 +113,7 @@ class GLA(AbstractMixer):
     ) -> tuple[Tensor, GLAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        q, k, v, z, logits = self._project(x)
+        q, k, v, z, logits = self._project(without_padding(x, lengths))
         q, k = (apply_feature_map(part, self.config.feature_map) for part in (q, k))
         k, v, g = skip_padding(lengths, k, v, log_gate(logits, self.config.damping))
         out, h = chunk_gla(

@@ -9,6 +9,7 @@ from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear, is_plain, takes_decode_linear
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_linear import decode_linear
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -130,7 +131,7 @@ class GSA(AbstractMixer):
     ) -> tuple[Tensor, GSAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        qkvg = self.in_proj(x)
+        qkvg = self.in_proj(without_padding(x, lengths))
         op: dict[str, Any] = {
             "scale": self.scale,
             "between": self.config.between,

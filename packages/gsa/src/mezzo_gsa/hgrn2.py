@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -103,7 +104,7 @@ class HGRN2(AbstractMixer):
         config's constant β.
         """
         self.check_input(x, state, cu_seqlens, lengths)
-        q, logits, v = self.heads.split(self.in_proj(x), self.widths)
+        q, logits, v = self.heads.split(self.in_proj(without_padding(x, lengths)), self.widths)
         k, g = self._gate(logits, log_bounds)
         k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
         first = None if state is None else state.h

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ class RetNet(AbstractMixer):
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         dtype = accumulation_dtype(self.out_proj.weight.dtype)
         angles = rope_angles(positions, K, self.config.rope_base, dtype=dtype)
-        q, k, v, z = self._project(x)
+        q, k, v, z = self._project(without_padding(x, lengths))
         q, k = (
             apply_rope(apply_feature_map(part, self.config.feature_map), *angles) for part in (q, k)
         )

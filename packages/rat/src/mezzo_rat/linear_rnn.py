@@ -7,12 +7,12 @@ import torch
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
 from mezzo_rat.ops.gated_scan import gated_scan
-from mezzo_rat.padding import without_padding
 
 
 @dataclass(frozen=True)

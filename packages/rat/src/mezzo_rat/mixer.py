@@ -7,6 +7,7 @@ import torch
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from mezzo_rat.ops.rat_attention import (
     step_rat_attention_,
 )
 from mezzo_rat.ops.rat_attention.checks import check_numbers
-from mezzo_rat.padding import without_padding
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from mezzo_rat.ops.divide import floor_divide
 from mezzo_rat.ops.forget_gate import forget_gate
 from mezzo_rat.ops.linear_scan import linear_scan
 from mezzo_rat.ops.rat_attention.chunks import packed_chunks
-from mezzo_rat.padding import without_padding
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import (
     AlibiFormula,
@@ -108,10 +109,7 @@ class Attention(AbstractMixer):
         """
         self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
-        if lengths is not None:
-            # Padding may hold NaN or infinity: replace it, so that what follows stays finite.
-            padding = torch.arange(T, device=x.device) >= lengths[:, None]
-            x = x.masked_fill(padding[..., None], 0)
+        x = without_padding(x, lengths)
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         q, k, v = self._project(x)

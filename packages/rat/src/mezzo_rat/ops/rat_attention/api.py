@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.named import replaced
+from mezzo_core.ops.padding import without_padding
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
@@ -22,7 +23,6 @@ from mezzo_rat.ops.rat_attention.chunked import chunk_reference
 from mezzo_rat.ops.rat_attention.reference import recurrent_reference
 from mezzo_rat.ops.rat_attention.request import Parts, Request, unsupported
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
-from mezzo_rat.padding import without_padding
 
 
 class RATAttentionOutput(NamedTuple):
