@@ -6,6 +6,7 @@ import torch
 from mezzo_core.nn.attention import KVCache
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import sequence_positions
 from torch import Tensor
 
@@ -38,8 +39,7 @@ class TransformerBlock(AbstractLayer):
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
         self.check_input(x, state, cu_seqlens, lengths)
         T = x.shape[1]
-        if lengths is not None:  # padding may hold NaN or infinity
-            x = x.masked_fill((torch.arange(T, device=x.device) >= lengths[:, None])[..., None], 0)
+        x = without_padding(x, lengths)
         q, k, v = self._project(self.attention_norm(x))
         q_positions, k_positions, after = None, None, None
         slots_k, slots_v = k, v

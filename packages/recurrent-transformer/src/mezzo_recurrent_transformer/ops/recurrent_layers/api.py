@@ -13,6 +13,7 @@ from mezzo_core.ops.checks import (
 )
 from mezzo_core.ops.impl import triton_runs_on
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.padding import without_padding
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
@@ -111,8 +112,7 @@ def recurrent_layers(
         if past is None:
             raise ValueError(f"{OP}: lengths needs a past")
         check_lengths(OP, lengths, x)
-        padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-        x = x.masked_fill(padding[..., None], 0)  # it may hold NaN
+        x = without_padding(x, lengths)
     device = x.device.type
     dtype = weights.wq.dtype
     if torch.is_autocast_enabled(device):
