@@ -4,9 +4,9 @@ import itertools
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import StepGradients
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import (
     activation,
     narrow,
@@ -66,15 +66,8 @@ def launch_narrow(norm, dtype, *, m=2, S=16, B=128, C=128, F=512, step=3):
     w = Matrices(*(torch.zeros(m, *size, dtype=dtype) for size in sizes), *norms)
     x, z = (torch.zeros(m, S, B, C)[:, here] for _ in range(2))
     narrow.narrow_mlp_step(torch.zeros(m, 1, B, C, dtype=dtype), x, w, form, z)
-    widths = {"dpair": 2 * C, "u": F, "du": F}
-    kinds = dict.fromkeys(("above", "z", "h", "dh"), FLOAT)
-    t = StepGradients(
-        *(
-            torch.zeros(m, S, B, widths.get(name, C), dtype=kinds.get(name, dtype))[:, here]
-            for name in StepGradients._fields
-        )
-    )
-    narrow.narrow_mlp_step_bwd(t, w, form)
+    buffers = BackwardBuffers.of(torch.zeros(B, S, C), w, S, form)
+    narrow.narrow_mlp_step_bwd(buffers.of_step(here), w, form)
 
 
 with compile_only() as compiled:

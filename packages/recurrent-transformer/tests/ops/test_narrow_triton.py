@@ -4,10 +4,10 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.mlp import mlp_step, mlp_step_bwd
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import StepGradients
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
@@ -77,37 +77,35 @@ def test_a_step_equals_eager(case, dtype):
     check(run, dtype)
 
 
+READ = ("dpair", "dstream", "z", "h", "u")
+WRITTEN = ("dnormed", "dz_scaled", "du", "dhn", "dh", "dh_scaled", "do")
+
+
 @each_dtype
 @cases
 def test_a_step_back_equals_eager(case, dtype):
-    (m, S, B, C, F), _, _, b = case
+    (_, S, B, C, _), _, _, b = case
     form, w, normal = problem(case, dtype)
-    width = {"dpair": 2 * C, "u": F, "du": F}
-    read = {
-        name: normal(m, S, B, width.get(name, C), dtype=FLOAT if name in ("above", "h") else dtype)
-        for name in StepGradients._fields[:5]
-    }
-    rows = slice(b, 2 * b)
+    sizes = BackwardBuffers.of(normal(B, S, C), w, S, form)
+    read = {name: normal(*getattr(sizes, name).shape, dtype=FLOAT) for name in READ}
 
     def run(parts, change):
-        its = {name: change(x).clone() for name, x in read.items()}
-        for name in StepGradients._fields[5:]:
-            kind = FLOAT if name == "dh" else its["z"].dtype
-            size = (m, S, B, width.get(name, C))
-            its[name] = torch.full(size, NAN, dtype=kind, device=DEVICE)
-        mlp_step_bwd(
-            StepGradients(**its)._replace(**of_rows(its, rows)), w.map(change), form, parts
-        )
-        for name in StepGradients._fields[5:]:
-            assert its[name].isnan().sum() == its[name].numel() * (S - b) // S, name
-        assert torch.equal(its["u"][:, 2 * b :], change(read["u"])[:, 2 * b :])
-        return {name: its[name][:, rows] for name in ("u", *StepGradients._fields[5:])}
+        weights = w.map(change)
+        buffers = BackwardBuffers.of(change(normal(B, S, C)), weights, S, form)
+        for name in READ:
+            getattr(buffers, name).copy_(read[name].to(getattr(sizes, name).dtype))
+        for name in WRITTEN:
+            getattr(buffers, name).fill_(NAN)
+        rest = buffers.u[:, 2 * b :].clone()
+        step = buffers.of_step(slice(b, 2 * b))
+        mlp_step_bwd(step, weights, form, parts)
+        for name in WRITTEN:
+            whole = getattr(buffers, name)
+            assert whole.isnan().sum() == whole.numel() * (S - b) // S, name
+        assert torch.equal(buffers.u[:, 2 * b :], rest)
+        return {name: getattr(step, name) for name in ("u", *WRITTEN)}
 
     check(run, dtype)
-
-
-def of_rows(tensors, rows):
-    return {name: x[:, rows] for name, x in tensors.items()}
 
 
 def check(run, dtype):

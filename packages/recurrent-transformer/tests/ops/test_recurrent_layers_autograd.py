@@ -5,7 +5,7 @@ import torch
 from mezzo_core.testing import assert_close, grads
 from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
 from mezzo_recurrent_transformer.ops.recurrent_layers.op import Inputs
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from torch.utils.checkpoint import checkpoint
 
 H, D, F = 2, 4, 12

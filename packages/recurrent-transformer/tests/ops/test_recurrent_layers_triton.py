@@ -13,10 +13,9 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     graphs,
     recurrent_layers,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import BackwardBuffers
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.forward import ForwardBuffers
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import KeptRoom
 from torch.utils._pytree import tree_leaves
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
 from mezzo_recurrent_transformer.ops.recurrent_layers.op import differentiable_recurrent_layers
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.sequential import recurrent_layers_reference
 
 OP = "recurrent_layers"

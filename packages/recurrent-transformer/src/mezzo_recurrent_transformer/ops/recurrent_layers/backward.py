@@ -8,15 +8,12 @@ import torch
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import (
-    BackwardBuffers,
-    run_tile_bwd,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import run_tile_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager import past_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import project
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later, Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import add_outer, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
@@ -143,7 +140,7 @@ def _all_pairs(
     stored = Stored.of(past, shape, like)
     k, v = stored[:2] if past is None else (like.new_empty(shape) for _ in range(2))
     pairs = Pairs(k, v, raw=k if form.norm == "none" else torch.empty_like(k))
-    for layer in range(len(z)):  # one after another, as their norms are made beside them
+    for layer in range(len(z)):  # n1(z) of all of them would take as much memory as z
         here = slice(layer, layer + 1)
         w, its = weights.of_layers(layer, layer + 1), Pairs(*(t[here] for t in pairs))
         normed = _pairs_normed(z[here], w, form, parts)

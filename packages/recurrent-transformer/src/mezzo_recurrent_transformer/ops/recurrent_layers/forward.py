@@ -4,13 +4,12 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.mlp import mlp_step
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
 from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
@@ -36,35 +35,6 @@ class Forward(NamedTuple):
 def kept(n: int) -> int:
     """Return the length of `Forward.stream`, in which all layers' inputs and outputs are views."""
     return n + 1 if n > 1 else n
-
-
-class ForwardBuffers(NamedTuple):
-    """What the steps of a tile read and write, (n, S, B, C) with n layers."""
-
-    stream: Tensor
-    """(n + 1, S, B, C): layer l reads its inputs from l, and writes its outputs to l + 1.
-
-    There the layer above has just used up the inputs at the same place of the tile, and finds its
-    next ones.
-    """
-    attending: Attending
-
-    @classmethod
-    def of(cls, x: Tensor, weights: Matrices, S: int, form: Form) -> "ForwardBuffers":
-        """Make buffers for inputs like x (B, T, C)."""
-        (B, _, C), n = x.shape, weights.o.shape[0]
-        acc = accumulation_dtype(weights.o.dtype)
-        stream = x.new_empty(n + 1, S, B, C)
-        q, kt, vt, k, v = (weights.o.new_empty(n, S, B, C) for _ in range(5))
-        o = weights.o.new_empty(n, S, B, C, dtype=acc)
-        lse = weights.o.new_empty(n, S, B, form.num_heads, dtype=acc)
-        return cls(stream, Attending(q, kt, vt, k, v, o, lse))
-
-    def of_layers(self, first: int, end: int) -> "ForwardBuffers":
-        """Return the buffers of layers `first` to `end`."""
-        chosen = slice(first, end)
-        attending = Attending(*(t[chosen] for t in self.attending))
-        return ForwardBuffers(self.stream[first : end + 1], attending)
 
 
 def forward(

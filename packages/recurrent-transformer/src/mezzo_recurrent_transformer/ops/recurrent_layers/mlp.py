@@ -6,9 +6,9 @@ import torch
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import StepGradients
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 
 
@@ -35,14 +35,23 @@ def mlp_step(a: Tensor, x: Tensor, w: Matrices, form: Form, z: Tensor, parts: Mo
     return product(n, w.kv)
 
 
-def mlp_step_bwd(t: StepGradients, w: Matrices, form: Form, parts: ModuleType) -> None:
-    """Go back from the pairs and the outputs of a step's tokens to their attention outputs."""
+def mlp_step_bwd(t: BackwardBuffers, w: Matrices, form: Form, parts: ModuleType) -> None:
+    """Go back from the pairs and the outputs of a step's tokens to their attention outputs.
+
+    Args:
+        t: the buffers of the step.
+        w: the weights.
+        form: the options.
+        parts: `eager` or `triton`.
+    """
     if parts.is_narrow(t.do):
         parts.narrow_mlp_step_bwd(t, w, form)
         return
     r, dz = form.residual_scale, torch.empty_like(t.h)
     partial = parts.product_partial(t.dpair, w.kv.mT, t.dnormed)
-    parts.normed_bwd(t.dnormed, t.z, w.n1, form.of_pairs(), t.above, r, dz, t.dz_scaled, partial)
+    parts.normed_bwd(
+        t.dnormed, t.z, w.n1, form.of_pairs(), t.dstream[1:], r, dz, t.dz_scaled, partial
+    )
     parts.product_gelu_bwd(t.dz_scaled, w.down.mT, t.u, t.du)
     partial = parts.product_partial(t.du, w.up.mT, t.dhn)
     parts.normed_bwd(t.dhn, t.h, w.n2, form, dz, r, t.dh, t.dh_scaled, partial)

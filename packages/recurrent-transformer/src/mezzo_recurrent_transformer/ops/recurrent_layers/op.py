@@ -18,7 +18,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.backward import (
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Forward, forward, kept
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices, parts_of
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import parts_of
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import padded
 
 _TENSORS = (

@@ -4,10 +4,51 @@ A *tile* is S tokens in a row of m layers at once, each layer at its own place i
 tensors are (m, S, B, C), position first.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import LayerWeights
+
+
+class Matrices(NamedTuple):
+    """The weights of some layers in the dtype of the products; those of one input side by side."""
+
+    qkv: Tensor
+    """(n, 3C, C)."""
+    o: Tensor
+    """(n, C, C)."""
+    up: Tensor
+    """(n, F, C)."""
+    down: Tensor
+    """(n, C, F)."""
+    n1: Tensor | None
+    n2: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    @classmethod
+    def of(cls, w: LayerWeights, dtype: torch.dtype) -> "Matrices":
+        """Return copies of the weights, laid out for the products."""
+        qkv = torch.cat([x.to(dtype) for x in (w.wq, w.wk, w.wv)], 1)
+        o, up, down = (x.to(dtype).contiguous() for x in (w.wo, w.up, w.down))
+        return cls(qkv, o, up, down, w.n1, w.n2, w.q_norm, w.k_norm)
+
+    def of_layers(self, first: int, end: int) -> "Matrices":
+        """Return the weights of layers `first` to `end`."""
+        return self.map(lambda w: w[first:end])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Matrices":
+        """Return `change` of each weight that there is."""
+        found: Any = [None if w is None else change(w) for w in self]
+        return Matrices(*found)
+
+    @property
+    def kv(self) -> Tensor:
+        """(m, 2C, C)."""
+        return self.qkv[:, self.qkv.shape[2] :]
 
 
 class Keys(NamedTuple):
@@ -55,32 +96,3 @@ class Later(NamedTuple):
     delta: Tensor
     begin: int
     """The first token after the tile of the tile's first layer; S fewer for each next layer."""
-
-
-class StepGradients(NamedTuple):
-    """What the backward of one step's tokens reads and writes, besides attention; (m, b, B, C)."""
-
-    dpair: Tensor
-    """(m, b, B, 2C): of Wk n and Wv n."""
-    above: Tensor
-    """Float32: of the outputs, from the layer above."""
-    z: Tensor
-    """The outputs."""
-    h: Tensor
-    """Float32: the residual stream between attention and MLP."""
-    u: Tensor
-    """(m, b, B, F): before the MLP's activation; then after it."""
-    dnormed: Tensor
-    """Written, as all that follow: of n1(z)."""
-    dz_scaled: Tensor
-    """r dz."""
-    du: Tensor
-    """(m, b, B, F)."""
-    dhn: Tensor
-    """Of n2(h)."""
-    dh: Tensor
-    """Float32."""
-    dh_scaled: Tensor
-    """r dh."""
-    do: Tensor
-    """Of the attention outputs."""

@@ -1,8 +1,8 @@
 """All products of a step in one kernel, for layers with few channels.
 
-There a step's time is that of its launches, one after another. So a program takes some rows through
+There the work of a launch is little beside the launch itself. So a program takes some rows through
 the whole MLP, from the attention's outputs to the products for the persistent pairs, or back. Each
-program reads all weights, which the L2 cache has.
+program reads all weights, which should be in the L2 cache.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ import triton.language as tl
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import StepGradients
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.activation import (
     gelu_bwd_of,
@@ -26,6 +26,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     standardized,
 )
 
+# Chosen by what a program can hold, and by one program for each of a large GPU's processors: not
+# timed.
 CHANNELS = 128
 """Of a layer, at most: a program holds rows of them, and a square of weights at a time."""
 ROWS = 16
@@ -193,13 +195,17 @@ def narrow_mlp_step_bwd_kernel(
     tl.store(do + o_row, b_do.to(dtype), mask=m)
 
 
-def narrow_mlp_step_bwd(t: StepGradients, w: Matrices, form: Form) -> None:
+def narrow_mlp_step_bwd(t: BackwardBuffers, w: Matrices, form: Form) -> None:
     """Go back from a step's pairs and outputs to its attention outputs; see `mlp.mlp_step_bwd`."""
     _, b, B, C = t.do.shape
     kv, rows = w.kv, t.do.stride(0) // C
-    assert all(x[0].is_contiguous() and x.stride(0) == rows * x.shape[3] for x in t)
+    above = t.dstream[1:]
+    read = (t.dpair, above, t.z, t.h, t.u)
+    written = (t.dnormed, t.dz_scaled, t.du, t.dhn, t.dh, t.dh_scaled, t.do)
+    assert all(x[0].is_contiguous() for x in (*read, *written))
+    assert all(x.stride(0) == rows * x.shape[3] for x in (*read, *written))
     grid, settings = _launch(t.do, w, form)
     narrow_mlp_step_bwd_kernel[grid](
-        *t[:5], w.o, w.up, w.down, kv, w.n1, w.n2, *t[5:], b * B, rows, kv.stride(0),
+        *read, w.o, w.up, w.down, kv, w.n1, w.n2, *written, b * B, rows, kv.stride(0),
         between(w.n1), between(w.n2), form.eps, form.residual_scale, **settings,
     )  # fmt: skip
