@@ -22,6 +22,7 @@ from mezzo_core.nn import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import AlibiFormula, alibi_slopes, sequence_ids, sequence_positions
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -145,8 +146,7 @@ class BlockRecurrent(AbstractMixer):
         B, T = x.shape[:2]
         if T == 0:
             return x, state
-        if lengths is not None:  # padding may hold NaN or infinity
-            x = x.masked_fill((torch.arange(T, device=x.device) >= lengths[:, None])[..., None], 0)
+        x = without_padding(x, lengths)
         q, q_states, k, v = self._heads(self.token_qkv(x))
         own = self._attend_window(q, k, v, state, cu_seqlens)
         seen = torch.zeros(B, dtype=torch.int64, device=x.device) if state is None else state.seen

@@ -13,6 +13,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, MLPConfig
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import sequence_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -148,8 +149,7 @@ class LandmarkStack(AbstractStack):
         B, T = x.shape[:2]
         if T == 0:
             return x, state
-        if lengths is not None:  # padding may hold NaN or infinity
-            x = x.masked_fill((torch.arange(T, device=x.device) >= lengths[:, None])[..., None], 0)
+        x = without_padding(x, lengths)
         L = self.config.chunk_size
         if cu_seqlens is not None:
             places, num_chunks = self._packed_places(cu_seqlens, T)
