@@ -46,7 +46,8 @@ NORMALIZED, RAW = "with RMSNorm", "without RMSNorm"
 """The models of the ablation: persistent pairs from normalized or from raw outputs."""
 RATE_NAMES = {"1e-3": 1e-3, "3e-3": 3e-3, "1e-2": 1e-2}
 H200 = "nvidia-h200"
-SMALL, RATES, SYNTHETIC = (f"{H200}/{name}" for name in ("train_small", "train_rates", "synthetic"))
+SMALL, RATES = (f"{H200}/{name}" for name in ("train_small", "train_rates"))
+SYNTHETIC = "nvidia-h100/synthetic"
 TASKS = (
     *("in-context recall", "noisy recall", "fuzzy recall", "selective copying", "memorization"),
     "copying",
