@@ -4,7 +4,7 @@ import itertools
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import (
@@ -58,16 +58,15 @@ def launch_products(dtype, *, m=2, B=4, C=1024, F=4096):
     products.product_partial(g, up.mT)
 
 
-def launch_narrow(norm, dtype, *, m=2, S=16, B=128, C=128, F=512, step=3):
-    """Launch a step of narrow layers, forward and backward."""
-    form, here = Form(16, 1.0, norm, 1e-5, True, 1), slice(step, step + 1)
+def launch_narrow(norm, dtype, *, m=2, S=16, B=128, H=16, C=128, F=512):
+    """Launch a leaf of narrow layers, forward and backward."""
+    form, leaf = Form(H, 1.0, norm, 1e-5, True, 1), range(16)
     sizes = ((3 * C, C), (C, C), (F, C), (C, F))
     norms = (None if norm == "none" else torch.zeros(m, C),) * 4
     w = Matrices(*(torch.zeros(m, *size, dtype=dtype) for size in sizes), *norms)
-    x, z = (torch.zeros(m, S, B, C)[:, here] for _ in range(2))
-    narrow.narrow_mlp_step(torch.zeros(m, 1, B, C, dtype=dtype), x, w, form, z)
-    buffers = BackwardBuffers.of(torch.zeros(B, S, C), w, S, form)
-    narrow.narrow_mlp_step_bwd(buffers.of_step(here), w, form)
+    x, slopes = torch.zeros(B, S, C), torch.zeros(H)
+    narrow.narrow_leaf(ForwardBuffers.of(x, w, S, form), w, slopes, form, leaf)
+    narrow.narrow_leaf_bwd(BackwardBuffers.of(x, w, S, form), w, slopes, form, leaf)
 
 
 with compile_only() as compiled:
@@ -89,8 +88,8 @@ with compile_only() as compiled:
     assert not compiled[known:], f"a new number of rows compiled {compiled[known:]}"
     for norm, dtype in (("rms", BFLOAT), ("layer", HALF), ("none", BFLOAT)):
         launch_narrow(norm, dtype)
-    launch_narrow("rms", BFLOAT, C=48, F=100)
+    launch_narrow("rms", BFLOAT, H=3, C=48, F=100)
     known = len(compiled)
-    launch_narrow("rms", BFLOAT, m=1, S=77, B=5, step=0)
+    launch_narrow("rms", BFLOAT, m=1, S=48, B=5)
     assert not compiled[known:], f"a new size compiled {compiled[known:]}"
     assert compiled, "nothing was compiled"

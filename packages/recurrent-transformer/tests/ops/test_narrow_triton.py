@@ -1,12 +1,13 @@
-"""A step of narrow layers in one Triton kernel against PyTorch: in the interpreter, or on a GPU."""
+"""Leaves of narrow layers, each in one kernel, against PyTorch: in the interpreter, or on a GPU."""
 
 import pytest
 import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import run_tile_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.mlp import mlp_step, mlp_step_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import run_tile
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 
 pytest.importorskip("triton")
@@ -21,12 +22,12 @@ each_dtype = pytest.mark.parametrize(
     "dtype",
     [FLOAT, *(pytest.param(low, marks=pytest.mark.gpu) for low in (BFLOAT, HALF))],
 )
-# (m, S, B, C, F), the norm, whether it is before the pairs too, and the tokens of a step.
+# (m, S, B, H, C, F), the norm, and whether it is before the pairs too.
 CASES = {
-    "the paper's": ((1, 2, 17, 128, 512), "rms", True, 1),
-    "ragged": ((3, 4, 5, 48, 100), "layer", True, 1),
-    "no norm of pairs": ((2, 3, 2, 32, 16), "rms", False, 1),
-    "blocks without a norm": ((2, 6, 9, 8, 24), "none", True, 3),
+    "the paper's": ((1, 3, 17, 16, 128, 512), "rms", True),
+    "ragged": ((3, 5, 2, 3, 48, 100), "layer", True),
+    "two leaves, no norm of pairs": ((1, 32, 2, 1, 32, 16), "rms", False),
+    "no norm": ((2, 7, 3, 2, 8, 24), "none", True),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -37,9 +38,9 @@ def _every_dtype(monkeypatch):
 
 
 def problem(case, dtype):
-    """Return the options, weights of one layer more than are used, and a function for tensors."""
-    (m, _, _, C, F), norm, persistent_norm, b = case
-    form = Form(2, 0.5, norm, 1e-3, persistent_norm, b)
+    """Return the options, weights of one layer more than are used, slopes, and random tensors."""
+    (m, _, _, H, C, F), norm, persistent_norm = case
+    form = Form(H, 0.5, norm, 1e-3, persistent_norm, 1)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape, dtype=dtype):
@@ -50,7 +51,8 @@ def problem(case, dtype):
     norms = dict.fromkeys(("n1", "n2", "q_norm", "k_norm"))
     if norm != "none":  # a part of wider rows, as a caller may have them
         norms = {name: 1 + normal(m + 1, C + 3, dtype=FLOAT)[:, :C] for name in norms}
-    return form, Matrices(**weights, **norms).of_layers(1, m + 1), normal
+    slopes = 2.0 ** -torch.arange(1, H + 1, device=DEVICE)
+    return form, Matrices(**weights, **norms).of_layers(1, m + 1), slopes, normal
 
 
 def at(dtype):
@@ -60,50 +62,59 @@ def at(dtype):
 
 @each_dtype
 @cases
-def test_a_step_equals_eager(case, dtype):
-    (m, S, B, C, _), _, _, b = case
-    form, w, normal = problem(case, dtype)
-    a, stream, rows = normal(m, b, B, C), normal(m + 1, S, B, C), slice(b, 2 * b)
-    stream[:, 2 * b :], stream[:, :b] = NAN, NAN
-    assert kernels.is_narrow(a)
+def test_leaves_equal_eager(case, dtype):
+    (_, S, B, _, C, _), *_ = case
+    form, w, slopes, normal = problem(case, dtype)
+    x = normal(B, S, C, dtype=FLOAT)
+    given = ForwardBuffers.of(x, w, S, form)
+    stream = normal(*given.stream.shape, dtype=FLOAT)  # a layer's outputs are the next's inputs
+    before = {name: normal(*getattr(given.attending, name).shape) for name in READ_FWD}
+    before["lse"][:, 0] = -torch.inf  # a token may be the first
 
     def run(parts, change):
-        its = change(stream).clone()  # a layer's outputs are the next one's inputs
-        x, z = its[:-1, rows], its[1:, rows]
-        pairs = mlp_step(change(a), x, w.map(change), form, z, parts)
-        assert its.isnan().sum() == its.numel() * (S - b) // S, "wrote outside of the step"
-        return {"z": z, "pairs": pairs}
+        buffers = ForwardBuffers.of(x, w.map(change), S, form)
+        buffers.stream.copy_(stream)
+        its = buffers.attending
+        for name, value in before.items():
+            getattr(its, name).copy_(value)
+        its.k.fill_(NAN)
+        its.v.fill_(NAN)
+        run_tile(buffers, w.map(change), slopes, form, parts)
+        return {"z": buffers.stream[1:], "k": its.k, "v": its.v}
 
+    assert kernels.is_narrow(given.attending.q, form)
     check(run, dtype)
 
 
-READ = ("dpair", "dstream", "z", "h", "u")
-WRITTEN = ("dnormed", "dz_scaled", "du", "dhn", "dh", "dh_scaled", "do")
+READ_FWD = ("q", "kt", "vt", "o", "lse")
+OF_QUERIES = ("q", "k", "v", "o")
+READ_BWD = ("raw", "z", "h", "u", "dk", "dv", "dstream")
+WRITTEN = ("dpair", "dnormed", "dz_scaled", "du", "dhn", "dh", "dh_scaled", "do", "delta")
 
 
 @each_dtype
 @cases
-def test_a_step_back_equals_eager(case, dtype):
-    (_, S, B, C, _), _, _, b = case
-    form, w, normal = problem(case, dtype)
-    sizes = BackwardBuffers.of(normal(B, S, C), w, S, form)
-    read = {name: normal(*getattr(sizes, name).shape, dtype=FLOAT) for name in READ}
+def test_leaves_back_equal_eager(case, dtype):
+    (_, S, B, _, C, _), *_ = case
+    form, w, slopes, normal = problem(case, dtype)
+    x = normal(B, S, C, dtype=FLOAT)
+    given = BackwardBuffers.of(x, w, S, form)
+    read = {name: normal(*getattr(given, name).shape) for name in READ_BWD}
+    attending = {name: normal(*getattr(given.attending, name).shape) for name in OF_QUERIES}
+    lse = 3 + normal(*given.attending.lse.shape, dtype=FLOAT)
 
     def run(parts, change):
-        weights = w.map(change)
-        buffers = BackwardBuffers.of(change(normal(B, S, C)), weights, S, form)
-        for name in READ:
-            getattr(buffers, name).copy_(read[name].to(getattr(sizes, name).dtype))
+        buffers = BackwardBuffers.of(x, w.map(change), S, form)
+        for name, value in read.items():
+            getattr(buffers, name).copy_(value)
+        for name, value in attending.items():
+            getattr(buffers.attending, name).copy_(value)
+        buffers.attending.lse.copy_(lse)
         for name in WRITTEN:
             getattr(buffers, name).fill_(NAN)
-        rest = buffers.u[:, 2 * b :].clone()
-        step = buffers.of_step(slice(b, 2 * b))
-        mlp_step_bwd(step, weights, form, parts)
-        for name in WRITTEN:
-            whole = getattr(buffers, name)
-            assert whole.isnan().sum() == whole.numel() * (S - b) // S, name
-        assert torch.equal(buffers.u[:, 2 * b :], rest)
-        return {name: getattr(step, name) for name in ("u", *WRITTEN)}
+        run_tile_bwd(buffers, w.map(change), slopes, form, parts)
+        buffers.delta[:, 0] = 0  # which nothing in the tile asks for
+        return {name: getattr(buffers, name) for name in ("u", "dk", *WRITTEN)}
 
     check(run, dtype)
 
@@ -117,22 +128,33 @@ def check(run, dtype):
         assert_close(name, found[name], wanted, rtol=rtol, low=None if exact else low[name])
 
 
-def test_wide_layers_and_many_rows_are_done_elsewhere():
-    x = torch.zeros(1, 1, 4, narrow.CHANNELS)
-    assert kernels.is_narrow(x)
-    assert not kernels.is_narrow(torch.zeros(1, 1, 4, narrow.CHANNELS + 1))
-    assert not kernels.is_narrow(x.expand(products.PROGRAMS + 1, -1, -1, -1))
-    assert not eager.is_narrow(x)
+def test_wide_layers_many_rows_and_blocks_are_done_elsewhere():
+    x, form = torch.zeros(1, 1, 4, narrow.CHANNELS), Form(2, 1.0, "rms", 1e-5, True, 1)
+    assert kernels.is_narrow(x, form)
+    assert not kernels.is_narrow(torch.zeros(1, 1, 4, narrow.CHANNELS + 1), form)
+    assert not kernels.is_narrow(x.expand(products.PROGRAMS + 1, -1, -1, -1), form)
+    assert not kernels.is_narrow(x, form._replace(block_size=2))
+    assert not eager.is_narrow(x, form)
 
 
 def test_a_nan_stays_in_its_row():
     case = CASES["the paper's"]
-    form, w, normal = problem(case, FLOAT)
-    (m, _, B, C, _), *_ = case
-    a, x, z = normal(m, 1, B, C), normal(m, 1, B, C), torch.zeros(m, 1, B, C, device=DEVICE)
-    healthy = kernels.narrow_mlp_step(a, x, w, form, z)
-    a[0, 0, 3, 0] = NAN
-    found = kernels.narrow_mlp_step(a, x, w, form, z)
-    assert found[0, 0, 3].isnan().all()
+    form, w, slopes, normal = problem(case, FLOAT)
+    (_, S, B, _, C, _), *_ = case
+    x = normal(B, S, C)
+    buffers = ForwardBuffers.of(x, w, S, form)
+    for tensor in (buffers.stream, *buffers.attending):
+        tensor.copy_(normal(*tensor.shape))
+    given = buffers.stream.clone()
+
+    def run():
+        buffers.stream.copy_(given)
+        run_tile(buffers, w, slopes, form, kernels)
+        return buffers.stream[1:].clone()
+
+    healthy = run()
+    given[0, 0, 3, 0] = NAN
+    found = run()
+    assert found[:, :, 3].isnan().all()
     others = torch.arange(B, device=DEVICE) != 3
     assert torch.equal(found[:, :, others], healthy[:, :, others])

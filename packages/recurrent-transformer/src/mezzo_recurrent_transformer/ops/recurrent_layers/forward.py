@@ -17,7 +17,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
     Tiling,
     copy_rows,
     given_by,
-    leaf_of,
+    leaves,
     padded,
 )
 
@@ -99,18 +99,31 @@ def run_tile(
     buffers: ForwardBuffers, w: Matrices, slopes: Tensor, form: Form, parts: ModuleType
 ) -> None:
     """Run the steps of a tile one after another; write z and the persistent pairs."""
-    stream, at = buffers
-    b, S = form.block_size, stream.shape[1]
-    a = torch.empty_like(at.q[:, :b])
-    kv = None
-    for step in range(S // b):
-        rows = slice(step * b, (step + 1) * b)
-        parts.attend_step(at, kv, w.k_norm, slopes, form, step, a)
-        kv = mlp_step(a, stream[:-1, rows], w, form, stream[1:, rows], parts)
-        leaf = leaf_of(rows.start, S, b)
-        if rows.stop < leaf.stop:
-            continue
-        parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
-        kv = None
+    at, b = buffers.attending, form.block_size
+    S = at.q.shape[1]
+    for leaf in leaves(S, b):
+        if parts.is_narrow(at.q, form):
+            parts.narrow_leaf(buffers, w, slopes, form, leaf)
+        else:
+            run_leaf(buffers, w, slopes, form, leaf, parts)
         if leaf.stop < S:
             parts.attend_leaves(at, slopes, form, leaf.stop, given_by(leaf.stop, len(leaf)))
+
+
+def run_leaf(
+    buffers: ForwardBuffers,
+    w: Matrices,
+    slopes: Tensor,
+    form: Form,
+    leaf: range,
+    parts: ModuleType,
+) -> None:
+    """Run the steps of a leaf: what must be done one token, or block, after another."""
+    (stream, at), b = buffers, form.block_size
+    a = torch.empty_like(at.q[:, :b])
+    kv = None
+    for begin in leaf[::b]:
+        rows = slice(begin, begin + b)
+        parts.attend_step(at, kv, w.k_norm, slopes, form, begin // b, a)
+        kv = mlp_step(a, stream[:-1, rows], w, form, stream[1:, rows], parts)
+    parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])

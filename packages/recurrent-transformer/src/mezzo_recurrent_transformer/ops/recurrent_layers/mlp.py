@@ -23,8 +23,6 @@ def mlp_step(a: Tensor, x: Tensor, w: Matrices, form: Form, z: Tensor, parts: Mo
         z: written, the layers' outputs; one layer's may be where the next one's inputs are.
         parts: `eager` or `triton`.
     """
-    if parts.is_narrow(a):
-        return parts.narrow_mlp_step(a, x, w, form, z)
     r, n = form.residual_scale, torch.empty_like(a)
     h = torch.empty_like(a, dtype=accumulation_dtype(a.dtype))
     g = a.new_empty(*a.shape[:3], w.up.shape[1])
@@ -44,9 +42,6 @@ def mlp_step_bwd(t: BackwardBuffers, w: Matrices, form: Form, parts: ModuleType)
         form: the options.
         parts: `eager` or `triton`.
     """
-    if parts.is_narrow(t.do):
-        parts.narrow_mlp_step_bwd(t, w, form)
-        return
     r, dz = form.residual_scale, torch.empty_like(t.h)
     partial = parts.product_partial(t.dpair, w.kv.mT, t.dnormed)
     parts.normed_bwd(

@@ -37,6 +37,11 @@ def leaf_of(place: int, S: int, block_size: int) -> range:
     return range(first, min(first + leaf, S))
 
 
+def leaves(S: int, block_size: int) -> list[range]:
+    """Return the tokens of each leaf of a tile of S tokens."""
+    return [leaf_of(place, S, block_size) for place in range(0, S, leaf_size(block_size))]
+
+
 def given_by(place: int, leaf: int) -> int:
     """Return how many tokens before a place between two leaves give to as many after it."""
     j = place // leaf

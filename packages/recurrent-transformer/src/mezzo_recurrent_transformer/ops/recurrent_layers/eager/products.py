@@ -14,8 +14,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
 
 
-def is_narrow(x: Tensor) -> bool:
-    """Return False: only as kernels there is another form of a step, for few channels."""
+def is_narrow(x: Tensor, form: Form) -> bool:
+    """Return False: only as kernels there is another form of a leaf, for few channels."""
     return False
 
 

@@ -8,8 +8,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.leaves import (
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.narrow import (
     is_narrow,
-    narrow_mlp_step,
-    narrow_mlp_step_bwd,
+    narrow_leaf,
+    narrow_leaf_bwd,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
     product_add,
@@ -46,8 +46,8 @@ __all__ = [
     "head_products",
     "is_narrow",
     "leaves_bwd",
-    "narrow_mlp_step",
-    "narrow_mlp_step_bwd",
+    "narrow_leaf",
+    "narrow_leaf_bwd",
     "normed",
     "normed_bwd",
     "pairs_bwd",
