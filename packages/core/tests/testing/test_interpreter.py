@@ -116,3 +116,17 @@ def test_a_launch_patches_the_language_once_for_all_its_calls(monkeypatch):
         assert x == 2**times
         needed.append(len(patches))
     assert needed[0] == needed[1] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_a_type_of_blocks_is_made_once_and_never_taken_for_another():
+    kept = tl.block_type(tl.float32, [4, 2])
+    assert tl.block_type(tl.float32, tl.tuple([tl.constexpr(4), 2])) is kept
+    others = (tl.float32, [2, 4]), (tl.float32, [4, 2, 1]), (tl.int32, [4, 2])
+    pointers = (tl.pointer_type(tl.float32), [4, 2]), (tl.pointer_type(tl.float16), [4, 2])
+    types = [kept, *(tl.block_type(*each) for each in (*others, *pointers))]
+    assert len({(str(each), str(each.scalar), each.numel) for each in types}) == len(types)
+    for shape, error in (([4.0, 2], TypeError), ([4, 3], ValueError), ([], TypeError)):
+        for _ in range(2):
+            with pytest.raises(error):
+                tl.block_type(tl.float32, shape)
