@@ -43,3 +43,15 @@ def test_every_law_is_kept(part, law):
 
 def test_arguments_replaced_are_refused_by_name(part):
     check_module_arguments(part)
+
+
+@pytest.mark.parametrize("name", ["block", "stack"])
+def test_weights_may_be_plain_tensors(name):
+    part, x = PARTS[name].build(C), torch.ones(1, 3, C)
+    given = {key: weight.detach() for key, weight in part.named_parameters()}
+    found = torch.func.grad(
+        lambda weights: torch.func.functional_call(part, weights, (x,))[0].sum()
+    )(given)
+    part(x)[0].sum().backward()
+    for key, weight in part.named_parameters():
+        assert torch.equal(found[key], weight.grad), key

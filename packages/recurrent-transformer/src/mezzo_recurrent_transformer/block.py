@@ -1,6 +1,7 @@
 """One layer of the Recurrent Transformer, as a block."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mezzo_core.nn.attention import KVCache
@@ -129,8 +130,10 @@ def run_layers(
 def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
     """Return the layers' weights, stacked; gradients flow back to each layer's own."""
 
-    def stacked(*path: str) -> Tensor:
-        return torch.stack([layer.get_parameter(".".join((*path, "weight"))) for layer in layers])
+    def stacked(name: str) -> Tensor:
+        parts: list[Any] = [layer.get_submodule(name) for layer in layers]
+        # `get_parameter` would refuse the plain tensors of torch.func and of parametrizations.
+        return torch.stack([part.weight for part in parts])
 
     has_norms = layers[0].config.norm != "none"
     return LayerWeights(
@@ -138,8 +141,8 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
         wk=stacked("wk"),
         wv=stacked("wv"),
         wo=stacked("wo"),
-        up=stacked("mlp", "up"),
-        down=stacked("mlp", "down"),
+        up=stacked("mlp.up"),
+        down=stacked("mlp.down"),
         n1=stacked("attention_norm") if has_norms else None,
         n2=stacked("mlp_norm") if has_norms else None,
         q_norm=stacked("q_norm") if has_norms else None,
