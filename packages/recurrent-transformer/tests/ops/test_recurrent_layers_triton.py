@@ -95,6 +95,22 @@ def test_outputs_and_all_gradients_equal_eager_and_repeats_are_bit_equal(case, d
             assert torch.equal(value, found[name]), name
 
 
+def test_strides_do_not_matter():
+    inputs, pull, options = problem((2, 2, 2, 2, 16, "layer", 1))
+    k, v = torch.randn(2, 2, 2, 4, 2, 16, device=DEVICE)
+    past = Past(k, v, torch.tensor([3, 1], device=DEVICE))
+    truth = run("eager", inputs, pull, options | {"past": past})
+
+    def strided(x):
+        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+    slopes, lengths = strided(options["alibi_slopes"]), strided(past.lengths)
+    options |= {"alibi_slopes": slopes, "past": past._replace(lengths=lengths)}
+    inputs = {name: strided(value) for name, value in inputs.items()}
+    for name, value in run("triton", inputs, pull, options).items():
+        assert_close(name, value, truth[name], rtol=RTOL[torch.float32])
+
+
 @pytest.mark.parametrize("case", [CASES["narrow heads"], CASES["blocks"]], ids=str)
 def test_steps_in_one_kernel_give_the_same(case, monkeypatch):
     monkeypatch.setattr(products, "DTYPES", (torch.float32,))

@@ -53,8 +53,8 @@ class Inputs(NamedTuple):
         """Return it from the arguments of the registered op that follow x."""
         weights, rest = Matrices(*arguments[:_WEIGHTS]), arguments[_WEIGHTS:]
         slopes, k, v, seen, cu_seqlens, *form, impl = rest
-        past = None if k is None else (k.flatten(3), v.flatten(3), seen)
-        return cls(weights, slopes, past, cu_seqlens, Form(*form), impl)
+        past = None if k is None else (k.flatten(3), v.flatten(3), seen.contiguous())
+        return cls(weights, slopes.contiguous(), past, cu_seqlens, Form(*form), impl)
 
     @property
     def n(self) -> int:

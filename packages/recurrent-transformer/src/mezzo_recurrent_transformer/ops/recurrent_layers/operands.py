@@ -34,7 +34,8 @@ class Matrices(NamedTuple):
         """Return copies of the weights, laid out for the products."""
         qkv = torch.cat([x.to(dtype) for x in (w.wq, w.wk, w.wv)], 1)
         o, up, down = (x.to(dtype).contiguous() for x in (w.wo, w.up, w.down))
-        return cls(qkv, o, up, down, w.n1, w.n2, w.q_norm, w.k_norm)
+        norms = (None if x is None else x.contiguous() for x in (w.n1, w.n2, w.q_norm, w.k_norm))
+        return cls(qkv, o, up, down, *norms)
 
     def of_layers(self, first: int, end: int) -> "Matrices":
         """Return the weights of layers `first` to `end`."""
