@@ -143,10 +143,28 @@ def test_bad_borders_are_refused(borders, impl):
 
 @pytest.mark.parametrize("impl", ["reference", "eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_weights_may_be_in_another_dtype_than_the_stream(impl, dtype):
+@pytest.mark.parametrize("stream", [torch.float32, torch.float64])
+def test_weights_may_be_in_another_dtype_than_the_stream(impl, dtype, stream):
     given = problem()
     expected = recurrent_layers(**given).z
     others = LayerWeights(*(w.to(dtype) for w in given["weights"]))
-    z = recurrent_layers(**given | {"weights": others, "impl": impl}).z
-    assert z.dtype == torch.float32
-    assert torch.allclose(z, expected, atol=0.05)
+    x = given["x"].to(stream).requires_grad_()
+    z = recurrent_layers(**given | {"x": x, "weights": others, "impl": impl}).z
+    assert z.dtype == stream
+    assert torch.allclose(z.float(), expected, atol=0.05)
+    z.sum().backward()
+    assert x.grad.dtype == stream
+
+
+def test_shapes_are_told_without_memory():
+    with torch.device("meta"):
+        k = torch.empty(n, B, 4, H, D)
+        seen = torch.empty(B, dtype=torch.int64)
+    given = problem()
+    given = {name: given[name].to("meta") for name in ("x", "alibi_slopes")} | {
+        "weights": LayerWeights(*(w.to("meta") for w in given["weights"])),
+        "past": Past(k, k, seen),
+    }
+    z, after = recurrent_layers(**given, num_heads=H)
+    assert z.shape == (B, T, C)
+    assert after.k.shape == (n, B, 4 + T, H, D)

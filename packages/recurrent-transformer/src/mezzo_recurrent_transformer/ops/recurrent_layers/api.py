@@ -14,6 +14,7 @@ from mezzo_core.ops.checks import (
 from mezzo_core.ops.impl import triton_runs_on
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.padding import without_padding
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
@@ -101,7 +102,11 @@ def recurrent_layers(
     """
     form = _checked_form(x, num_heads, residual_scale, norm, eps, persistent_norm, block_size)
     weights = _checked_weights(weights, x, norm)
-    slopes = _checked_slopes(alibi_slopes, x, num_heads)
+    dtype = weights.wq.dtype
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    slopes = _checked_slopes(alibi_slopes, x, num_heads, accumulation_dtype(dtype))
     _check_past(past, x, weights, form)
     if cu_seqlens is not None:
         if past is not None:
@@ -113,10 +118,6 @@ def recurrent_layers(
             raise ValueError(f"{OP}: lengths needs a past")
         check_lengths(OP, lengths, x)
         x = without_padding(x, lengths)
-    device = x.device.type
-    dtype = weights.wq.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
     chosen = _resolve(impl, x, dtype, num_heads)
     if chosen == "reference":
         z, pairs = recurrent_layers_reference(x, weights, form, slopes, past, cu_seqlens)
@@ -217,8 +218,7 @@ def _checked_weights(weights: Any, x: Tensor, norm: Norm) -> LayerWeights:
     return weights
 
 
-def _checked_slopes(slopes: Any, x: Tensor, num_heads: int) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+def _checked_slopes(slopes: Any, x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     if slopes is None:
         return torch.zeros(num_heads, dtype=dtype, device=x.device)
     check_floating(OP, "alibi_slopes", slopes)
