@@ -270,6 +270,14 @@ def test_the_command_sweeps_and_draws_the_figure(tmp_path, capsys):
     assert (tmp_path / "synthetic.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_may_train_one_model_alone(tmp_path, capsys):
+    options = "--task memorization --model recurrent --lr 0.001 --decay 0 --seed 0 --width 8 "
+    options += "--train-rows 2 --test-rows 2 --batch-size 2 --max-steps 1 --device cpu"
+    assert run_command(*options.split(), "--out", tmp_path) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "│ mem" in line]
+    assert ["│", "memorization", "│", "Transformer", "│", "-", "│", "-", "│"] in rows
+
+
 def test_the_command_answers_a_wrong_value_in_one_line(tmp_path, capsys):
     assert run_command("--task", "compresion", "--out", tmp_path) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers.figures import draw_result
 from mezzo_core.papers.measurement import read_result
+from mezzo_core.papers.tables import format_value
 from rich.console import Console
 from rich.table import Table
 from typer import Option
@@ -71,8 +72,9 @@ def synthetic(
     table = Table("task", "model", *found.groups)
     for column in found.columns:
         for name in result.header.models:
+            # Another call may train the other model.
             values = (found.typical(name, column, group) for group in found.groups)
-            table.add_row(column, name, *(v if isinstance(v, str) else f"{v:.3f}" for v in values))
+            table.add_row(column, name, *map(format_value, values))
     console.print(table)
     figure = result.path.with_suffix(".png")
     draw_result(found, figure)
