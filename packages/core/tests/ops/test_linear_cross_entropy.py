@@ -113,6 +113,11 @@ def test_rows_of_any_shape_and_none():
     assert [part.count_nonzero() for part in nothing] == [0] * 4
 
 
+def test_shapes_are_told_without_memory():
+    given = [tensor.detach().to("meta") for tensor in inputs(12, 4, 9)]
+    assert linear_cross_entropy(*given).hits.shape == (12,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_multiplies_in_bf16_and_keeps_the_weight_s_gradient_wide(dtype):
     x, w, targets = inputs(37, 8, 61)

@@ -77,7 +77,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
         raise TypeError(f"{name}: targets must be an int64 tensor, got {got}")
     check_size(name, "ignore_index", ignore_index, least=-(2**63))
     kind, dtype = x.device.type, x.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     elif dtype != weight.dtype:
         raise TypeError(
