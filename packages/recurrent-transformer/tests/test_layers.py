@@ -12,6 +12,7 @@ from mezzo_recurrent_transformer import (
     scaled,
 )
 from torch import nn
+from torch.nn.utils import prune
 
 C = 16
 BLOCK = RecurrentBlockConfig(head_dim=4, hidden=24)
@@ -55,3 +56,10 @@ def test_weights_may_be_plain_tensors(name):
     part(x)[0].sum().backward()
     for key, weight in part.named_parameters():
         assert torch.equal(found[key], weight.grad), key
+
+
+def test_a_weight_that_a_hook_sets_is_refused():
+    part = BLOCK.build(C)
+    prune.identity(part.wq, "weight")
+    with pytest.raises(TypeError, match=r"wq.weight is set by a hook"):
+        part(torch.ones(1, 3, C))

@@ -132,7 +132,10 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
 
     def stacked(name: str) -> Tensor:
         parts: list[Any] = [layer.get_submodule(name) for layer in layers]
-        # `get_parameter` would refuse the plain tensors of torch.func and of parametrizations.
+        # It need not be a parameter: torch.func and parametrizations have plain tensors. But
+        # pruning and the old weight_norm set it before a part's forward, which never comes.
+        if any("weight" in vars(part) for part in parts):
+            raise TypeError(f"{name}.weight is set by a hook: use torch.nn.utils.parametrize")
         return torch.stack([part.weight for part in parts])
 
     has_norms = layers[0].config.norm != "none"
