@@ -115,7 +115,7 @@ def add_earlier(
     for j in range(0, visible, BN):
         o_j = j + tl.arange(0, BN)
         m_j = o_j < visible
-        o_kv = o_j[:, None] * (H * D) + o_d[None, :]
+        o_kv = o_j.to(tl.int64)[:, None] * (H * D) + o_d[None, :]
         b_k = tl.load(k + o_kv, mask=m_j[:, None], other=0.0)
         b_v = tl.load(v + o_kv, mask=m_j[:, None], other=0.0)
         b_acc, b_m, b_l = add_keys(

@@ -110,7 +110,7 @@ def attend_tile_bwd_kernel(
     for j in range(0, visible, BN):
         o_j = j + tl.arange(0, BN)
         m_j = o_j < visible
-        o_kv = o_row + o_j[:, None] * (H * D) + o_d[None, :]
+        o_kv = o_row + o_j.to(tl.int64)[:, None] * (H * D) + o_d[None, :]
         b_k = tl.load(k_all + o_kv, mask=m_j[:, None], other=0.0)
         b_v = tl.load(v_all + o_kv, mask=m_j[:, None], other=0.0)
         _, b_ds = softmax_bwd(
