@@ -76,6 +76,27 @@ def test_the_loss_compiles_as_one_graph(packed):
     assert training(tokens, tokens.roll(-1), borders).isfinite(), "with noise too"
 
 
+def test_packed_rows_share_a_graph_whatever_the_number_of_their_documents():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layers, graphs = STACK.build(32).eval(), []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda x, borders: layers(x, cu_seqlens=borders)[0], fullgraph=True, backend=keep
+    )
+    x = torch.randn(1, 30, 32)
+    with torch.no_grad():
+        for lengths in ([9, 0, 21], [13, 17], [1] * 30):
+            borders = torch.tensor([0, *lengths]).cumsum(0)
+            torch._dynamo.mark_dynamic(borders, 0)
+            assert_close("y", compiled(x, borders), layers(x, cu_seqlens=borders)[0], rtol=1e-5)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("retriever", ["learned", "random", "fixed"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_training_step_reads_no_values_so_that_it_never_waits_for_a_gpu(

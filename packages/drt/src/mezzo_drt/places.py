@@ -140,7 +140,8 @@ def packed_places(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Place
     lo = starts[torch.searchsorted(starts, readers, right=True) - 1]
     return Places(
         L, T, N, N * (L + 1), lo[None], readers[None] - 1, source[None], place_of[None],
-        cu_seqlens=F.pad(starts * (L + 1), (0, 1), value=N * (L + 1)),
+        # Not by `pad`: compiled, its value is a constant, so each number of sequences had a graph.
+        cu_seqlens=torch.cat([starts * (L + 1), starts.new_full((1,), N * (L + 1))]),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 TILE_KEYS = 16_384
@@ -79,13 +80,14 @@ def _choose(
     (B, N), S, R = queries.shape[:2], keys.shape[1], num_retrieved
     rows = max(1, TILE_SCORES // max(1, B * min(S, TILE_KEYS)))
     found = []
-    for a in range(0, N, rows):
-        piece = slice(a, a + rows)
+    # Counted by tiles: compiled, a loop is unrolled, and its graph is for so many tiles alone.
+    for i in range(ceil_div(N, rows)):
+        piece = slice(i * rows, (i + 1) * rows)
         q, b_lo, b_hi = queries[:, piece], lo[:, piece, None], hi[:, piece, None]
         dtype = accumulation_dtype(q.dtype)
         best = q.new_full((B, q.shape[1], R), float("-inf"), dtype=dtype)
         index = torch.full_like(best, -1, dtype=torch.int64)
-        for b in range(0, S, TILE_KEYS):
+        for b in (TILE_KEYS * j for j in range(ceil_div(S, TILE_KEYS))):
             tile = keys[:, b : b + TILE_KEYS]
             chunk = torch.arange(b, b + tile.shape[1], device=q.device)
             if random_group is None:
