@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
@@ -110,7 +110,7 @@ def _choose(
 def _products(q: Tensor, keys: Tensor) -> Tensor:
     """Return (B, N, S) scores in float32: rounded to bf16, the best of many chunks would tie."""
     dtype = accumulation_dtype(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
 
 

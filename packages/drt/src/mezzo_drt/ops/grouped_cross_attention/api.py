@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.op import differentiable_attention
@@ -79,7 +80,7 @@ def grouped_cross_attention(
         return differentiable_attention(*tensors, *lists, softmax1, float(scale))[0]
     if k.shape[1] == 0:  # a chunk that nobody reads, for the reference to gather from
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return grouped_cross_attention_reference(q, k, v, indices, weights, softmax1, scale)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from mezzo_core.ops.packed import check_borders
+from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
-
-from mezzo_gsa.ops.eager.autocast import without_autocast
 
 EagerForm = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
 """Its arguments: [q, k, v, ...] of at least one token, the states before the first token, the

@@ -4,13 +4,12 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.eager.autocast import without_autocast
 from mezzo_gsa.ops.gates.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
 from mezzo_gsa.ops.gla.form import LayerForm
