@@ -139,5 +139,7 @@ def test_what_does_not_fit_is_refused():
     layers = replace(STACK, outside=BagOfTokensConfig(width=8)).build(32)
     with pytest.raises(ValueError, match=r"x must be \(B, T, 32 \+ 8\), got \(1, 5, 32\)"):
         layers(torch.zeros(1, 5, 32))
+    with pytest.raises(TypeError, match="DRT: x must be a tensor, got list"):
+        layers([[0.0] * 40])
     with pytest.raises(ValueError, match="num_vectors must be"):
         BagOfTokensConfig(num_vectors=0)

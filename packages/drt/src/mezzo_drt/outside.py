@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 from mezzo_core.config_json import check_fields
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_floating, check_size
 from torch import Tensor, nn
 
 
@@ -85,10 +85,12 @@ def divide(x: Tensor, d_model: int, encoder: AbstractOutsideEncoder | None) -> l
     """Divide a stack's input (B, T, C + K) into the embedding and, with an encoder, its part.
 
     Raises:
+        TypeError: if x is not a floating-point tensor.
         ValueError: if the width is another.
     """
     if encoder is None:
         return [x]
+    check_floating("DRT", "x", x)
     widths = [d_model, encoder.width]
     if x.ndim != 3 or x.shape[-1] != sum(widths):
         raise ValueError(f"x must be (B, T, {d_model} + {encoder.width}), got {tuple(x.shape)}")
