@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def test_a_host_needs_memory_for_keys_and_values_together(stack, monkeypatch):
         else:
             with pytest.raises(UserError, match="give a folder"):
                 stack(x, stack.init_state(1))
+
+
+@torch.no_grad()
+def test_a_stack_that_writes_files_can_be_pickled(stack, tmp_path):
+    x = torch.randn(1, 8 * L, C)
+    stack.offload_to(str(tmp_path))
+    again = pickle.loads(pickle.dumps(stack))
+    y, state = run(again, x)
+    assert sum(mapped(tmp_path)) >= 2 * state.memory.k.nbytes, "and writes there"
+    assert_close("outputs", y, stack(x)[0], rtol=1e-5)
 
 
 def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):

@@ -317,7 +317,7 @@ class DRT(AbstractStack):
         """Return the forward FLOPs per token: all layers over all places, encoder and retrieval."""
         return cost.flops_per_token(self, num_tokens)
 
-    def offload_to(self, folder: Path | None) -> None:
+    def offload_to(self, folder: str | Path | None) -> None:
         """Keep what is offloaded in files of a folder from now on; None for the host's memory.
 
         The files have no names and go with the states. Gradients need the host's memory.
@@ -328,7 +328,7 @@ class DRT(AbstractStack):
         """
         if not self.config.offload:
             raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
-        self._allocate = in_memory if folder is None else in_folder(folder)
+        self._allocate = in_memory if folder is None else in_folder(Path(folder))
 
     def beside(self, tokens: Tensor) -> Tensor | None:
         """Return what the outside encoder needs of the tokens."""

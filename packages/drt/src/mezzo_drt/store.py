@@ -5,6 +5,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,26 +40,26 @@ def in_folder(folder: Path) -> Allocate:
     Raises:
         UserError: if the folder is missing or cannot be written; later, if the disk is full.
     """
-
-    def allocate(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        num_bytes = math.prod(sizes) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(*sizes, dtype=dtype, device="cpu")
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                mapped = mmap.mmap(file.fileno(), num_bytes)
-        except OSError as error:
-            raise UserError(
-                f"{folder} cannot take {num_bytes / 2**30:.1f} GiB of offloaded chunks: "
-                f"{error.strerror or error}"
-            ) from error
-        return torch.frombuffer(mapped, dtype=dtype).view(*sizes)
-
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: offload_to needs one that is there")
-    allocate((1,), torch.int64)
-    return allocate
+    _in_file(folder, (1,), torch.int64)
+    return partial(_in_file, folder)  # which can be pickled with the stack
+
+
+def _in_file(folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(*sizes, dtype=dtype, device="cpu")
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            mapped = mmap.mmap(file.fileno(), num_bytes)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot take {num_bytes / 2**30:.1f} GiB of offloaded chunks: "
+            f"{error.strerror or error}"
+        ) from error
+    return torch.frombuffer(mapped, dtype=dtype).view(*sizes)
 
 
 def available_memory() -> float:
