@@ -123,6 +123,13 @@ def test_training_leaves_it_as_it_was(encoder):
         assert torch.equal(x, before[name]) == ("outside" in name), name
 
 
+def test_it_is_in_evaluation_mode_while_the_model_is_trained():
+    model = LMConfig(VOCAB, 32, stack=replace(STACK, outside=OrderedConfig())).build()
+    assert model.stack.training
+    assert not any(part.training for part in model.stack.outside.modules())
+    assert not any(part.training for part in model.train().stack.outside.modules())
+
+
 def test_it_loads_its_weights_after_those_of_a_model_are_drawn():
     assert torch.equal(build(OrderedConfig()).stack.outside.mix.weight, loaded())
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 class AbstractOutsideEncoder(nn.Module, ABC):
     """Makes a vector of each chunk, which is compared with others by its cosine.
 
-    It runs without gradients, so no training changes its weights.
+    It runs without gradients, so no training changes its weights. It is always in evaluation mode:
+    dropout would draw other vectors of the same chunk.
     """
 
     width: int
@@ -29,6 +30,10 @@ class AbstractOutsideEncoder(nn.Module, ABC):
     @abstractmethod
     def forward(self, chunks: Tensor) -> Tensor:
         """Return the vectors of chunks, (B, N, L, K) to (B, N, K), each chunk alone."""
+
+    def train(self, mode: bool = True) -> "AbstractOutsideEncoder":
+        """Stay in evaluation mode, whatever the mode of the model becomes."""
+        return super().train(False)
 
     def load(self) -> None:
         """Load weights that were trained before; called when those of a new model are drawn."""

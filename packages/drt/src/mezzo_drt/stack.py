@@ -130,7 +130,7 @@ class DRT(AbstractStack):
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
         outside = config.outside
-        self.outside = None if outside is None else outside.build().requires_grad_(False)
+        self.outside = None if outside is None else outside.build().requires_grad_(False).eval()
         upper = (
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
