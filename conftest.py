@@ -53,6 +53,11 @@ settings.register_profile("thorough", deadline=None, max_examples=5000)
 settings.load_profile("steady")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Start three workers for two cores: tests wait for disks and for other processes."""
+    return max(1, (os.cpu_count() or 1) * 3 // 2)
+
+
 def pytest_report_header() -> str:
     """Say with what the tests run: the versions differ between environments."""
     names = [name for name in ("torch", "triton", "numpy") if find_spec(name)]
