@@ -111,8 +111,8 @@ def test_strides_do_not_matter():
         assert_close(name, value, truth[name], rtol=RTOL[torch.float32])
 
 
-@pytest.mark.parametrize("case", [CASES["narrow heads"], CASES["blocks"]], ids=str)
-def test_steps_in_one_kernel_give_the_same(case, monkeypatch):
+@pytest.mark.parametrize("case", [CASES["narrow heads"], CASES["one layer"]], ids=str)
+def test_leaves_in_one_kernel_give_the_same(case, monkeypatch):
     monkeypatch.setattr(products, "DTYPES", (torch.float32,))
     given = problem(case)
     assert_right(run("triton", *given), *given, torch.float32)
@@ -134,6 +134,14 @@ def test_other_weights_of_the_same_shapes_are_used():
     for seed in range(5):
         given = problem(case, seed=seed)
         assert_right(run("triton", *given), *given, torch.float32)
+
+
+@pytest.mark.gpu
+def test_bad_borders_are_refused_on_a_gpu_too():
+    inputs, pull, options = problem((1, 1, 25, 2, 16, "rms", 1))
+    options["cu_seqlens"] = torch.tensor([0, 9, 24], device=DEVICE)
+    with pytest.raises(ValueError, match="end at T = 25"):
+        run("triton", inputs, pull, options)
 
 
 @pytest.mark.gpu

@@ -88,8 +88,7 @@ def recurrent_layers(
         past: the pairs of earlier tokens; needs `block_size` 1. Its lengths are checked on the CPU
             only.
         cu_seqlens: (S + 1,) borders of sequences packed in one row (B = 1), from 0 to T, never
-            decreasing. On a GPU the call waits for it, to run sequences side by side; its values
-            are checked on the CPU only.
+            decreasing. On a GPU the call waits for it, to run sequences side by side.
         lengths: (B,) int64, the real tokens of each row; the rest is padding on the right, whose
             outputs are meaningless. Needs a past.
         impl: "reference" (one token after another, by autograd), "eager" (tiles, PyTorch),

@@ -119,7 +119,7 @@ def _run(call: Inputs, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if call.past is not None:
             k, v = (padded(t.to(k.dtype), t.shape[2] + T).clone() for t in call.past[:2])
     elif call.cu_seqlens is not None:
-        check_borders("recurrent_layers", call.cu_seqlens, T)
+        check_borders("recurrent_layers", call.cu_seqlens.cpu(), T)  # it waits for them anyway
         stream = x.new_empty(kept(n), B, T, C)
         for index in packing.batches_of(call.cu_seqlens):
             its = call.forward(packing.take(x, index)).stream
