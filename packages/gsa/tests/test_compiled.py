@@ -62,6 +62,7 @@ def assert_equal(compiled, mixer, lengths):
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4, msg=f"{name} at {T}")
 
 
+@pytest.mark.slow
 def test_the_inductor_gives_what_eager_gives_at_lengths_that_fill_no_chunk(mixer):
     # One graph for both lengths: compiling takes some ten seconds.
     assert_equal(torch.compile(forms(mixer), fullgraph=True, dynamic=True), mixer, (100, 17))
