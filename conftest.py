@@ -58,11 +58,6 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, (os.cpu_count() or 1) * 3 // 2)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 def pytest_report_header() -> str:
     """Say with what the tests run: the versions differ between environments."""
     names = [name for name in ("torch", "triton", "numpy") if find_spec(name)]
