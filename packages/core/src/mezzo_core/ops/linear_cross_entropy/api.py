@@ -9,6 +9,7 @@ from torch import Tensor
 from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.linear_cross_entropy import op, reference
+from mezzo_core.ops.precision import autocast_dtype
 
 NO_TARGET = -100
 """The target where there is nothing to predict: torch's own default of `ignore_index`."""
@@ -76,9 +77,9 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
         raise TypeError(f"{name}: targets must be an int64 tensor, got {got}")
     check_size(name, "ignore_index", ignore_index, least=-(2**63))
-    kind, dtype = x.device.type, x.dtype
-    if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype, cast = x.dtype, autocast_dtype(x.device)
+    if cast is not None and dtype != torch.float64:
+        dtype = cast
     elif dtype != weight.dtype:
         raise TypeError(
             f"{name}: x and weight must have one dtype outside autocast, "

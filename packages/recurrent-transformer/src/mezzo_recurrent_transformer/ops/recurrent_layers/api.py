@@ -14,7 +14,7 @@ from mezzo_core.ops.checks import (
 from mezzo_core.ops.impl import triton_runs_on
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.padding import without_padding
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, autocast_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
@@ -101,10 +101,7 @@ def recurrent_layers(
     """
     form = _checked_form(x, num_heads, residual_scale, norm, eps, persistent_norm, block_size)
     weights = _checked_weights(weights, x, norm)
-    dtype = weights.wq.dtype
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x.device) or weights.wq.dtype
     slopes = _checked_slopes(alibi_slopes, x, num_heads, accumulation_dtype(dtype))
     _check_past(past, x, weights, form)
     if cu_seqlens is not None:
