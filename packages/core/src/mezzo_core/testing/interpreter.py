@@ -51,7 +51,7 @@ def repair_interpreter() -> None:
 
 
 def speed_up_interpreter() -> None:
-    """Let the interpreter do once what it repeats; kernels take less than half as long.
+    """Let the interpreter do once what it repeats, so that kernels take less time.
 
     A launch replaces the functions of `triton.language` by those of the interpreter. So does each
     call of a device function: here only the first call that a launch makes into a module does. The
