@@ -42,8 +42,11 @@ def test_every_result_stands_in_its_document_and_has_a_figure_there(package):
     for path in results:
         assert f"{path.parent.name}/{path.name}" in text
     figures = re.findall(r"\]\((results/[^)]*\.png)\)", text)
-    assert all((package / figure).exists() for figure in figures)
     assert len(figures) == sum(path.suffix == ".json" for path in results)
+    for _, path, checksum in check_results.figures(package):
+        assert str(path.relative_to(package)) in figures
+        advice = f"run tools/check_results.py --figures: {path.name}"
+        assert check_results.drawn_from(path) == checksum, advice
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ def workspace(tmp_path, monkeypatch):
 
 def test_a_package_has_its_results_and_a_readme_its_tables(workspace):
     package = workspace / "packages/p"
-    check_results.draw_missing(package)
+    check_results.draw_figures(package)
     (package / "results/notes.md").write_text("What to know.\n")
     for folder in (workspace, package):
         for path, text in check_results.documents(folder).items():
@@ -93,6 +96,20 @@ def test_a_changed_result_would_be_noticed(workspace):
     path.write_text(path.read_text().replace('"value": 2', '"value": 2.5'))
     after = check_results.documents(workspace / "packages/p")
     assert [text != after[path] for path, text in before.items()] == [True, True]
+
+
+def test_a_figure_of_a_changed_result_is_drawn_again(workspace):
+    package = workspace / "packages/p"
+    json_file, figure = (package / f"results/gpu/speed.{end}" for end in ("json", "png"))
+    check_results.draw_figures(package)
+    before = figure.read_bytes()
+    check_results.draw_figures(package)
+    assert figure.read_bytes() == before
+    json_file.write_text(json_file.read_text().replace('"value": 2', '"value": 2.5'))
+    ((_, _, checksum),) = check_results.figures(package)
+    assert check_results.drawn_from(figure) != checksum
+    check_results.draw_figures(package)
+    assert check_results.drawn_from(figure) == checksum
 
 
 def test_every_result_says_where_it_comes_from():

@@ -1,11 +1,14 @@
 """Write each package's RESULTS.md, and the tables in the READMEs: `python tools/check_results.py`.
 
 A README's table stands between `<!-- table MACHINE/NAME -->` and `<!-- end of table -->`; in the
-workspace's README, PACKAGE/MACHINE/NAME. With `--figures`, missing figures of results are drawn.
+workspace's README, PACKAGE/MACHINE/NAME. With `--figures`, figures of results that are missing or
+of other numbers are drawn: each keeps the checksum of its result.
 """
 
+import hashlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from mezzo_core.papers.figures import draw_result, model_names
@@ -13,9 +16,12 @@ from mezzo_core.papers.markdown import results_markdown, table
 from mezzo_core.papers.measurement import Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Claim, Published, Table, load_published
 from mezzo_core.papers.tables import measured_grid
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/results"))
+CHECKSUM = "Result"
+"""The name of a figure's checksum in its file."""
 TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -51,19 +57,35 @@ def published(package: Path) -> Published:
     return load_published(next(package.glob("src/*/published.toml")))
 
 
-def draw_missing(package: Path) -> None:
-    """Draw the figures of those result files that have none."""
-    results = read_results(package / "results")
-    names = model_names(published(package), results.values())
-    for ours in results.values():
-        path = package / "results" / f"{ours.source}.png"
-        if ours.kind != "timings" and not path.exists():
-            draw_result(ours, path, names)
+def figures(package: Path) -> Iterator[tuple[Measurement, Path, str]]:
+    """Yield each result, its figure's path, and the checksum that the figure should have."""
+    for ours in read_results(package / "results").values():
+        if ours.kind != "timings":
+            path = package / "results" / ours.source
+            checksum = hashlib.sha256(path.with_name(f"{path.name}.json").read_bytes()).hexdigest()
+            yield ours, path.with_name(f"{path.name}.png"), checksum
+
+
+def drawn_from(figure: Path) -> str | None:
+    """Return the checksum of the result that a figure shows; None if it has none or is missing."""
+    if not figure.exists():
+        return None
+    with Image.open(figure) as picture:
+        return picture.info.get(CHECKSUM)
+
+
+def draw_figures(package: Path) -> None:
+    """Draw the figures that do not show their results."""
+    found = list(figures(package))
+    names = model_names(published(package), [ours for ours, *_ in found])
+    for ours, path, checksum in found:
+        if drawn_from(path) != checksum:
+            draw_result(ours, path, names, metadata={CHECKSUM: checksum})
 
 
 if __name__ == "__main__":
     for package in PACKAGES if "--figures" in sys.argv else ():
-        draw_missing(package)
+        draw_figures(package)
     for folder in (*PACKAGES, ROOT):
         for path, text in documents(folder).items():
             path.write_text(text, encoding="utf-8")

@@ -7,7 +7,7 @@ names which the caller gives.
 import colorsys
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def draw_result(
     path: Path,
     models: Sequence[str] = (),
     theirs: Measurement | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Any:
     """Draw a measurement, and return the figure.
 
@@ -42,6 +43,7 @@ def draw_result(
         path: the PNG file.
         models: all models of the paper, whose order gives the colours.
         theirs: the paper's numbers, drawn beside ours.
+        metadata: words that the file keeps beside the picture.
     """
     from matplotlib import color_sequences
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -63,7 +65,7 @@ def draw_result(
         if not axes.has_data():
             axes.remove()
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata=metadata)
     return figure
 
 
