@@ -25,13 +25,12 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.activation import (
     gelu_of,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
-    between,
     norm_bwd,
     standardized,
 )
 
-# Chosen by what a program can hold, and by one program for each of a large GPU's processors: not
-# timed.
+# Chosen by what a program can hold, and by one program for each of a large GPU's processors. Its
+# eight warps are faster than four.
 CHANNELS = 128
 """Of a layer, at most: a program holds rows of them, and a square of weights at a time."""
 ROWS = 16
@@ -90,7 +89,7 @@ def _to_channels(b_x, D: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "B", "first", "end"])
 def narrow_leaf_kernel(
     q, kt, vt, k, v, o, lse, x, z, wo, up, down, kv, n1, n2, k_norm, slopes, S, B, first, end,
-    stride_wm, stride_n1, stride_n2, stride_kn, eps, scale, score_scale,
+    stride_wm, eps, scale, score_scale,
     C: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     BM: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +140,7 @@ def narrow_leaf_kernel(
         b_n = b_h
         if NORM != "none":
             b_n, _rstd = standardized(b_h, m, eps, C, NORM)
-            b_n *= _scales(n2 + i_m * stride_n2, o_c, C)
+            b_n *= _scales(n2 + i_m * C, o_c, C)
         b_n = b_n.to(dtype)
         b_y = tl.zeros([BM, BC], tl.float32)
         for i_f in range(0, F, BF):
@@ -157,13 +156,13 @@ def narrow_leaf_kernel(
         b_n = b_z.to(tl.float32)  # as the backward has it
         if PAIRS != "none":
             b_n, _rstd = standardized(b_n, m, eps, C, PAIRS)
-            b_n *= _scales(n1 + i_m * stride_n1, o_c, C)
+            b_n *= _scales(n1 + i_m * C, o_c, C)
         b_n = b_n.to(dtype)
         b_w = _weights(kv, o_c, o_c, 1, C, C, C)
         b_key = tl.dot(b_n, b_w, input_precision=PRECISION).to(dtype).to(tl.float32)
         if NORM != "none":
             b_key, _rstd = standardized(b_key, m, eps, C, NORM)
-            b_key *= _scales(k_norm + i_m * stride_kn, o_c, C)
+            b_key *= _scales(k_norm + i_m * C, o_c, C)
         tl.store(k + o_row, b_key.to(dtype), mask=m)
         b_w = _weights(kv + C * C, o_c, o_c, 1, C, C, C)
         b_value = tl.dot(b_n, b_w, input_precision=PRECISION)
@@ -185,8 +184,8 @@ def narrow_leaf(
     grid, settings = _launch(at.q, w, form)
     narrow_leaf_kernel[grid](
         *at, x, out, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, slopes, S, B,
-        leaf.start, leaf.stop, kv.stride(0), between(w.n1), between(w.n2), between(w.k_norm),
-        form.eps, form.residual_scale, settings["D"] ** -0.5, **settings,
+        leaf.start, leaf.stop, kv.stride(0), form.eps, form.residual_scale,
+        settings["D"] ** -0.5, **settings,
     )  # fmt: skip
     if m > 1:
         rows = slice(leaf.start, leaf.stop)
@@ -197,7 +196,7 @@ def narrow_leaf(
 def narrow_leaf_bwd_kernel(
     q, k, v, o, lse, raw, above, z, h, u, wo, up, down, kv, n1, n2, k_norm, slopes,
     dk, dv, dpair, dnormed, dz_scaled, du, dhn, dh, dh_scaled, do, delta, S, B, first, end,
-    stride_wm, stride_n1, stride_n2, stride_kn, eps, scale, score_scale,
+    stride_wm, eps, scale, score_scale,
     C: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     BM: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +236,7 @@ def narrow_leaf_bwd_kernel(
         tl.store(dk + o_row, b_dk, mask=m)  # for the gradient of the norm's weight
         if NORM != "none":
             b_raw = tl.load(raw + o_row, mask=m, other=0.0).to(tl.float32)
-            b_dk *= _scales(k_norm + i_m * stride_kn, o_c, C)
+            b_dk *= _scales(k_norm + i_m * C, o_c, C)
             b_dk = norm_bwd(b_dk, b_raw, m, eps, C, NORM)
         b_dkey, b_dvalue = b_dk.to(dtype), b_dv.to(dtype)
         p_pair = dpair + row * (2 * C) + o_c[None, :]
@@ -252,7 +251,7 @@ def narrow_leaf_bwd_kernel(
         b_dz = b_dn.to(tl.float32)
         if PAIRS != "none":
             b_z = tl.load(z + o_row, mask=m, other=0.0).to(tl.float32)
-            b_dz = norm_bwd(b_dz * _scales(n1 + i_m * stride_n1, o_c, C), b_z, m, eps, C, PAIRS)
+            b_dz = norm_bwd(b_dz * _scales(n1 + i_m * C, o_c, C), b_z, m, eps, C, PAIRS)
         b_dz += tl.load(above + o_row, mask=m, other=0.0)
         b_scaled = (scale * b_dz).to(dtype)
         tl.store(dz_scaled + o_row, b_scaled, mask=m)
@@ -276,7 +275,7 @@ def narrow_leaf_bwd_kernel(
         b_dh = b_dhn.to(tl.float32)
         if NORM != "none":
             b_h = tl.load(h + o_row, mask=m, other=0.0)
-            b_dh = norm_bwd(b_dh * _scales(n2 + i_m * stride_n2, o_c, C), b_h, m, eps, C, NORM)
+            b_dh = norm_bwd(b_dh * _scales(n2 + i_m * C, o_c, C), b_h, m, eps, C, NORM)
         b_dh += b_dz
         tl.store(dh + o_row, b_dh, mask=m)
         b_scaled = (scale * b_dh).to(dtype)
@@ -307,6 +306,6 @@ def narrow_leaf_bwd(
     grid, settings = _launch(t.do, w, form)
     narrow_leaf_bwd_kernel[grid](
         *read, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, slopes, *written, S, B,
-        leaf.start, leaf.stop, kv.stride(0), between(w.n1), between(w.n2), between(w.k_norm),
-        form.eps, form.residual_scale, settings["D"] ** -0.5, **settings,
+        leaf.start, leaf.stop, kv.stride(0), form.eps, form.residual_scale,
+        settings["D"] ** -0.5, **settings,
     )  # fmt: skip

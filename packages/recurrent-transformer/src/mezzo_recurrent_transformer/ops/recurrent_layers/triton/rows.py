@@ -66,7 +66,7 @@ def _normed(b_x, weight, o_c, m, eps, C: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B"])
 def normed_kernel(
-    x, weight, out, B, stride_xm, stride_xs, stride_xb, stride_wm, stride_om, stride_os, stride_ob,
+    x, weight, out, B, stride_xm, stride_xs, stride_xb, stride_om, stride_os, stride_ob,
     eps, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalize a row."""
@@ -76,7 +76,7 @@ def normed_kernel(
     p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
     b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
     if NORM != "none":
-        weight += i_m * stride_wm
+        weight += i_m * C
     b_y = _normed(b_x, weight, o_c, m, eps, C, NORM)
     p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
     tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m)
@@ -86,7 +86,7 @@ def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
     """Normalize rows (m, S, B, C) by weights (m, C)."""
     m, S, B, C = x.shape
     normed_kernel[(S * B, m)](
-        x, weight, out, B, *x.stride()[:3], between(weight), *out.stride()[:3], form.eps,
+        x, weight, out, B, *x.stride()[:3], *out.stride()[:3], form.eps,
         NORM=form.norm, **_row(C),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
 @triton.jit(do_not_specialize=["B"])
 def normed_bwd_kernel(
     dy, x, weight, base, dx, scaled, partial, B,
-    stride_ym, stride_ys, stride_yb, stride_xm, stride_xs, stride_xb, stride_wm,
+    stride_ym, stride_ys, stride_yb, stride_xm, stride_xs, stride_xb,
     stride_bm, stride_bs, stride_bb, stride_dm, stride_ds, stride_db,
     stride_sm, stride_ss, stride_sb, stride_pp, stride_pm, stride_ps, stride_pb, eps, scale,
     P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
@@ -114,7 +114,7 @@ def normed_bwd_kernel(
     if NORM != "none":
         p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
         b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-        b_g = b_dx * tl.load(weight + i_m * stride_wm + o_c, mask=m, other=0.0).to(tl.float32)
+        b_g = b_dx * tl.load(weight + i_m * C + o_c, mask=m, other=0.0).to(tl.float32)
         b_dx = norm_bwd(b_g, b_x, m, eps, C, NORM)
     if base is not None:
         p_base = base + row_offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
@@ -142,7 +142,7 @@ def normed_bwd(
     m, S, B, C = x.shape
     normed_bwd_kernel[(S * B, m)](
         dy, x, weight, base, dx, scaled, partial, B,
-        *dy.stride()[:3], *x.stride()[:3], between(weight),
+        *dy.stride()[:3], *x.stride()[:3],
         *_strides(base), *_strides(dx), *_strides(scaled),
         *((0, 0, 0, 0) if partial is None else partial.stride()[:4]), form.eps, scale,
         P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C),
@@ -194,7 +194,7 @@ def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> No
 @triton.jit(do_not_specialize=["B"])
 def add_normed_kernel(
     x, y, weight, h, out, B,
-    stride_xm, stride_xs, stride_xb, stride_yp, stride_ym, stride_ys, stride_yb, stride_wm,
+    stride_xm, stride_xs, stride_xb, stride_yp, stride_ym, stride_ys, stride_yb,
     stride_hm, stride_hs, stride_hb, stride_om, stride_os, stride_ob, scale, eps,
     P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -210,7 +210,7 @@ def add_normed_kernel(
     p_h = h + row_offset(i_m, i_row, B, stride_hm, stride_hs, stride_hb) + o_c
     tl.store(p_h, b_h, mask=m)
     if NORM != "none":
-        weight += i_m * stride_wm
+        weight += i_m * C
     # The backward has h as it was rounded.
     b_n = _normed(b_h.to(tl.float32), weight, o_c, m, eps, C, NORM)
     p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
@@ -223,7 +223,7 @@ def add_normed(
     """Write h = x + scale * (the sum of y), and its norm into `out`; see `eager.add_normed`."""
     m, S, B, C = x.shape
     add_normed_kernel[(S * B, m)](
-        x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4], between(weight),
+        x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4],
         *h.stride()[:3], *out.stride()[:3], scale, form.eps,
         P=y.shape[0], NORM=form.norm, **_row(C),
     )  # fmt: skip
@@ -231,7 +231,7 @@ def add_normed(
 
 @triton.jit(do_not_specialize=["B"])
 def split_pair_kernel(
-    kv, weight, k, v, B, stride_pm, stride_ps, stride_pb, stride_wm,
+    kv, weight, k, v, B, stride_pm, stride_ps, stride_pb,
     stride_km, stride_ks, stride_kb, stride_vm, stride_vs, stride_vb,
     eps, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +243,7 @@ def split_pair_kernel(
     b_k = tl.load(p_pair, mask=m, other=0.0).to(tl.float32)
     b_v = tl.load(p_pair + C, mask=m, other=0.0)
     if NORM != "none":
-        weight += i_m * stride_wm
+        weight += i_m * C
     b_k = _normed(b_k, weight, o_c, m, eps, C, NORM)
     p_k = k + row_offset(i_m, i_row, B, stride_km, stride_ks, stride_kb) + o_c
     p_v = v + row_offset(i_m, i_row, B, stride_vm, stride_vs, stride_vb) + o_c
@@ -255,7 +255,7 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     """Split Wk n and Wv n (m, S, B, 2C) into normalized keys and values (m, S, B, C)."""
     m, S, B, C = k.shape
     split_pair_kernel[(S * B, m)](
-        kv, weight, k, v, B, *kv.stride()[:3], between(weight), *k.stride()[:3], *v.stride()[:3],
+        kv, weight, k, v, B, *kv.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         form.eps, NORM=form.norm, **_row(C),
     )  # fmt: skip
 
@@ -314,11 +314,6 @@ def _row(C: int) -> dict[str, int]:
 def _warps(channels: int) -> int:
     """Return the warps for so many channels, a power of two."""
     return min(max(channels // WARP, 1), 8)
-
-
-def between(weight: Tensor | None) -> int:
-    """Return the stride between the weights (m, C) of two layers."""
-    return 0 if weight is None else weight.stride(0)
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
