@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
-from torch import Tensor, nn
+from torch import Tensor
 
 from mezzo_gsa.heads import (
     FeatureMap,
@@ -100,7 +101,7 @@ class GLA(AbstractMixer):
         self.widths = (*self.heads.widths, HQ * V if config.output_gate else 0, config.gate_rank)
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         self.g_proj = Linear(config.gate_rank, H * K)
-        self.norm = nn.RMSNorm(V, eps=config.norm_eps)
+        self.norm = RMSNorm(V, eps=config.norm_eps)
         self.out_proj = Linear(HQ * V, d_model, bias=False)
 
     def forward(

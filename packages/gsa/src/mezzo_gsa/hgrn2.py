@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
-from torch import Tensor, nn
+from torch import Tensor
 
 from mezzo_gsa.gla import GLAState
 from mezzo_gsa.heads import Heads
@@ -86,7 +87,7 @@ class HGRN2(AbstractMixer):
         )
         self.widths = self.heads.widths
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)
-        self.norm = nn.RMSNorm(d_model, eps=config.norm_eps)
+        self.norm = RMSNorm(d_model, eps=config.norm_eps)
         self.out_proj = Linear(d_model, d_model, bias=False)
 
     def forward(

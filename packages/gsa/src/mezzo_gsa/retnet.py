@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
-from torch import Tensor, nn
+from torch import Tensor
 
 from mezzo_gsa.heads import (
     FeatureMap,
@@ -103,7 +104,7 @@ class RetNet(AbstractMixer):
         )
         self.widths = (*self.heads.widths, HQ * V if config.output_gate else 0)
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)
-        self.norm = nn.RMSNorm(V, eps=config.norm_eps)
+        self.norm = RMSNorm(V, eps=config.norm_eps)
         self.out_proj = Linear(HQ * V, d_model, bias=False)
 
     def forward(

@@ -12,6 +12,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractBlock, MLPConfig
 from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.positions import AlibiFormula, alibi_slopes
 from torch import Tensor, nn
@@ -127,7 +128,7 @@ class AbstractLayer(AbstractBlock):
             return nn.Identity()
         if self.config.norm == "layer":
             return nn.LayerNorm(self.d_model, self.config.norm_eps, bias=False)
-        return nn.RMSNorm(self.d_model, self.config.norm_eps)
+        return RMSNorm(self.d_model, self.config.norm_eps)
 
     def _check_room(self, state: KVCache) -> None:
         S = state.k.shape[1]

@@ -13,6 +13,7 @@ from mezzo_core.nn.contract import AbstractStack, MixerConfig, Run, StackConfig,
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.linear import Linear, is_plain
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy, linear_cross_entropy
 
@@ -77,7 +78,7 @@ class LMConfig:
         stack = (self.stack or BlocksConfig(tuple(blocks))).build(self.d_model)
         if not isinstance(stack, AbstractStack):
             raise TypeError(f"stack builds no stack, it is {type(self.stack).__name__}")
-        norm = nn.RMSNorm(self.d_model, eps=self.norm_eps)
+        norm = RMSNorm(self.d_model, eps=self.norm_eps)
         head = Linear(self.d_model, self.vocab_size, bias=False)
         if self.tie_embeddings:
             head.weight = embed.weight

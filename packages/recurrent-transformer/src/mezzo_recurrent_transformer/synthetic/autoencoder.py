@@ -13,6 +13,7 @@ import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, BlockConfig
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number, check_size
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ class AutoEncoder(AbstractStack):
                 part
                 for _ in range(2)
                 for part in (
-                    nn.RMSNorm(d_model, config.norm_eps),
+                    RMSNorm(d_model, config.norm_eps),
                     Linear(d_model, d_model, bias=False),
                     nn.GELU(),
                 )

@@ -1,0 +1,19 @@
+"""RMSNorm of what autocast computes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` for inputs whose dtype is not that of the weight, such as autocast's outputs.
+
+    PyTorch has fused kernels for one dtype alone: it warns, and launches an operation after the
+    other. So here both are brought to the wider dtype first. The result has the input's, as there.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x / RMS(x) times the weight, over the last dimension."""
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        y = F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps)
+        return y.to(x.dtype)
