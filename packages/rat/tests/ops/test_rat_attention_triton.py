@@ -220,6 +220,26 @@ def test_rows_of_different_lengths_equal_the_reference():
         assert_close(name, *pair, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [torch.tensor([3, 99, 6, 99])[::2], torch.tensor([6]).expand(2)],
+    ids=["every second", "expanded"],
+)
+def test_lengths_may_have_any_stride(given):
+    H, G, D, given = 2, 1, 32, given.to(DEVICE)
+    state = init_state(2, H, D, dtype=torch.float32, device=torch.device(DEVICE))
+    form = {"num_heads": H, "num_groups": G, "chunk_size": 4, "initial_state": state}
+    with torch.no_grad():
+        ours, ref = (
+            chunk_rat_attention_projected(**draw(2, 9, H, G, D), lengths=given, impl=impl, **form)
+            for impl in ("triton", "reference")
+        )
+    real = torch.arange(9, device=DEVICE) < given[:, None]
+    assert_close("out", ours.out[real], ref.out[real], rtol=1e-5)
+    assert_close("k", ours.final_state.k, ref.final_state.k, rtol=1e-5)
+    assert torch.equal(ours.final_state.lengths, given)
+
+
 @pytest.mark.parametrize("B", [1, 3])
 def test_steps_split_over_many_ends_equal_the_reference(B):
     H, G, D, L, N = 2, 1, 32, 2, 200

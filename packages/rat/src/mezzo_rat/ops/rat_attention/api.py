@@ -260,7 +260,10 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     state = _ready(r.initial_state, zvgqk, r.form.chunk_size)
     state = RATState(*(x.contiguous() for x in state))
     lengths = state.lengths
-    added = torch.full_like(lengths, zvgqk.shape[1]) if r.lengths is None else r.lengths
+    if r.lengths is None:
+        added = torch.full_like(lengths, zvgqk.shape[1])
+    else:
+        added = r.lengths.contiguous()  # kernels read the lengths one after another in memory
     y, k, v, k_ends, v_ends = registered.rat_attention_continued(zvgqk, bias, *state, added, *form)
     return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, lengths + added))
 
