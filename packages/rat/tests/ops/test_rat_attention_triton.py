@@ -339,6 +339,18 @@ def test_a_step_names_what_does_not_fit_its_state(shape, message):
         step_rat_attention_(torch.zeros(shape), state, num_heads=2, num_groups=1, chunk_size=4)
 
 
+@pytest.mark.parametrize("field", RATState._fields)
+def test_a_step_by_kernels_refuses_a_state_that_is_spread_in_memory(field):
+    state = reserve(
+        init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE)), 8, chunk_size=4
+    )
+    spread = torch.stack([getattr(state, field)] * 2, dim=-1)[..., 0]
+    state = state._replace(**{field: spread})
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4}
+    with torch.no_grad(), pytest.raises(ValueError, match="a state that is not contiguous"):
+        step_rat_attention_(**draw(2, 1, 2, 1, 32), state=state, impl="triton", **form)
+
+
 def test_a_state_that_is_full_is_said_on_a_cpu():
     state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="no slot left"):

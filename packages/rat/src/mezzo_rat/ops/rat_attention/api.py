@@ -21,7 +21,7 @@ from mezzo_rat.ops.rat_attention import op as registered
 from mezzo_rat.ops.rat_attention.checks import check_form, check_rows, check_state
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
 from mezzo_rat.ops.rat_attention.reference import recurrent_reference
-from mezzo_rat.ops.rat_attention.request import Parts, Request, unsupported
+from mezzo_rat.ops.rat_attention.request import Parts, Request, scattered, unsupported
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
 
 
@@ -187,8 +187,9 @@ def step_rat_attention_(
 ) -> Float[Tensor, "B 1 H D"]:
     """Decode one token of every row, and overwrite the state with the one after it.
 
-    Arguments are those of `chunk_rat_attention_projected`. The state must be in contiguous buffers
-    of its own, with a slot for every chunk that the token may close: call `reserve` first. The step
+    Arguments are those of `chunk_rat_attention_projected`. The state must be in buffers of its own,
+    which the kernels need contiguous, with a slot for every chunk that the token may close: call
+    `reserve` first. The step
     has no gradients, and can be captured in a CUDA graph. When no slot is left, it raises an error
     on a CPU. On a GPU the check would have to wait, so there it only writes nothing out of bounds.
 
@@ -202,7 +203,8 @@ def step_rat_attention_(
     if zvgqk.shape[1] != 1:
         raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
     request = Request(parts, gate_bias, form, state, None, None)
-    if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
+    no = unsupported(request) or scattered(state)
+    if resolve_impl(op, impl, zvgqk.device, no) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
         return registered.rat_attention_step_(
             zvgqk.contiguous(), bias, *state, *form.as_arguments()

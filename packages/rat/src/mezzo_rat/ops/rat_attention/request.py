@@ -57,3 +57,15 @@ def unsupported(r: Request) -> str | None:
         if any(x is not None and x.requires_grad for x in tensors):
             return "gradients beside a state"
     return None
+
+
+def scattered(state: RATState) -> str | None:
+    """Return why the kernels of a step cannot overwrite this state, or None if they can.
+
+    They find its numbers by their places in memory. Only the rows of the ends may have gaps between
+    them, which must be the same in both.
+    """
+    k, v, k_ends, v_ends, lengths = state
+    whole = all(x.is_contiguous() for x in (k, v, k_ends[:1], v_ends[:1], lengths))
+    apart = k_ends.stride(0) == v_ends.stride(0) >= k_ends.shape[1:].numel()
+    return None if whole and (apart or k.shape[0] == 1) else "a state that is not contiguous"
