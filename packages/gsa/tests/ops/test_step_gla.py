@@ -175,6 +175,14 @@ def test_parts_of_a_wider_projection_are_read_in_place(name, impl):
     assert torch.equal(state, after)
 
 
+@pytest.mark.parametrize(
+    "places", [torch.tensor([7, 1, 900, 1])[::2], torch.tensor([7]).expand(2)], ids=["2nd", "same"]
+)
+def test_places_may_have_any_stride(places):
+    inputs = {**draw_layer("retnet", (2, 2, 2, 16, 32), torch.float32), "places": places.to(DEVICE)}
+    check(step_gla_layer_, inputs)
+
+
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
     inputs = draw_layer("gla", (3, 4, 2, 40, 72), torch.float32)
     y, _ = run(step_gla_layer_, inputs, "triton")

@@ -120,6 +120,8 @@ def _launch(
     inputs = [rows(x) for x in (q, k, v, g)]
     strides = [0 if x is None else x.stride(0) for x in inputs]
     frequencies = None
+    if places is not None:
+        places = places.contiguous()
     if form.rope_base is not None:
         frequencies = _frequencies(K, form.rope_base, device=q.device)
     with torch.cuda.device_of(q):
