@@ -109,6 +109,15 @@ def test_a_projection_that_is_part_of_a_wider_tensor_is_read_in_place():
     assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("HQ", [2, 4])
+def test_single_tokens_of_a_batch_have_the_gradients_of_the_reference(HQ, is_turned):
+    inputs, heads = draw(1 if is_turned else 3, 3 if is_turned else 1, HQ)
+    if is_turned:  # (3, 1, W) again; torch calls it contiguous, with strides (W, 3 W, 1)
+        inputs["x"] = inputs["x"].transpose(0, 1)
+    check(inputs, heads)
+
+
 def test_a_gradient_comes_through_the_final_state_alone():
     inputs, heads = draw(1, 20)
     douts = (None, *(normal(1, 2, 10, 12, seed=20 + i) for i in range(2)))

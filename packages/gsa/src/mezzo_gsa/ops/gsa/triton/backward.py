@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo_gsa.ops.chunking.by_token import by_token
+from mezzo_gsa.ops.chunking.by_token import by_token, token_stride
 from mezzo_gsa.ops.chunking.triton.states import run_states
 from mezzo_gsa.ops.gsa.request import Inputs, Memory, Request, Saved
 from mezzo_gsa.ops.gsa.triton.forward import run_memory
@@ -118,15 +118,15 @@ def _run_passes(
             slots_bwd_kernel[grid](
                 one.left, one.right, x.g, memory.running, memory.strength, memory.bands, logits,
                 *borders, dlogits, k_weights, part_dg, part_ds, squares, grads.g, grads.s,
-                T, N, one.left.stride(1), one.right.stride(1), x.g.stride(1), grads.g.stride(1),
+                T, N, one.left.stride(1), one.right.stride(1), x.g.stride(1), token_stride(grads.g),
                 r.form.scale, **settings, **of_slots, D=D, BD=channel_tile(one.right),
                 OWN_STRENGTH=x.s is not None, VALUES=values, BANDS=bands,
             )  # fmt: skip
         tokens_kernel[grid](
             squares, one.left, one.right, memory.write, k_weights, *borders,
             one.raw_left, one.raw_right, one.dleft, one.dright, T, N,
-            one.left.stride(1), one.right.stride(1), 0 if raw is None else raw.q.stride(1),
-            0 if one.dleft is None else one.dleft.stride(1), one.dright.stride(1),
+            one.left.stride(1), one.right.stride(1), 0 if raw is None else token_stride(raw.q),
+            0 if one.dleft is None else token_stride(one.dleft), token_stride(one.dright),
             **settings, D=D, BD=channel_tile(one.right),
             num_stages=3 if values else 2,  # with both outputs, three stages do not fit
         )  # fmt: skip
