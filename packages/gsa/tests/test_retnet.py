@@ -7,6 +7,7 @@ from mezzo_core.nn.init import init_weights
 from mezzo_core.positions import apply_rope, rope_angles
 from mezzo_core.testing import assert_close
 from mezzo_gsa.retnet import RetNetConfig, log_decay
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 C = 16
 
@@ -46,6 +47,15 @@ def test_places_go_on_from_the_state():
     x = torch.randn(2, 3, C)
     fresh = state._replace(lengths=torch.zeros_like(state.lengths))
     assert not torch.allclose(mixer(x, state)[0], mixer(x, fresh)[0])
+
+
+@torch.no_grad()
+def test_a_step_traced_with_fake_tensors_leaves_later_steps_real():
+    mixer = RetNetConfig(num_heads=7).build(14)  # a number of heads that no other test has
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as torch.export has it
+        mixer.step(torch.empty(1, 1, 14), mixer.init_state(1))
+    x = torch.randn(1, 1, 14)
+    assert_close("y", mixer.step(x, mixer.init_state(1)), mixer(x)[0], rtol=1e-5)
 
 
 def test_a_layer_of_the_paper_has_eight_squares_and_512_d_numbers_of_state():

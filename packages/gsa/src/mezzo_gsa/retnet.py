@@ -202,6 +202,15 @@ def log_decay(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tenso
     return torch.log1p(-torch.exp2(-5 - heads))
 
 
-# For decoding steps: made once and never freed, as captured graphs go on reading it. Not for
-# training: a table made in inference mode could not be saved for a backward.
-_decay_table = cache(log_decay)
+def _decay_table(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return `log_decay` for decoding steps, in a tensor that captured graphs may go on reading.
+
+    Not for training: a table made in inference mode could not be saved for a backward.
+    """
+    # Where ops are traced, as by torch.export, a table may be fake: real steps must not find it.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return log_decay(num_heads, device, dtype)
+    return _kept_decay(num_heads, device, dtype)
+
+
+_kept_decay = cache(log_decay)  # made once and never freed
