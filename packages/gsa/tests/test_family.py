@@ -20,6 +20,7 @@ from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.retnet import RetNetConfig
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 C = 16
@@ -163,6 +164,17 @@ def test_shapes_can_be_had_without_numbers(mixer):
     y, state = mixer(torch.zeros(2, 7, C, device="meta"), mixer.init_state(2))
     assert y.shape == (2, 7, C)
     assert [part.shape for part in state] == [part.shape for part in mixer.init_state(2)]
+
+
+class Sharded(torch.Tensor):
+    """Stands for weights of another kind, as FSDP and quantization have them."""
+
+
+def test_a_state_is_of_plain_tensors_whatever_the_weights_are(mixer):
+    for part in mixer.modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(part.weight.detach().as_subclass(Sharded))
+    assert all(type(part) is torch.Tensor for part in mixer.init_state(1))
 
 
 @pytest.mark.parametrize("config", [GSAConfig, GLAConfig, HGRN2Config, RetNetConfig])

@@ -166,3 +166,14 @@ def test_gates_of_another_kind_are_refused_by_name(kind, dtype):
     kind.gate_bias = nn.Parameter(bias, requires_grad=False)
     with pytest.raises(TypeError, match="gate_bias must be floating-point"):
         kind(torch.randn(1, 3, C))
+
+
+class Sharded(torch.Tensor):
+    """Stands for weights of another kind, as FSDP and quantization have them."""
+
+
+def test_a_state_is_of_plain_tensors_whatever_the_weights_are(mixer):
+    for part in mixer.modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(part.weight.detach().as_subclass(Sharded))
+    assert all(type(part) is torch.Tensor for part in mixer.init_state(1))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import check_size
@@ -108,10 +109,10 @@ class ABC(AbstractMixer):
     def init_state(self, batch: int) -> ABCState:
         """Return the state before the first token: empty memories and empty sums."""
         weight = self.out_proj.weight
-        dtype = accumulation_dtype(weight.dtype)
+        dtype, device = accumulation_dtype(weight.dtype), weight.device
         shape = (batch, self.config.num_heads, self.config.num_slots)
-        k, v = (weight.new_zeros(*shape, self.head_dim, dtype=dtype) for _ in range(2))
-        return ABCState(k, v, weight.new_full(shape, float("-inf"), dtype=dtype))
+        k, v = (torch.zeros(*shape, self.head_dim, dtype=dtype, device=device) for _ in range(2))
+        return ABCState(k, v, torch.full(shape, float("-inf"), dtype=dtype, device=device))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: 2 M C + H M values, for any length."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
@@ -144,7 +145,7 @@ class GLA(AbstractMixer):
         _, H, K, V = self.heads
         weight = self.out_proj.weight
         dtype = accumulation_dtype(weight.dtype)
-        return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
+        return GLAState(torch.zeros(batch, H, K, V, dtype=dtype, device=weight.device))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: H K V values, for any length."""

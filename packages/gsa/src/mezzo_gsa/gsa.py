@@ -206,7 +206,8 @@ class GSA(AbstractMixer):
         D = self.d_model // self.config.num_heads
         shape = (batch, self.num_kv_heads, self.config.num_slots, D)
         dtype = accumulation_dtype(weight.dtype)
-        return GSAState(*(weight.new_zeros(shape, dtype=dtype) for _ in GSAState._fields))
+        fields = GSAState._fields
+        return GSAState(*(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in fields))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: 2 M H D values, for any length."""

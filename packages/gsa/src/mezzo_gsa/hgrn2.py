@@ -138,7 +138,7 @@ class HGRN2(AbstractMixer):
         """Return the state before the first token."""
         weight, (_, H, K, V) = self.out_proj.weight, self.heads
         dtype = accumulation_dtype(weight.dtype)
-        return GLAState(weight.new_zeros(batch, H, K, V, dtype=dtype))
+        return GLAState(torch.zeros(batch, H, K, V, dtype=dtype, device=weight.device))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: C D values, for any length."""

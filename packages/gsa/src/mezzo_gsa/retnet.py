@@ -174,7 +174,7 @@ class RetNet(AbstractMixer):
         weight = self.out_proj.weight
         dtype = accumulation_dtype(weight.dtype)
         return RetNetState(
-            weight.new_zeros(batch, HQ, K, V, dtype=dtype),
+            torch.zeros(batch, HQ, K, V, dtype=dtype, device=weight.device),
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
         )
 

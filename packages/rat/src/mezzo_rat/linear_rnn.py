@@ -84,9 +84,9 @@ class LinearRNN(AbstractMixer):
 
     def init_state(self, batch: int) -> LinearRNNState:
         """Return the state before the first token."""
-        weight = self.out_proj.weight
-        h = weight.new_zeros(batch, self.d_model, dtype=accumulation_dtype(weight.dtype))
-        return LinearRNNState(h, torch.zeros(batch, dtype=torch.int64, device=weight.device))
+        device, dtype = self.out_proj.weight.device, accumulation_dtype(self.out_proj.weight.dtype)
+        h = torch.zeros(batch, self.d_model, dtype=dtype, device=device)
+        return LinearRNNState(h, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence: C values and a counter, for any length."""

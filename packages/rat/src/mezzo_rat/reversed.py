@@ -235,13 +235,13 @@ class RATReversed(AbstractMixer):
 
     def init_state(self, batch: int) -> RATReversedState:
         """Return the state before the first token."""
-        weight, D = self.out_proj.weight, self.config.head_dim
-        heads = (self.d_model // D, D)
+        weight, L, D = self.out_proj.weight, self.config.chunk_size, self.config.head_dim
+        H, dtype, device = self.d_model // D, weight.dtype, weight.device
         return RATReversedState(
-            weight.new_zeros(batch, self.config.chunk_size, *heads),
-            weight.new_zeros(batch, self.config.chunk_size, *heads),
-            weight.new_zeros(batch, *heads, dtype=accumulation_dtype(weight.dtype)),
-            torch.zeros(batch, dtype=torch.int64, device=weight.device),
+            torch.zeros(batch, L, H, D, dtype=dtype, device=device),
+            torch.zeros(batch, L, H, D, dtype=dtype, device=device),
+            torch.zeros(batch, H, D, dtype=accumulation_dtype(dtype), device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
     def state_bytes(self, num_tokens: int) -> int:
