@@ -87,6 +87,14 @@ def test_bfloat16_inputs_lose_only_the_precision_of_their_products(op):
 
 
 @pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
+def test_autocast_leaves_products_in_the_dtype_of_the_inputs(op):
+    inputs = draw(2, 20, 2, 1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = op(**inputs, chunk_size=4).out
+    assert torch.equal(out, op(**inputs, chunk_size=4).out)
+
+
+@pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
 @pytest.mark.parametrize("rope", ROPES)
 def test_gradients_are_those_of_finite_differences(op, rope):
     inputs = draw(2, 5, 2, 1, 2, dtype=torch.float64)

@@ -14,6 +14,7 @@ from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
+from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
@@ -166,9 +167,9 @@ def recurrent_rat_attention(
     else:
         state = initial_state
     keep, write = forget_gate(g, gate_bias)
-    y, after = recurrent_reference(
-        q, k, v, keep, write, form, _ready(state, v, chunk_size), lengths
-    )
+    state = _ready(state, v, chunk_size)
+    with without_autocast(v.device):  # which would multiply in its own dtype
+        y, after = recurrent_reference(q, k, v, keep, write, form, state, lengths)
     return RATAttentionOutput(_gated(y, z, v.dtype), None if initial_state is None else after)
 
 
@@ -247,7 +248,9 @@ def _by_reference(r: Request, impl: Impl) -> RATAttentionOutput:
     if state is not None and parts.v.shape[1] > 0:
         state = _ready(state, parts.v, r.form.chunk_size)
     keep, write = forget_gate(parts.g, r.gate_bias)
-    y, state = chunk_reference(replaced(r, parts=parts, initial_state=state), keep, write, impl)
+    r = replaced(r, parts=parts, initial_state=state)
+    with without_autocast(parts.v.device):  # which would multiply in its own dtype
+        y, state = chunk_reference(r, keep, write, impl)
     return RATAttentionOutput(_gated(y, parts.z, parts.v.dtype), state)
 
 
