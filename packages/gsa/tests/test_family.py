@@ -230,6 +230,16 @@ def test_autocast_steps_equal_the_whole(mixer):
     assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
 
 
+@pytest.mark.parametrize("name", ["gla", "hgrn2, bound 0.5", "retnet"])
+@torch.no_grad()
+def test_steps_use_a_norm_with_a_hook_or_of_another_kind_as_the_forward_does(name):
+    with_hook, replaced = build(CONFIGS[name]), build(CONFIGS[name])
+    with_hook.norm.register_forward_hook(lambda norm, inputs, y: 2 * y)
+    replaced.norm = nn.LayerNorm(replaced.norm.weight.shape)
+    for mixer in (with_hook, replaced):
+        check_step(mixer, [2, 0, 1, 4, 9], 6)
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_autocast_is_near_full_precision(name):
     mixer, x = build(CONFIGS[name]), torch.randn(2, 11, C)

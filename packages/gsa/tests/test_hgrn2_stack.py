@@ -47,6 +47,11 @@ def test_every_law_is_kept(stack, law):
     LAWS[law](stack)
 
 
+def test_steps_of_a_layer_whose_norm_has_a_hook_equal_the_whole(stack):
+    stack.blocks[1].mixer.norm.register_forward_hook(lambda norm, inputs, y: 2 * y)
+    LAWS["step"](stack)
+
+
 def test_a_bound_is_the_sum_of_the_shares_of_the_layers_below(stack):
     shares = stack.bound_logits.view(L, C).softmax(0)
     first, *others = stack.log_bounds()

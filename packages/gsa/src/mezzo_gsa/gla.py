@@ -18,6 +18,7 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     check_feature_map,
     check_flag,
+    is_plain_norm,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -129,6 +130,8 @@ class GLA(AbstractMixer):
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        if not is_plain_norm(self.norm):
+            return super().step(x, state)
         self.check_step(x, state)
         q, k, v, z, logits = self._project(x[:, 0])
         y = step_gla_layer_(q, k, v, logits, state.h, self.form, norm_weight=self.norm.weight, z=z)

@@ -13,7 +13,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.gla import GLAState
-from mezzo_gsa.heads import Heads
+from mezzo_gsa.heads import Heads, is_plain_norm
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
 
@@ -126,6 +126,10 @@ class HGRN2(AbstractMixer):
         `log_bounds` is as in `forward`.
         """
         self.check_step(x, state)
+        if not is_plain_norm(self.norm):
+            y, after = self(x, state, log_bounds=log_bounds)
+            state.h.copy_(after.h)
+            return y
         q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.widths)
         k, form = None, self.form
         if log_bounds is not None:  # the kernel has one bound for all channels

@@ -20,6 +20,7 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     check_feature_map,
     check_flag,
+    is_plain_norm,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -144,6 +145,8 @@ class RetNet(AbstractMixer):
 
     def step(self, x: Tensor, state: RetNetState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        if not is_plain_norm(self.norm):
+            return super().step(x, state)
         self.check_step(x, state)
         HQ, H, _, _ = self.heads
         q, k, v, z = self._project(x[:, 0])
