@@ -88,6 +88,15 @@ def test_lengths_are_checked(mixer, lengths, error, words):
         mixer(torch.zeros(1, 3, C), mixer.init_state(1), lengths=lengths)
 
 
+@pytest.mark.parametrize("state_device", ["cpu", "meta"])
+def test_a_call_before_the_weights_move_to_a_device_spoils_no_later_one(mixer, state_device):
+    x, state = torch.zeros(1, 3, C, device="meta"), mixer.init_state(1)
+    with pytest.raises((RuntimeError, ValueError)):
+        mixer(x, type(state)(*(part.to(state_device) for part in state)))
+    mixer.to("meta")
+    assert mixer(x, mixer.init_state(1))[0].shape == (1, 3, C)
+
+
 def test_step_takes_one_token_a_row_and_no_gradients(mixer):
     state = mixer.reserve(mixer.init_state(2), 4)
     with pytest.raises(RuntimeError, match="step overwrites the state"):

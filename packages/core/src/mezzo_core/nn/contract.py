@@ -218,8 +218,13 @@ class AbstractSequenceModule(nn.Module, ABC):
             return
         if self._templates is None:
             self._templates = {}
-        if x.device not in self._templates:
-            self._templates[x.device] = tree_map(_Leaf.of, self.init_state(1))
+        if x.device in self._templates:
+            try:
+                self._check_like("state", state, self._templates[x.device], x.shape[0])
+                return
+            except ValueError:
+                pass  # the weights may have moved since: look again where a state is
+        self._templates[x.device] = tree_map(_Leaf.of, self.init_state(1))
         self._check_like("state", state, self._templates[x.device], x.shape[0])
 
     def _check_like(self, where: str, value: Any, wanted: Any, batch: int) -> int | None:
