@@ -177,3 +177,11 @@ def test_a_state_is_of_plain_tensors_whatever_the_weights_are(mixer):
         if isinstance(part, nn.Linear):
             part.weight = nn.Parameter(part.weight.detach().as_subclass(Sharded))
     assert all(type(part) is torch.Tensor for part in mixer.init_state(1))
+
+
+@torch.no_grad()
+def test_shapes_of_continued_states_can_be_had_without_numbers(mixer):
+    mixer.to("meta")
+    x = torch.zeros(2, 7, C, device="meta")
+    y, state = mixer(x, mixer(x, mixer.init_state(2))[1])
+    assert y.shape == mixer.step(x[:, :1], mixer.reserve(state, 1)).expand(2, 7, C).shape

@@ -58,8 +58,9 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
         return state
     if slots == 0 or state.lengths.shape[0] == 0:
         longest = 0  # no token was seen yet
-    elif torch.compiler.is_compiling():
-        longest = slots * chunk_size  # an upper bound: reading the lengths would break the graph
+    elif torch.compiler.is_compiling() or state.lengths.is_meta:
+        # An upper bound: reading the lengths would break the graph, and meta tensors have none.
+        longest = slots * chunk_size
     else:
         longest = int(state.lengths.max())
     missing = -(-(longest + num_tokens) // chunk_size) - slots
@@ -70,6 +71,6 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
 
 
 def _must_not_wait(lengths: Tensor) -> bool:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or lengths.is_meta:
         return True
     return lengths.is_cuda and torch.cuda.is_current_stream_capturing()
