@@ -1,5 +1,9 @@
 """Gradients that every op must have: of autograd and of torch.func; and who sees the op."""
 
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from mezzo_core.ops.gradients import register_gradient
@@ -40,6 +44,33 @@ def test_a_second_gradient_is_refused_rather_than_zero(op):
 
     with pytest.raises(RuntimeError, match="no second gradient"):
         torch.func.grad(slope)(others[0])
+
+
+@ops
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_penalty_on_a_gradient_is_refused_whatever_has_gradients(op, watched):
+    """Of a loss's own gradient, whose gradient from above is a constant."""
+    named = {name: torch.randn(shape) for name, shape in PROBLEMS[op].items()}
+    for wanted in ({"x"}, {"weight"}, {"x", "weight"}):
+        inputs = {name: x.clone().requires_grad_(name in wanted) for name, x in named.items()}
+        leaves = [inputs[name] for name in wanted]
+        with Watch() if watched else nullcontext():
+            found = torch.autograd.grad(op(**inputs), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second gradient"):
+            sum(gradient.square().sum() for gradient in found).backward()
+
+
+@ops
+def test_transforms_of_torch_func_refuse_it_too(op):
+    named = {name: torch.randn(shape) for name, shape in PROBLEMS[op].items()}
+
+    def penalty(first, second, value):
+        slope = torch.func.grad(lambda x: op(**{**named, second: value, first: x}))
+        return slope(value if first == second else named[first]).square().sum()
+
+    for first, second in product(named, repeat=2):
+        with pytest.raises(RuntimeError, match="no second gradient"):
+            torch.func.grad(partial(penalty, first, second))(named[second])
 
 
 calls = []

@@ -29,7 +29,6 @@ def register_gradient(
             of the arguments.
         save: takes (ctx, inputs, output) and stores on ctx the values that `backward` needs.
     """
-    op.register_autograd(backward, setup_context=save)
 
     class Gradient(torch.autograd.Function):
         @staticmethod
@@ -51,6 +50,7 @@ def register_gradient(
             sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None]
             return tuple(x if x is None else _Last.apply(x, *sources) for x in found)
 
+    op.register_autograd(Gradient.backward, setup_context=save)
     run = op._init_fn
 
     class EagerGradient(torch.autograd.Function):

@@ -51,13 +51,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     parts = chunked.Parts(*output)
     ctx.dtypes = x.dtype, weight.dtype
     ctx.mark_non_differentiable(parts.hits, parts.dx, parts.dweight)
-    ctx.save_for_backward(parts.dx, parts.dweight)
+    # The backward needs no inputs, but by those that are saved `register_gradient` knows that its
+    # gradients depend on them, and refuses a second one, which would silently be zero. The weight
+    # takes no memory. Nobody else keeps x, so it is saved only where the weight does not tell.
+    is_enough = weight.requires_grad and not torch._C._are_functorch_transforms_active()
+    ctx.save_for_backward(parts.dx, parts.dweight, weight, None if is_enough else x)
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     scaled = (
         (dloss * gradient).to(dtype)
-        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        for gradient, dtype in zip(ctx.saved_tensors[:2], ctx.dtypes, strict=True)
     )
     return (*scaled, *(None,) * 5)
 
