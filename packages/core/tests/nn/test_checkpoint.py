@@ -219,6 +219,24 @@ def test_saving_without_the_library_says_what_brings_it(model, config, folder, m
     assert not folder.parent.exists()
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_model_that_would_not_load_is_refused_and_the_old_one_stays(saved, model, config, tie):
+    """The configuration and the model disagree on the vocabulary, the depth or the tied head."""
+    other = replace(config, tie_embeddings=tie, mixers=config.mixers[:1])
+    before = {name: (saved / name).read_bytes() for name in names_in(saved)}
+    for wrong in (other.build(), replace(config, vocab_size=config.vocab_size + 1).build()):
+        with pytest.raises(UserError, match=r"cannot save the model in .*weight"):
+            save_model(wrong, config, saved)
+    with pytest.raises(UserError, match=r"missing weights head\.weight"):
+        save_model(model, replace(config, tie_embeddings=False), saved)
+    assert {name: (saved / name).read_bytes() for name in names_in(saved)} == before
+
+
+def test_what_torch_compile_returns_is_saved_as_the_model(model, config, folder, allow):
+    save_model(torch.compile(model), config, folder)
+    assert_same_weights(load_model(folder, allow_packages=allow)[0], model)
+
+
 def test_what_json_has_not_is_refused_before_anything_is_written(model, config, folder):
     for extra in ({"loss": float("nan")}, {"loss": float("inf")}, {"path": folder}):
         with pytest.raises((TypeError, ValueError)):

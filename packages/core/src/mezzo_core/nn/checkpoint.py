@@ -37,7 +37,8 @@ def save_model(
     either the old model or the new one complete, even if the process is killed.
 
     Args:
-        model: the model to save. A weight with several names (a tied head) is stored once.
+        model: the model to save, or `torch.compile` of it. A weight with several names (a tied
+            head) is stored once.
         config: the configuration that builds the model.
         folder: where to save it; created if needed, with its parents.
         extra: JSON values to store beside the configuration (a tokenizer's name, the step).
@@ -45,7 +46,8 @@ def save_model(
 
     Raises:
         UserError: if `folder` holds other files than a model's, holds a model that another program
-            wrote, or cannot be written, or if safetensors is not installed.
+            wrote, or cannot be written; if the weights are not those of the configuration, so that
+            `load_model` would refuse them; or if safetensors is not installed.
         TypeError: if `extra` holds values that JSON does not have.
         ValueError: if `extra` holds NaN or infinity.
     """
@@ -53,11 +55,16 @@ def save_model(
     folder = Path(folder).resolve()
     described: dict[str, Any] = {"config": to_json(config), "extra": extra or {}}
     json.dumps(described, allow_nan=False)  # fails before any work if it cannot be stored
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper renames all weights
     source = model.state_dict() if weights is None else weights
     aliases = _aliases(model)
     stored = {
         name: weight.detach().contiguous() for name, weight in source.items() if name not in aliases
     }
+    where = f"cannot save the model in {folder}"
+    built = build_on_meta(config, where)
+    expected = {name: w for name, w in built.state_dict().items() if name not in _aliases(built)}
+    check_weights(where, expected, {name: weight.shape for name, weight in stored.items()})
     _refuse_foreign(folder)
     new = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
