@@ -80,6 +80,8 @@ def test_timings_are_a_row_each(tmp_path):
         (31.594, "31.59"),
         (0.00012345, "0.00012"),
         (100.0, "100"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
         ("OOM", "OOM"),
         (None, "-"),
         (0, "0"),

@@ -153,7 +153,7 @@ def format_value(value: Value | None) -> str:
     """Write one of our numbers with four digits and separated thousands; None as a dash."""
     if value is None or isinstance(value, str):
         return value or "-"
-    if isinstance(value, int) or (value == int(value) and abs(value) >= 100):
+    if isinstance(value, int) or (value.is_integer() and abs(value) >= 100):
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
