@@ -178,6 +178,10 @@ def test_values_are_equal_to_the_printed_precision():
     assert judgement.details == ("tokens: printed 1e+09, ours 1.003e+09",)
 
 
+def test_a_nan_is_equal_to_nothing():
+    assert outcome(Equal({"tokens": 0.01}), beside(float("nan"))) is DIFFERS
+
+
 def test_nothing_is_equal_if_nothing_was_counted():
     assert outcome(Equal(), Measurement((), ("printed", "ours"), "")) is NOT_SETTLED
 

@@ -155,7 +155,8 @@ class Equal:
             theirs, found = (ours.typical(label, c, group) for c in ("printed", "ours"))
             assert isinstance(theirs, int | float)
             assert isinstance(found, int | float)
-            if abs(found - theirs) > self.rounded.get(label, 1e-12) * abs(theirs):
+            # "not ... <=", because a NaN is equal to nothing
+            if not abs(found - theirs) <= self.rounded.get(label, 1e-12) * abs(theirs):
                 wrong[group, label] = f"{label}: printed {theirs:g}, ours {found:g}"
         if wrong:
             labels = ", ".join(label for _, label in wrong)

@@ -19,6 +19,8 @@ class Within:
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the largest number."""
         numbers = [float(entry.value) for entry in ours.entries]
+        if not numbers:
+            return Judgement(Outcome.NOT_SETTLED, f"{ours.unit} not measured: {ours.setting}")
         agrees = all(number <= self.bound for number in numbers)  # a NaN is not
         found = f"at most {self.bound:.0e}" if agrees else f"up to {max(numbers):.1e}"
         return Judgement(
@@ -49,7 +51,8 @@ class Steady:
             values = [float(value) for value in found if isinstance(value, int | float)]
             if len(values) < 2:
                 continue
-            spread = max(values) / min(values)
+            # `max` and `min` pass over a NaN that does not come first.
+            spread = max(values) / min(values) if all(map(math.isfinite, values)) else math.nan
             outcomes.append(Outcome.AGREES if spread <= self.bound else Outcome.DIFFERS)
             words.append(f"{model} {spread:.3g}")
         where = f"highest over lowest, {ours.setting} (bound {self.bound:g})"
