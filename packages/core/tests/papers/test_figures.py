@@ -98,6 +98,20 @@ def test_a_training_is_losses_of_the_first_seed_and_a_dot_a_seed(draw):
     assert [label.get_text() for label in dots.get_yticklabels()] == ["a", "b"]
 
 
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_of_rates_that_were_tried_the_best_run_has_its_losses_drawn(draw, better):
+    values = {"1e-3": 5.0, "3e-3": 4.0, "1e-2": 6.0}
+    entries = [
+        Entry("a", rate, value, details={"steps": {"train": [[1, 9.0], [2, value]], "val": []}})
+        for rate, value in values.items()
+    ]
+    entries.append(Entry("b", "3e-3", "diverged"))
+    ours = Measurement(tuple(entries), tuple(values), "", better=better, kind="training")
+    curves, *_ = draw(ours).axes
+    assert lines(curves)["a"].get_ydata()[-1] == {"lower": 4.0, "higher": 6.0}[better]
+    assert curves.get_xlabel() == "step (each model's best run)"
+
+
 def test_values_that_are_words_are_told(draw):
     ours = speed(columns=("4096",), a=(1.0,), b=("OOM",))
     (axes,) = draw(ours).axes

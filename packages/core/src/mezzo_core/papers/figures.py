@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mezzo_core.bench.result import best_of
 from mezzo_core.papers.criteria import describe_place
-from mezzo_core.papers.measurement import Measurement
+from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.papers.published import Published
 
 MARKERS = "osD^vPX*<>pd"
@@ -150,11 +151,7 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
     It has a line for each row with a dot for each seed or pass, the first row on top. The dots tell
     the colours of the losses.
     """
-    curves = {
-        entry.model: entry.details["steps"]["train"]
-        for entry in ours.entries
-        if entry.seed == ours.seeds[0] and entry.details.get("steps", {}).get("train")
-    }
+    curves, of = _curves(ours)
     panels = len(ours.columns) + bool(curves)
     across = min(panels, 3)
     figure, axes = _panels(-(-panels // across), across, 1.2 + 0.25 * max(len(ours.rows), 8))
@@ -163,7 +160,7 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
         for model, points in curves.items():
             steps, losses = zip(*points, strict=True)
             first.plot(steps, losses, label=model, linewidth=1.2, color=looks[model]["color"])
-        first.set_xlabel("step")
+        first.set_xlabel(f"step{of}")
         first.set_ylabel("training loss (nats a token), first seed")
     for place, column in zip(axes, ours.columns, strict=False):
         names = []
@@ -176,6 +173,23 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
         place.set_ylim(len(names) - 0.5, -0.5)
         place.set_xlabel(describe_place("", column) + (f" ({ours.unit})" if ours.unit else ""))
     return figure
+
+
+def _curves(ours: Measurement) -> tuple[dict[str, list[list[float]]], str]:
+    """Return the losses by step of each model's run with the first seed, and whose they are.
+
+    Of several runs of a model, such as one for each learning rate that was tried, it is the best.
+    """
+    runs: dict[str, dict[str, Entry]] = {}
+    for entry in ours.entries:
+        if entry.seed == ours.seeds[0] and entry.details.get("steps", {}).get("train"):
+            runs.setdefault(entry.model, {})[f"{entry.group} {entry.column}"] = entry
+    curves = {}
+    for model, found in runs.items():
+        best = best_of({place: entry.value for place, entry in found.items()}, ours.better)
+        curves[model] = found[best or next(iter(found))].details["steps"]["train"]
+    several = any(len(found) > 1 for found in runs.values())
+    return curves, " (each model's best run)" if several else ""
 
 
 def _top(recall: Measurement) -> float:
