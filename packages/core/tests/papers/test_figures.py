@@ -112,6 +112,11 @@ def test_of_rates_that_were_tried_the_best_run_has_its_losses_drawn(draw, better
     assert curves.get_xlabel() == "step (each model's best run)"
 
 
+def test_a_length_that_is_no_whole_number_of_k_is_written_out(draw):
+    (axes,) = draw(speed(columns=("1536", "2048", "3000"), a=(1.0, 2.0, 3.0))).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1536", "2K", "3000"]
+
+
 def test_values_that_are_words_are_told(draw):
     ours = speed(columns=("4096",), a=(1.0,), b=("OOM",))
     (axes,) = draw(ours).axes

@@ -206,7 +206,8 @@ def _number(column: str) -> int:
 
 
 def _short(x: int) -> str:
-    """Return a length in few characters."""
-    if x >= 2**20:
-        return f"{x >> 20}M"
-    return f"{x >> 10}K" if x >= 2**10 else str(x)
+    """Return a length in few characters: only what is a whole number of K or M is written so."""
+    for size, letter in ((20, "M"), (10, "K")):
+        if x >= 2**size and x % 2**size == 0:
+            return f"{x >> size}{letter}"
+    return str(x)
