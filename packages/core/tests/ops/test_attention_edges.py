@@ -24,6 +24,22 @@ def borders(lengths):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
+# --- Slopes of any precision -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "blocked"])
+def test_slopes_of_another_precision_are_taken_as_they_are(impl, dtype):
+    """Slope times distance, up to 100, has more digits than half precision."""
+    inputs, _ = problem(T=300)
+    slopes = torch.tensor([0.34, 0.1, 0.03, 0.01]).to(dtype)
+    out, lse = attention(**inputs, alibi_slopes=slopes, impl=impl, return_lse=impl != "sdpa")
+    wide = {name: x.double() for name, x in inputs.items()}
+    expected = by_hand(**wide, scale=8**-0.5, window_size=300, slopes=slopes.double())
+    assert_close("out", out, expected, rtol=1e-5)
+    assert lse is None or lse.dtype == torch.float32
+
+
 # --- Any finite scale --------------------------------------------------------------------------
 
 

@@ -135,6 +135,17 @@ def test_strides_do_not_matter(impl):
 
 
 @impls
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_slopes_may_have_any_strides_and_half_precision(impl, dtype):
+    inputs = problem([300, 77], S=300, slopes=True)
+    slopes = inputs["alibi_slopes"].to(dtype)
+    expected = by_hand(**{**inputs, "alibi_slopes": slopes})
+    for laid_out in (slopes, torch.stack([slopes, -slopes], 1)[:, 0]):
+        out = decode_attention(**{**inputs, "alibi_slopes": laid_out}, impl=impl)
+        assert_close("out", out, expected, rtol=1e-5)
+
+
+@impls
 def test_nothing_to_read_gives_zeros(impl):
     for inputs in (problem([0, 0], S=0), problem([], S=4), problem([0, 0], S=4)):
         out = decode_attention(**inputs, impl=impl)

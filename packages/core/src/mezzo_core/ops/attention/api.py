@@ -12,6 +12,7 @@ from mezzo_core.ops.attention.reference import attention_reference
 from mezzo_core.ops.attention.request import AttentionOutput, Request, in_transform, is_plain
 from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.precision import accumulation_dtype
 
 SMALL_MASK = 1024 * 1024
 """Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks,
@@ -97,7 +98,8 @@ def attention(
                 f"got {tuple(alibi_slopes.shape)}"
             )
         _check_device("alibi_slopes", alibi_slopes, q)
-        alibi_slopes = alibi_slopes.detach()
+        # In half precision a slope times a long distance would be rounded, or overflow.
+        alibi_slopes = alibi_slopes.detach().to(accumulation_dtype(q.dtype))
     _check_places(q, k, causal, cu_seqlens, q_positions, k_positions)
     if scale is None:
         scale = q.shape[-1] ** -0.5

@@ -9,6 +9,7 @@ from torch import Tensor
 from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.precision import accumulation_dtype
 
 TRITON_WIDTHS = (32, 64, 128, 256)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,6 +107,10 @@ def decode_attention(
     chosen = resolve_impl("decode_attention", impl, q.device, _unsupported(q, k))
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5
+    if alibi_slopes is not None:
+        # In half precision a slope times a long distance would be rounded, or overflow; and the
+        # kernel reads neighbours in memory.
+        alibi_slopes = alibi_slopes.to(accumulation_dtype(q.dtype)).contiguous()
     return _decode_attention(q, k, v, lengths, alibi_slopes, scale, chosen)
 
 
