@@ -58,6 +58,13 @@ class Tree:
     derived: int = field(default=0, init=False)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    most: float | None = None
+    ends: tuple[float, ...] = ()
+    name: str | None = None
+
+
 @dataclass
 class Thawed:
     size: int = 1
@@ -298,3 +305,9 @@ def test_what_could_not_be_read_back_is_not_written():
 def test_a_number_that_json_has_not_comes_back(clip):
     described = json.loads(json.dumps(to_json(OptimConfig(clip=clip)), allow_nan=False))
     assert from_json(described) == OptimConfig(clip=clip)
+
+
+@pytest.mark.parametrize("config", [Bounds(-math.inf, (1.0, math.inf), "inf"), Bounds(2.0)])
+def test_it_comes_back_in_tuples_and_where_none_is_allowed_too(config):
+    described = json.loads(json.dumps(to_json(config), allow_nan=False))
+    assert from_json(described, (HERE,)) == config

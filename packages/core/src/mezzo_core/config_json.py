@@ -121,9 +121,7 @@ def _decode_dataclass(data: Any, where: str, allow: tuple[str, ...]) -> Any:
                 f"{where}: {cls.__name__} has no field {_short(name)}{nearest(name, known)}"
             )
         place = f"{where}.{name}"
-        if hints[name] is float and value in _INFINITIES.values():
-            value = float(value)
-        values[name] = _fit(_decode(value, place, allow), hints[name], place)
+        values[name] = _fit(_decode(value, place, allow), hints[name], place, from_file=True)
     missing = [name for name, field in known.items() if name not in values and _required(field)]
     if missing:
         raise UserError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
@@ -178,21 +176,26 @@ def _require_installed(package: str, where: str) -> None:
         )
 
 
-def _fit(value: Any, hint: Any, where: str) -> Any:
-    """Return the value, converted to fit the annotation `hint`, or raise a UserError."""
+def _fit(value: Any, hint: Any, where: str, *, from_file: bool = False) -> Any:
+    """Return the value, converted to fit the annotation `hint`, or raise a UserError.
+
+    With `from_file`, "inf" is what `to_json` writes for an infinite float.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _fit_union(value, args, where)
+        return _fit_union(value, args, where, from_file)
     if origin is Literal:
         if not any(value == arg and type(value) is type(arg) for arg in args):
             raise UserError(f"{where} must be one of {args}, got {_short(value)}")
         return value
     if hint is tuple or origin is tuple:
-        return _fit_tuple(value, args, where)
+        return _fit_tuple(value, args, where, from_file)
     if hint is Path and isinstance(value, str):
         return Path(value)
+    if hint is float and from_file and value in _INFINITIES.values():
+        return float(value)
     if hint is float and type(value) is int:
         try:
             return float(value)
@@ -214,7 +217,7 @@ def _is_one(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _fit_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
+def _fit_union(value: Any, args: tuple[Any, ...], where: str, from_file: bool) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [arg for arg in args if arg is not type(None)]
@@ -222,14 +225,14 @@ def _fit_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
     # Try a choice of exactly the value's type first, so that 1 stays an int for `float | int`.
     for choice in sorted(choices, key=lambda arg: type(value) is not arg):
         try:
-            return _fit(value, choice, where)
+            return _fit(value, choice, where, from_file=from_file)
         except UserError as error:
             errors.append(str(error))
     also = "; None is allowed too" if type(None) in args else ""
     raise UserError("; or ".join(errors) + also)
 
 
-def _fit_tuple(value: Any, args: tuple[Any, ...], where: str) -> Any:
+def _fit_tuple(value: Any, args: tuple[Any, ...], where: str, from_file: bool) -> Any:
     if not isinstance(value, tuple):
         raise UserError(f"{where} must be a tuple (in JSON a list), got {_short(value)}")
     if not args:
@@ -241,7 +244,7 @@ def _fit_tuple(value: Any, args: tuple[Any, ...], where: str) -> Any:
     else:
         raise UserError(f"{where} must have {len(args)} items, got {len(value)}")
     return tuple(
-        _fit(item, hint, f"{where}[{i}]")
+        _fit(item, hint, f"{where}[{i}]", from_file=from_file)
         for i, (item, hint) in enumerate(zip(value, hints, strict=True))
     )
 
