@@ -285,7 +285,10 @@ def test_no_tokens_give_no_outputs():
 
 @pytest.mark.parametrize("T", [0, 7])
 @pytest.mark.parametrize("B", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"return_lse": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_size": 3}, {"return_lse": True}, {"window_size": 3, "impl": "sdpa"}],
+)
 def test_gradients_of_no_tokens_and_of_no_rows_are_empty(B, T, options):
     inputs = {name: torch.randn(B, T, 4, 8) for name in ("q", "k", "v")}
     _, gradients = grads(lambda **x: attention(**x, **options).out, inputs, torch.ones(B, T, 4, 8))

@@ -91,5 +91,5 @@ def _masked(r: Request) -> torch.Tensor:
         attn_mask=mask.flatten(2, 3),
         scale=r.scale,
     )
-    out = out.unflatten(2, (G, T)).permute(0, 3, 1, 2, 4).reshape(B, T, HQ, -1)
+    out = out.unflatten(2, (G, T)).permute(0, 3, 1, 2, 4).reshape(B, T, HQ, r.v.shape[-1])
     return out if empty is None else out.masked_fill(empty[:, :, None, None], 0.0)
