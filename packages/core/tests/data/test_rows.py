@@ -21,6 +21,21 @@ def rows_of(batch):
     return {tuple(row) for row in batch.tokens.tolist()}
 
 
+def test_rows_may_be_parts_of_wider_arrays():
+    """As next tokens are: inputs without the last, and targets without the first."""
+    wide = rows(0, 20).inputs
+    parts = Rows(wide[:, :-1], wide[:, 1:])
+    whole = Rows(*(part.copy() for part in parts))
+    found, wanted = (
+        RowsData("task", each, each, vocab_size=500, seed=0) for each in (parts, whole)
+    )
+    assert found.fingerprint == wanted.fingerprint
+    for part, expected in zip(
+        found.train_batch(0, 8)[:2], wanted.train_batch(0, 8)[:2], strict=True
+    ):
+        assert part.equal(expected)
+
+
 def test_an_epoch_takes_no_row_twice_and_another_has_another_order():
     first, second = ([source().train_batch(2 * epoch + i, 8) for i in (0, 1)] for epoch in (0, 1))
     for batches in (first, second):

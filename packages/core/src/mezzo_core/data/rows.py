@@ -38,8 +38,9 @@ class RowsData(BatchSource):
         self.seq_len, self.vocab_size = train.inputs.shape[1], vocab_size
         self._train, self._test = train, test
         self.num_train_tokens = train.inputs.size
-        digest = sha256(train.inputs.data)
-        digest.update(train.targets.data)
+        digest = sha256()
+        for part in train:
+            digest.update(np.ascontiguousarray(part).data)
         self.fingerprint = f"{name} {digest.hexdigest()}"
         self._seed = seed
         self._order = (-1, np.empty(0, dtype=np.int64))  # an epoch and its order
