@@ -1,8 +1,11 @@
 """A task trains in the loop that text does, and is scored by its accuracy."""
 
+from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import pytest
+from mezzo_core.data import NO_TARGET, Rows, RowsData
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import open_told_data
@@ -59,6 +62,27 @@ def test_a_run_on_a_task_goes_on_to_the_bit(echo, tmp_path, rows_of):
         load_model(tmp_path / name / "model")[0].state_dict() for name in ("whole", "run")
     )
     assert all(found[name].equal(weight) for name, weight in whole.items())
+
+
+@dataclass(frozen=True)
+class RareConfig:
+    """A task that asks for something in every other row alone."""
+
+    def build(self, seq_len, cache_dir, *, rank=0, world_size=1):
+        tokens = np.random.default_rng(0).integers(8, size=(8, seq_len))
+        targets = np.full_like(tokens, NO_TARGET)
+        targets[::2, -1] = tokens[::2, 0]
+        return RowsData("rare", *[Rows(tokens, targets)] * 2, vocab_size=8, seed=0)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_batch_without_targets_has_loss_zero(echo, tmp_path, rows_of, cuda_graph):
+    """It is no divergence. With CUDA graphs the targets are counted on the device."""
+    config = echo(data=RareConfig(), batch_size=1, steps=8, cuda_graph=cuda_graph)
+    train(config, tmp_path / "run", quiet=True, device="cpu")
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert len(losses) == 8
+    assert losses.count(0.0) == 4
 
 
 def test_two_processes_share_its_batches(echo, tmp_path, rows_of, train_in_processes):

@@ -241,7 +241,8 @@ def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
     parts = [move_batch(batch.part(i, run.parts), world.device) for i in range(run.parts)]
     if run.config.cuda_graph:  # for which a number would be a constant
         count = torch.stack([(part.targets != NO_TARGET).sum() for part in parts]).sum()
-    return parts, count
+    # The loss of a batch without targets is 0, as that of `LM.loss`, and not 0 / 0.
+    return parts, count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _take_step(run: _Run, parts: Sequence[Batch], count: int | Tensor) -> tuple[Tensor, Tensor]:
