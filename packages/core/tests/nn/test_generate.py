@@ -292,6 +292,18 @@ def test_a_bad_argument_is_refused_by_name_at_the_call(model, function, change, 
         function(model, **arguments)
 
 
+def test_stop_tokens_of_an_iterator_stop(model):
+    first = generate(model, [[1]], max_new_tokens=1)[0]
+    assert generate(model, [[1]], max_new_tokens=3, stop_tokens=iter(first)) == [[]]
+
+
+def test_numbers_may_be_numpy_s(model):
+    options = {"max_new_tokens": 4, "seed": 3, "prefill_tokens": 2}
+    wanted = generate(model, [[1, 2, 3]], temperature=1.0, **options)
+    options = {name: np.int64(value) for name, value in options.items()}
+    assert generate(model, [[1, 2, 3]], temperature=np.float64(1.0), **options) == wanted
+
+
 def test_prompts_and_stop_tokens_may_be_arrays(model):
     prompts = [[1, 2], [3, 4]]
     (first, *_), _ = generate(model, prompts, max_new_tokens=3)

@@ -101,14 +101,15 @@ def stream(
         isinstance(prefill_tokens, Integral) and prefill_tokens >= 1
     ):
         raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens!r}")
-    for token in stop_tokens:
+    stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
+    for token in stops:
         # A tensor would be equal to no token: prompts would never stop.
         if not isinstance(token, Integral) or not 0 <= int(token) < model.vocab_size:
             raise ValueError(
                 f"stop_tokens must hold token ids in [0, {model.vocab_size}), got {token!r}"
             )
     new = _new_tokens(model, prompts, prefill_tokens, max_new_tokens, sampler, seed)
-    return _steps(model, new, len(prompts), frozenset(stop_tokens))
+    return _steps(model, new, len(prompts), frozenset(stops))
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def _new_tokens(
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, (B,), also of rows that have stopped."""
     device = model.embed.weight.device
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
     tokens, lengths = _pad(prompts, device)
     logits, state = _prefill(model, tokens, lengths, prefill_tokens or tokens.shape[1])
     new = sampler(logits[:, -1], generator)
