@@ -115,6 +115,18 @@ def test_a_measurement_that_is_killed_keeps_its_entries_and_goes_on(tmp_path, mo
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_two_scripts_at_once_keep_the_entries_of_both(tmp_path):
+    first, second = (Result(tmp_path / "a.json", HEADER, HERE) for _ in range(2))
+    for seed in range(2):
+        first.add(1.0, **PLACE, seed=seed)
+        second.add(2.0, **{**PLACE, "model": "Attention"}, seed=seed)
+    models = [entry["model"] for entry in content(tmp_path / "a.json")["entries"]]
+    assert models == ["RAT(L=16)", "Attention"] * 2
+    assert second.has(**PLACE)
+    with pytest.raises(ValueError, match="already"):
+        first.add(3.0, **{**PLACE, "model": "Attention"}, seed=1)
+
+
 def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
     result = Result(tmp_path / "a.json", HEADER, HERE)
     result.add(1.0, **PLACE)

@@ -67,11 +67,21 @@ class Result:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{path.parent}: cannot be made ({error.strerror})") from error
+        self.entries: list[dict[str, Any]] = []
+        self._keys: set[tuple[str, str, str, int]] = set()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Read the file, if it exists, and take in its entries.
+
+        Raises:
+            UserError: if it is no result, or of another header, machine or commit.
+        """
+        path, advice = self.path, "remove it, or write elsewhere"
         content = read_json(path) if path.exists() else {**self._head, "entries": []}
-        advice = "remove it, or write elsewhere"
         try:
-            self.entries: list[dict[str, Any]] = list(content["entries"])
-            self._keys = set(map(_key, self.entries))
+            found = list(content["entries"])
+            keys = set(map(_key, found))
             theirs = {name: content[name] for name in self._head}
         except (KeyError, TypeError) as error:
             raise UserError(f"{path} is no result file ({error!r}): {advice}") from error
@@ -79,6 +89,8 @@ class Result:
             if name != "date" and theirs[name] != ours:
                 was = f"{theirs[name]!r}, not {ours!r}"
                 raise UserError(f"{path} has another {name} ({was}): {advice}")
+        self.entries += [entry for entry in found if _key(entry) not in self._keys]
+        self._keys |= keys
 
     def has(self, model: str, column: str, group: str = "", seed: int = 0) -> bool:
         """Tell whether the file has this entry."""
@@ -110,7 +122,7 @@ class Result:
         Raises:
             ValueError: if the header lacks the model, column or group, the file has this entry, or
                 a number is not finite.
-            UserError: if the file cannot be written.
+            UserError: if the file cannot be written, or has become another's.
         """
         names = {"group": group, "model": model, "column": column, "seed": seed}
         self._add([{**names, "value": value, **details}])
@@ -140,6 +152,9 @@ class Result:
     def _add(self, entries: Iterable[Mapping[str, Any]]) -> None:
         told = [{k: part for k, part in each.items() if part not in (None, "")} for each in entries]
         new = json.loads(json.dumps(told, allow_nan=False), parse_float=_rounded)
+        # Another script may have added to the file, such as one that measures other models on
+        # another GPU: what it has measured stays.
+        self._take_in()
         header, names = self.header, _key(new[0])
         known = (header.models, header.columns, header.groups or ("",))
         for name, allowed in zip(names, known, strict=False):
