@@ -234,6 +234,17 @@ def test_a_head_that_does_more_is_asked_for_its_logits(model):
     assert model.loss(tokens, targets) != plain
 
 
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_a_hook_on_the_head_s_backward_is_called(model, register):
+    """As one that changes or watches the gradients of every module."""
+    calls = []
+    getattr(model.head, register)(lambda *call: calls.append(call[0]))
+    model.loss(tokens_of(2, 5), tokens_of(2, 5)).backward()
+    assert calls == [model.head]
+
+
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient(model):
     tokens = tokens_of(2, 5)
     loss = model.loss(tokens, torch.full_like(tokens, -100))

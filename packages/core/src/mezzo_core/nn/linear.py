@@ -45,4 +45,6 @@ def is_plain(layer: nn.Module) -> bool:
         and "forward" not in layer.__dict__  # torch 2.8 cannot trace vars()
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
     )
