@@ -105,7 +105,8 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
         place.set_ylabel(each.unit or group)
         if each.kind == "recall":
             place.set_ylim(0, _top(each))
-        else:
+        elif any(y > 0 for line in place.get_lines() for y in line.get_ydata()):
+            # A panel of words alone, as where all is out of memory, has no range for a logarithm.
             place.set_yscale("log")
             place.yaxis.set_major_formatter("{x:,g}")
             low, high = place.get_ylim()
