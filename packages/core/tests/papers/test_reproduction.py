@@ -27,6 +27,7 @@ from mezzo_core.papers.published import Claim, load_published
 from mezzo_core.papers.reproduction import Reproduction, Scale, reproduce_papers
 from mezzo_core.papers.trainings import SMOKE, Trainings
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import DivergenceError
 
 PUBLISHED = """
 [paper]
@@ -235,6 +236,18 @@ def test_what_breaks_differs_but_what_the_user_can_mend_stops(paper, tmp_path):
     bad = answered(paper, *answers, Answer("p.claim.layers", counted(full_disk, Equal())))
     with pytest.raises(UserError, match="disk"):
         bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+
+
+def test_a_training_that_diverges_is_told_and_the_report_is_written(paper, tmp_path, monkeypatch):
+    def diverges(self):
+        raise DivergenceError("training diverged at step 3")
+
+    monkeypatch.setattr(Trainings, "_train", diverges)
+    findings = paper.reproduce(None, "small", tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").exists()
+    (told,) = (finding for finding in findings if "diverged at step 3" in finding.summary)
+    assert told.outcome is Outcome.DIFFERS
+    assert Outcome.AGREES in [finding.outcome for finding in findings]  # the others go on
 
 
 def test_trainings_that_break_are_not_started_again_for_each_claim(paper, tmp_path, monkeypatch):

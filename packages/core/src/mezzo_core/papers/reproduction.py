@@ -32,6 +32,7 @@ from mezzo_core.papers.report_files import prepare_folder, write_report
 from mezzo_core.papers.speeds import Measurers
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import DivergenceError
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,14 @@ def _judge(check: Check) -> Finding:
 def _guarded(id: str, work: Callable[[], Finding]) -> Finding:
     """Return a finding. One that fails with an error differs, and says so, and the others go on.
 
-    A `UserError`, such as a full disk, stops the reproduction.
+    A `UserError`, such as a full disk, stops the reproduction. A training that diverges does not:
+    it is no mistake of the user's, and something that came out.
     """
     try:
         return work()
-    except UserError:
-        raise
     except Exception as error:
+        if isinstance(error, UserError) and not isinstance(error, DivergenceError):
+            raise
         summary = f"could not be answered: {type(error).__name__}: {error}"
         kind: Kind = "check" if ".check." in id else "table" if ".table" in id else "claim"
         return Finding(id, kind, How.PAPER, Outcome.DIFFERS, summary)
