@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from mezzo_core.errors import UserError
+from mezzo_core.nn import checkpoint
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import copy_weights, find_model, load_model, save_model
 from safetensors import safe_open
@@ -217,6 +218,27 @@ def test_saving_without_the_library_says_what_brings_it(model, config, folder, m
     with pytest.raises(UserError, match=r"'safetensors': pip install 'mezzo-core\[train\]'"):
         save_model(model, config, folder)
     assert not folder.parent.exists()
+
+
+@pytest.mark.parametrize("moment", ["check_weights", "_checksum"])
+def test_a_model_that_is_saved_anew_while_it_is_loaded_is_loaded_anew(
+    saved, model, config, allow, monkeypatch, moment
+):
+    """As by a run that still trains: neither an error nor new weights beside the old step."""
+    newer, todo = config.build(), [1]
+    original = getattr(checkpoint, moment)
+
+    def save_between(*arguments):
+        found = original(*arguments)
+        if todo:
+            todo.clear()
+            save_model(newer, config, saved, {"step": 2})
+        return found
+
+    monkeypatch.setattr(checkpoint, moment, save_between)
+    loaded, _, extra = load_model(saved, allow_packages=allow)
+    assert_same_weights(loaded, newer)
+    assert extra == {"step": 2}
 
 
 @pytest.mark.parametrize("tie", [True, False])

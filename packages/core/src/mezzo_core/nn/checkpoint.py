@@ -107,14 +107,25 @@ def load_model(
         UserError: if a file is missing or damaged, the configuration names an unknown type or
             field, the weights do not fit the configured model, or there is no such device.
     """
-    folder = _existing(Path(folder).resolve())
+    asked, folder = folder, _existing(Path(folder).resolve())
     description = _read_description(folder / CONFIG)
     config = _read_config(folder / CONFIG, description, allow_packages)
     device = _usable(device)
     model = build_on_meta(config, folder / CONFIG)
     aliases = _aliases(model)
     expected = {n: t for n, t in model.state_dict().items() if n not in aliases}
-    weights = _read_weights(folder / WEIGHTS, expected, description, device)
+    weights: dict[str, Tensor] | UserError
+    try:
+        weights = _read_weights(folder / WEIGHTS, expected, description, device)
+    except UserError as error:
+        weights = error
+    # A run may have saved the model anew meanwhile. Then these weights may be those of the new one,
+    # and do not fit what was read of the old one.
+    if _read_description(_existing(Path(asked).resolve()) / CONFIG) != description:
+        del weights  # both need not fit into memory
+        return load_model(asked, device=device, allow_packages=allow_packages)
+    if isinstance(weights, UserError):
+        raise weights
     shared = {name: weights[first] for name, first in aliases.items()}
     model.load_state_dict({**weights, **shared}, assign=True)
     for name, first in aliases.items():
