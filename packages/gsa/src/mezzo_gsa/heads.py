@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch.nn.functional as F
 from mezzo_core.ops.checks import check_number, check_size
-from torch import Tensor, nn
+from torch import Tensor
 
 FeatureMap = Literal["relu"]
 
@@ -86,16 +86,3 @@ def check_feature_map(config: str, feature_map: str | None) -> None:
 def apply_feature_map(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
     """Apply the feature map of a linear attention to queries or keys."""
     return x if feature_map is None else F.relu(x)
-
-
-def is_plain_norm(norm: nn.Module) -> bool:
-    """Tell whether a norm only computes RMSNorm(x), which a step's kernel can do in its place.
-
-    A norm of another kind, or with hooks or a replaced `forward`, may do more.
-    """
-    return (
-        type(norm).forward is nn.RMSNorm.forward
-        and "forward" not in norm.__dict__  # torch 2.8 cannot trace vars()
-        and not norm._forward_hooks
-        and not norm._forward_pre_hooks
-    )

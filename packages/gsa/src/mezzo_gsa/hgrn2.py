@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
-from mezzo_core.nn.norm import RMSNorm
+from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.gla import GLAState
-from mezzo_gsa.heads import Heads, is_plain_norm
+from mezzo_gsa.heads import Heads
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
 

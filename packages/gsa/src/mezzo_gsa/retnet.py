@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
-from mezzo_core.nn.norm import RMSNorm
+from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
@@ -20,7 +20,6 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     check_feature_map,
     check_flag,
-    is_plain_norm,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_

@@ -35,16 +35,20 @@ def takes_decode_linear(layer: nn.Linear, x: Tensor) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Tell whether a layer computes only x Wᵀ + bias.
-
-    A subclass of Linear (adapters), or a layer with hooks or a replaced `forward`, may do more.
-    """
+    """Tell whether a layer computes only x Wᵀ + bias; a subclass of Linear may do more."""
     return (
         type(layer) in (Linear, nn.Linear)
         and type(layer.weight) is nn.Parameter
-        and "forward" not in layer.__dict__  # torch 2.8 cannot trace vars()
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
+        and is_unchanged(layer)
+    )
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Tell whether a module does what its class says: no hooks, and no `forward` of its own."""
+    return not (
+        "forward" in module.__dict__  # torch 2.8 cannot trace vars()
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mezzo_core.nn.linear import is_unchanged
+
 
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` for inputs whose dtype is not that of the weight, such as autocast's outputs.
@@ -17,3 +19,8 @@ class RMSNorm(nn.RMSNorm):
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         y = F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps)
         return y.to(x.dtype)
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Tell whether a module computes only RMSNorm(x), so that a kernel may do it in its place."""
+    return type(norm).forward in (RMSNorm.forward, nn.RMSNorm.forward) and is_unchanged(norm)

@@ -188,11 +188,11 @@ def step_rat_attention_(
 ) -> Float[Tensor, "B 1 H D"]:
     """Decode one token of every row, and overwrite the state with the one after it.
 
-    Arguments are those of `chunk_rat_attention_projected`. The state must be in buffers of its own,
-    which the kernels need contiguous, with a slot for every chunk that the token may close: call
-    `reserve` first. The step
-    has no gradients, and can be captured in a CUDA graph. When no slot is left, it raises an error
-    on a CPU. On a GPU the check would have to wait, so there it only writes nothing out of bounds.
+    Arguments are those of `chunk_rat_attention_projected`. The state must be in buffers of its own
+    (contiguous ones for the kernels), with a slot for every chunk that the token may close: call
+    `reserve` first. The step has no gradients, and can be captured in a CUDA graph. When no slot is
+    left, it raises an error on a CPU. On a GPU the check would have to wait, so there it only
+    writes nothing out of bounds.
 
     Raises:
         ValueError: also if a row has more than one token; on a CPU, if no slot is left.
