@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-import torch
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.papers.claims import check_complete
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.growth import Growth
@@ -160,7 +160,7 @@ def test_a_theorem_about_a_layer_that_is_slightly_wrong_differs(monkeypatch, nam
     claim, (evidence,) = PUBLISHED.claim(answer.id), answer.evidence
     count, criterion = getattr(theory, name), evidence.criterion
     assert criterion(claim, count(claim)).outcome is Outcome.AGREES
-    kinds = {"rms_definition": torch.nn.RMSNorm, "stability_direct_term": TransformerBlock}
+    kinds = {"rms_definition": RMSNorm, "stability_direct_term": TransformerBlock}
     kind = kinds.get(name, RecurrentBlock)
     monkeypatch.setattr(kind, "forward", scaled_output(kind))
     assert criterion(claim, count(claim)).outcome is Outcome.DIFFERS
