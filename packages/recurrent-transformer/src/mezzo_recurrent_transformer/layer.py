@@ -98,9 +98,10 @@ class AbstractLayer(AbstractBlock):
 
     def init_state(self, batch: int) -> KVCache:
         """Return an empty cache for `batch` rows."""
-        weight = self.wk.weight
-        empty = weight.new_zeros(batch, 0, self.num_heads, self.config.head_dim)
-        return KVCache(empty, empty, torch.zeros(batch, dtype=torch.int64, device=weight.device))
+        dtype, device = self.wk.weight.dtype, self.wk.weight.device
+        shape = (batch, 0, self.num_heads, self.config.head_dim)
+        empty = torch.zeros(shape, dtype=dtype, device=device)
+        return KVCache(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
