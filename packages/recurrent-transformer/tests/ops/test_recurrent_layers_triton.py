@@ -12,11 +12,14 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     Past,
     graphs,
     recurrent_layers,
+    room,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.parts import parts_of
 from mezzo_recurrent_transformer.ops.recurrent_layers.room import KeptRoom
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
@@ -188,6 +191,27 @@ def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeyp
         ([(room.buffers, room.weights, room.slopes) for room in rooms], captured.arguments)
     )
     assert not any(t.is_inference() or t.requires_grad for t in kept if t is not None)
+
+
+class Replayed:
+    """Stands for a CUDA graph, which a CPU has not."""
+
+    def __init__(self, call):
+        self.replay = call
+
+
+def test_each_impl_has_graphs_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(room, "capture", lambda call, pool=None: (Replayed(call), None))
+    inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
+    weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
+    matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
+    form = Form(2, 1.0, "rms", 1e-5, True, 1)
+    kept = KeptRoom.of(ForwardBuffers, inputs["x"], matrices, slopes, 16, form)
+    ran = []
+    for impl in ("eager", "triton", "eager", "triton"):
+        kept.run(lambda *call: ran.append(call[-1]), Tile(0, 0, 2), parts_of(impl))
+    assert ran == [parts_of(impl) for impl in ("eager", "triton", "eager", "triton")]
 
 
 @pytest.mark.gpu

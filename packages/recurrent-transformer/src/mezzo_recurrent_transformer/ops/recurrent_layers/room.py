@@ -42,11 +42,11 @@ class Room:
 
 
 class KeptRoom(Room):
-    """A room with a CUDA graph for each range of layers."""
+    """A room with a CUDA graph for each range of layers and each set of parts."""
 
     def __init__(self, buffers: Buffers, weights: Matrices, slopes: Tensor, form: Form) -> None:
         super().__init__(buffers, weights.map(torch.empty_like), torch.empty_like(slopes), form)
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, int, ModuleType], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     @classmethod
@@ -66,12 +66,12 @@ class KeptRoom(Room):
 
     def run(self, steps: Steps, tile: Tile, parts: ModuleType) -> None:
         """Run all steps of a tile: at first as they are, then by a graph."""
-        layers, call = (tile.first, tile.end), (steps, tile, parts)
-        if layers in self.graphs:
-            self.graphs[layers].replay()
+        key, call = (tile.first, tile.end, parts), (steps, tile, parts)
+        if key in self.graphs:
+            self.graphs[key].replay()
             return
         super().run(*call)
-        self.graphs[layers], _ = capture(lambda: super(KeptRoom, self).run(*call), self.pool)
+        self.graphs[key], _ = capture(lambda: super(KeptRoom, self).run(*call), self.pool)
 
 
 _rooms: OrderedDict[Any, KeptRoom] = OrderedDict()
