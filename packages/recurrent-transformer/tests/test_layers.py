@@ -75,3 +75,60 @@ def test_a_weight_that_a_hook_sets_is_refused():
     prune.identity(part.wq, "weight")
     with pytest.raises(TypeError, match=r"wq.weight is set by a hook"):
         part(torch.ones(1, 3, C))
+
+
+def hooked(part):
+    part.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def biased(part):
+    part.bias = nn.Parameter(torch.ones(part.out_features))
+
+
+def adapted(part):
+    part.forward = lambda x: 2 * x
+
+
+class Adapter(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def replaced(part):
+    part.__class__ = Adapter
+
+
+@pytest.mark.parametrize("config", ["block", "layer norm", "no norm", "stack"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("wq", hooked),
+        ("wv", biased),
+        ("mlp", hooked),
+        ("mlp.down", replaced),
+        ("k_norm", hooked),
+        ("mlp_norm", adapted),
+    ],
+)
+def test_a_part_that_does_more_than_its_weight_is_refused(config, name, change):
+    """The layers run at once, from weights alone: what else a part does would be left out."""
+    module = PARTS[config].build(C)
+    layer = module.blocks[1] if config == "stack" else module
+    change(layer.get_submodule(name))
+    with pytest.raises(TypeError, match=rf"^{name} must"):
+        module(torch.ones(1, 3, C))
+
+
+def test_a_layer_of_a_stack_with_a_hook_is_refused():
+    stack = PARTS["stack"].build(C)
+    hooked(stack.blocks[1])
+    with pytest.raises(TypeError, match=r"^blocks\[1\] must"):
+        stack(torch.ones(1, 3, C))
+
+
+def test_a_block_may_have_hooks():
+    block = BLOCK.build(C)
+    calls = []
+    block.register_forward_hook(lambda *call: calls.append(call))
+    block(torch.ones(1, 3, C))
+    assert len(calls) == 1

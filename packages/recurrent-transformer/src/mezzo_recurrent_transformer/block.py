@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.linear import Linear, is_unchanged
+from mezzo_core.nn.mlp import GELUMLP
+from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo_recurrent_transformer.layer import AbstractLayer, LayerConfig, weight_flops
 from mezzo_recurrent_transformer.ops.recurrent_layers import (
@@ -128,14 +131,17 @@ def run_layers(
 
 
 def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
-    """Return the layers' weights, stacked; gradients flow back to each layer's own."""
+    """Return the layers' weights, stacked; gradients flow back to each layer's own.
+
+    Raises:
+        TypeError: if a part of a layer does more than its weight says.
+    """
+    for layer in layers:
+        _check_parts(layer)
 
     def stacked(name: str) -> Tensor:
+        # It need not be a parameter: torch.func and parametrizations have plain tensors.
         parts: list[Any] = [layer.get_submodule(name) for layer in layers]
-        # It need not be a parameter: torch.func and parametrizations have plain tensors. But
-        # pruning and the old weight_norm set it before a part's forward, which never comes.
-        if any("weight" in vars(part) for part in parts):
-            raise TypeError(f"{name}.weight is set by a hook: use torch.nn.utils.parametrize")
         return torch.stack([part.weight for part in parts])
 
     has_norms = layers[0].config.norm != "none"
@@ -151,3 +157,32 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
         q_norm=stacked("q_norm") if has_norms else None,
         k_norm=stacked("k_norm") if has_norms else None,
     )
+
+
+_LINEAR = (Linear.forward, nn.Linear.forward)
+_NORMS = {
+    "rms": (RMSNorm.forward, nn.RMSNorm.forward),
+    "layer": (nn.LayerNorm.forward,),
+    "none": (nn.Identity.forward,),
+}
+
+
+def _check_parts(layer: RecurrentBlock) -> None:
+    """Check that each part does what the op does with its weight: the parts are never called."""
+    _check_part("mlp", layer.mlp, (GELUMLP.forward,))
+    for name in ("wq", "wk", "wv", "wo", "mlp.up", "mlp.down"):
+        _check_part(name, layer.get_submodule(name), _LINEAR)
+    for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
+        _check_part(name, layer.get_submodule(name), _NORMS[layer.config.norm])
+
+
+def _check_part(name: str, part: nn.Module, forwards: tuple[Any, ...]) -> None:
+    # Pruning and the old weight_norm set it before a part's forward, which never comes.
+    if "weight" in part.__dict__:  # torch 2.8 cannot trace vars()
+        raise TypeError(f"{name}.weight is set by a hook: use torch.nn.utils.parametrize")
+    has_bias = part._parameters.get("bias") is not None
+    if has_bias or type(part).forward not in forwards or not is_unchanged(part):
+        raise TypeError(
+            f"{name} must have no hooks, no bias and no forward of its own, "
+            "because recurrent layers use its weight and do not call it"
+        )

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast, get_args
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, BlocksConfig
 from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.linear import is_unchanged
 from mezzo_core.nn.stack import Stack
 from mezzo_core.ops.checks import check_size
 from torch import Tensor
@@ -86,6 +87,12 @@ class RecurrentStack(Stack):
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractStack.forward` says."""
         self.check_input(x, state, cu_seqlens, lengths)
         layers = cast(tuple[RecurrentBlock, ...], tuple(self.blocks))
+        for i, layer in enumerate(layers):
+            if type(layer).forward is not RecurrentBlock.forward or not is_unchanged(layer):
+                raise TypeError(
+                    f"blocks[{i}] must be a RecurrentBlock without hooks or a forward of its own, "
+                    "because the stack uses its weights and does not call it"
+                )
         return run_layers(layers, x, state, cu_seqlens, lengths)
 
     def units(self) -> Sequence[AbstractStack]:
