@@ -22,7 +22,7 @@ from mezzo_recurrent_transformer import (
     theory,
 )
 from mezzo_recurrent_transformer.claims import ANSWERS, NORMALIZED, RAW, REPRODUCTION, in_nats
-from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, by_layers
+from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, Trains, by_layers
 from mezzo_recurrent_transformer.recipes import RECIPES
 from mezzo_recurrent_transformer.speed import EAGER, GRAPH, NAIVE
 
@@ -231,6 +231,15 @@ def test_a_recipe_with_another_value_differs_and_names_it(monkeypatch):
     judged = answer.evidence[0].criterion(claim, settings.hyper_optimizer(claim))
     assert judged.outcome is Outcome.DIFFERS
     assert judged.details == ("learning rate: printed 0.001, ours 0.002",)
+
+
+@pytest.mark.parametrize("done", [RATES[:1], RATES[::2]], ids=str)
+def test_rates_that_are_not_all_measured_settle_nothing(done):
+    ours = replace(numbers(done, normalized=(3, 3.2, 3.4)[: len(done)]), columns=RATES)
+    for criterion in (BestColumn(NORMALIZED, "3e-3"), Trains(NORMALIZED)):
+        assert criterion(PUBLISHED.claim("rt.claim.rmsnorm_lr"), ours).outcome is (
+            Outcome.NOT_SETTLED
+        )
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -59,7 +59,10 @@ class BestColumn:
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare it with each other column, over the seeds."""
-        others = [c for c in ours.columns if c != self.column and ours.cell(self.model, c)]
+        measured = [c for c in ours.columns if ours.cell(self.model, c)]
+        if self.column not in measured:  # no number is not yet a worse one
+            return Judgement(Outcome.NOT_SETTLED, f"{self.model} at {self.column}: not measured")
+        others = [c for c in measured if c != self.column]
         pairs = [pair for c in others for pair in self._compare(ours, c)]
         judged = judge_pairs(pairs)
         return replace(judged, summary=f"{self.model} at {self.column}: {judged.summary}")
@@ -84,11 +87,15 @@ class Trains:
         """Look for words in the place of numbers."""
         cells = {c: ours.cell(self.model, c) for c in ours.columns}
         failed = [c for c, cell in cells.items() if any(isinstance(e.value, str) for e in cell)]
-        known = any(cells.values())
-        outcome = Outcome.AGREES if known else Outcome.NOT_SETTLED
+        missing = [c for c, cell in cells.items() if not cell]
+        outcome = Outcome.NOT_SETTLED if missing else Outcome.AGREES
         return Judgement(
             Outcome.DIFFERS if failed else outcome,
-            f"{self.model} diverges at {', '.join(failed)}" if failed else f"{self.model} trains",
+            f"{self.model} diverges at {', '.join(failed)}"
+            if failed
+            else f"{self.model} is not measured at {', '.join(missing)}"
+            if missing
+            else f"{self.model} trains",
         )
 
 
