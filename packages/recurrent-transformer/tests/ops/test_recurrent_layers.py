@@ -432,6 +432,15 @@ def test_autocast_computes_products_in_bfloat16_and_gives_gradients_in_float32()
     assert_same(found, wanted, 2e-2)
 
 
+def test_autocast_leaves_float64_as_it_is():
+    inputs, options, pull = problem(CASES["two tiles and one"])
+    wanted = run("eager", inputs, options, pull)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run("eager", inputs, options, pull)
+    for name, value in found.items():
+        assert torch.equal(value, wanted[name]), name
+
+
 def test_auto_is_eager_on_a_cpu_and_triton_is_refused_there():
     inputs, options, _ = problem(CASES["one token"], dtype=torch.float32)
     same = (layers(impl, **options)(**inputs)[0] for impl in ("auto", "eager"))

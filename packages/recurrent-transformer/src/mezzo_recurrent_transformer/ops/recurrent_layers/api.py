@@ -70,10 +70,10 @@ def recurrent_layers(
     the `past` that is returned; there is no double backward. For the backward only the inputs and
     outputs of the layers are kept.
 
-    Products are computed in the dtype of the weights, or in that of autocast; the residual stream,
-    norms, softmax and sums in float32 (float64 for float64). Repeated runs are equal to the bit. On
-    a GPU, CUDA graphs of the steps, and for small batches of whole calls, keep the memory that they
-    need.
+    Products are computed in the dtype of the weights, or, but for float64, in that of autocast; the
+    residual stream, norms, softmax and sums in float32 (float64 for float64). Repeated runs are
+    equal to the bit. On a GPU, CUDA graphs of the steps, and for small batches of whole calls, keep
+    the memory that they need.
 
     Args:
         x: (B, T, C), the input of the first layer.
@@ -101,7 +101,9 @@ def recurrent_layers(
     """
     form = _checked_form(x, num_heads, residual_scale, norm, eps, persistent_norm, block_size)
     weights = _checked_weights(weights, x, norm)
-    dtype = autocast_dtype(x.device) or weights.wq.dtype
+    dtype = weights.wq.dtype
+    if dtype != torch.float64:  # which autocast leaves as it is
+        dtype = autocast_dtype(x.device) or dtype
     slopes = _checked_slopes(alibi_slopes, x, num_heads, accumulation_dtype(dtype))
     _check_past(past, x, weights, form)
     if cu_seqlens is not None:
