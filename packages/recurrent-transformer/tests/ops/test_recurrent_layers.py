@@ -316,6 +316,18 @@ def test_padding_leaves_the_past_alone():
         assert torch.equal(value, found[name]), name
 
 
+def test_what_slots_without_a_token_hold_never_counts():
+    inputs, options, pull = problem(CASES["after a past"])
+    wanted = run("eager", inputs, options, pull)
+    for row, seen in enumerate(options["seen"]):
+        for name in ("k", "v"):
+            inputs[name][:, row, seen:] = torch.nan
+    for impl in ("reference", "eager"):
+        found = run(impl, inputs, options, pull)
+        for name in ("z", "dx", "dk", "dv", "dwq"):
+            assert_close(f"{impl}: {name}", found[name], wanted[name], rtol=1e-10)
+
+
 def test_the_past_holds_as_many_tokens_as_each_row_has_had():
     inputs, options, _ = problem(CASES["padded"])
     past = Past(inputs.pop("k"), inputs.pop("v"), options.pop("seen"))

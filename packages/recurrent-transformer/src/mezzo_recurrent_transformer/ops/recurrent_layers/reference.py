@@ -62,6 +62,8 @@ def recurrent_layer_reference(
     old_k, old_v, seen = past or (kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64))
     seen = seen.to(x.device)[:, None]
     slots = torch.arange(old_k.shape[1], device=x.device)
+    unused = (slots >= seen)[..., None, None]  # they may hold anything, NaN too
+    old_k, old_v = old_k.masked_fill(unused, 0), old_v.masked_fill(unused, 0)
     z: list[Tensor] = []
     k: list[Tensor] = []
     v: list[Tensor] = []
