@@ -328,6 +328,23 @@ def test_what_slots_without_a_token_hold_never_counts():
             assert_close(f"{impl}: {name}", found[name], wanted[name], rtol=1e-10)
 
 
+def test_gradients_of_slots_without_a_token_reach_no_token():
+    inputs, options, (_, *pull) = problem(CASES["after a past"])
+    seen = options.pop("seen")
+    found = []
+    for impl in ("reference", "eager"):
+
+        def pairs(x, k, v, impl=impl, **weights):
+            past = Past(k, v, seen)
+            return recurrent_layers(
+                x, LayerWeights(**weights), past=past, impl=impl, **options
+            ).past[:2]
+
+        found.append(grads(pairs, inputs, tuple(pull))[1])
+    for name in ("x", "wq", "down"):
+        assert_close(name, found[1][name], found[0][name], rtol=1e-10)
+
+
 def test_the_past_holds_as_many_tokens_as_each_row_has_had():
     inputs, options, _ = problem(CASES["padded"])
     past = Past(inputs.pop("k"), inputs.pop("v"), options.pop("seen"))

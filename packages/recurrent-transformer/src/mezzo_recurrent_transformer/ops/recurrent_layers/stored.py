@@ -34,12 +34,17 @@ class Stored(NamedTuple):
         return Keys(self.k[layers], self.v[layers], self.seen, (tile.step - tile.first) * S)
 
     def take(self, given: Tensor, tile: Tile, tiling: Tiling) -> Tensor:
-        """Return what a tensor like k (n, B, P + T, C) has for a tile, (m, S, B, C)."""
+        """Return what a tensor like k (n, B, P + T, C) has for a tile, (m, S, B, C).
+
+        It is 0 after the last token. A short row has slots there too, but none of a token.
+        """
         given = padded(given, self.k.shape[2])
-        slots = [self._slots(layer, tile, tiling.S) for layer in range(tile.first, tile.end)]
-        return torch.stack(
-            [given[tile.first + i].gather(1, slot).transpose(0, 1) for i, slot in enumerate(slots)]
-        )
+        parts = []
+        for layer in range(tile.first, tile.end):
+            part = given[layer].gather(1, self._slots(layer, tile, tiling.S)).transpose(0, 1)
+            part[tiling.T - (tile.step - layer) * tiling.S :] = 0
+            parts.append(part)
+        return torch.stack(parts)
 
     def put(self, k: Tensor, v: Tensor, tile: Tile, tiling: Tiling) -> None:
         """Store a tile's pairs (m, S, B, C)."""
