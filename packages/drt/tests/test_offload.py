@@ -61,6 +61,16 @@ def test_outputs_are_those_without_offload(device, sizes):
     assert state.memory.keys.device.type == state.fetched.k.device.type == device
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@torch.no_grad()
+def test_torchs_default_device_may_be_another(offload):
+    stack, x = build(offload=offload), torch.randn(3, 40, C)
+    wanted, _ = decode(stack, x, [20, 3], 17)
+    with torch.device("meta"):  # as after `torch.set_default_device("cuda")`
+        found, _ = decode(stack, x, [20, 3], 17)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", [law for law in LAWS if law != "isolated"])
 def test_laws_on_a_gpu(law):

@@ -57,7 +57,8 @@ def bring(new: Memory) -> Memory:
     def brought(part: Tensor) -> Tensor:
         if part.device.type != "cuda":
             return part
-        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+        block = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
+        return block.copy_(part)
 
     return new._replace(k=brought(new.k), v=brought(new.v))
 
@@ -108,7 +109,10 @@ def fetch_rows(
             found.append(torch.stack(gathered).to(device))
             continue
         block = torch.empty(
-            (*chosen.shape, *part.shape[2:]), dtype=part.dtype, pin_memory=device.type == "cuda"
+            (*chosen.shape, *part.shape[2:]),
+            dtype=part.dtype,
+            device="cpu",
+            pin_memory=device.type == "cuda",
         )
         # A token at a time: torch's threads share out small pieces, but not whole chunks.
         for row, places, there in zip(rows, tokens, block.flatten(1, 2), strict=True):

@@ -201,14 +201,14 @@ def continued_places(
     end = seen + real + (seen + real) // L
     num_places = _largest(end - start)
     num_chunks = max(1, _largest(-((shifts + end - start) // -M)))
-    place = start[:, None] + torch.arange(num_places)
+    place = start[:, None] + torch.arange(num_places, device=start.device)
     source = place - place // M - seen[:, None]
     source = source.masked_fill(place % M == L, T).masked_fill(place >= end[:, None], T + 1)
-    token = seen[:, None] + torch.arange(T)
+    token = seen[:, None] + torch.arange(T, device=start.device)
     tokens = (token + token // L - start[:, None]).clamp(max=max(num_places - 1, 0))
     same_shift = _same(shifts)
     same_end = _same(end - start) is not None
-    hi = before[:, None] + torch.arange(num_chunks)
+    hi = before[:, None] + torch.arange(num_chunks, device=start.device)
     places = Places(
         L, T, num_chunks, num_places, torch.zeros_like(hi).to(device), hi.to(device),
         source.to(device), tokens.to(device),
