@@ -197,8 +197,9 @@ class Attention(AbstractMixer):
 
     def init_state(self, batch: int) -> KVCache:
         """Return an empty cache for `batch` rows."""
-        weight = self.wk.weight
-        empty = weight.new_zeros(batch, 0, self.num_kv_heads, self.config.head_dim)
+        weight, sizes = self.wk.weight, (batch, 0, self.num_kv_heads, self.config.head_dim)
+        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+        empty = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
         lengths = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return KVCache(empty, empty, lengths)
 
