@@ -8,6 +8,7 @@ from mezzo_core.testing.arguments import check_fields, check_module_arguments
 from mezzo_core.testing.laws import LAWS
 from mezzo_drt import DRTConfig
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 C = 16
 SMALL = DRTConfig(
@@ -54,3 +55,13 @@ def test_arguments_replaced_are_refused_by_name(stack):
 def test_fields_replaced_are_refused_by_name():
     x = torch.randn(1, 7, C)
     check_fields(FORMS["two groups"], lambda config: build(config)(x)[0])
+
+
+def test_a_state_is_of_plain_tensors_though_weights_are_sharded(stack):
+    class Shard(torch.Tensor):
+        """Like FSDP's DTensor, of which `new_zeros` makes another."""
+
+    for module in stack.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(weight.detach().as_subclass(Shard)))
+    assert {type(part) for part in tree_leaves(stack.init_state(2))} == {torch.Tensor}

@@ -107,17 +107,22 @@ def initial_state(stack: "DRT", batch: int) -> DRTState:
     c, like = stack.config, stack.landmark.weight
     C, L, D = stack.d_model, c.chunk_size, c.head_dim
     K = 0 if stack.outside is None else stack.outside.width
-    tokens = like.new_zeros(batch, 0, L, C // D, D)
+
+    def zeros(*sizes: int, dtype: torch.dtype = like.dtype) -> Tensor:
+        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+        return torch.zeros(*sizes, dtype=dtype, device=like.device)
+
+    tokens = zeros(batch, 0, L, C // D, D)
     num_fetched = c.num_groups * c.num_retrieved if c.offload else 0
-    fetched = like.new_zeros(batch, num_fetched, L, C // D, D)
+    fetched = zeros(batch, num_fetched, L, C // D, D)
     if c.offload:
         tokens = tokens.cpu()
     return DRTState(
         tuple(layer.init_state(batch) for layer in stack.attentions()),
-        Memory(like.new_zeros(batch, 0, K or C), tokens, tokens.clone()),
-        like.new_zeros(batch, L + 1, C + K),
+        Memory(zeros(batch, 0, K or C), tokens, tokens.clone()),
+        zeros(batch, L + 1, C + K),
         torch.full((batch, c.num_groups, c.num_retrieved), -1, device=like.device),
-        like.new_zeros(batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)),
+        zeros(batch, c.num_groups, c.num_retrieved, dtype=accumulation_dtype(like.dtype)),
         make_leaf(batch),
         torch.zeros(batch, dtype=torch.int64, device="cpu"),
         Fetched(fetched, fetched.clone()),

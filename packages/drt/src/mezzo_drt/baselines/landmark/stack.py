@@ -153,10 +153,10 @@ class LandmarkStack(AbstractStack):
         L = self.config.chunk_size
         if cu_seqlens is not None:
             places, num_chunks = self._packed_places(cu_seqlens, T)
-            return self._run(x, *self._room(x, num_chunks), places)[0], None
+            return self._run(x, *self._room(B, num_chunks), places)[0], None
         if state is None:
             seen = torch.zeros(B, dtype=torch.int64, device=x.device)
-            return self._run(x, *self._room(x, -(-T // L)), self._places(seen, T))[0], None
+            return self._run(x, *self._room(B, -(-T // L)), self._places(seen, T))[0], None
         grids = self._grown(state, T)
         y, k, v = self._run(x, *grids, self._places(state.seen, T))
         return y, LandmarkState(k, v, state.seen + (T if lengths is None else lengths))
@@ -221,12 +221,14 @@ class LandmarkStack(AbstractStack):
         offset = torch.cat([position % L, torch.full_like(landmarks, L)])
         return Places(chunk[None], offset[None], first[None]), num_chunks
 
-    def _room(self, x: Tensor, num_chunks: int) -> tuple[Tensor, Tensor]:
+    def _room(self, batch: int, num_chunks: int) -> tuple[Tensor, Tensor]:
         """Return empty grids for keys and values."""
         c = self.config
         shape = (c.num_layers, num_chunks, c.chunk_size + 1, self.d_model // c.head_dim, c.head_dim)
-        weight = self.landmark
-        return weight.new_zeros(len(x), *shape), weight.new_zeros(len(x), *shape)
+        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+        w = self.landmark
+        k = torch.zeros(batch, *shape, dtype=w.dtype, device=w.device)
+        return k, torch.zeros_like(k)
 
     def _grown(self, state: LandmarkState, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return copies of the grids with room for `num_tokens` more tokens of every row."""
@@ -239,9 +241,8 @@ class LandmarkStack(AbstractStack):
 
     def init_state(self, batch: int) -> LandmarkState:
         """Return the state before the first token."""
-        empty = self.landmark.new_zeros(batch, 0, 0)
-        k, v = self._room(empty, 0)
-        return LandmarkState(k, v, torch.zeros(batch, dtype=torch.int64, device=empty.device))
+        k, v = self._room(batch, 0)
+        return LandmarkState(k, v, torch.zeros(batch, dtype=torch.int64, device=k.device))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of keys and values of one sequence: whole chunks, with landmarks."""
