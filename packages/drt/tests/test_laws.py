@@ -1,5 +1,6 @@
 """The stack keeps the contract, in each of its forms."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -65,3 +66,18 @@ def test_a_state_is_of_plain_tensors_though_weights_are_sharded(stack):
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(weight.detach().as_subclass(Shard)))
     assert {type(part) for part in tree_leaves(stack.init_state(2))} == {torch.Tensor}
+
+
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0), (0, 0)])
+def test_gradients_of_no_tokens_and_of_no_rows_are_empty(stack, B, T):
+    x = torch.randn(B, T, C, requires_grad=True)
+    for y in (stack(x)[0], stack(x, stack.init_state(B))[0]):
+        assert torch.autograd.grad(y.sum(), x)[0].shape == (B, T, C)
+
+
+def test_rows_of_padding_alone_get_zeros_and_give_no_gradient(stack):
+    x = torch.full((2, 3, C), math.nan, requires_grad=True)
+    none = torch.zeros(2, dtype=torch.int64)
+    y, _ = stack(x, stack.init_state(2), lengths=none)
+    assert torch.equal(y, torch.zeros(2, 3, C))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.zeros(2, 3, C))

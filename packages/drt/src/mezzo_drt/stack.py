@@ -15,6 +15,7 @@ from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.named import replaced
+from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
 from mezzo_drt import cost
@@ -167,7 +168,7 @@ class DRT(AbstractStack):
         else:
             places = whole_places(x.shape[1], L, x.device)
         if x.numel() == 0 or places.num_places == 0:
-            return torch.zeros_like(x), state
+            return without_padding(x, lengths), state
 
         before = (None,) * self.config.num_layers if state is None else state.caches
         caches = []
