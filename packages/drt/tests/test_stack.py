@@ -166,6 +166,20 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(lambda x: stack(x)[0], x, fast_mode=True)
 
 
+def test_gradients_of_each_row_may_be_taken_by_vmap():
+    stack, x = build(CONFIG), torch.randn(3, 5 * L, C, dtype=torch.float64)
+    weights = dict(stack.named_parameters())
+
+    def loss(weights, row):
+        return torch.func.functional_call(stack, weights, (row[None],))[0].square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for i, row in enumerate(x):
+        alone = torch.autograd.grad(loss(weights, row), weights.values())
+        for name, gradient in zip(weights, alone, strict=True):
+            assert_close(name, found[name][i], gradient, rtol=1e-10)
+
+
 def test_only_training_with_noise_explores():
     x = torch.randn(1, 30 * L, C, dtype=torch.float64)
     with torch.no_grad():

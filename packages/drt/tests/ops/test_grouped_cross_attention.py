@@ -6,6 +6,7 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
 from mezzo_drt.ops import grouped_cross_attention
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,3 +187,19 @@ def test_under_autocast_the_reference_keeps_its_precision():
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = grouped_cross_attention(**inputs, impl="reference")
     assert torch.equal(out, expected)
+
+
+@pytest.mark.any_shapes
+def test_indices_whose_values_cannot_be_read_are_taken_as_they_are():
+    inputs = draw(B=3)
+
+    def row(**x):
+        x = {name: part[None] for name, part in x.items()}
+        return grouped_cross_attention(**x, impl="reference")[0]
+
+    expected = grouped_cross_attention(**inputs, impl="reference")
+    found = torch.vmap(lambda x: row(**x))(inputs)
+    assert_close("each row by vmap", found, expected, rtol=1e-6)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) for name, x in inputs.items()}
+        assert grouped_cross_attention(**fake, impl="reference").shape == expected.shape

@@ -136,8 +136,10 @@ def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) ->
     for name, x in {"k": k, "v": v, "indices": indices, "weights": weights}.items():
         if x.device != q.device:
             raise ValueError(f"{OP}: {name} is on {x.device}, q on {q.device}")
-    # Looking at values would stop a GPU's stream or break a graph.
-    if indices.device.type == "cpu" and not torch.compiler.is_compiling():
+    # Looking at values would stop a GPU's stream or break a graph. Fake tensors have none, and in
+    # torch.func's transforms they cannot be read.
+    is_plain = type(indices) is Tensor and not torch._C._are_functorch_transforms_active()
+    if is_plain and indices.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = indices[(indices < -1) | (indices >= k.shape[1])]
         if wrong.numel() > 0:
             raise ValueError(
