@@ -81,3 +81,8 @@ def check_counts(op: str, name: str, counts: Tensor, symbol: str, most: int) -> 
     if low < 0 or high > most:
         got = low if low < 0 else high
         raise ValueError(f"{op}: {name} must be from 0 to {symbol} = {most}, got {got}")
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of torch.func (grad, vmap) is active: values cannot be read then."""
+    return torch._C._are_functorch_transforms_active()

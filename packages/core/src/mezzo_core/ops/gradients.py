@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.checks import in_transform
+
 
 def register_gradient(
     op: Any, backward: Callable[..., Any], save: Callable[..., None]
@@ -63,7 +65,7 @@ def register_gradient(
         backward = Gradient.backward
 
     def call(*inputs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if in_transform():
             return Gradient.apply(*inputs)
         return EagerGradient.apply(*inputs) if _is_eager(inputs) else op(*inputs)
 

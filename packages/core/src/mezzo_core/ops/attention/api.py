@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mezzo_core.ops.attention import blocked, flash, flex, sdpa
 from mezzo_core.ops.attention.reference import attention_reference
-from mezzo_core.ops.attention.request import AttentionOutput, Request, in_transform, is_plain
-from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.attention.request import AttentionOutput, Request, is_plain
+from mezzo_core.ops.checks import check_floating, check_number, check_size, in_transform
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
 

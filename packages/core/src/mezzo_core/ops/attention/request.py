@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.checks import in_transform
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_ids
 
@@ -123,11 +124,6 @@ def lost_tokens(*tensors: Tensor) -> Tensor | None:
             return None
     finite = [x.detach().isfinite().flatten(2).all(-1) for x in tensors]
     return ~torch.stack(finite).all(0)
-
-
-def in_transform() -> bool:
-    """Tell whether a transform of torch.func (grad, vmap) is active: values cannot be read then."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def alibi_bias(r: Request, slopes: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.checks import in_transform
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.linear_cross_entropy import chunked
 from mezzo_core.ops.precision import accumulation_dtype
@@ -54,7 +55,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # The backward needs no inputs, but by those that are saved `register_gradient` knows that its
     # gradients depend on them, and refuses a second one, which would silently be zero. The weight
     # takes no memory. Nobody else keeps x, so it is saved only where the weight does not tell.
-    is_enough = weight.requires_grad and not torch._C._are_functorch_transforms_active()
+    is_enough = weight.requires_grad and not in_transform()
     ctx.save_for_backward(parts.dx, parts.dweight, weight, None if is_enough else x)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.checks import check_floating, check_number, in_transform
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
@@ -138,7 +138,7 @@ def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) ->
             raise ValueError(f"{OP}: {name} is on {x.device}, q on {q.device}")
     # Looking at values would stop a GPU's stream or break a graph. Fake tensors have none, and in
     # torch.func's transforms they cannot be read.
-    is_plain = type(indices) is Tensor and not torch._C._are_functorch_transforms_active()
+    is_plain = type(indices) is Tensor and not in_transform()
     if is_plain and indices.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = indices[(indices < -1) | (indices >= k.shape[1])]
         if wrong.numel() > 0:
