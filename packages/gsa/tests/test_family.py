@@ -9,6 +9,7 @@ from mezzo_core.testing.laws import (
     check_causal,
     check_isolated,
     check_packed,
+    check_plain_state,
     check_ragged,
     check_segments,
     check_state_bytes,
@@ -166,15 +167,8 @@ def test_shapes_can_be_had_without_numbers(mixer):
     assert [part.shape for part in state] == [part.shape for part in mixer.init_state(2)]
 
 
-class Sharded(torch.Tensor):
-    """Stands for weights of another kind, as FSDP and quantization have them."""
-
-
 def test_a_state_is_of_plain_tensors_whatever_the_weights_are(mixer):
-    for part in mixer.modules():
-        if isinstance(part, nn.Linear):
-            part.weight = nn.Parameter(part.weight.detach().as_subclass(Sharded))
-    assert all(type(part) is torch.Tensor for part in mixer.init_state(1))
+    check_plain_state(mixer)
 
 
 @pytest.mark.parametrize("config", [GSAConfig, GLAConfig, HGRN2Config, RetNetConfig])

@@ -9,6 +9,7 @@ from mezzo_core.testing.laws import (
     check_causal,
     check_isolated,
     check_packed,
+    check_plain_state,
     check_ragged,
     check_segments,
     check_state_bytes,
@@ -29,6 +30,7 @@ LAWS = {
     "ragged": lambda stack: check_ragged(stack, [2, 0, 1, 4, 9], 6),
     "step": lambda stack: check_step(stack, [2, 0, 1, 4, 9], 6),
     "state bytes": lambda stack: check_state_bytes(stack, 7),
+    "plain state": check_plain_state,
 }
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from mezzo_core.testing import assert_close
+from mezzo_core.testing.laws import check_plain_state
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 from torch import nn
 from torch.func import functional_call, grad
@@ -168,15 +169,8 @@ def test_gates_of_another_kind_are_refused_by_name(kind, dtype):
         kind(torch.randn(1, 3, C))
 
 
-class Sharded(torch.Tensor):
-    """Stands for weights of another kind, as FSDP and quantization have them."""
-
-
 def test_a_state_is_of_plain_tensors_whatever_the_weights_are(mixer):
-    for part in mixer.modules():
-        if isinstance(part, nn.Linear):
-            part.weight = nn.Parameter(part.weight.detach().as_subclass(Sharded))
-    assert all(type(part) is torch.Tensor for part in mixer.init_state(1))
+    check_plain_state(mixer)
 
 
 @torch.no_grad()

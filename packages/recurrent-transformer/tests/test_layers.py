@@ -13,7 +13,6 @@ from mezzo_recurrent_transformer import (
 )
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils._pytree import tree_leaves
 
 C = 16
 BLOCK = RecurrentBlockConfig(head_dim=4, hidden=24)
@@ -57,17 +56,6 @@ def test_weights_may_be_plain_tensors(name):
     part(x)[0].sum().backward()
     for key, weight in part.named_parameters():
         assert torch.equal(found[key], weight.grad), key
-
-
-class Sharded(torch.Tensor):
-    """Stands for weights of another kind, as FSDP and quantization have them."""
-
-
-def test_a_state_is_of_plain_tensors_whatever_the_weights_are(part):
-    for module in part.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().as_subclass(Sharded))
-    assert all(type(tensor) is torch.Tensor for tensor in tree_leaves(part.init_state(1)))
 
 
 def test_a_weight_that_a_hook_sets_is_refused():

@@ -12,6 +12,7 @@ from mezzo_core.testing.laws import (
     check_causal,
     check_isolated,
     check_packed,
+    check_plain_state,
     check_ragged,
     check_segments,
     check_state_bytes,
@@ -299,14 +300,8 @@ def test_gradients_of_no_tokens_and_of_no_rows_are_empty(name, B, T):
         assert torch.autograd.grad(y.sum(), x)[0].shape == (B, T, C)
 
 
-def test_a_cache_is_of_plain_tensors_though_weights_are_sharded():
-    class Shard(torch.Tensor):
-        """Like FSDP's DTensor, of which `new_zeros` makes another."""
-
-    mixer = build("window")
-    mixer.wk.weight = torch.nn.Parameter(mixer.wk.weight.detach().as_subclass(Shard))
-    assert type(mixer.wk.weight.new_zeros(1)) is Shard
-    assert {type(part) for part in mixer.init_state(2)} == {torch.Tensor}
+def test_a_cache_is_of_plain_tensors_whatever_the_weights_are():
+    check_plain_state(build("window"))
 
 
 def test_bad_calls_are_named():

@@ -94,7 +94,8 @@ class OwnKeysBlock(AbstractBlock):
         return OwnKeysState(k, v, real, torch.full_like(state.filled, S))
 
     def init_state(self, batch):
-        empty = self.wk.weight.new_zeros(batch, 0, self.d_model)
+        weight = self.wk.weight
+        empty = torch.zeros(batch, 0, self.d_model, dtype=weight.dtype, device=weight.device)
         real = torch.zeros(batch, 0, dtype=torch.bool, device=empty.device)
         filled = torch.zeros(batch, dtype=torch.int64, device=empty.device)
         return OwnKeysState(empty, empty, real, filled)

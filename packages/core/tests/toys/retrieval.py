@@ -102,7 +102,10 @@ class RetrievalStack(AbstractStack):
     def init_state(self, batch):
         C = self.d_model
         weight = self.w_in.weight
-        vector, chunks = (weight.new_zeros(batch, *sizes) for sizes in ((C,), (0, C)))
+        vector, chunks = (
+            torch.zeros(batch, *sizes, dtype=weight.dtype, device=weight.device)
+            for sizes in ((C,), (0, C))
+        )
         seen = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return RetrievalState(
             h=vector,

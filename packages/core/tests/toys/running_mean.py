@@ -58,8 +58,9 @@ class RunningMean(AbstractMixer):
         return y, None if state is None else MeanState(seen.sum + v.sum(1), seen.lengths + added)
 
     def init_state(self, batch):
-        lengths = torch.zeros(batch, dtype=torch.int64, device=self.gain.device)
-        return MeanState(self.gain.new_zeros(batch, self.d_model), lengths)
+        dtype, device = self.gain.dtype, self.gain.device
+        lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        return MeanState(torch.zeros(batch, self.d_model, dtype=dtype, device=device), lengths)
 
     def state_bytes(self, num_tokens):
         return self.d_model * self.gain.element_size() + 8

@@ -132,14 +132,6 @@ def test_arguments_replaced_are_refused_by_name(stack):
     check_module_arguments(stack)
 
 
-def test_a_state_is_of_plain_tensors_though_weights_are_sharded(stack):
-    class Shard(torch.Tensor):
-        """Like FSDP's DTensor, of which `new_zeros` makes another."""
-
-    stack.landmark = nn.Parameter(stack.landmark.detach().as_subclass(Shard))
-    assert {type(part) for part in stack.init_state(2)} == {torch.Tensor}
-
-
 def test_a_token_of_far_behind_is_seen_only_if_its_chunk_is_chosen(stack):
     """A chunk that is not chosen by any head of any layer cannot matter, and a chosen one does."""
     x = torch.randn(1, 60, C, generator=torch.Generator().manual_seed(3))

@@ -5,11 +5,12 @@ is decoded by `step`, `before_step` comes first, as in a decoder.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mezzo_core.nn.contract import AbstractSequenceModule
@@ -221,6 +222,23 @@ def check_state_bytes(module: AbstractSequenceModule, num_tokens: int, *, seed: 
         )
 
 
+def check_plain_state(module: AbstractSequenceModule) -> None:
+    """Assert that a state before the first token is of plain tensors, whatever the weights are.
+
+    FSDP and quantization make weights of another class, of which `new_zeros` would make more.
+    """
+    module = deepcopy(module)
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(weight.detach().as_subclass(_OtherClass)))
+    kinds = {type(tensor) for tensor in tree_leaves(module.init_state(2))}
+    assert kinds == {Tensor}, f"the state is of {kinds}"
+
+
+class _OtherClass(Tensor):
+    pass
+
+
 def _segments(module: AbstractSequenceModule) -> None:
     for splits in ((19,), (4, 0, 5, 10), (1, 2, 16)):
         check_segments(module, num_tokens=19, splits=splits)
@@ -244,6 +262,7 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "ragged": lambda module: check_ragged(module, (0, 3, 13), 7),
     "step": lambda module: check_step(module, (0, 3, 13), 7),
     "state bytes": _state_bytes,
+    "plain state": check_plain_state,
 }
 """Every law at sizes for chunks of a few tokens. Longer chunks need longer sequences: call the
 checks themselves."""

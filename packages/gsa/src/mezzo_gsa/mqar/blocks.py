@@ -159,7 +159,8 @@ class ShortConv(AbstractMixer):
 
     def init_state(self, batch: int) -> Past:
         """Return zeros for what comes before the first token."""
-        return Past(self.weight.new_zeros(batch, self.width - 1, self.d_model))
+        shape, like = (batch, self.width - 1, self.d_model), self.weight
+        return Past(torch.zeros(shape, dtype=like.dtype, device=like.device))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the last width - 1 tokens."""
