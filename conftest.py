@@ -61,10 +61,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Search for garbage only among what tests make: what was imported stays to the end.
-
-    There is so much of it that searching it again and again took a tenth of the time.
-    """
+    """Search for garbage only among what tests make: the much that was imported stays anyway."""
     gc.freeze()
 
 

@@ -61,9 +61,9 @@ def figures(package: Path) -> Iterator[tuple[Measurement, Path, str]]:
     """Yield each result, its figure's path, and the checksum that the figure should have."""
     for ours in read_results(package / "results").values():
         if ours.kind != "timings":
-            path = package / "results" / ours.source
-            checksum = hashlib.sha256(path.with_name(f"{path.name}.json").read_bytes()).hexdigest()
-            yield ours, path.with_name(f"{path.name}.png"), checksum
+            content = (package / "results" / f"{ours.source}.json").read_bytes()
+            figure = package / "results" / f"{ours.source}.png"
+            yield ours, figure, hashlib.sha256(content).hexdigest()
 
 
 def drawn_from(figure: Path) -> str | None:

@@ -29,8 +29,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     standardized,
 )
 
-# Chosen by what a program can hold, and by one program for each of a large GPU's processors. Its
-# eight warps are faster than four.
+# Chosen by what a program can hold, and by one program for each of a large GPU's processors.
 CHANNELS = 128
 """Of a layer, at most: a program holds rows of them, and a square of weights at a time."""
 ROWS = 16
