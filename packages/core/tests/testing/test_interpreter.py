@@ -6,10 +6,11 @@ tl = triton.language
 
 
 @triton.jit
-def product_kernel(p_a, p_b, p_out, BT: tl.constexpr):
+def product_kernel(p_a, p_b, p_out, BT: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
     places = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)
+    b_a, b_b = tl.load(p_a + places), tl.load(p_b + places)
     b_out = tl.load(p_out + places)
-    tl.store(p_out + places, tl.dot(tl.load(p_a + places), tl.load(p_b + places), b_out))
+    tl.store(p_out + places, tl.dot(b_a, b_b, b_out, input_precision=PRECISION))
 
 
 @triton.jit
@@ -38,6 +39,15 @@ def test_products_of_bfloat16_are_sums_of_exact_products(device):
     out = c.clone()
     product_kernel[(1,)](a, b, out, 32)
     torch.testing.assert_close(out, a.float() @ b.float() + c, rtol=1e-5, atol=1e-5)
+
+
+def test_products_in_tf32_cut_the_last_bits_off(device):
+    x = 1 + torch.arange(1, 33, device=device) * 2.0**-13  # TF32 has ten bits behind the point
+    whole, cut = torch.diag(x), torch.diag(1 + (x - 1).mul(2**10).floor() / 2**10)
+    for precision, expected in (("tf32", cut @ cut), ("ieee", whole @ whole)):
+        out = torch.zeros_like(whole)
+        product_kernel[(1,)](whole, whole, out, 32, precision)
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
 
 
 def test_casts_to_bfloat16_round_to_nearest_and_ties_to_even(device):

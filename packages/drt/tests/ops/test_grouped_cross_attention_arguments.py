@@ -24,7 +24,10 @@ def definition(**arguments):
     return grouped_cross_attention(**arguments | {"impl": "reference"})
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton"])
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
+
+
+@pytest.mark.parametrize("impl", ["auto", pytest.param("triton", marks=interpreted)])
 @pytest.mark.any_shapes
 def test_each_argument_replaced_is_named_or_right(impl):
     call = Call(
@@ -89,7 +92,8 @@ def test_bad_arguments_are_named(error, message, changes):
         ("L = 130 keys; supported: up to 128", {n: torch.ones(1, 1, 130, 1, 16) for n in "qkv"}),
     ],
 )
-def test_an_explicit_choice_says_what_is_supported(message, tensors):
+def test_an_explicit_choice_says_what_is_supported(message, tensors, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # or CPU tensors would be what is not supported
     read = {"indices": torch.zeros(1, 1, 1, dtype=torch.int64), "weights": torch.ones(1, 1, 1)}
     with pytest.raises(ValueError, match=message):
         grouped_cross_attention(**tensors, **read, impl="triton")

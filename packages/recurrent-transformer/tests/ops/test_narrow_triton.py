@@ -116,16 +116,16 @@ def test_leaves_back_equal_eager(case, dtype):
         buffers.delta[:, 0] = 0  # which nothing in the tile asks for
         return {name: getattr(buffers, name) for name in ("u", "dk", *WRITTEN)}
 
-    check(run, dtype)
+    check(run, dtype, factor=3.0)  # as for the backward of every recurrence
 
 
-def check(run, dtype):
+def check(run, dtype, factor=2.0):
     """Compare the kernels with PyTorch, in float32 and in the dtype."""
     found, low, truth = run(kernels, at(dtype)), run(eager, at(dtype)), run(eager, at(FLOAT))
     for name, wanted in truth.items():
         exact = found[name].dtype == FLOAT == dtype
-        rtol = RTOL[dtype]
-        assert_close(name, found[name], wanted, rtol=rtol, low=None if exact else low[name])
+        yardstick = None if exact else low[name]
+        assert_close(name, found[name], wanted, rtol=RTOL[dtype], low=yardstick, factor=factor)
 
 
 def test_wide_layers_many_rows_and_blocks_are_done_elsewhere():

@@ -3,10 +3,11 @@
 Tests that run kernels on a CPU call both functions first.
 
 The interpreter stores the bits of bfloat16 in integers. Its matrix products multiply these integers
-instead of the numbers, and its casts to bfloat16 truncate instead of rounding. A comparison of
-integers also gets an integer type: broadcast from one number to a block, it becomes a block of
-integers, which Triton 3.9 does not accept as a mask. And until Triton 3.8 the larger of a number
-and a NaN was the NaN, where a GPU takes the number.
+instead of the numbers, and its casts to bfloat16 truncate instead of rounding. Its products in TF32
+use all digits of float32, where a GPU cuts the last 13 bits off. A comparison of integers also gets
+an integer type: broadcast from one number to a block, it becomes a block of integers, which Triton
+3.9 does not accept as a mask. And until Triton 3.8 the larger of a number and a NaN was the NaN,
+where a GPU takes the number.
 """
 
 import functools
@@ -14,13 +15,17 @@ from typing import Any
 
 import numpy as np
 
+TF32 = np.uint32(0xFFFFE000)
+"""The bits of a float32 number that products in TF32 read."""
+
 
 def repair_interpreter() -> None:
-    """Correct products and casts of bfloat16, masks from two numbers, and maxima with a NaN.
+    """Correct products of bfloat16 and in TF32, casts, masks from two numbers, maxima with a NaN.
 
     Elementwise arithmetic in bfloat16 stays wrong, so kernels must cast to float32 first.
     """
     import triton.language as tl
+    from triton._C.libtriton import ir
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
@@ -31,8 +36,15 @@ def repair_interpreter() -> None:
             return x
         return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return multiply(self, widened(a), widened(b), *rest)
+    def shortened(x: Any) -> Any:
+        if x.dtype.scalar != tl.float32:
+            return x
+        return TensorHandle((x.data.view(np.uint32) & TF32).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+        if precision == ir.INPUT_PRECISION.TF32:
+            a, b = shortened(a), shortened(b)
+        return multiply(self, widened(a), widened(b), d, precision, *rest)
 
     def cast_impl(self: Any, x: Any, to: Any) -> Any:
         pair = x.dtype.scalar, to.scalar
