@@ -207,9 +207,14 @@ def measure(options: Options) -> None:
     wanted = [runs_of(name, *which, sizes, options) for which, name in last.items()]
     trainings = [partial(train_stages, runs) for runs in wanted]
     kept, trained = tuple(last), {}
-    for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
-        trained[kept[i]] = details
-        say(f"{kept[i][0]}: trained, seed {kept[i][1]}")
+    failure: Exception | None = None
+    try:
+        for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
+            trained[kept[i]] = details
+            say(f"{kept[i][0]}: trained, seed {kept[i][1]}")
+    except Exception as error:  # it is raised after the measurements of the others
+        failure = error
+    cells = [cell for cell in cells if (cell.model, cell.seed) in trained]
     cells.sort(key=lambda cell: num_tokens(cell.column))
     calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
     for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
@@ -218,6 +223,8 @@ def measure(options: Options) -> None:
             details |= trained[cell.model, cell.seed][cell.name]
         place: dict[str, Any] = {"model": cell.model, "column": cell.column, "seed": cell.seed}
         results[cell.name].add(value, **place, **details)
+    if failure is not None:
+        raise failure
 
 
 def train_stages(runs: list[Run], folder: Path, device: torch.device) -> dict[str, Any]:

@@ -70,6 +70,20 @@ def test_a_second_run_measures_only_what_is_missing(folder, capsys):
     assert [line.split(":")[0] for line in lines if "trained" in line] == [DRT2]
 
 
+def test_what_is_trained_is_measured_though_another_training_fails(tmp_path, monkeypatch):
+    train = needles.train_stages
+
+    def fail(runs, *place):
+        if "/passkey_2" in str(runs[0].home):
+            raise ArithmeticError("it diverged")
+        return train(runs, *place)
+
+    monkeypatch.setitem(needles.measure.__globals__, "train_stages", fail)
+    with pytest.raises(ArithmeticError, match="it diverged"):
+        dry_run(tmp_path, "--models", LANDMARK, DRT1)
+    assert {entry.model for entry in rehearsed(tmp_path, TWO_HOP).entries} == {LANDMARK}
+
+
 def test_a_full_run_covers_the_printed_lengths():
     for name, table in TABLES.items():
         printed = REPRODUCTION.published.table(table)
