@@ -224,11 +224,13 @@ def test_autocast_steps_equal_the_whole(mixer):
     assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["gla", "hgrn2, bound 0.5", "retnet"])
+@pytest.mark.parametrize("name", ["gsa", "abc", "gla", "hgrn2, bound 0.5", "retnet"])
 @torch.no_grad()
-def test_steps_use_a_norm_with_a_hook_or_of_another_kind_as_the_forward_does(name):
-    with_hook, replaced = build(CONFIGS[name]), build(CONFIGS[name])
+def test_a_norm_with_a_hook_or_of_another_kind_is_called_in_steps_too(name):
+    with_hook, replaced, x = build(CONFIGS[name]), build(CONFIGS[name]), torch.randn(2, 5, C)
+    plain = with_hook(x)[0]
     with_hook.norm.register_forward_hook(lambda norm, inputs, y: 2 * y)
+    assert_close("with a hook", with_hook(x)[0], 2 * plain, rtol=1e-5)
     replaced.norm = nn.LayerNorm(replaced.norm.weight.shape)
     for mixer in (with_hook, replaced):
         check_step(mixer, [2, 0, 1, 4, 9], 6)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
@@ -104,7 +105,10 @@ class ABC(AbstractMixer):
         return q, k, v, s
 
     def _output(self, out: Tensor) -> Tensor:
-        return self.out_proj(gated_norm(out.flatten(-2), self.norm.weight, NORM_EPS))
+        out, norm = out.flatten(-2), self.norm
+        if is_plain_norm(norm):
+            return self.out_proj(gated_norm(out, norm.weight, NORM_EPS))
+        return self.out_proj(norm(F.silu(out)))
 
     def init_state(self, batch: int) -> ABCState:
         """Return the state before the first token: empty memories and empty sums."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear, is_plain, takes_decode_linear
+from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.padding import without_padding
@@ -148,6 +149,8 @@ class GSA(AbstractMixer):
 
     def step(self, x: Tensor, state: GSAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
+        if self.norm is not None and not is_plain_norm(self.norm):
+            return super().step(x, state)
         self.check_step(x, state)
         config, out_proj = self.config, self.out_proj
         weight = None if self.norm is None else self.norm.weight
@@ -197,8 +200,11 @@ class GSA(AbstractMixer):
 
     def _normed(self, out: Tensor) -> Tensor:
         """Return the input of Wo, (B, T, C), from the heads' outputs (B, T, HQ, D)."""
-        weight = None if self.norm is None else self.norm.weight
-        return gated_norm(out.flatten(2), weight, self.config.norm_eps)
+        out, norm = out.flatten(2), self.norm
+        if norm is None or is_plain_norm(norm):
+            weight = None if norm is None else norm.weight
+            return gated_norm(out, weight, self.config.norm_eps)
+        return norm(F.silu(out))
 
     def init_state(self, batch: int) -> GSAState:
         """Return the state before the first token: empty memories."""
