@@ -33,10 +33,11 @@ def padded(size: int) -> int:
 def precision(dtype: torch.dtype) -> str:
     """Return the precision of products of float32 numbers, for inputs of a dtype.
 
-    With float16 inputs such are weights of tokens, since their factors exceed its range. Three
-    products in TF32 keep more digits of them than float16 has; one cuts them, all towards zero.
+    One product in TF32 cuts them after ten bits: more than bfloat16 has, but for float16 too few.
     """
-    return "ieee" if dtype == torch.float32 else "tf32x3"
+    if dtype == torch.bfloat16:
+        return "tf32"
+    return "tf32x3" if dtype == torch.float16 else "ieee"
 
 
 @triton.jit
