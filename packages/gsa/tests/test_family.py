@@ -237,6 +237,19 @@ def test_a_norm_with_a_hook_or_of_another_kind_is_called_in_steps_too(name):
 
 
 @pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("options", [{"eps": 1.0}, {"eps": 1e-5, "elementwise_affine": False}])
+@torch.no_grad()
+def test_a_norm_with_another_eps_or_without_a_weight_is_what_is_computed(name, options):
+    mixer, x = build(CONFIGS[name]), torch.randn(2, 5, C)
+    norm = nn.RMSNorm(mixer.norm.weight.shape, **options)
+    mixer.norm = nn.Sequential(norm)  # of another kind, which is always called
+    expected = mixer(x)[0]
+    mixer.norm = norm
+    assert_close("y", mixer(x)[0], expected, rtol=1e-5)
+    check_step(mixer, [2, 0, 1, 4, 9], 6)
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_autocast_is_near_full_precision(name):
     mixer, x = build(CONFIGS[name]), torch.randn(2, 11, C)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

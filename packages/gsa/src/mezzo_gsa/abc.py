@@ -106,7 +106,7 @@ class ABC(AbstractMixer):
 
     def _output(self, out: Tensor) -> Tensor:
         out, norm = out.flatten(-2), self.norm
-        if is_plain_norm(norm):
+        if is_plain_norm(norm, NORM_EPS):
             return self.out_proj(gated_norm(out, norm.weight, NORM_EPS))
         return self.out_proj(norm(F.silu(out)))
 

@@ -129,7 +129,7 @@ class GLA(AbstractMixer):
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        if not is_plain_norm(self.norm):
+        if not is_plain_norm(self.norm, self.config.norm_eps):
             return super().step(x, state)
         self.check_step(x, state)
         q, k, v, z, logits = self._project(x[:, 0])

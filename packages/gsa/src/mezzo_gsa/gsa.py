@@ -149,7 +149,7 @@ class GSA(AbstractMixer):
 
     def step(self, x: Tensor, state: GSAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        if self.norm is not None and not is_plain_norm(self.norm):
+        if self.norm is not None and not is_plain_norm(self.norm, self.config.norm_eps):
             return super().step(x, state)
         self.check_step(x, state)
         config, out_proj = self.config, self.out_proj
@@ -201,7 +201,7 @@ class GSA(AbstractMixer):
     def _normed(self, out: Tensor) -> Tensor:
         """Return the input of Wo, (B, T, C), from the heads' outputs (B, T, HQ, D)."""
         out, norm = out.flatten(2), self.norm
-        if norm is None or is_plain_norm(norm):
+        if norm is None or is_plain_norm(norm, self.config.norm_eps):
             weight = None if norm is None else norm.weight
             return gated_norm(out, weight, self.config.norm_eps)
         return norm(F.silu(out))

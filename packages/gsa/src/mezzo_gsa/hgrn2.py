@@ -126,7 +126,7 @@ class HGRN2(AbstractMixer):
         `log_bounds` is as in `forward`.
         """
         self.check_step(x, state)
-        if not is_plain_norm(self.norm):
+        if not is_plain_norm(self.norm, self.config.norm_eps):
             y, after = self(x, state, log_bounds=log_bounds)
             state.h.copy_(after.h)
             return y

@@ -144,7 +144,7 @@ class RetNet(AbstractMixer):
 
     def step(self, x: Tensor, state: RetNetState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
-        if not is_plain_norm(self.norm):
+        if not is_plain_norm(self.norm, self.config.norm_eps):
             return super().step(x, state)
         self.check_step(x, state)
         HQ, H, _, _ = self.heads

@@ -21,6 +21,15 @@ class RMSNorm(nn.RMSNorm):
         return y.to(x.dtype)
 
 
-def is_plain_norm(norm: nn.Module) -> bool:
-    """Tell whether a module computes only RMSNorm(x), so that a kernel may do it in its place."""
-    return type(norm).forward in (RMSNorm.forward, nn.RMSNorm.forward) and is_unchanged(norm)
+def is_plain_norm(norm: nn.Module, eps: float) -> bool:
+    """Tell whether a module computes only RMSNorm(x), so that a kernel may do it in its place.
+
+    The kernel takes the weight, which there must be, and this eps.
+    """
+    return (
+        isinstance(norm, nn.RMSNorm)
+        and type(norm).forward in (RMSNorm.forward, nn.RMSNorm.forward)
+        and norm.weight is not None
+        and norm.eps == eps
+        and is_unchanged(norm)
+    )
