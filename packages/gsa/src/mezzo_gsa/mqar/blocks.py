@@ -14,6 +14,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractBlock, AbstractMixer, MixerConfig
 from mezzo_core.nn.block import AbstractMixerBlock
 from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
 
@@ -139,6 +140,7 @@ class ShortConv(AbstractMixer):
     ) -> tuple[Tensor, Past | None]:
         """Mix along time; arguments and results as `AbstractMixer.forward` says."""
         self.check_input(x, state, cu_seqlens, lengths)
+        x = without_padding(x, lengths)
         B, T, C = x.shape
         before = self.width - 1
         past = x.new_zeros(B, before, C) if state is None else state.tokens.to(x.dtype)
