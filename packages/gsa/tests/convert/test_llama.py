@@ -261,10 +261,14 @@ def test_whole_numbers_and_eighths_are_no_weights(llama, checkpoint, dtype):
         load_llama(folder)
 
 
-def test_a_rotation_that_is_not_wanted_may_be_of_any_kind(llama, checkpoint):
+@pytest.mark.parametrize(
+    "kind",
+    [{"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {"partial_rotary_factor": 0.5}],
+)
+def test_a_rotation_that_is_not_wanted_may_be_of_any_kind(llama, checkpoint, kind):
     folder, weights = checkpoint(llama())
     plain, expected = load_llama(folder, has_rope=False)
-    checkpoint(llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}), weights)
+    checkpoint(llama(**kind), weights)
     config, found = load_llama(folder, has_rope=False)
     assert config == plain
     assert all(mixer.rope_base is None for mixer in config.mixers)

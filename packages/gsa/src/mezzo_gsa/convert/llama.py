@@ -35,7 +35,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
 # No model has more layers. The names of all layers' weights are listed before any file is read, so
@@ -172,6 +171,9 @@ def _positive(value: Any, path: Path, key: str) -> float:
 
 def _rope_base(found: Mapping[str, Any], path: Path) -> float:
     """Return RoPE's base, from `rope_parameters` (transformers 5) or `rope_theta` (before)."""
+    part = found.get("partial_rotary_factor")
+    if part not in (1.0, None):
+        raise UserError(f"{path}: partial_rotary_factor must be 1.0, got {part!r}")
     base = found.get("rope_theta", 10_000.0)
     for key in ("rope_scaling", "rope_parameters"):
         parameters = found.get(key) or {}
