@@ -390,6 +390,10 @@ def test_the_whole_protocol_alone_is_the_papers_setting(whole):
         ({"init": "fan"}, "init must be one of .*, got 'fan'"),
         ({"protocol": "author"}, "protocol must be one of .*, got 'author'"),
         ({"learning_rates": ()}, r"learning_rates must be at least one, got \(\)"),
+        ({"learning_rates": (1e-3, 0.0)}, "learning_rates must be positive and finite, got .*, 0"),
+        ({"learning_rates": (math.nan,)}, "learning_rates must be positive and finite, got .nan"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"conv_width": -1}, "conv_width must be at least 0, got -1"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"num_slots": 0}, "num_slots must be a whole number or below 1, got 0"),
         ({"num_slots": 2.5}, "num_slots must be a whole number or below 1, got 2.5"),
@@ -410,9 +414,6 @@ def test_a_sweep_that_cannot_be_is_named(options, message):
     [
         ({"models": ("gsa", "hgrn2"), "widths": (200,)}, "hgrn2 .* 200: head_dim must divide"),
         ({"widths": (0,)}, "d_model must be"),
-        ({"learning_rates": (0.0,)}, "lr must be above 0"),
-        ({"epochs": 0}, "steps must be from 1"),
-        ({"conv_width": -1}, "width must be 1 or more, got -1"),
         ({"num_slots": 0.3}, "num_slots 0.3 of width 16 is 4.8, no whole number"),
         (
             {"models": ("hgrn2",), "protocol": "authors", "widths": (1,)},
