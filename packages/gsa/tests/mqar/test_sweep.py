@@ -170,6 +170,12 @@ def test_slots_damping_and_scale_are_those_of_gsa_alone(change, expected):
         assert changed == ([replace(each, **expected) for each in plain] if is_gsa else plain)
 
 
+@pytest.mark.parametrize(("share", "slots"), [(0.07, 7), (0.29, 29)])
+def test_a_share_of_the_width_that_is_rounded_is_a_whole_number(share, slots):
+    blocks = replace(TINY, num_slots=share).run("gsa", 100, 1e-3).model.stack.blocks
+    assert [block.mixer.num_slots for block in blocks] == [slots, slots]
+
+
 def test_an_identity_can_take_the_mlps_place():
     for block in tiny_model("gla", identity_mlp=True).stack.blocks:
         assert block.mlp_norm is not None

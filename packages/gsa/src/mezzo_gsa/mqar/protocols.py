@@ -194,7 +194,7 @@ class SweepConfig:
         if model in OTHERS[self.protocol]:
             return OTHERS[self.protocol][model](width, bound)
         slots = self.num_slots * width if self.num_slots < 1 else self.num_slots
-        if slots != round(slots):
+        if not math.isclose(slots, round(slots)):
             raise UserError(
                 f"num_slots {self.num_slots} of width {width} is {slots:g}, no whole number"
             )
