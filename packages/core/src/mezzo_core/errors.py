@@ -12,6 +12,10 @@ class UserError(ValueError):
     """
 
 
+class FailedRunError(UserError):
+    """What the user gave is right, and what came out is not: a report of many runs goes on."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the known names most similar to it.
 

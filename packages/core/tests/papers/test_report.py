@@ -1,11 +1,15 @@
 """A report holds every finding once, in three forms that say the same."""
 
 import json
+import math
+from dataclasses import replace
 
+import pytest
 from mezzo_core.papers.criteria import Outcome
-from mezzo_core.papers.measurement import How
-from mezzo_core.papers.report import tally
-from mezzo_core.papers.report_files import prepare_folder
+from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.published import Published
+from mezzo_core.papers.report import PaperReport, Report, tally
+from mezzo_core.papers.report_files import prepare_folder, write_report
 
 
 def test_findings_are_counted_by_how_they_were_run_and_what_came_out(findings):
@@ -57,3 +61,15 @@ def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "p", "q"]
     assert [path.name for path in (folder / "p").iterdir()] == ["figures"]
     assert list((folder / "p" / "figures").iterdir()) == []
+
+
+def test_json_has_null_for_what_is_no_number(findings, tmp_path):
+    """NaN is no JSON: other programs refuse the whole file."""
+    ours = Measurement((Entry("x", "a", math.nan, details={"loss": [math.inf, 1.0]}),), ("a",), "")
+    finding = replace(findings[0], measurements=(ours,))
+    published = Published("The p paper", "A & B", "", (), ())
+    paper = PaperReport("p", published, [finding], [])
+    write_report(Report([paper], "smoke", "reproduce", 1.0, {}), tmp_path)
+    content = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    (entry,) = content["papers"][0]["findings"][0]["measurements"][0]["entries"]
+    assert (entry["value"], entry["details"]) == (None, {"loss": [None, 1.0]})

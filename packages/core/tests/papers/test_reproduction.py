@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.data import DataConfig
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.papers.checks import beside_printed, decode_equals_prefill, equality
@@ -225,6 +225,9 @@ def test_what_breaks_differs_but_what_the_user_can_mend_stops(paper, tmp_path):
     def broken(claim):
         raise RuntimeError("no such kernel")
 
+    def wrong_kernel(claim):
+        raise FailedRunError("the output is wrong here")
+
     def full_disk(claim):
         raise UserError("the disk is full")
 
@@ -233,6 +236,9 @@ def test_what_breaks_differs_but_what_the_user_can_mend_stops(paper, tmp_path):
     (setup,) = bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
     assert (setup.kind, setup.outcome) == ("claim", Outcome.DIFFERS)
     assert "RuntimeError: no such kernel" in setup.summary
+    bad = answered(paper, *answers, Answer("p.claim.layers", counted(wrong_kernel, Equal())))
+    (setup,) = bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+    assert (setup.outcome, "wrong here" in setup.summary) == (Outcome.DIFFERS, True)
     bad = answered(paper, *answers, Answer("p.claim.layers", counted(full_disk, Equal())))
     with pytest.raises(UserError, match="disk"):
         bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")

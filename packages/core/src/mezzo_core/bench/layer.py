@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.bench.timing import WARMUP_CALLS, Timing, measure, start_afresh
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
 from mezzo_core.nn.init import init_own_weights
@@ -127,7 +127,7 @@ def check_layer(layer: Layer) -> None:
     The references of all ops run on the CPU, in float32, which is taken as exact, and in bf16.
 
     Raises:
-        UserError: if an output or the input's gradient is wrong; the message names it.
+        FailedRunError: if an output or the input's gradient is wrong; the message names it.
     """
     reference = copy.deepcopy(layer).float().cpu()
     x, dout = (torch.randn(2, TOKENS, len(layer.norm.weight)) for _ in range(2))
@@ -165,7 +165,7 @@ def _decode(layer: Layer, x: Tensor) -> Tensor:
 def _compare(layer: Layer, name: str, ours: Tensor, exact: Tensor, low: Tensor) -> None:
     error, usual = (float((x.float().cpu() - exact).norm() / exact.norm()) for x in (ours, low))
     if not error <= FACTOR * usual + 1e-4:  # not ">", so that NaN fails
-        raise UserError(
+        raise FailedRunError(
             f"{type(layer.mixer).__name__}: {name} is wrong here (error {error:.1e}, "
             f"the reference's in bf16 {usual:.1e}): no speed"
         )

@@ -1,7 +1,9 @@
 """The files of a report: report.md, report.html and report.json."""
 
 import json
+import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def prepare_folder(out: Path, paper: str) -> Path:
 
 def write_report(report: Report, out: Path) -> None:
     """Write report.md, report.html and report.json into `out`, where the figures already are."""
-    content = json.dumps(_to_json(report), indent=1, ensure_ascii=False) + "\n"
+    content = json.dumps(_finite(_to_json(report)), indent=1, ensure_ascii=False) + "\n"
     texts = {"md": to_markdown(report, out), "html": to_html(report), "json": content}
     for suffix, text in texts.items():
         (out / f"report.{suffix}").write_text(text, encoding="utf-8")
@@ -58,3 +60,12 @@ def _to_json(report: Report) -> dict[str, Any]:
             entry["details"].pop("steps", None)
     content = {name: value for name, value in vars(report).items() if name != "papers"}
     return {**content, "seconds": round(report.seconds, 1), "papers": papers}
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON without NaN and infinity, which it has not: null in their place."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

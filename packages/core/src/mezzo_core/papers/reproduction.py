@@ -19,7 +19,7 @@ from rich.table import Table as ConsoleTable
 
 from mezzo_core.bench.origin import origin
 from mezzo_core.device import choose_device
-from mezzo_core.errors import UserError, nearest
+from mezzo_core.errors import FailedRunError, UserError, nearest
 from mezzo_core.nn.contract import SequenceConfig
 from mezzo_core.papers.checks import layer_costs
 from mezzo_core.papers.claims import Answer, Check, Finding, Kind, Run, check_complete, find
@@ -32,7 +32,6 @@ from mezzo_core.papers.report_files import prepare_folder, write_report
 from mezzo_core.papers.speeds import Measurers
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.loop import DivergenceError
 
 
 @dataclass(frozen=True)
@@ -189,13 +188,13 @@ def _judge(check: Check) -> Finding:
 def _guarded(id: str, work: Callable[[], Finding]) -> Finding:
     """Return a finding. One that fails with an error differs, and says so, and the others go on.
 
-    A `UserError`, such as a full disk, stops the reproduction. A training that diverges does not:
-    it is no mistake of the user's, and something that came out.
+    A `UserError`, such as a full disk, stops the reproduction. A training that diverges or a kernel
+    that is wrong does not: it is no mistake of the user's, and something that came out.
     """
     try:
         return work()
     except Exception as error:
-        if isinstance(error, UserError) and not isinstance(error, DivergenceError):
+        if isinstance(error, UserError) and not isinstance(error, FailedRunError):
             raise
         summary = f"could not be answered: {type(error).__name__}: {error}"
         kind: Kind = "check" if ".check." in id else "table" if ".table" in id else "claim"

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from mezzo_core.config_json import to_json
 from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig
 from mezzo_core.device import autocast, move_batch
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
 from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.nn.lm import LM
@@ -45,7 +45,7 @@ from mezzo_core.train.stopping import StoppedError, StopRequest, say_when_stuck,
 EXPLODED = 3.0
 
 
-class DivergenceError(UserError):
+class DivergenceError(FailedRunError):
     """The loss or the gradient has become NaN or infinite, or the loss has exploded."""
 
 
