@@ -309,6 +309,7 @@ def _add_eval(app: typer.Typer) -> None:
     def eval_command(
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
+        whole: Annotated[bool, typer.Option("--all", help="All of the text, not a part.")] = False,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
         seq_len: Annotated[
             int | None, typer.Option(min=1, help="Tokens a sequence. Default: as trained.")
@@ -320,10 +321,11 @@ def _add_eval(app: typer.Typer) -> None:
         allow_package: AllowPackage = None,
     ) -> None:
         """Measure perplexity and accuracy on held-out text: the validation part of `--data`."""
-        folder, chosen = find_model(run), _device(device)
-        model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
-        allowed = allow_package or ()
-        name, rows = open_told_data(extra, folder, model.vocab_size, data, seq_len, allowed)
+        folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
+        model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
+        name, rows = open_told_data(
+            extra, folder, model.vocab_size, data, seq_len, allowed, whole=whole
+        )
         with _values_of_the_user():
             result = evaluate(
                 model,

@@ -73,6 +73,8 @@ def open_told_data(
     source: str | None = None,
     seq_len: int | None = None,
     allow_packages: Sequence[str] = (),
+    *,
+    whole: bool = False,
 ) -> tuple[str, BatchSource]:
     """Open the text or the task that a model's config.json tells beside the model.
 
@@ -83,13 +85,14 @@ def open_told_data(
         source: another text in the place of that text.
         seq_len: tokens a row; as the model was trained by default.
         allow_packages: packages besides mezzo's own that may have defined the task.
+        whole: hold out all of the text.
 
     Returns:
         What is read, for the report, and the source of its batches.
 
     Raises:
         UserError: if it tells none, or what is no description of data, or its tokens are not the
-            model's, or `source` is given for a task.
+            model's, or `source` or `whole` is given for a task, or `whole` for a stream.
     """
     described = told(extra, "data", dict, folder)
     try:
@@ -98,11 +101,14 @@ def open_told_data(
         raise UserError(f'{folder}/config.json, "data": {error}') from error
     length = seq_len or told(extra, "seq_len", int, folder)
     if isinstance(config, DataConfig):
-        config = replace(config, source=source or config.source)
+        if whole and config.streaming:
+            raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
+        fraction = 1.0 if whole else config.validation_fraction
+        config = replace(config, source=source or config.source, validation_fraction=fraction)
         fitting_tokenizer(config.tokenizer, vocab_size)
         return config.source, config.build(length, None)
     try:
-        rows = config.build(length, None) if source is None else None
+        rows = config.build(length, None) if source is None and not whole else None
     except (AttributeError, TypeError):  # it describes something else
         rows = None
     if not isinstance(rows, BatchSource):

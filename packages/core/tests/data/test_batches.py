@@ -223,6 +223,20 @@ def test_a_single_document_is_split_by_position(tmp_path):
     assert data.num_validation_bytes == 20
 
 
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize("lengths", [[9], [3, 1, 5]])
+def test_all_of_a_text_can_be_held_out(lengths, mask_documents):
+    data = numbered(lengths, 4, mask_documents, fraction=1.0)
+    targets = targets_of(data.validation_batches(2))
+    firsts = set(np.cumsum([0, *lengths[:-1]])) if mask_documents else set()
+    assert set(targets) - {END} == set(range(9)) - firsts
+    assert set(targets.values()) <= {1, len(lengths)}
+    assert data.num_validation_bytes == 9 - len(firsts)
+    assert data.num_train_tokens == 0
+    with pytest.raises(ValueError, match="nothing to train on"):
+        data.train_batch(0, 1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 7), mask_documents=st.booleans())
 def test_the_validation_bytes_are_those_of_the_targets(lengths, seq_len, mask_documents):
@@ -267,8 +281,8 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match="fewer than one window of 65"):
         DataConfig(source=str(tmp_path / "a.txt")).build(64, None)
-    for fraction in (0.0, 1.0, -1.0, float("nan")):
-        with pytest.raises(UserError, match="validation_fraction must be between 0 and 1"):
+    for fraction in (0.0, 1.1, -1.0, float("nan")):
+        with pytest.raises(UserError, match="validation_fraction must be above 0, to 1"):
             DataConfig(validation_fraction=fraction)
     with pytest.raises(UserError, match="seed must be from 0 to"):
         DataConfig(seed=-1)

@@ -178,6 +178,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny, tmp_path):
         train(config, tmp_path, quiet=True)
 
 
+def test_a_text_that_is_held_out_as_a_whole_trains_nothing(tiny, tmp_path):
+    config = tiny(data=replace(tiny().data, validation_fraction=1))
+    with pytest.raises(UserError, match="nothing to train on"):
+        train(config, tmp_path / "run", quiet=True)
+    assert not list(tmp_path.glob("run/*.json"))
+
+
 def test_bf16_is_close_to_float32(tiny, tmp_path):
     full = train(tiny(precision="fp32"), tmp_path / "fp32", quiet=True, device="cpu")
     half = train(tiny(precision="bf16"), tmp_path / "bf16", quiet=True, device="cpu")

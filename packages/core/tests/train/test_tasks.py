@@ -47,6 +47,8 @@ def test_a_trained_task_is_evaluated_by_the_command(echo, tmp_path, rows_of):
     assert rows_of(tmp_path / "run", "val_loss")[-1]["val_exact_match"] == found.exact_match
     with pytest.raises(UserError, match="must be of DataConfig"):
         open_told_data(extra, tmp_path, 8, source="words.txt", allow_packages=("toys",))
+    with pytest.raises(UserError, match="must be of DataConfig"):
+        open_told_data(extra, tmp_path, 8, allow_packages=("toys",), whole=True)
 
 
 def test_a_run_on_a_task_goes_on_to_the_bit(echo, tmp_path, rows_of):

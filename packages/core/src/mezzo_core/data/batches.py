@@ -128,11 +128,11 @@ class Windows:
         places = self._borders - (ends - begins)
         shifts = begins - places
         # Ranges that are adjacent in `tokens` have the same shift and are read as one run.
-        runs = np.flatnonzero(np.diff(shifts, prepend=shifts[0] - 1))
+        runs = np.flatnonzero(np.diff(shifts, prepend=shifts[:1] - 1))
         self._run_places, self._run_shifts = places[runs], shifts[runs]
         self._seq_len, self._pad = seq_len, pad
-        self.num_tokens = int(self._borders[-1])
-        self.num_targets = self.num_tokens - 1
+        self.num_tokens = int((ends - begins).sum())
+        self.num_targets = max(self.num_tokens - 1, 0)
         self.max_documents = 0
         if mask_documents:
             self.num_targets -= len(ranges) - 1
@@ -143,7 +143,7 @@ class Windows:
     @property
     def num_complete(self) -> int:
         """How many windows have all T + 1 tokens."""
-        return (self.num_tokens - 1) // self._seq_len
+        return max(self.num_tokens - 1, 0) // self._seq_len
 
     @property
     def num_padded(self) -> int:

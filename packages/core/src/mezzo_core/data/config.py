@@ -42,8 +42,9 @@ class DataConfig:
             `mezzo_core.data.find.find_files`); or "hub:NAME" or "hub:NAME:CONFIG".
         tokenizer: "byte", a path, or "hub:NAME": see `load_tokenizer`.
         text_column: the field with the text, in .jsonl, .parquet and hub data sets.
-        validation_fraction: share of the tokens that is held out, in whole documents. A stream
-            holds out a fixed number of documents instead (see `StreamedText`).
+        validation_fraction: share of the tokens that is held out, in whole documents; 1 leaves
+            nothing to train on. A stream holds out a fixed number of documents instead (see
+            `StreamedText`).
         seed: seed of the split and of the training order.
         streaming: read the text on the fly, with `datasets`. This is for a corpus that is too
             large to be tokenized before training.
@@ -67,9 +68,9 @@ class DataConfig:
         for name in ("source", "tokenizer", "text_column"):
             if not getattr(self, name):
                 raise UserError(f"{name} must be text that is not empty")
-        if not 0 < self.validation_fraction < 1:
+        if not 0 < self.validation_fraction <= 1:
             raise UserError(
-                f"validation_fraction must be between 0 and 1, got {self.validation_fraction}"
+                f"validation_fraction must be above 0, to 1, got {self.validation_fraction}"
             )
         if self.seed < 0:
             raise UserError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")

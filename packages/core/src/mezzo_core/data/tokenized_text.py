@@ -32,12 +32,12 @@ class TokenizedText(TextData):
             tokenized: the corpus's tokens.
             tokenizer: the tokenizer that made them.
             seq_len: T.
-            validation_fraction: share of the tokens held out for validation.
+            validation_fraction: share of the tokens held out for validation; 1 for all.
             seed: seed of the split and of the order.
             mask_documents: whether documents are kept from attending to each other.
 
         Raises:
-            UserError: if the training part has no window of T + 1 tokens.
+            UserError: if there is a training part, and it has no window of T + 1 tokens.
         """
         self.tokenizer, self.seq_len = tokenizer, seq_len
         # "packed" stays: runs on disk have it in their corpus.json.
@@ -53,7 +53,7 @@ class TokenizedText(TextData):
             )
             for ranges in (train, after_end_token(held_out, tokenized.ends))
         )
-        if self._train.num_complete == 0:
+        if self._train.num_complete == 0 and validation_fraction < 1:
             raise UserError(
                 f"the training part has {self._train.num_tokens} tokens, fewer than one window of "
                 f"{seq_len + 1}: give more text or a shorter seq_len"
@@ -69,6 +69,8 @@ class TokenizedText(TextData):
         if step < 0:
             raise ValueError(f"step must be 0 or more, got {step}")
         num_windows = self._train.num_complete
+        if num_windows == 0:
+            raise ValueError("all of this text is held out: there is nothing to train on")
         samples = np.arange(step * batch_size, (step + 1) * batch_size)
         epochs, places = np.divmod(samples, num_windows)
         chosen = np.empty_like(places)
@@ -98,15 +100,18 @@ def split_documents(
 
     Args:
         ends: (num_documents,), where each document ends.
-        fraction: validation share of the tokens, between 0 and 1.
+        fraction: validation share of the tokens, above 0; 1 for all of them.
         seed: seed of the draw.
 
     Returns:
-        Two arrays (n, 2) of token ranges, for training and for validation, neither empty.
+        Two arrays (n, 2) of token ranges, for training and for validation, neither empty unless all
+        is held out.
     """
     begins = np.concatenate([[0], ends[:-1]])
     ranges = np.stack([begins, ends], axis=1)
     total = int(ends[-1])
+    if fraction == 1:
+        return ranges[:0], ranges
     if len(ends) == 1:
         cut = min(max(round(total * (1 - fraction)), 1), total - 1)
         return np.array([[0, cut]]), np.array([[cut, total]])

@@ -46,7 +46,8 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
     """Open the data; the first process tokenizes a corpus, and the others then read its tokens.
 
     Raises:
-        UserError: if the data cannot be read, or has more tokens than the model's vocabulary.
+        UserError: if the data cannot be read, has no training part, or has more tokens than the
+            model's vocabulary.
     """
 
     def build() -> BatchSource:
@@ -57,6 +58,8 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
     built: list[BatchSource] = []
     world.first_only(lambda: built.append(build()))
     data = built[0] if built else build()
+    if data.num_train_tokens == 0:
+        raise UserError("validation_fraction = 1 holds out all of the text: nothing to train on")
     if data.vocab_size > config.model.vocab_size:
         what: object = config.data
         if isinstance(config.data, DataConfig):

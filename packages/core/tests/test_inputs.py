@@ -1,0 +1,43 @@
+"""The text that a model's folder tells, or another in its place, opened for an evaluation."""
+
+from dataclasses import replace
+
+import pytest
+from mezzo_core.config_json import to_json
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError
+from mezzo_core.inputs import open_told_data
+
+
+def opened(config, folder, **options):
+    extra = {"data": to_json(config), "seq_len": 5, "tokenizer": config.tokenizer}
+    return open_told_data(extra, folder, 257, **options)
+
+
+def test_all_of_another_text_is_read_or_its_validation_part(tmp_path):
+    text = "0123456789" * 10
+    (tmp_path / "other.txt").write_text(text)
+    config, source = DataConfig(), str(tmp_path / "other.txt")
+    read = {}
+    for whole in (False, True):
+        name, rows = opened(config, tmp_path, source=source, whole=whole)
+        assert name == source
+        targets = [batch.targets for batch in rows.validation_batches(3)]
+        read[whole] = bytes(int(i) for part in targets for i in part.flatten() if 0 <= i < 256)
+    assert rows.num_validation_bytes == len(text)
+    assert read == {False: text[-4:].encode(), True: text.encode()}
+
+
+def test_a_text_shorter_than_a_row_can_be_read_as_a_whole(tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    source = str(tmp_path / "short.txt")
+    _, rows = opened(DataConfig(), tmp_path, source=source, whole=True)
+    (batch,) = rows.validation_batches(1)
+    assert batch.targets.tolist() == [[*b"abc", 256, -100]]
+    with pytest.raises(UserError, match="fewer than one window"):
+        opened(DataConfig(), tmp_path, source=source)
+
+
+def test_a_stream_has_no_whole(tmp_path):
+    with pytest.raises(UserError, match="is a stream"):
+        opened(replace(DataConfig(), streaming=True), tmp_path, whole=True)
