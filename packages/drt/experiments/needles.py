@@ -10,11 +10,11 @@ released code does, with a norm in place of projections. Three more models have 
 the paper's text; one of them has capped scores too (`DRTConfig.score_softcap`), which the paper
 does not have.
 
-Then measures how many answers of held-out rows are right, at each length of Table 2 and at 1M and
-4M tokens, the shortest first. Rows go through the model in segments, and DRT's chunks to the host's
-memory. Writes passkey.json and two_hop.json. `--models` takes some alone; what `--runs` has is not
-trained again, and what the files have is not measured again. `--cuda-graph` replays the steps of
-the trainings.
+After each of the two tasks it measures how many answers of held-out rows are right, at each length
+of Table 2 and at 1M and 4M tokens, the shortest first. Rows go through the model in segments, and
+DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
+alone; what `--runs` has is not trained again, and what the files have is not measured again.
+`--cuda-graph` replays the steps of the trainings.
 
 Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
 have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
@@ -72,8 +72,11 @@ TOGETHER = 2**18
 """The most tokens of test rows that go through a model at once, if it is more than one row."""
 LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
-HOPS = HopsConfig(num_noise=7)
-"""Its 16 needles are more than the chunks that one retrieval reads, so that it cannot bring all."""
+HOPS = HopsConfig(num_noise=7, pause=1)
+"""Its 16 needles are more than the chunks that one retrieval reads, so that it cannot bring all. In
+the pause a landmark reads what the landmark behind the question has chosen. Without it, as in the
+paper, no second retrieval knows what the first has brought.
+"""
 STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
 """The trainings that lead to each result."""
 
@@ -135,10 +138,10 @@ FULL = Sizes(
             Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=1600, lr=5e-4),
         ),
         TWO_HOP: (
-            Stage(HOPS, seq_len=1024, batch_size=64, steps=800, lr=1e-3),
+            Stage(HOPS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),
             # While it trains, noise on the scores hides most needles in rows this long, until the
             # scores of needles are far above the others'.
-            Stage(HOPS, seq_len=4096, batch_size=32, steps=1200, lr=1e-3),
+            Stage(HOPS, seq_len=4096, batch_size=32, steps=1200, lr=1e-3, until=0.99),
             Stage(HOPS, seq_len=16384, batch_size=8, steps=400, lr=5e-4),
         ),
     },
@@ -162,7 +165,7 @@ DRY = Sizes(
             Stage(PasskeyConfig(key_tokens=12, test_rows=2), 128, batch_size=2, steps=2, lr=1e-3),
             Stage(PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),
         ),
-        TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
+        TWO_HOP: (Stage(HopsConfig(pause=1, test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
     },
     columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K")},
     samples={"1K": 2, "4K": 1},
@@ -181,63 +184,64 @@ class Cell(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A stage of a task's training, and its folder."""
+    """A stage of a training, and its folder."""
 
-    task: str
     home: Path
     config: TrainConfig
 
 
 def measure(options: Options) -> None:
-    """Train all models on both tasks, then measure them, on short texts first."""
+    """Train and measure all models on one task, and then, from there on, on the next."""
     sizes = DRY if options.dry_run else FULL
     results = {name: result_file(name, sizes, options) for name in MEASURED}
+    failures = [measure_task(name, result, sizes, options) for name, result in results.items()]
+    for failure in filter(None, failures):  # it is raised after all that others can do
+        raise failure
+
+
+def measure_task(name: str, result: Result, sizes: Sizes, options: Options) -> Exception | None:
+    """Train all models on a task, then measure them, on short texts first.
+
+    Returns:
+        Why a training failed, if one did; the other models are measured.
+    """
+    columns = sizes.columns[name]
     cells = [
         Cell(name, model, column, seed)
-        for name, result in results.items()
-        for column in sizes.columns[name]
+        for column in columns
         for seed in options.seeds
         for model in options.models
         if model in MEASURED[name]
         and num_tokens(column) <= REACH.get(model, num_tokens(column))
         and not result.has(model, column, seed=seed)
     ]
-    # Of each model and seed the last task, whose runs follow on those of the others.
-    last = {(cell.model, cell.seed): cell.name for cell in cells}
-    wanted = [runs_of(name, *which, sizes, options) for which, name in last.items()]
-    trainings = [partial(train_stages, runs) for runs in wanted]
-    kept, trained = tuple(last), {}
-    failure: Exception | None = None
+    wanted = list(dict.fromkeys((cell.model, cell.seed) for cell in cells))
+    trainings = [partial(train_stages, runs_of(name, *each, sizes, options)) for each in wanted]
+    trained, failure = {}, None
     try:
         for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
-            trained[kept[i]] = details
-            say(f"{kept[i][0]}: trained, seed {kept[i][1]}")
-    except Exception as error:  # it is raised after the measurements of the others
+            trained[wanted[i]] = details
+            say(f"{wanted[i][0]}: trained on {result.path.stem}, seed {wanted[i][1]}")
+    except Exception as error:
         failure = error
     cells = [cell for cell in cells if (cell.model, cell.seed) in trained]
-    cells.sort(key=lambda cell: num_tokens(cell.column))
     calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
-    for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
-        cell, (value, details) = cells[i], found
-        if cell.column == sizes.columns[cell.name][0]:
-            details |= trained[cell.model, cell.seed][cell.name]
-        place: dict[str, Any] = {"model": cell.model, "column": cell.column, "seed": cell.seed}
-        results[cell.name].add(value, **place, **details)
-    if failure is not None:
-        raise failure
+    for i, (value, details) in side_by_side(calls, options.runs, options.device, options.jobs):
+        _, model, column, seed = cells[i]
+        first = trained[model, seed] if column == columns[0] else {}
+        result.add(value, model=model, column=column, seed=seed, **details, **first)
+    return failure
 
 
 def train_stages(runs: list[Run], folder: Path, device: torch.device) -> dict[str, Any]:
     """Train stage after stage, each in its own folder, where one that is done is only read.
 
     Returns:
-        What each task's last stage has come to.
+        What the last stage has come to.
     """
-    found = {}
-    for task, home, config in runs:
+    for home, config in runs:
         details = measure_run(config, home, device, resume=True)
-        found[task] = {name: details[name] for name in ("parameters", "steps")}
-    return found
+    return {name: details[name] for name in ("parameters", "steps")}
 
 
 def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> list[Run]:
@@ -267,7 +271,7 @@ def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) ->
                 length = min(config.seq_len, LANDMARK_LEN)
                 rows = min(config.batch_size * config.seq_len // length, LANDMARK_ROWS)
                 config = replace(config, batch_size=rows, seq_len=length)
-            runs.append(Run(task, home, config))
+            runs.append(Run(home, config))
     return runs
 
 
@@ -353,7 +357,7 @@ def asked(task: AbstractNeedleConfig) -> str:
     if isinstance(task, PasskeyConfig):
         return f"{task.name} of {task.key_tokens}"
     assert isinstance(task, HopsConfig)
-    return f"{task.name}, of {task.num_noise + 1} paths"
+    return f"{task.name}, of {task.num_noise + 1} paths, answered after {task.pause} chunk more"
 
 
 def result_file(name: str, sizes: Sizes, options: Options) -> Result:

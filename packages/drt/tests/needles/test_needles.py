@@ -117,6 +117,20 @@ def test_a_path_of_two_hops_can_be_followed_through_the_text():
     assert orders == {False, True}, "needles stand in any order"
 
 
+def test_in_a_pause_text_stands_between_the_question_and_its_answer():
+    plain, paused = (replace(TASKS["2-hop"], pause=pause) for pause in (0, 2))
+    row = paused.build(T, None).row(0, is_test=True)
+    *needles, (asked, question), (cue_place, cue) = row.parts
+    assert (asked + len(question), cue_place) == (448 - 2 * L, 448)
+    assert len(needles) == 4
+    assert bytes(question[:15].astype(np.uint8)) == b"\nThe path from "
+    assert row.answer == plain.build(T, None).row(0, is_test=True).answer
+    inserted = sum(len(part) for _, part in row.parts[:-1])
+    text = row.text.read(row.start + cue_place - inserted - 2 * L, 2 * L)
+    assert row.tokens(cue_place - 2 * L, cue_place).tolist() == text.tolist()
+    assert row.tokens(cue_place, cue_place + 5).tolist() == cue[:5].tolist() == list(b" is: ")
+
+
 def test_more_hops_and_more_noise_are_more_needles():
     config = HopsConfig(num_hops=3, num_noise=2, name_tokens=4)
     tokens = whole(config.build(1000, None).row(0, is_test=False), 1000)
@@ -227,6 +241,8 @@ def test_each_field_replaced_is_named_or_gives_rows(task):
         (lambda: PasskeyConfig(depth=1.5), "depth must be from 0 to 1, got 1.5"),
         (lambda: PasskeyConfig(key_tokens=0), "key_tokens must be from 1 to 1000, got 0"),
         (lambda: HopsConfig(num_hops=0), "num_hops must be from 1 to 1000, got 0"),
+        (lambda: HopsConfig(pause=-1), "pause must be from 0 to 1000, got -1"),
+        (lambda: HopsConfig(pause=9).build(T, None), "seq_len must be at least 720 .* got 511"),
         (lambda: HopsConfig(test_rows=0), "test_rows must be at least 1, got 0"),
         (lambda: PasskeyConfig(text=DataConfig(streaming=True)), "text must be tokenized before"),
         (lambda: PasskeyConfig(targets="all"), "targets must be one of"),
@@ -245,7 +261,7 @@ def test_rows_that_cannot_be_are_refused_by_name(task, message):
 def test_the_shortest_row_has_no_text_before_the_question():
     """31 tokens of needle and 33 of question fill the first chunk."""
     row = PasskeyConfig(key_tokens=12).build(64 + 4 + 12 - 1, None).row(0, is_test=False)
-    assert [place for place, _ in row.parts] == [0, 31]
+    assert [place for place, _ in row.parts] == [0, 31, 64]
     assert row.answer == range(68, 80)
 
 

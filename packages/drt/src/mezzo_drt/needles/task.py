@@ -77,6 +77,9 @@ class AbstractNeedleConfig(ABC):
     Attributes:
         text: the text around the needles. Its held-out part is that of the test rows.
         chunk_size: L; the cue begins at a multiple of it.
+        pause: chunks of text between question and cue; the paper has none. A chunk's landmark reads
+            what the landmark before it has chosen (equation 2). So only behind a pause can what a
+            landmark chooses depend on what the landmark behind the question has brought.
         targets: what is asked for in training: the "answer" alone, or the row's whole "text". Test
             rows only ask for the answer.
         test_rows: the validation part.
@@ -89,6 +92,7 @@ class AbstractNeedleConfig(ABC):
 
     text: DataConfig = field(default_factory=DataConfig)
     chunk_size: int = 64
+    pause: int = 0
     targets: Literal["answer", "text"] = "answer"
     test_rows: int = 100
     seed: int = 0
@@ -96,8 +100,12 @@ class AbstractNeedleConfig(ABC):
     def __post_init__(self) -> None:
         check_fields(self)
         limits = {
-            "text": (not self.text.streaming, "tokenized before training (streaming=False)"),
+            "text": (
+                not self.text.streaming and self.text.validation_fraction < 1,
+                "tokenized before training (streaming=False), with a part to train on",
+            ),
             "chunk_size": (self.chunk_size >= 1, "at least 1"),
+            "pause": (0 <= self.pause <= 1000, "from 0 to 1000"),
             "test_rows": (self.test_rows >= 1, "at least 1"),
             "seed": (self.seed >= 0, "0 or more"),
             **self.limits(),
@@ -183,7 +191,7 @@ class NeedleData(BatchSource):
         L = config.chunk_size
         # T + 1 tokens are read: the last one is a target alone.
         self._cue_place = max(seq_len + 1 - behind, 0) // L * L
-        before = len(riddle.question) + sum(map(len, riddle.needles))
+        before = sum(map(len, riddle.needles)) + len(riddle.question) + config.pause * L
         self._room = self._cue_place - before
         if self._room < 0:
             least = -(-before // L) * L + behind - 1
@@ -210,8 +218,9 @@ class NeedleData(BatchSource):
         for i in np.argsort(places, kind="stable"):
             parts.append((int(places[i]) + inserted, riddle.needles[i]))
             inserted += len(riddle.needles[i])
-        first = self._cue_place - len(riddle.question)
-        parts.append((first, np.concatenate([riddle.question, riddle.cue, riddle.answer])))
+        asked = self._cue_place - self._config.pause * self._config.chunk_size
+        parts.append((asked - len(riddle.question), riddle.question))
+        parts.append((self._cue_place, np.concatenate([riddle.cue, riddle.answer])))
         answer = self._cue_place + len(riddle.cue)
         return Row(text, start, tuple(parts), range(answer, answer + len(riddle.answer)))
 
