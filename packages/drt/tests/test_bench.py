@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from mezzo_core.papers.measurement import read_timings
 from mezzo_drt import bench
 
@@ -64,5 +64,5 @@ def test_a_wrong_op_is_not_timed(monkeypatch, place, name):
         return out * 1.001 if place == 0 else out + 0.1 * (q - q.detach())
 
     monkeypatch.setattr(bench, "grouped_cross_attention", wrong)
-    with pytest.raises(UserError, match=f"grouped_cross_attention: {name} is wrong here"):
+    with pytest.raises(FailedRunError, match=f"grouped_cross_attention: {name} is wrong here"):
         list(bench.op_rows(TINY, CPU))

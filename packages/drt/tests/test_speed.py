@@ -8,7 +8,7 @@ import pytest
 import torch
 from mezzo_core.bench.generation import fill
 from mezzo_core.bench.training_step import training_step
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from mezzo_core.papers.measurement import How, read_result
 from mezzo_core.testing.scripts import run_script
 from mezzo_drt import bench, inference, speed
@@ -167,7 +167,7 @@ def test_files_and_models_are_measured_alone_and_once(tmp_path, capsys):
 def test_an_op_that_is_wrong_has_no_speed(name, tmp_path, monkeypatch):
     right = bench.grouped_cross_attention
     monkeypatch.setattr(bench, "grouped_cross_attention", lambda *a, **o: 1.1 * right(*a, **o))
-    with pytest.raises(UserError, match="the output is wrong here"):
+    with pytest.raises(FailedRunError, match="the output is wrong here"):
         MEASURERS[name](DRY, tmp_path, quiet)
     assert not list(tmp_path.iterdir())
 

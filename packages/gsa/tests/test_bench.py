@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from mezzo_core.bench import Contender, Layer
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from mezzo_gsa import bench
 from mezzo_gsa.bench import fla, layers, ops
 from mezzo_gsa.bench.setting import Setting, Shapes
@@ -74,14 +74,14 @@ def test_a_wrong_op_is_not_timed(monkeypatch, name):
         return found if name == "g" else found._replace(out=1.01 * found.out)
 
     monkeypatch.setattr(ops, "chunk_gsa", wrong)
-    with pytest.raises(UserError, match=f"chunk_gsa is wrong here \\({name}: .*no speed"):
+    with pytest.raises(FailedRunError, match=f"chunk_gsa is wrong here \\({name}: .*no speed"):
         list(ops.gsa_rows(HERE))
 
 
 def test_a_layer_that_decodes_wrongly_is_not_timed(monkeypatch):
     right = GSA.step
     monkeypatch.setattr(GSA, "step", lambda self, x, state: 1.1 * right(self, x, state))
-    with pytest.raises(UserError, match="GSA: the output in decoding is wrong"):
+    with pytest.raises(FailedRunError, match="GSA: the output in decoding is wrong"):
         list(layers.decode_rows(HERE))
 
 

@@ -13,7 +13,10 @@ class UserError(ValueError):
 
 
 class FailedRunError(UserError):
-    """What the user gave is right, and what came out is not: a report of many runs goes on."""
+    """A training diverged, or an op computed a wrong result, by no fault of the user.
+
+    So a report of many runs tells it and goes on.
+    """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

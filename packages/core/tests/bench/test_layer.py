@@ -12,7 +12,7 @@ from mezzo_core.bench import (
     compiled,
     time_layer,
 )
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from mezzo_core.nn.attention import Attention, AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.stack import BlocksConfig
@@ -84,7 +84,7 @@ def test_a_block_and_a_stack_are_checked_and_timed_alone(config):
 def test_a_layer_that_decodes_wrongly_is_refused(layer, monkeypatch):
     right = Attention.step
     monkeypatch.setattr(Attention, "step", lambda self, x, state: 1.1 * right(self, x, state))
-    with pytest.raises(UserError, match="Attention: the output in decoding is wrong"):
+    with pytest.raises(FailedRunError, match="Attention: the output in decoding is wrong"):
         check_layer(layer)
 
 
@@ -98,7 +98,7 @@ def test_a_layer_that_trains_wrongly_is_refused(layer, monkeypatch, what):
         return found if which is not layer else {k: v * wrong.get(k, 1) for k, v in found.items()}
 
     monkeypatch.setattr(layer_module, "_train", train)
-    with pytest.raises(UserError, match=f"{what} is wrong"):
+    with pytest.raises(FailedRunError, match=f"{what} is wrong"):
         check_layer(layer)
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_output_is_refused_and_the_references_own_error_is_not(layer, fa
     exact = torch.randn(2, 8, C)
     low = exact * 1.01
     layer_module._compare(layer, "the output", exact * 1.02, exact, low)
-    with pytest.raises(UserError, match="the output is wrong"):
+    with pytest.raises(FailedRunError, match="the output is wrong"):
         layer_module._compare(layer, "the output", exact * factor, exact, low)
 
 

@@ -13,7 +13,7 @@ import torch
 from mezzo_core.bench import Row, run, say
 from mezzo_core.bench.rows import Contender, timed
 from mezzo_core.bench.training_step import model_rows
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from torch import Tensor
 
 from mezzo_drt.ops import grouped_cross_attention
@@ -53,7 +53,7 @@ def bench(
         The rows as JSON values.
 
     Raises:
-        UserError: if the op computes wrong results; it is not timed.
+        FailedRunError: if the op computes wrong results; it is not timed.
     """
     shapes = QUICK if quick else GPU if device.type == "cuda" else CPU
 
@@ -115,7 +115,7 @@ def check_op(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor) 
     """Compare the op's output and gradients with the reference's in float32.
 
     Raises:
-        UserError: if one of them is wrong.
+        FailedRunError: if one of them is wrong.
     """
     bound = ERROR[q.dtype]
     dout = torch.randn_like(q)
@@ -131,7 +131,7 @@ def check_op(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor) 
     for name, a, b in zip(names, found, expected, strict=True):
         error = float(((a.float() - b).norm() / b.norm()).detach())
         if not error <= bound:  # not ">", so that NaN fails
-            raise UserError(
+            raise FailedRunError(
                 f"grouped_cross_attention: {name} is wrong here (error {error:.1e}, bound "
                 f"{bound:.0e}): no speed"
             )

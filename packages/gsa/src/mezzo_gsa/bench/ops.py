@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from mezzo_core.bench import Contender, Row
-from mezzo_core.errors import UserError
+from mezzo_core.errors import FailedRunError
 from mezzo_core.testing import assert_close, grads
 from torch import Tensor
 from torch.nn import functional as F
@@ -104,7 +104,7 @@ def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) ->
     """Compare an op's output and gradients with its definition's in a higher precision.
 
     Raises:
-        UserError: if the output or a gradient is wrong; the message names it.
+        FailedRunError: if the output or a gradient is wrong; the message names it.
     """
     with torch.no_grad():
         dout = torch.randn_like(op(**inputs))
@@ -116,7 +116,7 @@ def check_op(name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor]) ->
         for key, (found, true) in pairs.items():
             assert_close(key, found.to(true.dtype), true, rtol=special.get(key, usual))
     except AssertionError as error:
-        raise UserError(f"{name} is wrong here ({error}): no speed") from None
+        raise FailedRunError(f"{name} is wrong here ({error}): no speed") from None
 
 
 def peer_rows(setting: Setting, contender: Contender, exact: Tensor) -> Iterator[Row]:
