@@ -12,6 +12,7 @@ from torch import Tensor
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
+from mezzo_core.ops.sizes import ceil_div
 
 
 class Batch(NamedTuple):
@@ -117,7 +118,8 @@ class Windows:
 
         Args:
             tokens: (num_tokens,), usually memory-mapped.
-            ranges: (num_documents, 2), begin and end in `tokens`; no range is empty.
+            ranges: (num_documents, 2), begin and end in `tokens`; no range is empty, but there may
+                be none.
             seq_len: T.
             pad: the token that fills the last window.
             mask_documents: whether each range is a document that must not attend to another.
@@ -132,10 +134,10 @@ class Windows:
         self._run_places, self._run_shifts = places[runs], shifts[runs]
         self._seq_len, self._pad = seq_len, pad
         self.num_tokens = int((ends - begins).sum())
-        self.num_targets = max(self.num_tokens - 1, 0)
+        # The first token of all, or of each document, is no target.
+        self.num_targets = self.num_tokens - len(ranges if mask_documents else ranges[:1])
         self.max_documents = 0
         if mask_documents:
-            self.num_targets -= len(ranges) - 1
             windows, places = np.divmod(self._borders - 1, seq_len)
             inside = windows[places != seq_len - 1]
             self.max_documents = 1 + int(np.bincount(inside).max(initial=0))
@@ -148,7 +150,7 @@ class Windows:
     @property
     def num_padded(self) -> int:
         """How many windows have at least one target."""
-        return -(-(self.num_tokens - 1) // self._seq_len)
+        return ceil_div(max(self.num_tokens - 1, 0), self._seq_len)
 
     def batch(self, windows: Sequence[int] | NDArray[np.int64]) -> Batch:
         """Return these windows as a batch. A window beyond the last one is all padding."""
