@@ -195,15 +195,16 @@ def measure(options: Options) -> None:
     sizes = DRY if options.dry_run else FULL
     results = {name: result_file(name, sizes, options) for name in MEASURED}
     failures = [measure_task(name, result, sizes, options) for name, result in results.items()]
-    for failure in filter(None, failures):  # it is raised after all that others can do
-        raise failure
+    if failed := [failure for failure in failures if failure is not None]:
+        raise failed[0]
 
 
 def measure_task(name: str, result: Result, sizes: Sizes, options: Options) -> Exception | None:
     """Train all models on a task, then measure them, on short texts first.
 
     Returns:
-        Why a training failed, if one did; the other models are measured.
+        Why a training failed, if one did: the other models are still measured, on this task and the
+        next, before it is raised.
     """
     columns = sizes.columns[name]
     cells = [
