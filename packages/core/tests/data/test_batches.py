@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.data import NO_TARGET, DataConfig
+from mezzo_core.data.batches import Windows
 from mezzo_core.data.corpora import open_corpus
 from mezzo_core.data.tokenized_corpus import Checksums, TokenizedCorpus, tokenize_corpus
 from mezzo_core.data.tokenized_text import TokenizedText, split_documents
@@ -221,6 +222,14 @@ def test_a_single_document_is_split_by_position(tmp_path):
     data = config.build(5, None)
     assert (data.num_train_tokens, data.num_validation_tokens) == (81, 20)
     assert data.num_validation_bytes == 20
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_no_text_has_no_windows(mask_documents):
+    none = np.empty((0, 2), np.int64)
+    windows = Windows(np.arange(5), none, seq_len=1, pad=0, mask_documents=mask_documents)
+    assert (windows.num_tokens, windows.num_targets) == (0, 0)
+    assert (windows.num_complete, windows.num_padded) == (0, 0)
 
 
 @pytest.mark.parametrize("mask_documents", [False, True])
