@@ -6,9 +6,7 @@
 
 Trains each model on rows of up to 16,384 tokens (Landmark Attention: 768), first on long keys in
 short rows, then on the task, and from there on paths. DRT compares landmarks as the paper's
-released code does, with a norm in place of projections. Three more models have the projections of
-the paper's text; one of them has capped scores too (`DRTConfig.score_softcap`), which the paper
-does not have.
+released code does, with a norm in place of projections.
 
 After each of the two tasks it measures how many answers of held-out rows are right, at each length
 of Table 2 and at 1M and 4M tokens, the shortest first. Rows go through the model in segments, and
@@ -45,19 +43,8 @@ from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, Pass
 from mezzo_drt.recipes import ARCHITECTURES, small
 
 DEEP = "BaseLM +2 layers"
-SOFTCAP = 8.0
-"""The bound of the scores in a model that is not the paper's."""
-PROJECTED = {"projections": True}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{DRT1}, projected": (DRT1, PROJECTED),
-    f"{DRT2}, projected": (DRT2, PROJECTED),
-    f"{DRT2}, scores capped": (DRT2, {**PROJECTED, "score_softcap": SOFTCAP}),
-}
-"""Models that differ from DRT in some fields of its stack. With projections the queries, and so the
-scores, grow with the residual stream.
-"""
-MODELS = (DEEP, LANDMARK, DRT1, DRT2, *VARIANTS)
-MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2, *VARIANTS)}
+MODELS = (DEEP, LANDMARK, DRT1, DRT2)
+MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2)}
 REACH = {DEEP: 2**18, LANDMARK: 2**16}
 """Tokens of the longest rows of models that are not measured further."""
 EVAL_EVERY = 200
@@ -283,8 +270,6 @@ def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
         assert stack.hidden is not None
         size = ModelSize(vocab_size, sizes.d_model, stack.num_layers, stack.head_dim, stack.hidden)
         return landmark_lm(size, stack.chunk_size)
-    model, changes = VARIANTS.get(model, (model, {}))
-    stack = replace(stack, **changes)
     like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=stack)
     names = {DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}
     return ARCHITECTURES[names[model]](like)
@@ -377,9 +362,7 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
         f"softmax1 {'on' if c.softmax1 else 'off'}; landmarks compared as by the paper's released "
-        "code, without projections; projected: as by its text; scores capped: projected, by "
-        f"{SOFTCAP:g} tanh(r / {SOFTCAP:g}), which is not the paper's; "
-        f"tokenizer {options.tokenizer}",
+        f"code, without projections; tokenizer {options.tokenizer}",
         f"trained from scratch on needles in {corpus_name(options.data)}: {told}; Landmark "
         f"Attention on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
         f"share of rows of held-out text in which every token of the answer is right: {samples} "

@@ -93,8 +93,7 @@ def test_a_full_run_covers_the_printed_lengths():
         printed = REPRODUCTION.published.table(table)
         columns = [column for column in printed.columns if column != "Retrieval"]
         assert set(columns) <= set(needles.FULL.columns[name]) <= set(needles.FULL.samples)
-        papers = set(needles.MEASURED[name]) - needles.VARIANTS.keys()
-        assert papers <= {row.model for row in printed.rows}
+        assert set(needles.MEASURED[name]) <= {row.model for row in printed.rows}
 
 
 def test_stages_follow_one_another():
@@ -109,12 +108,3 @@ def test_stages_follow_one_another():
     landmark = [run.config for run in needles.runs_of(PASSKEY, LANDMARK, 0, needles.FULL, options)]
     assert [config.seq_len for config in landmark] == [512, 768, 768, 768]
     assert {config.batch_size for config in landmark} == {16}, "short rows, so more of them"
-
-
-def test_variants_differ_by_what_their_names_say():
-    options = Options(Path("out"), (), torch.device("cpu"), dry_run=False, data="texts")
-    for model in (DRT1, DRT2, *needles.VARIANTS):
-        stack = needles.configure(model, needles.FULL, options).stack
-        assert stack.score_softcap == (8 if "capped" in model else None)
-        assert stack.projections == (model in needles.VARIANTS)
-        assert stack.num_groups == (2 if DRT2 in model else 1)

@@ -21,7 +21,6 @@ FORMS = {
     "two groups": replace(SMALL, num_groups=2),
     "as released": replace(SMALL, projections=False),
     "as in the text": replace(SMALL, window_size=100, residual="text", softmax1=False),
-    "soft cap": replace(SMALL, score_softcap=0.5),
     "random": replace(SMALL, num_groups=2, retriever="random"),
     "fixed": replace(SMALL, retriever="fixed"),
     "offload": replace(SMALL, num_groups=2, offload=True),

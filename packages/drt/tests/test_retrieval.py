@@ -1,7 +1,5 @@
 """Retrieval chooses the best of the chunks that may be read, and weighs them."""
 
-import math
-
 import pytest
 import torch
 from mezzo_drt import retrieval
@@ -18,33 +16,26 @@ def inputs(seed=0, num_chunks=S):
     return queries, keys, lo, torch.arange(N)[None] + 2
 
 
-def by_loops(queries, keys, lo, hi, softcap=math.inf):
+def by_loops(queries, keys, lo, hi):
     """Return for each query a dict from the chosen chunks to their weights."""
-
-    def score(q, key):
-        r = q @ key / C**0.5
-        return r if softcap == math.inf else softcap * torch.tanh(r / softcap)
-
     found = []
     for b in range(B):
         for n in range(N):
-            scores = {
-                j: score(queries[b, n], keys[b, j]) for j in range(int(lo[0, n]), int(hi[0, n]))
-            }
+            between = range(int(lo[0, n]), int(hi[0, n]))
+            scores = {j: queries[b, n] @ keys[b, j] / C**0.5 for j in between}
             best = sorted(scores, key=scores.__getitem__, reverse=True)[:R]
             total = sum(scores[j].exp() for j in best)
             found.append({j: scores[j].exp() / total for j in best})
     return found
 
 
-@pytest.mark.parametrize("softcap", [None, 0.4])
 @pytest.mark.parametrize("tiles", [(100, 2**20), (2, 2**20), (4, 1)])
-def test_the_best_chunks_are_chosen_and_weighed(tiles, softcap, monkeypatch):
+def test_the_best_chunks_are_chosen_and_weighed(tiles, monkeypatch):
     monkeypatch.setattr(retrieval, "TILE_KEYS", tiles[0])
     monkeypatch.setattr(retrieval, "TILE_SCORES", tiles[1])
     queries, keys, lo, hi = inputs()
-    reads = retrieve(queries, keys, lo, hi, R, noise=False, softcap=softcap)
-    expected = by_loops(queries, keys, lo, hi, softcap or math.inf)
+    reads = retrieve(queries, keys, lo, hi, R, noise=False)
+    expected = by_loops(queries, keys, lo, hi)
     assert [len(row) for row in expected[:N]] == [2, 3, 3, 3, 3, 3, 0]
     for indices, weights, row in zip(
         reads.indices.flatten(0, 1), reads.weights.flatten(0, 1), expected, strict=True
@@ -53,14 +44,6 @@ def test_the_best_chunks_are_chosen_and_weighed(tiles, softcap, monkeypatch):
         assert got.keys() == row.keys()
         assert all(abs(got[j] - row[j]) < 1e-12 for j in row)
         assert (weights[indices < 0] == 0).all()
-
-
-def test_scores_beyond_the_soft_cap_do_not_tie():
-    keys = torch.tensor([[[100.0], [400.0], [200.0], [300.0]]])
-    one, hi = torch.ones(1, 1, 1), torch.tensor([[4]])
-    reads = retrieve(one, keys, hi * 0, hi, 2, noise=False, softcap=1.0)
-    assert reads.indices.tolist() == [[[1, 3]]]
-    assert reads.weights.tolist() == [[[0.5, 0.5]]]
 
 
 def test_what_may_not_be_read_may_be_no_number():
@@ -80,28 +63,24 @@ def test_fewer_chunks_than_are_asked_for_are_all_read(num_chunks):
     assert torch.allclose(reads.weights.sum(-1), torch.tensor(float(num_chunks > 0)).double())
 
 
-@pytest.mark.parametrize("softcap", [None, 0.4])
-def test_gradients_are_those_of_the_weights_and_finite_where_nothing_is_read(softcap):
+def test_gradients_are_those_of_the_weights_and_finite_where_nothing_is_read():
     queries, keys, lo, hi = inputs()
     queries.requires_grad_(), keys.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda q, k: retrieve(q, k, lo, hi, R, noise=False, softcap=softcap).weights,
-        (queries, keys),
+        lambda q, k: retrieve(q, k, lo, hi, R, noise=False).weights, (queries, keys)
     )
     weights = retrieve(queries, keys, lo, lo, R, noise=False).weights
     (dq,) = torch.autograd.grad(weights.sum(), queries)
     assert torch.equal(dq, torch.zeros_like(dq))
 
 
-@pytest.mark.parametrize("softcap", [None, 1.0])
-def test_noise_draws_a_chunk_by_the_softmax_of_the_scores(softcap):
+def test_noise_draws_a_chunk_by_the_softmax_of_the_scores():
     torch.manual_seed(0)
     queries, scores = torch.ones(1, 20_000, 1), torch.tensor([0.0, 1.0, 2.0])
     lo, hi = (torch.full((1, 20_000), x) for x in (0, 3))
-    drawn = retrieve(queries, scores[None, :, None], lo, hi, 1, noise=True, softcap=softcap)
+    drawn = retrieve(queries, scores[None, :, None], lo, hi, 1, noise=True)
     shares = torch.stack([(drawn.indices == j).float().mean() for j in range(3)])
-    expected = (scores if softcap is None else scores.tanh()).softmax(0)
-    assert (shares - expected).abs().max() < 0.015
+    assert (shares - scores.softmax(0)).abs().max() < 0.015
     assert (drawn.weights == 1).all()
 
 

@@ -36,7 +36,6 @@ def retrieve(
     *,
     noise: bool,
     random_group: int | None = None,
-    softcap: float | None = None,
 ) -> Reads:
     """Choose the chunks j with the R largest scores r, and weigh them by the softmax of r.
 
@@ -56,14 +55,11 @@ def retrieve(
         random_group: if given, choose without r: at random with `noise`, else by fixed random
             numbers, others in each group. Then they depend only on how many chunks may be read, so
             that a sequence has the same in any segmentation.
-        softcap: c, if given: r is then c tanh(r / c), which lies between -c and c.
     """
     lo, hi = (x.expand(len(queries), -1) for x in (lo, hi))
     with torch.no_grad():
-        # Without noise the largest scores are those of the largest products, which do not tie.
-        c = softcap if noise else None
-        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group, c)
-    return Reads(indices, _weigh(queries, keys, indices, softcap))
+        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group)
+    return Reads(indices, _weigh(queries, keys, indices))
 
 
 def _choose(
@@ -74,7 +70,6 @@ def _choose(
     num_retrieved: int,
     noise: bool,
     random_group: int | None,
-    softcap: float | None,
 ) -> Tensor:
     """Return (B, N, R), the chosen chunks, -1 where there are fewer; in tiles of both."""
     (B, N), S, R = queries.shape[:2], keys.shape[1], num_retrieved
@@ -91,7 +86,7 @@ def _choose(
             tile = keys[:, b : b + TILE_KEYS]
             chunk = torch.arange(b, b + tile.shape[1], device=q.device)
             if random_group is None:
-                scores = _capped(_products(q, tile), softcap)
+                scores = _products(q, tile)
             elif noise:
                 scores = q.new_zeros(B, q.shape[1], tile.shape[1], dtype=dtype)
             else:
@@ -114,11 +109,7 @@ def _products(q: Tensor, keys: Tensor) -> Tensor:
         return q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
 
 
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else softcap * (scores / softcap).tanh()
-
-
-def _weigh(queries: Tensor, keys: Tensor, indices: Tensor, softcap: float | None) -> Tensor:
+def _weigh(queries: Tensor, keys: Tensor, indices: Tensor) -> Tensor:
     """Return (B, N, R), the softmax of r over the chosen chunks; 0 for none."""
     is_read, dtype = indices >= 0, accumulation_dtype(queries.dtype)
     if keys.shape[1] == 0:
@@ -127,7 +118,6 @@ def _weigh(queries: Tensor, keys: Tensor, indices: Tensor, softcap: float | None
     chosen = keys[rows, indices.clamp(min=0)].to(dtype)  # (B, N, R, C)
     chosen = chosen.masked_fill(~is_read[..., None], 0)  # what is not read may hold anything
     r = (queries.to(dtype)[:, :, None] * chosen).sum(-1) * queries.shape[-1] ** -0.5
-    r = _capped(r, softcap)
     # A chunk that reads nothing gets finite scores, and then no weights.
     has_none = ~is_read.any(-1, keepdim=True)
     r = r.masked_fill(~is_read & ~has_none, float("-inf")).masked_fill(has_none, 0)

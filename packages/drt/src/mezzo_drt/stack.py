@@ -57,8 +57,6 @@ class DRTConfig:
             that is read trains it.
         outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
-        score_softcap: a bound c of the scores, r = c tanh(q·k / (c sqrt(C))), if given. So no chunk
-            weighs more than exp(2c) times another that is read. The paper has no bound.
         offload: whether a state keeps complete chunks in the host's memory; same outputs.
     """
 
@@ -77,7 +75,6 @@ class DRTConfig:
     retriever: Retriever = "learned"
     outside: OutsideConfig | None = None
     gumbel_noise: bool = True
-    score_softcap: float | None = None
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -96,8 +93,6 @@ class DRTConfig:
             raise ValueError(f'outside is for the "fixed" retriever, got {self.retriever!r}')
         if not 0 < self.norm_eps <= 100:
             raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
-        if self.score_softcap is not None and not 0 < self.score_softcap <= 1000:
-            raise ValueError(f"score_softcap must be above 0, to 1000, got {self.score_softcap}")
 
     def build(self, d_model: int) -> "DRT":
         """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
@@ -392,5 +387,4 @@ class DRT(AbstractStack):
             c.num_retrieved,
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
-            softcap=c.score_softcap,
         )
