@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mezzo_core.bench.training import WARMUP, measure_run
 from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.train.config import TrainConfig
 
-PEAK_FLOPS = {"NVIDIA H200": 989e12}
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 """Dense bf16 FLOP/s in the GPU's data sheet."""
 COLUMNS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
 SETTINGS = {
@@ -55,23 +56,22 @@ def measure_settings(options: Options, recipes: Mapping[str, TrainConfig]) -> No
         better="higher",
     )
     result = Result(options.out / "train_gpus.json", header, where, say)
-    for model in options.models:
-        config = shortened(recipes[model], options)
-        for setting, (count, again) in SETTINGS.items():
-            row = f"{model}, {setting}"
-            if result.has(row, COLUMNS[-1]):
-                continue
-            if device.type == "cuda" and count > torch.cuda.device_count():
-                say(f"{row}: left out, there are {torch.cuda.device_count()}")
-                continue
-            changed = replace(config, activation_checkpointing=again)
-            found = measure_processes(changed, count, options.runs / "train_gpus", device)
-            speed, loss = found["tokens_per_second"], found["steps"]["train"][-1][1]
-            share = share_of_peak(config, speed / count, where["gpu"])
-            values = (speed, share, found["peak_gb"], loss)
-            for column, value in zip(COLUMNS, values, strict=True):
-                if value is not None and not result.has(row, column):
-                    result.add(value, model=row, column=column)
+    # Settings one after another: a run that is cut short has all models on one GPU and on two.
+    for (setting, (count, again)), model in product(SETTINGS.items(), options.models):
+        config, row = shortened(recipes[model], options), f"{model}, {setting}"
+        if result.has(row, COLUMNS[-1]):
+            continue
+        if device.type == "cuda" and count > torch.cuda.device_count():
+            say(f"{row}: left out, there are {torch.cuda.device_count()}")
+            continue
+        changed = replace(config, activation_checkpointing=again)
+        found = measure_processes(changed, count, options.runs / "train_gpus", device)
+        speed, loss = found["tokens_per_second"], found["steps"]["train"][-1][1]
+        share = share_of_peak(config, speed / count, where["gpu"])
+        values = (speed, share, found["peak_gb"], loss)
+        for column, value in zip(COLUMNS, values, strict=True):
+            if value is not None and not result.has(row, column):
+                result.add(value, model=row, column=column)
 
 
 def shortened(recipe: TrainConfig, options: Options) -> TrainConfig:
