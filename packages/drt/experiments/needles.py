@@ -59,11 +59,8 @@ TOGETHER = 2**18
 """The most tokens of test rows that go through a model at once, if it is more than one row."""
 LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
-HOPS = HopsConfig(num_noise=7, pause=1)
-"""Its 16 needles are more than the chunks that one retrieval reads, so that it cannot bring all. In
-the pause a landmark reads what the landmark behind the question has chosen. Without it, as in the
-paper, no second retrieval knows what the first has brought.
-"""
+HOPS = HopsConfig(num_noise=7)
+"""Its 16 needles are more than the chunks that one retrieval reads, so that it cannot bring all."""
 STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
 """The trainings that lead to each result."""
 
@@ -152,7 +149,7 @@ DRY = Sizes(
             Stage(PasskeyConfig(key_tokens=12, test_rows=2), 128, batch_size=2, steps=2, lr=1e-3),
             Stage(PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),
         ),
-        TWO_HOP: (Stage(HopsConfig(pause=1, test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
+        TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
     },
     columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K")},
     samples={"1K": 2, "4K": 1},
@@ -343,7 +340,7 @@ def asked(task: AbstractNeedleConfig) -> str:
     if isinstance(task, PasskeyConfig):
         return f"{task.name} of {task.key_tokens}"
     assert isinstance(task, HopsConfig)
-    return f"{task.name}, of {task.num_noise + 1} paths, answered after {task.pause} chunk more"
+    return f"{task.name}, of {task.num_noise + 1} paths"
 
 
 def result_file(name: str, sizes: Sizes, options: Options) -> Result:
@@ -362,7 +359,7 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
         f"softmax1 {'on' if c.softmax1 else 'off'}; landmarks compared as by the paper's released "
-        f"code, without projections; tokenizer {options.tokenizer}",
+        f"code, without projections; tokenizer {Path(options.tokenizer).name}",
         f"trained from scratch on needles in {corpus_name(options.data)}: {told}; Landmark "
         f"Attention on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
         f"share of rows of held-out text in which every token of the answer is right: {samples} "

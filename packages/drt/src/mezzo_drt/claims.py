@@ -44,10 +44,9 @@ from mezzo_drt.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
 from mezzo_drt.stack import DRTConfig
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
-TRAINED_ON, TIMED_ON = "nvidia-h100", "nvidia-h200"
-PASSKEY, TWO_HOP, DOCUMENTS = (
-    f"{TRAINED_ON}/{name}" for name in ("passkey", "two_hop", "long_documents_gpt2")
-)
+TIMED_ON = "nvidia-h200"
+PASSKEY, TWO_HOP = f"{TIMED_ON}/passkey", "nvidia-h100/two_hop"
+DOCUMENTS = "nvidia-h100/long_documents_gpt2"
 INFERENCE, SPEED, LENGTH = "inference", "training_speed", "length"
 SHORT, TRAINED_AT, LONG = "2048", "4096", "16384"
 """The lengths of the small models' evaluation: the paper's 2K, 16K, and what is longer."""

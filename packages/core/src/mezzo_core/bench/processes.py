@@ -46,8 +46,8 @@ def measure_settings(options: Options, recipes: Mapping[str, TrainConfig]) -> No
         kind="training",
         title="Whole models on one GPU and on two",
         setting=f"{STEPS} steps of {TOKENS:,} tokens by the recipes, but for the vocabulary, which "
-        f"is that of {options.tokenizer}; bf16 autocast over float32, layers and loss compiled; "
-        f"speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, at 3 "
+        f"is that of {Path(options.tokenizer).name}; bf16 autocast over float32, layers and loss "
+        f"compiled; speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, at 3 "
         "times the forward's FLOPs",
         how="scaled down" if options.dry_run else "other hardware",
         columns=COLUMNS,
