@@ -47,8 +47,8 @@ def measure_settings(options: Options, recipes: Mapping[str, TrainConfig]) -> No
         title="Whole models on one GPU and on two",
         setting=f"{STEPS} steps of {TOKENS:,} tokens by the recipes, but for the vocabulary, which "
         f"is that of {Path(options.tokenizer).name}; bf16 autocast over float32, layers and loss "
-        f"compiled; speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, at 3 "
-        "times the forward's FLOPs",
+        f"compiled; speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, "
+        "at 3 times the forward's FLOPs",
         how="scaled down" if options.dry_run else "other hardware",
         columns=COLUMNS,
         models=tuple(f"{model}, {setting}" for model in recipes for setting in SETTINGS),
