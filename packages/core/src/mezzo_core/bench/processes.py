@@ -25,7 +25,7 @@ SETTINGS = {
     "1 GPU, activations computed again": (1, True),
 }
 """How many processes train, and whether with activation checkpointing."""
-STEPS, TOKENS = WARMUP + 6, 131_072
+STEPS, TOKENS = 2 * WARMUP, 131_072
 """Of each training, and of a step."""
 
 
