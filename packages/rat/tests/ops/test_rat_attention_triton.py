@@ -359,6 +359,16 @@ def test_a_state_that_is_full_is_said_on_a_cpu():
         )
 
 
+def test_a_step_that_finds_no_slot_leaves_the_state_alone():
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4}
+    state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
+    state = chunk_rat_attention_projected(**draw(2, 4, 2, 1, 32), initial_state=state, **form)[1]
+    before = [x.clone() for x in state]
+    with torch.no_grad(), pytest.raises(ValueError, match="no slot left"):
+        step_rat_attention_(**draw(2, 1, 2, 1, 32), state=state, impl="reference", **form)
+    assert all(torch.equal(x, old) for x, old in zip(state, before, strict=True))
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("D", [32, 64, 128, 256])

@@ -215,9 +215,9 @@ def step_rat_attention_(
         rope=rope, rope_base=rope_base, scale=scale, initial_state=state,
     )  # fmt: skip
     assert after is not None
+    if after.k_ends.shape != state.k_ends.shape:
+        raise ValueError(f"{op}: state has no slot left for another token: reserve more")
     for old, new in zip(state, after, strict=True):
-        if old.shape != new.shape:
-            raise ValueError(f"{op}: state has no slot left for another token: reserve more")
         old.copy_(new)
     return y
 
