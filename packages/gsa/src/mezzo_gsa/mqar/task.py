@@ -66,7 +66,7 @@ class MQARConfig:
             "seq_len": (T % 2 == 0, "even"),
             "num_pairs": (1 <= P <= most, f"from 1 to seq_len / 4 = {most} ({why})"),
             "vocab_size": (self.vocab_size > T, f"above seq_len = {T}"),
-            "power": (self.power > 0, "positive"),
+            "power": (0 < self.power <= 10, "positive and at most 10"),  # higher ones overflow
             "train_rows": (self.train_rows >= shares, f"at least {shares}"),
             "train_pairs": (few, f"from 1 to num_pairs = {P}"),
             "test_rows": (self.test_rows >= 1, "at least 1"),
