@@ -171,6 +171,10 @@ def test_mean_logits_count_earlier_ends_and_the_token_itself(num_tokens, chunk_s
     assert mean_logits(num_tokens, chunk_size) == pytest.approx(counted)
 
 
+def test_no_tokens_see_no_logits():
+    assert mean_logits(0, 16) == 0
+
+
 def test_mean_logits_are_half_the_chunks_as_the_paper_counts():
     assert mean_logits(4096, 16) == (4096 / 16 + 1) / 2
     assert mean_logits(4096, 1) == (4096 + 1) / 2  # attention

@@ -114,6 +114,7 @@ def test_flops_grow_with_the_chunk_and_not_with_the_sequence():
     assert mixer.flops_per_token(8) == 2 * weights + 4 * C * 2.5 + 4 * C
     assert mixer.flops_per_token(8) == mixer.flops_per_token(8000)
     assert mixer.flops_per_token(6) == 2 * weights + 4 * C * (4 * 2.5 + 3) / 6 + 4 * C
+    assert mixer.flops_per_token(0) == 2 * weights + 4 * C
 
 
 @pytest.mark.parametrize(

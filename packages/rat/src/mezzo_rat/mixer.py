@@ -192,4 +192,4 @@ def mean_logits(num_tokens: int, chunk_size: int) -> float:
     that is (N + 1) / 2 on average, the paper's O(C D) FLOPs with C = N chunks (section 2.4).
     """
     full, rest = divmod(num_tokens, chunk_size)
-    return (chunk_size * full * (full + 1) / 2 + rest * (full + 1)) / num_tokens
+    return (chunk_size * full * (full + 1) / 2 + rest * (full + 1)) / max(num_tokens, 1)

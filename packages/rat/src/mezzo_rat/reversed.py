@@ -260,7 +260,7 @@ class RATReversed(AbstractMixer):
             part.weight.numel() for part in self.children() if isinstance(part, nn.Linear)
         )
         full, rest = divmod(num_tokens, L)
-        keys = (full * L * (L + 1) / 2 + rest * (rest + 1) / 2) / num_tokens
+        keys = (full * L * (L + 1) / 2 + rest * (rest + 1) / 2) / max(num_tokens, 1)
         return 2 * weights + 4 * C * keys + 4 * C
 
 

@@ -59,6 +59,10 @@ def definition(**arguments):
     return recurrent_rat_attention(**arguments).out  # unused slots of a state may hold anything
 
 
+def room():
+    return {"state": state(), "num_tokens": 3, "chunk_size": L}
+
+
 OPTIONAL = frozenset({"z", "gate_bias", "scale", "state", "lengths", "cu_seqlens", "initial_state"})
 BORDERS = torch.tensor([0, 2, T])
 LENGTHS = torch.tensor([T, 3])
@@ -93,6 +97,20 @@ CALLS += [
         lambda: linear(rows=1, cu_seqlens=BORDERS.clone()),
     )
 ]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"state": None}, TypeError, "state must be a RATState, got NoneType"),
+        ({"num_tokens": -1}, ValueError, "num_tokens must be 0 or more, got -1"),
+        ({"num_tokens": 1.5}, TypeError, "num_tokens must be an int, got float"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be 1 or more, got 0"),
+    ],
+)
+def test_room_that_cannot_be_is_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        reserve(**{**room(), **change})
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -52,7 +53,15 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
     impossible while a CUDA graph is captured and in a compiled decoding step. For these, reserve
     slots for all tokens beforehand: a step of one token then uses the slots that are there, and an
     index error tells when they run out.
+
+    Raises:
+        TypeError: if the state is no RATState, or a number is not an int.
+        ValueError: if `num_tokens` is negative, or `chunk_size` below 1.
     """
+    if not isinstance(state, RATState):
+        raise TypeError(f"reserve: state must be a RATState, got {type(state).__name__}")
+    check_size("reserve", "num_tokens", num_tokens, 0)
+    check_size("reserve", "chunk_size", chunk_size)
     slots = state.k_ends.shape[1]
     if num_tokens == 1 and slots > 0 and _must_not_wait(state.lengths):
         return state
