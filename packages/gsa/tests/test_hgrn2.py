@@ -76,3 +76,20 @@ def test_a_layer_of_the_paper_has_four_squares_and_128_d_numbers_of_state():
 def test_impossible_configurations_are_refused_when_they_are_built(config, message):
     with pytest.raises(ValueError, match=message):
         config.build(C)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error", "message"),
+    [
+        ([0.5], TypeError, "log_bounds must be a tensor, got list"),
+        (torch.zeros(2, C, dtype=torch.int64), TypeError, "log_bounds must be floating-point"),
+        (torch.zeros(C), ValueError, r"log_bounds must be \(2, 16\), got \(16,\)"),
+        (torch.zeros(2, 8), ValueError, r"log_bounds must be \(2, 16\), got \(2, 8\)"),
+    ],
+)
+def test_bounds_that_fit_no_channels_are_named(bounds, error, message):
+    mixer = HGRN2Config(head_dim=4).build(C)
+    with pytest.raises(error, match=message):
+        mixer(torch.zeros(1, 3, C), log_bounds=bounds)
+    with torch.no_grad(), pytest.raises(error, match=message):
+        mixer.step(torch.zeros(1, 1, C), mixer.init_state(1), bounds)

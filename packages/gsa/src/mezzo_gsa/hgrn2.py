@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
-from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -117,6 +117,11 @@ class HGRN2(AbstractMixer):
         g = log_gate(logits, 1.0)
         if log_bounds is None:
             return bounded_gate(g, self.config.lower_bound)
+        check_floating("HGRN2", "log_bounds", log_bounds)
+        if log_bounds.shape != (2, self.d_model):
+            raise ValueError(
+                f"log_bounds must be (2, {self.d_model}), got {tuple(log_bounds.shape)}"
+            )
         below, rest = log_bounds.unflatten(1, logits.shape[-2:])
         return -rest.exp() * torch.expm1(g), torch.logaddexp(g + rest, below)
 
