@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.testing.numerics import assert_close
-from mezzo_drt import DRTConfig
+from mezzo_drt import DRTConfig, room
 from mezzo_drt.room import make_leaf, room_of
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -87,6 +87,22 @@ def test_only_the_newest_state_appends(stack):
     assert places(first) == places(trunk)
     assert places(second) != places(trunk)
     assert room_of(first.room).filled == 10
+
+
+def test_of_two_threads_that_go_on_from_a_state_only_one_appends(stack, monkeypatch):
+    """Here all of one runs while the other looks at the buffers."""
+    _, trunk = run(stack, torch.randn(1, 9 * L, C), L)
+    x, others, look = torch.randn(1, L, C), [], room.buffers
+
+    def look_meanwhile(*args):
+        monkeypatch.setattr(room, "buffers", look)
+        others.append(stack(x, trunk)[1])
+        return look(*args)
+
+    monkeypatch.setattr(room, "buffers", look_meanwhile)
+    mine = stack(x, trunk)[1]
+    assert places(others[0]) == places(trunk)
+    assert places(mine) != places(trunk)
 
 
 COPIES = {
@@ -184,6 +200,25 @@ def test_gradients_flow_through_the_memory_of_segments(stack):
         (wanted,) = torch.autograd.grad(stack(x)[0], x, dy)
         (found,) = torch.autograd.grad(run(stack, x, 7)[0], x, dy)
     assert_close("dx", found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["forward", "steps"])
+def test_what_a_backward_may_need_is_not_overwritten(way):
+    """The kernels save the buffers that they read, as torch does by its count of versions."""
+    stack, x = build(), torch.randn(1, 2 * L, C)
+    _, state = run(stack, torch.randn(1, 9 * L, C), L)
+    with torch.enable_grad():
+        stack(x[:, :1], state)
+    read = state.memory.k
+    version = read._version
+    if way == "forward":
+        run(stack, x, L, state)
+    else:
+        state = stack.reserve(state, L + 1)
+        for t in range(L + 1):
+            stack.before_step(state)
+            stack.step(x[:, t : t + 1], state)
+    assert read._version == version
 
 
 def test_a_landmark_is_looked_for_only_when_it_may_be_due(stack, monkeypatch):

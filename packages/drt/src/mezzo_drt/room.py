@@ -6,6 +6,7 @@ share says up to which chunk the buffers are filled. A state that sees fewer chu
 not the newest, and copies first.
 """
 
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from mezzo_drt.encoder import Memory
 from mezzo_drt.offload import bring
 from mezzo_drt.places import Continued
 from mezzo_drt.store import Allocate
+
+_LOCK = Lock()
+"""Threads may go on from one state: only one takes the room behind it."""
 
 
 class Room(NamedTuple):
@@ -55,6 +59,30 @@ def buffers(memory: Memory, leaf: Tensor) -> Memory:
     return Memory(*(_widened(part, room.capacity) for part in memory))
 
 
+def _take(leaf: Tensor, S: int, end: int, filled: int | None = None) -> bool:
+    """Take the room up to chunk `end` behind S chunks, if no other state has taken room there.
+
+    It then counts as filled up to `filled`; None for all of it.
+    """
+    numbers = _numbers(leaf)
+    if numbers is None:
+        return False
+    with _LOCK:
+        room = Room(*numbers.tolist())
+        if room.filled != S or end > room.capacity:
+            return False
+        numbers[0] = room.capacity if filled is None else filled
+    return True
+
+
+def _give_away(leaf: Tensor) -> None:
+    """Let no state take the room; those that have none or were made for inference have none."""
+    numbers = _numbers(leaf)
+    if numbers is not None and not leaf.is_inference():
+        with _LOCK:
+            numbers[0] = numbers[1]
+
+
 def _has_room(part: Tensor, room: Room) -> bool:
     """Tell whether the tensor's rows lie in its storage with room behind each."""
     row, offset = room.capacity * part.stride(1), part.storage_offset()
@@ -75,7 +103,8 @@ def append(
     Where the memory must be copied, it gets twice the room, so that segment after segment copies
     little. It is copied if it has no room, if another state has appended to the same buffers, if
     rows write at different chunks, in another dtype, or if gradients are on: then nothing may be
-    overwritten, and there is no room.
+    overwritten, and there is no room. A call with gradients that completes no chunk gives the room
+    away.
 
     Args:
         memory: of the state, which sees the same as before.
@@ -86,6 +115,8 @@ def append(
     """
     S, end = memory.keys.shape[1], continued.num_after
     if not continued.num_done:
+        if torch.is_grad_enabled() and allocate is None:
+            _give_away(leaf)  # the kernels' backward needs the buffers as they are
         return memory, leaf
     if torch.is_grad_enabled():
         parts = [
@@ -95,13 +126,11 @@ def append(
         return Memory(*parts), make_leaf(len(leaf))
     if allocate is not None:
         new = bring(new)
-    numbers = _numbers(leaf)
-    room, whole = room_of(leaf), buffers(memory, leaf)
-    fits = room is not None and room.filled == S == continued.writes_at and end <= room.capacity
-    if numbers is not None and fits and whole is not memory and _may_write(memory, new):
+    whole = buffers(memory, leaf)
+    fits = whole is not memory and continued.writes_at == S and _may_write(memory, new)
+    if fits and _take(leaf, S, end, end):
         for part, added in zip(whole, new, strict=True):
             part[:, S:end] = added[:, : end - S]
-        numbers[0] = end
     else:
         capacity = max(end, 2 * S)
         whole = _new_buffers(new, capacity, allocate)
@@ -126,15 +155,9 @@ def claim(
         num_chunks: for which there shall be room.
         allocate: as in `append`.
     """
-    S, numbers, room, whole = (
-        memory.keys.shape[1],
-        _numbers(leaf),
-        room_of(leaf),
-        buffers(memory, leaf),
-    )
-    fits = room is not None and room.filled == S == count and num_chunks <= room.capacity
-    if numbers is not None and fits and whole is not memory and _may_write(memory, memory):
-        numbers[0] = numbers[1]
+    S, whole = memory.keys.shape[1], buffers(memory, leaf)
+    fits = whole is not memory and count == S and _may_write(memory, memory)
+    if fits and _take(leaf, S, num_chunks):
         return whole
     whole = _new_buffers(memory, max(num_chunks, S), allocate)
     for buffer, part in zip(whole, memory, strict=True):
