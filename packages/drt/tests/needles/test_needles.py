@@ -245,7 +245,13 @@ def test_each_field_replaced_is_named_or_gives_rows(task):
         (lambda: HopsConfig(pause=9).build(T, None), "seq_len must be at least 720 .* got 511"),
         (lambda: HopsConfig(test_rows=0), "test_rows must be at least 1, got 0"),
         (lambda: PasskeyConfig(text=DataConfig(streaming=True)), "text must be tokenized before"),
+        (
+            lambda: HopsConfig(text=DataConfig(mask_documents=True)),
+            "text must be .* read across its documents .mask_documents=False.",
+        ),
         (lambda: PasskeyConfig(targets="all"), "targets must be one of"),
+        (lambda: PasskeyConfig().build(511.5, None), "seq_len must be an int, got 511.5"),
+        (lambda: HopsConfig().build("511", None), "seq_len must be an int, got '511'"),
         (lambda: PasskeyConfig().build(76, None), "seq_len must be at least 77 .* got 76"),
         (
             lambda: HopsConfig(num_noise=99, name_tokens=1).build(T, None),

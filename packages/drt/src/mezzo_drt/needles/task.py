@@ -101,8 +101,10 @@ class AbstractNeedleConfig(ABC):
         check_fields(self)
         limits = {
             "text": (
-                not self.text.streaming and self.text.validation_fraction < 1,
-                "tokenized before training (streaming=False), with a part to train on",
+                not (self.text.streaming or self.text.mask_documents)
+                and self.text.validation_fraction < 1,
+                "tokenized before training (streaming=False), with a part to train on, and read "
+                "across its documents (mask_documents=False)",
             ),
             "chunk_size": (self.chunk_size >= 1, "at least 1"),
             "pause": (0 <= self.pause <= 1000, "from 0 to 1000"),
@@ -138,9 +140,11 @@ class AbstractNeedleConfig(ABC):
         """Tokenize the text; every process draws the same rows.
 
         Raises:
-            UserError: if the text cannot be used, the vocabulary has too few names, or a row of
-                `seq_len` tokens cannot hold the needles and the question.
+            UserError: if the text cannot be used, the vocabulary has too few names, `seq_len` is no
+                int, or a row of so many tokens cannot hold the needles and the question.
         """
+        if type(seq_len) is not int:
+            raise UserError(f"seq_len must be an int, got {seq_len!r}")
         tokenizer = load_tokenizer(self.text.tokenizer)
         count, size = self.names_needed
         if (tokenizer.vocab_size - 1) ** size < 2 * count:
