@@ -31,6 +31,13 @@ def test_each_summary_needs_a_reference(references):
         rouge(["a"], references)
 
 
+def test_one_text_is_not_taken_for_the_list_of_its_letters():
+    with pytest.raises(TypeError, match="rouge: references must be a list of texts, got a text"):
+        rouge(["a", "b"], "ab")
+    with pytest.raises(TypeError, match="summarize: prompts must be a list of texts, got a text"):
+        summarize(None, ByteTokenizer(), "A text.")
+
+
 def test_a_summary_ends_at_the_end_token_or_at_its_length():
     torch.manual_seed(0)
     layers = DRTConfig(num_layers=2, chunk_size=4, num_retrieved=2, window_size=8, head_dim=16)

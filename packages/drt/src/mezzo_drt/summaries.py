@@ -21,7 +21,11 @@ def summarize(
         tokenizer: the model's.
         prompts: each a text and what stood between text and summary in the fine-tuning.
         max_new_tokens: of a summary.
+
+    Raises:
+        TypeError: if the prompts are one text.
     """
+    _check_list("summarize", "prompts", prompts)
     rows = [
         generate(
             model,
@@ -38,9 +42,12 @@ def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, floa
     """Return the mean F1 of ROUGE-1, -2 and -L in percent, of stemmed words, by rouge-score.
 
     Raises:
+        TypeError: if summaries or references are one text.
         UserError: if the library is not installed.
         ValueError: if there are no summaries, or not as many references.
     """
+    _check_list("rouge", "summaries", summaries)
+    _check_list("rouge", "references", references)
     if not summaries or len(summaries) != len(references):
         raise ValueError(
             f"rouge needs a reference for each summary, got {len(summaries)} summaries and "
@@ -56,3 +63,9 @@ def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, floa
         name: 100 * statistics.mean(score[measure].fmeasure for score in scores)
         for name, measure in MEASURES.items()
     }
+
+
+def _check_list(function: str, name: str, texts: Sequence[str]) -> None:
+    """A text is a sequence of texts too, of its letters, which nobody means."""
+    if isinstance(texts, str):
+        raise TypeError(f"{function}: {name} must be a list of texts, got a text")
