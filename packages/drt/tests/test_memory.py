@@ -164,6 +164,14 @@ def test_a_forward_leaves_a_state_that_steps_its_own_buffers(stack):
     assert_close("the last step", y, stack(x)[0][:, -1:], rtol=1e-5)
 
 
+def test_a_forward_takes_no_room_for_the_steps_that_a_state_had_room_for(stack):
+    x = torch.randn(1, 4 * L, C)
+    state = stack.reserve(stack.init_state(1), 1000 * L)
+    y, state = run(stack, x, 2 * L, state)
+    assert room_of(state.room).capacity <= 8
+    assert_close("outputs", y, stack(x)[0], rtol=1e-5)
+
+
 def test_reserve_takes_room_that_is_there_and_leaves_the_state_as_it_was(stack):
     x = torch.randn(2, 20 * L, C)
     _, given = run(stack, x[:, : 9 * L], L)

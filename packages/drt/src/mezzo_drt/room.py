@@ -132,7 +132,7 @@ def append(
         for part, added in zip(whole, new, strict=True):
             part[:, S:end] = added[:, : end - S]
     else:
-        capacity = max(end, 2 * S)
+        capacity = max(end, 2 * min(S, end))  # a state that steps sees more than it has
         whole = _new_buffers(new, capacity, allocate)
         for buffer, old, added in zip(whole, memory, new, strict=True):
             _copy(buffer, old, added, continued)
