@@ -10,6 +10,7 @@ from mezzo_core.nn.lm import LMConfig
 from mezzo_core.positions import alibi_slopes
 from mezzo_core.testing.arguments import check_fields, check_module_arguments
 from mezzo_core.testing.laws import LAWS, check_causal, check_packed, check_segments, check_step
+from mezzo_core.testing.numerics import assert_close
 from mezzo_drt.baselines import BlockRecurrentConfig
 from torch import nn
 
@@ -133,6 +134,23 @@ def test_every_weight_learns_in_a_model(mixer):
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name
         assert weight.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("gate", ["fixed", "lstm"])
+def test_states_are_float32_though_weights_are_bf16(gate):
+    """A slow gate adds less to a state than bf16 can tell."""
+    mixer = built(replace(CONFIGS["fixed"], gate=gate))
+    if mixer.forget is not None:
+        nn.init.constant_(mixer.forget, 6.0)
+    mixer.bfloat16()
+    x = torch.randn(2, 500, C, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        _, state = mixer(x, mixer.init_state(2))
+        assert state.s.dtype == mixer.init_state(2).s.dtype == torch.float32
+        assert mixer.state_bytes(0) == sum(part[:1].nbytes for part in state[:3])
+        mixer.float()
+        _, expected = mixer(x.float(), mixer.init_state(2))
+    assert_close("states", state.s, expected.s, rtol=1e-2)
 
 
 def test_a_window_shorter_than_a_block_is_refused():

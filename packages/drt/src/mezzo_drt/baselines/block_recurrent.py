@@ -23,6 +23,7 @@ from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import AlibiFormula, alibi_slopes, sequence_ids, sequence_positions
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,7 +35,7 @@ class BlockRecurrentState(NamedTuple):
     Attributes:
         k: (B, W, H, D) keys of the window, token p in slot p % W.
         v: likewise the values.
-        s: (B, M, C) states after the newest complete block.
+        s: (B, M, C) states after the newest complete block, in float32 (float64 for float64).
         seen: (B,) int64, the tokens of each row.
     """
 
@@ -209,7 +210,7 @@ class BlockRecurrent(AbstractMixer):
         q, k and v are the tokens' (B, T, H, D).
         """
         (B, N), L = blocks.is_first.shape, self.config.block_size
-        first = self.first_states.expand(B, -1, -1)
+        first = self._first_states(B)
         s = first if state is None else state.s
         grid = [x.new_zeros(B, N * L, *x.shape[2:]) for x in (q, k, v)]
         if state is not None:  # the open block's earlier tokens are in the window
@@ -223,7 +224,7 @@ class BlockRecurrent(AbstractMixer):
         tokens = [x.scatter(1, slot, new) for x, new in zip(grid, (q, k, v), strict=True)]
         read = []
         for block, (bq, bk, bv) in enumerate(zip(*(x.split(L, 1) for x in tokens), strict=True)):
-            s = torch.where(blocks.is_first[:, block, None, None], first.to(s.dtype), s)
+            s = torch.where(blocks.is_first[:, block, None, None], first, s)
             s_q, s_to_tokens, s_k, s_v = self._heads(self.state_qkv(self._normed(s).to(q.dtype)))
             read.append(attention(bq, s_k, s_v, causal=False).out)
             h = torch.cat(
@@ -237,16 +238,20 @@ class BlockRecurrent(AbstractMixer):
             s = torch.where(is_complete, self._gated(s, self.state_out(h)), s)
         return s, torch.cat(read, 1).gather(1, slot)
 
+    def _first_states(self, batch: int) -> Tensor:
+        dtype = accumulation_dtype(self.first_states.dtype)
+        return self.first_states.to(dtype).expand(batch, -1, -1)
+
     def _normed(self, s: Tensor) -> Tensor:
-        return self.state_norm(s) + self.state_ids
+        return self.state_norm(s.to(self.state_ids.dtype)) + self.state_ids
 
     def _gated(self, s: Tensor, h: Tensor) -> Tensor:
         """Return the states of the next block, in the precision of s."""
         if self.forget is not None:
-            g = self.forget.sigmoid()
-            return (g * s + (1 - g) * self.gate(h)).to(s.dtype)
-        z, i, f = self.gate(h).chunk(3, -1)
-        return ((f + 1).sigmoid() * s + (i - 1).sigmoid() * z.tanh()).to(s.dtype)
+            g = self.forget.to(s.dtype).sigmoid()
+            return g * s + (1 - g) * self.gate(h)
+        z, i, f = self.gate(h).to(s.dtype).chunk(3, -1)
+        return (f + 1).sigmoid() * s + (i - 1).sigmoid() * z.tanh()
 
     def _blocks(self, seen: Tensor, after: Tensor, num_tokens: int, *, fresh: bool) -> _Blocks:
         """Lay out tokens that go on from `seen` (B,), of which those up to `after` are real."""
@@ -293,13 +298,15 @@ class BlockRecurrent(AbstractMixer):
         shape = (batch, self.config.window_size, self.num_heads, self.config.head_dim)
         k, v = (self.first_states.new_zeros(shape) for _ in range(2))
         seen = torch.zeros(batch, dtype=torch.int64, device=k.device)
-        s = self.first_states.detach().expand(batch, -1, -1).clone()
+        s = self._first_states(batch).detach().clone()
         return BlockRecurrentState(k, v, s, seen)
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the window and the states of one sequence, for any length."""
-        rows = 2 * self.config.window_size + self.config.num_states
-        return rows * self.d_model * self.first_states.element_size()
+        dtype = self.first_states.dtype
+        window = 2 * self.config.window_size * dtype.itemsize
+        states = self.config.num_states * accumulation_dtype(dtype).itemsize
+        return (window + states) * self.d_model
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the FLOPs per token: weights, 4 C for each key or state that it sees.
