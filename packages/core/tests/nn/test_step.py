@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from mezzo_core.nn.attention import AttentionConfig
@@ -41,3 +42,17 @@ def test_a_bad_step_is_refused(model):
         model.reserve(state, -1)
     with pytest.raises(ValueError, match="batch must be 0 or more, got -1"):
         model.init_state(-1)
+
+
+@pytest.mark.parametrize("count", [1.5, "3", None, True])
+def test_numbers_that_are_no_ints_are_refused_by_name(model, count):
+    with pytest.raises(TypeError, match="num_tokens must be an int, got "):
+        model.reserve(model.init_state(1), count)
+    with pytest.raises(TypeError, match="batch must be an int, got "):
+        model.init_state(count)
+
+
+def test_numbers_may_be_numpys(model):
+    state = model.reserve(model.init_state(np.int64(2)), np.int64(3))
+    with torch.no_grad():
+        assert model.step(torch.zeros(2, 1, dtype=torch.int64), state).shape[0] == 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -205,9 +206,7 @@ class LM(nn.Module):
 
         Its buffers are its own: `step` overwrites them and leaves `state` alone.
         """
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}")
-        return self.stack.reserve(state, num_tokens)
+        return self.stack.reserve(state, _count("num_tokens", num_tokens))
 
     def loss(
         self,
@@ -306,9 +305,7 @@ class LM(nn.Module):
 
     def init_state(self, batch: int) -> Any:
         """Return the state of `batch` sequences before their first token."""
-        if batch < 0:
-            raise ValueError(f"batch must be 0 or more, got {batch}")
-        return self.stack.init_state(batch)
+        return self.stack.init_state(_count("batch", batch))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state, on the weights' device, of one sequence of `num_tokens`."""
@@ -344,6 +341,14 @@ class LM(nn.Module):
 def _check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be an int64 tensor, got {type(value).__name__}")
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
+    return int(value) if isinstance(value, Integral) else value
 
 
 def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:
