@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.testing.numerics import assert_close
-from mezzo_drt import DRTConfig, room
+from mezzo_drt import DRTConfig, layer, room
 from mezzo_drt.room import make_leaf, room_of
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -210,23 +210,31 @@ def test_gradients_flow_through_the_memory_of_segments(stack):
     assert_close("dx", found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["forward", "steps"])
-def test_what_a_backward_may_need_is_not_overwritten(way):
+@pytest.mark.parametrize("way", ["forward", "steps", "steps of a state from before"])
+def test_what_a_backward_may_need_is_not_overwritten(way, monkeypatch):
     """The kernels save the buffers that they read, as torch does by its count of versions."""
-    stack, x = build(), torch.randn(1, 2 * L, C)
+    stack, x, saved = build(), torch.randn(1, 2 * L, C), []
+    attend = layer.grouped_cross_attention
     _, state = run(stack, torch.randn(1, 9 * L, C), L)
-    with torch.enable_grad():
+    steps = stack.reserve(state, L + 1) if way == "steps of a state from before" else None
+    with monkeypatch.context() as patch, torch.enable_grad():
+        patch.setattr(
+            layer,
+            "grouped_cross_attention",
+            lambda q, k, *rest, **form: (
+                saved.append((k, k._version)) or attend(q, k, *rest, **form)
+            ),
+        )
         stack(x[:, :1], state)
-    read = state.memory.k
-    version = read._version
     if way == "forward":
         run(stack, x, L, state)
     else:
-        state = stack.reserve(state, L + 1)
+        steps = stack.reserve(state, L + 1) if steps is None else steps
         for t in range(L + 1):
-            stack.before_step(state)
-            stack.step(x[:, t : t + 1], state)
-    assert read._version == version
+            stack.before_step(steps)
+            stack.step(x[:, t : t + 1], steps)
+    assert len(saved) == len(stack.upper)
+    assert all(k._version == version for k, version in saved)
 
 
 def test_a_landmark_is_looked_for_only_when_it_may_be_due(stack, monkeypatch):

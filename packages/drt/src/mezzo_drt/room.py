@@ -25,7 +25,7 @@ class Room(NamedTuple):
     """What the states that see the same buffers know about them."""
 
     filled: int
-    """Chunks that some state sees."""
+    """Chunks that some state sees; more than the capacity if no state may write any more."""
     capacity: int
     """Chunks for which there is room."""
 
@@ -75,12 +75,17 @@ def _take(leaf: Tensor, S: int, end: int, filled: int | None = None) -> bool:
     return True
 
 
-def _give_away(leaf: Tensor) -> None:
-    """Let no state take the room; those that have none or were made for inference have none."""
+def _give_away(leaf: Tensor, S: int) -> bool:
+    """Let no state take the room behind S chunks from now on; False if one has taken it."""
     numbers = _numbers(leaf)
-    if numbers is not None and not leaf.is_inference():
-        with _LOCK:
-            numbers[0] = numbers[1]
+    if numbers is None or leaf.is_inference():  # which torch does not save for a backward
+        return True
+    with _LOCK:
+        room = Room(*numbers.tolist())
+        if S < room.filled <= room.capacity:
+            return False
+        numbers[0] = room.capacity + 1
+    return True
 
 
 def _has_room(part: Tensor, room: Room) -> bool:
@@ -104,7 +109,7 @@ def append(
     little. It is copied if it has no room, if another state has appended to the same buffers, if
     rows write at different chunks, in another dtype, or if gradients are on: then nothing may be
     overwritten, and there is no room. A call with gradients that completes no chunk gives the room
-    away.
+    away, or copies if another state has taken it.
 
     Args:
         memory: of the state, which sees the same as before.
@@ -115,8 +120,9 @@ def append(
     """
     S, end = memory.keys.shape[1], continued.num_after
     if not continued.num_done:
-        if torch.is_grad_enabled() and allocate is None:
-            _give_away(leaf)  # the kernels' backward needs the buffers as they are
+        # The kernels' backward needs the buffers as they are.
+        if torch.is_grad_enabled() and allocate is None and not _give_away(leaf, S):
+            return Memory(*(part.clone() for part in memory)), make_leaf(len(leaf))
         return memory, leaf
     if torch.is_grad_enabled():
         parts = [
