@@ -12,7 +12,7 @@ from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.nn.checkpoint import describe_model, find_model
+from mezzo_core.nn.checkpoint import CONFIG, build_on_meta, describe_model, find_model
 from mezzo_core.train.config import TrainConfig
 
 Value = TypeVar("Value")
@@ -124,10 +124,11 @@ def start_from(config: TrainConfig, run: Path) -> TrainConfig:
         run: folder of a run or of a model.
 
     Raises:
-        UserError: if the folder holds no model.
+        UserError: if the folder holds no model, or one that cannot be built.
     """
     folder = find_model(run)
     model, extra = describe_model(folder)
+    build_on_meta(model, folder / CONFIG)
     data = config.data
     if "tokenizer" in extra and isinstance(data, DataConfig):
         data = replace(data, tokenizer=told(extra, "tokenizer", str, folder))

@@ -119,6 +119,16 @@ def test_a_command_takes_model_and_tokenizer_from_the_folder(tiny, tmp_path):
         start_from(config, tmp_path / "nowhere")
 
 
+def test_a_start_that_cannot_be_built_is_refused_in_one_line(tiny, start):
+    path = start / "config.json"
+    content = json.loads(path.read_text())
+    content["config"]["mixers"][0]["head_dim"] = 7
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"config\.json: this model cannot be built") as error:
+        start_from(tiny(), start)
+    assert "\n" not in str(error.value)
+
+
 def test_a_run_of_before_goes_on(tiny, tmp_path):
     """Its config.json knows no init_from."""
     train(tiny(steps=2), tmp_path, quiet=True)
