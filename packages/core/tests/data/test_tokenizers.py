@@ -64,6 +64,17 @@ def test_a_continuation_keeps_the_space_after_its_prompt(names, kind):
     assert decoder.flush() == ""
 
 
+def test_a_space_after_many_special_tokens_is_kept(names):
+    tokenizer = load_tokenizer(names["sentencepiece"])
+    before, word = tokenizer.encode("a single man"), tokenizer.encode("in")
+    for count in (7, 8, 9, 20):
+        ends = [tokenizer.eos_token] * count
+        assert tokenizer.decode([*before, *ends, *word]) == "a single man in"
+        for prompt, rest in ((before, ends + word), (before + ends, word)):
+            decoder = StreamDecoder(tokenizer, prompt)
+            assert "".join(map(decoder.push, rest)) + decoder.flush() == " in"
+
+
 def test_a_long_broken_run_is_printed_and_the_text_goes_on():
     decoder = StreamDecoder(load_tokenizer("byte"))
     printed = "".join(decoder.push(token) for token in [0x80] * 500 + list(b" and on"))

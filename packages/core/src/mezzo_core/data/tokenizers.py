@@ -239,7 +239,7 @@ class StreamDecoder:
                 would drop the space before the first word of a continuation.
         """
         self._tokenizer = tokenizer
-        self._tokens = list(before[-_CONTEXT:])
+        self._tokens = self._newest(before)
         # How many characters of decode(_tokens) have been returned.
         self._printed = len(tokenizer.decode(self._tokens))
 
@@ -260,9 +260,16 @@ class StreamDecoder:
         new = text[self._printed : complete]
         self._printed = max(self._printed, complete)
         if complete == len(text) and len(self._tokens) > 2 * _CONTEXT:
-            self._tokens = self._tokens[-_CONTEXT:]
+            self._tokens = self._newest(self._tokens)
             self._printed = len(self._tokenizer.decode(self._tokens))
         return new
+
+    def _newest(self, tokens: Sequence[int]) -> list[int]:
+        """Return the newest tokens, more of them if they are special and have no text."""
+        count, most = _CONTEXT, min(len(tokens), _LONGEST // 2)
+        while count < most and not self._tokenizer.decode(tokens[-count:]):
+            count *= 2
+        return list(tokens[-count:])
 
     def flush(self) -> str:
         """Return the text held back, with broken characters as U+FFFD, and start over."""
