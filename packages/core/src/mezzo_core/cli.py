@@ -100,7 +100,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
         if not _is_out_of_memory(error):
             raise
         whose = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
-        options = "--seq-len, --batch-size or --micro-batch-size"
+        options = "--seq-len, --batch-size, --micro-batch-size or --max-new-tokens"
         _fail(f"{whose}'s memory is full: a smaller model or a smaller {options} needs less")
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -64,6 +64,7 @@ def test_full_memory_is_one_line_that_says_what_helps(command, tmp_path, monkeyp
     line = one_line(command("--out", tmp_path / "run"))
     assert "memory is full" in line
     assert "--batch-size" in line
+    assert "--max-new-tokens" in line  # of generate, whose other options do not help
 
 
 def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
