@@ -27,7 +27,7 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
     if chosen.type == "cpu":
         return chosen
     if chosen.type != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"no {chosen.type} device can be used here: train on cpu")
+        raise UserError(f"no {chosen.type} device can be used here, but cpu can")
     index = local_rank if local_rank is not None else chosen.index or 0
     if index >= torch.cuda.device_count():
         raise UserError(

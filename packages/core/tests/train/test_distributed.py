@@ -169,8 +169,9 @@ def test_an_impossible_place_among_processes_is_named(monkeypatch, changes, name
 
 @pytest.mark.parametrize("device", ["cdua", "mps", "cuda:99", "meta", 1.5, []])
 def test_a_device_that_is_not_there_is_named(device):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError) as error:
         choose_device(device, None)
+    assert "train" not in str(error.value)  # generate and eval say it too
 
 
 def test_parts_of_a_batch_are_the_batch():
