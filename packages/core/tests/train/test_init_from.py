@@ -119,6 +119,18 @@ def test_a_command_takes_model_and_tokenizer_from_the_folder(tiny, tmp_path):
         start_from(config, tmp_path / "nowhere")
 
 
+def test_a_start_is_not_removed_to_start_over_in_its_folder(tiny, tmp_path):
+    folder = train(tiny(steps=1), tmp_path / "run", quiet=True).out / "model"
+
+    def stop(row):
+        raise InterruptedError
+
+    again = tiny(steps=1, init_from=str(folder))
+    with pytest.raises(UserError, match="another folder"):
+        train(again, tmp_path / "run", resume=False, quiet=True, on_step=stop)
+    load_model(folder)
+
+
 def test_a_start_that_cannot_be_built_is_refused_in_one_line(tiny, start):
     path = start / "config.json"
     content = json.loads(path.read_text())

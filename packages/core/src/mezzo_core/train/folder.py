@@ -56,7 +56,8 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
             configuration, except for `CHANGEABLE` fields.
 
     Raises:
-        UserError: if the folder has files that may not be a run's, or holds a different run.
+        UserError: if the folder has files that may not be a run's, or holds a different run, or
+            the model that this run starts from would be removed.
     """
     names = [name for name in (_CONFIG, *_WRITTEN) if os.path.lexists(out / name)]
     for name in (*names, _LOCK):
@@ -81,6 +82,11 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
         )
     if resume:
         _refuse_another(out, found, to_json(config))
+    elif config.init_from and Path(config.init_from).resolve() == (out / "model").resolve():
+        raise UserError(
+            f"starting over in {out} would remove the model that it is to start from: "
+            "train into another folder"
+        )
 
 
 @contextmanager
