@@ -343,7 +343,7 @@ def _check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an int64 tensor, got {type(value).__name__}")
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < 0:
