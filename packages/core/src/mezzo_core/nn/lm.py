@@ -16,6 +16,7 @@ from mezzo_core.nn.linear import Linear, is_plain
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.nn.stack import BlocksConfig
+from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy, linear_cross_entropy
 
 _LARGEST = 2**31 - 1
@@ -344,11 +345,10 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _count(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
-    return int(value) if isinstance(value, Integral) else value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)  # numpy's too
+    check_size("LM", name, value, 0)
+    return value
 
 
 def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:

@@ -33,7 +33,8 @@ class MQARConfig:
         vocab_size: token 0 is filler, keys are below half of it, values the rest.
         seq_len: T, tokens a row.
         num_pairs: P, keys and values a row.
-        power: exponent of the law of the questions' places, p(i) ~ i^(power - 1), i = 1, 2, ...
+        power: exponent of the law of the questions' places, p(i) ~ i^(power - 1), i = 1, 2, ...;
+            at most 10.
         random_non_queries: put a token of the whole vocabulary wherever 0 would be, keys and values
             among them: what is no question then has to be told from one.
         train_rows: drawn once, for all epochs.
@@ -66,7 +67,7 @@ class MQARConfig:
             "seq_len": (T % 2 == 0, "even"),
             "num_pairs": (1 <= P <= most, f"from 1 to seq_len / 4 = {most} ({why})"),
             "vocab_size": (self.vocab_size > T, f"above seq_len = {T}"),
-            "power": (0 < self.power <= 10, "positive and at most 10"),  # higher ones overflow
+            "power": (0 < self.power <= 10, "positive and at most 10"),  # far higher ones overflow
             "train_rows": (self.train_rows >= shares, f"at least {shares}"),
             "train_pairs": (few, f"from 1 to num_pairs = {P}"),
             "test_rows": (self.test_rows >= 1, "at least 1"),
