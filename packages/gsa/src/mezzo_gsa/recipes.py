@@ -133,7 +133,13 @@ def tiny() -> Hyperparameters:
 
 
 def paper(
-    *, d_model: int, num_layers: int, num_heads: int, tokens: float, batch_tokens: int
+    *,
+    d_model: int,
+    num_layers: int,
+    num_heads: int,
+    tokens: float,
+    batch_tokens: int,
+    micro_batch_size: int = 8,
 ) -> Hyperparameters:
     """Return one of the paper's sizes; the warm-up takes 1B tokens at each."""
     seq_len = 2048
@@ -148,7 +154,7 @@ def paper(
         attention_width=64,
         seq_len=seq_len,
         batch_size=batch_tokens // seq_len,
-        micro_batch_size=8,
+        micro_batch_size=micro_batch_size,
         steps=int(tokens) // batch_tokens,
         data=DataConfig(
             source="hub:cerebras/SlimPajama-627B",
@@ -169,7 +175,15 @@ _MAIN = (*PAPER_NAMES, "gsa_m32", "gsa_m128", "gsa_attention")
 SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
     "tiny": (tiny, _TINY),
     "340m": (
-        partial(paper, d_model=1024, num_layers=24, num_heads=4, tokens=1e10, batch_tokens=2**19),
+        partial(
+            paper,
+            d_model=1024,
+            num_layers=24,
+            num_heads=4,
+            tokens=1e10,
+            batch_tokens=2**19,
+            micro_batch_size=16,  # takes 39 GB, and is 4% faster than 8
+        ),
         _EVERY,
     ),
     "1p3b": (

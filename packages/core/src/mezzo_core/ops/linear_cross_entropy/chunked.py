@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.sizes import ceil_div
 
-CHUNK_BYTES = 2**28
-"""Of the logits that are in memory at a time."""
+CHUNK_BYTES = 2**29
+"""Of the logits that are in memory at a time, at most."""
 ALIGNMENT = 128
 """On a GPU the vocabulary is filled up to a multiple of this: cuBLAS is slow at odd widths."""
 
@@ -50,9 +51,9 @@ def linear_cross_entropy_fwd(
     hits = torch.zeros(N, dtype=torch.bool, device=x.device)
     dx = x.new_empty(x.shape if differentiable else 0, dtype=dtype)
     dweight = torch.zeros(w.shape if differentiable else 0, dtype=sums, device=x.device)
-    size = min(max(CHUNK_BYTES // (w.shape[0] * w.itemsize), 1), N)
+    size = _chunk_size(N, w.shape[0] * w.itemsize)
     room = w.new_empty(size, w.shape[0])
-    for start in range(0, N, max(size, 1)):
+    for start in range(0, N, size):
         rows = slice(start, start + size)
         part = x[rows].to(dtype)
         logits = torch.mm(part, w.T, out=room[: len(part)])
@@ -62,8 +63,15 @@ def linear_cross_entropy_fwd(
         )  # fmt: skip
         if differentiable:
             torch.mm(logits, w, out=dx[rows])
-            dweight += logits.T @ part
+            _add_product(dweight, logits.T, part)
     return Parts(losses.sum(), hits, dx, dweight[:V])
+
+
+def _chunk_size(N: int, row_bytes: int) -> int:
+    """Return how many rows are computed at a time: chunks of a GPU's tiles, about equally large."""
+    N, most = max(N, 1), max(CHUNK_BYTES // row_bytes, 1)
+    even = ceil_div(N, ceil_div(N, most))
+    return min(ALIGNMENT * ceil_div(even, ALIGNMENT), most, N)
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,6 +84,16 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     padded[:V] = weight
     padded[V:] = 0
     return padded
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to `total`, in its precision."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _cross_entropy_(

@@ -5,6 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+LOWEST = tl.constexpr(-2e38)
+"""Stands for -inf, as the difference of two infinities would be NaN."""
 
 
 def cross_entropy_(
@@ -37,34 +39,65 @@ def cross_entropy_(
 
 
 @triton.jit
+def exp(x):
+    """Return e^x of a float32 x, with fewer instructions than tl.exp, which handles denormals."""
+    return tl.exp2(1.4426950408889634 * x)
+
+
+@triton.jit
+def add_columns(x, o, b_max, b_first, b_sum):
+    """Add logits x of columns o to the largest logit of each lane, its place, and the sum.
+
+    The sum is that of exp(x - b_max). One exponential is enough: the smaller of the two logits has
+    this factor, and the other one has 1.
+    """
+    factor = exp(-tl.abs(x - b_max))
+    is_larger = x > b_max
+    b_sum = tl.where(is_larger, b_sum * factor + 1.0, b_sum + factor)
+    return tl.maximum(b_max, x), tl.where(is_larger, o, b_first), b_sum
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits, targets, losses, hits, V, W, ignore_index,
     WRITES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: a pass for its maximum and sum, a second one for its gradient."""
+    """One program a row: a pass for its maximum and sum, a second one for its gradient.
+
+    It is the instructions that take the time, so that only the last block has a mask.
+    """
     i = tl.program_id(0)
     p_row = logits + i.to(tl.int64) * W
     target = tl.load(targets + i)
     counts = target != ignore_index
-    largest = tl.full((), float("-inf"), tl.float32)
-    first = tl.full((), 0, tl.int32)  # the first column with the largest logit
-    total = tl.full((), 0.0, tl.float32)
-    for start in range(0, V, BLOCK):
-        o = start + tl.arange(0, BLOCK)
-        x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
-        here = tl.max(x, 0)
-        first = tl.where(here > largest, tl.argmax(x, 0) + start, first)
-        new = tl.maximum(largest, here)
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new), 0)
-        largest = new
-    lse = largest + tl.log(total)
     own = tl.load(p_row + target, mask=counts, other=0.0).to(tl.float32)
+    b_max = tl.full([BLOCK], LOWEST, tl.float32)
+    b_first = tl.zeros([BLOCK], tl.int32)
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    edge = V // BLOCK * BLOCK
+    for start in range(0, edge, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        x = tl.load(p_row + o).to(tl.float32)
+        b_max, b_first, b_sum = add_columns(x, o, b_max, b_first, b_sum)
+    o = edge + tl.arange(0, BLOCK)
+    x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
+    b_max, b_first, b_sum = add_columns(x, o, b_max, b_first, b_sum)
+    largest = tl.max(b_max, 0)
+    lse = largest + tl.log(tl.sum(b_sum * exp(b_max - largest), 0))
+    first = tl.min(tl.where(b_max == largest, b_first, V), 0)
     tl.store(losses + i, tl.where(counts, lse - own, 0.0))
     tl.store(hits + i, counts & (first == target))
     if WRITES:
-        for start in range(0, W, BLOCK):
+        dtype = logits.dtype.element_ty
+        for start in range(0, edge, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            x = tl.load(p_row + o).to(tl.float32)
+            p = tl.where(counts, exp(x - lse), 0.0)
+            tl.store(p_row + o, p.to(dtype))
+        for start in range(edge, W, BLOCK):
             o = start + tl.arange(0, BLOCK)
             x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - lse) - tl.where(o == target, 1.0, 0.0)
-            gradient = tl.where(counts, gradient, 0.0)
-            tl.store(p_row + o, gradient.to(logits.dtype.element_ty), mask=o < W)
+            p = tl.where(counts, exp(x - lse), 0.0)
+            tl.store(p_row + o, p.to(dtype), mask=o < W)
+        tl.debug_barrier()  # the target's column has been written before it is written again
+        tl.store(p_row + target, (exp(own - lse) - 1.0).to(dtype), mask=counts)
