@@ -7,8 +7,7 @@
 Each seed has a Transformer of its own, a small Mistral: grouped keys, RoPE, SwiGLU. The fine-tuning
 trains all weights, on the same tokens for every target; the first point of its curve is the
 converted model. GSA is also trained from nothing, with the steps of the fine-tuning and the
-Transformer's learning rate. It writes t2r_rates.json; the committed t2r.json is of an earlier
-program, with one seed and few steps.
+Transformer's learning rate. It writes t2r_rates.json.
 """
 
 import sys

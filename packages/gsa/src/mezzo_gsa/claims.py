@@ -47,7 +47,7 @@ LENGTHS = ("2048", "4096", "8192", "16384")
 H200 = "nvidia-h200"
 TRAINING = f"{H200}/speed_training"
 ABLATION_RATES, T2R_RATES = f"{H200}/ablation_rates", f"{H200}/t2r_rates"
-"""Small models at several learning rates; beside these, `ablation` and `t2r` have few steps."""
+"""Small models at several learning rates; beside the first, `ablation` has few steps."""
 PPL = "PPL"
 
 _MODELS = "needs the 1.3B and 2.7B models (recipes 1p3b_gsa, 2p7b_gsa, ...) trained on 100B tokens"
@@ -202,7 +202,6 @@ ANSWERS = (
     Answer(
         "gsa.claim.t2r_order",
         swept(T2R_RATES, PPL, best(GSA, GLA, RETNET)),
-        result(f"{H200}/t2r", best(GSA, GLA, RETNET)),
         otherwise=f"{_T2R}; {_SCRIPTS}/t2r.py compares perplexities at a small size",
     ),
     Answer("gsa.claim.t2r_100b", otherwise=_T2R),

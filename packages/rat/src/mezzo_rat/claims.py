@@ -188,7 +188,7 @@ ANSWERS = (
     Answer(
         "rat.table1",
         *timed(throughput(0), AsPrinted(), _ONE),
-        *six(AsPrinted(), _ONE),
+        six(AsPrinted(), _ONE),
         trained(AsPrinted(), note=_ONE),
     ),
     *needs(_TASKS, "table2", "table3"),
@@ -210,10 +210,10 @@ ANSWERS = (
     *needs(_NEEDLES, "table12"),
     Answer(
         "rat.claim.ppl_200m",
-        *six(InOrder(), " (without L = 256)"),
+        six(InOrder(), " (without L = 256)"),
         trained(InOrder(), *BETWEEN, note=" (without L = 256, half of the tiny context)"),
     ),
-    Answer("rat.claim.ppl_between", *six(InOrder(BETWEEN)), trained(InOrder(BETWEEN), *BETWEEN)),
+    Answer("rat.claim.ppl_between", six(InOrder(BETWEEN)), trained(InOrder(BETWEEN), *BETWEEN)),
     small(
         "claim.ablation_params",
         f"{_200M}rat_l64, 200m_rat_l64_full_qk",
@@ -227,7 +227,7 @@ ANSWERS = (
     small(
         "claim.context_growth", f"{_200M}rnn, 200m_32k_rnn, ...", result(CONTEXTS, CONTEXT_GROWTH)
     ),
-    Answer("rat.claim.chunk16_matches", *six(MATCHES), trained(MATCHES, *BETWEEN[:-1])),
+    Answer("rat.claim.chunk16_matches", six(MATCHES), trained(MATCHES, *BETWEEN[:-1])),
     Answer("rat.claim.headline_train", *timed("table6", speedup({"131072": about(7)}))),
     Answer(
         "rat.claim.headline_gen", *timed("table8", speedup({"4096": about(9)}, LARGE, best=True))

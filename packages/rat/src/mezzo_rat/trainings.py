@@ -5,7 +5,7 @@ Losses and perplexities of small models say which is lower; a claim's sizes are 
 
 from dataclasses import replace
 
-from mezzo_core.papers.claims import Evidence, Run, result, swept
+from mezzo_core.papers.claims import Evidence, Run, swept
 from mezzo_core.papers.criteria import Criterion, Every, InOrder, Ratio, at_least
 from mezzo_core.papers.measurement import Measurement
 from mezzo_core.papers.published import Claim, Table
@@ -20,7 +20,7 @@ FULL_QK, TOKEN_ROPE = f"{RAT64}, full q and k", f"{RAT64}, RoPE by token"
 NOPE = " NoPE"
 """Follows the name of a hybrid without positions in its global layers."""
 PERPLEXITY = "Val. PPL"
-SIX, SIX_BPE = "nvidia-h200/train_six", "nvidia-h200/train_six_bpe"
+SIX = "nvidia-h200/train_six"
 CONTEXTS, LONG, POSITIONS = (
     f"nvidia-h200/train_{name}" for name in ("contexts", "long", "positions")
 )
@@ -31,9 +31,9 @@ SHARP = 1.1
 """How many times higher the loss, in nats, must be at four times the training's T to be sharp."""
 
 
-def six(criterion: Criterion, note: str = "") -> tuple[Evidence, Evidence]:
-    """Answer from the six architectures: each at its best rate, and all at one, in few steps."""
-    return swept(SIX, PERPLEXITY, criterion, note), result(SIX_BPE, criterion, note)
+def six(criterion: Criterion, note: str = "") -> Evidence:
+    """Answer from the six architectures, each at its best rate."""
+    return swept(SIX, PERPLEXITY, criterion, note)
 
 
 def at_printed_contexts(run: Run, printed: Table | Claim) -> Measurement | None:
