@@ -72,10 +72,7 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = {
     "bfloat16": (lambda: projection(100, 512, 64, bf16), TRAINED),
     "float16": (lambda: projection(100, 512, 64, fp16), TRAINED),
-    "grouped heads in float32": (
-        lambda: projection(100, 512, 64, fp32, H=2, keep="states"),
-        TRAINED,
-    ),
+    "float32": (lambda: projection(100, 512, 64, fp32), TRAINED),
     "128 slots in bfloat16": (
         lambda: apart(100, 512, 512, 128, bf16, strength=True, state=True),
         CONTINUED,
@@ -90,6 +87,10 @@ FORMS = {
     ),
     "grouped heads of odd widths, packed": (
         lambda: apart(100, 40, 72, 20, bf16, HQ=4, H=2, packed=True, strength=True),
+        CONTINUED,
+    ),
+    "grouped heads in float32": (
+        lambda: apart(100, 32, 32, 16, fp32, HQ=2, H=1, state=True, keep="states"),
         CONTINUED,
     ),
     **{
@@ -153,11 +154,11 @@ def compile_lengths():
     """Compile for one segment and several; then no other length or batch compiles anything."""
     with compile_only() as compiled:
         for T in (100, 5000):
-            projection(T, 64, 16, bf16)
+            projection(T, 64, 32, bf16)
         known = len(compiled)
         assert known, "compilations are seen"
         for B, T in ((1, 2000), (3, 4096), (2, 1), (2, 1500), (5, 1777), (1, 70_001)):
-            projection(T, 64, 16, bf16, B=B)
+            projection(T, 64, 32, bf16, B=B)
         assert not compiled[known:], f"a new length compiled {compiled[known:]}"
 
 

@@ -1,4 +1,4 @@
-"""Compile the attention kernels for Hopper, in every form, with the least and the widest heads."""
+"""Compile the attention kernels for Hopper, in every form."""
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
@@ -56,7 +56,7 @@ def attend_leaves(H, D, dtype, *, m=2, S=32, B=2, size=16):
 
 
 with compile_only() as compiled:
-    for D in (16, 64, 128):
+    for D in (16, 32, 64, 128):
         attend(2, D, torch.bfloat16)
     for D, dtype in ((64, torch.float16), (64, torch.float32), (128, torch.float32)):
         attend(2, D, dtype)
@@ -69,7 +69,7 @@ with compile_only() as compiled:
         attend(2, 64, torch.bfloat16, m=m, S=S, B=B, slots=first + 40, first=first)
     assert not compiled[known:], f"new sizes compiled {compiled[known:]}"
 
-    for D in (8, 64, 128):
+    for D in (8, 16, 32, 64, 128):
         attend_steps(2, D, torch.bfloat16, b=8)
     for dtype in (torch.float16, torch.float32):
         attend_steps(2, 64, dtype, b=8)
@@ -81,7 +81,7 @@ with compile_only() as compiled:
         attend_steps(2, 64, torch.bfloat16, b=b, m=m, S=S, B=B, step=step)
     assert not compiled[known:], f"new blocks compiled {compiled[known:]}"
 
-    for D in (8, 64, 128):
+    for D in (8, 16, 32, 64, 128):
         attend_leaves(2, D, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         attend_leaves(2, 64, dtype)

@@ -1,5 +1,7 @@
 """Compile the kernels of rows and products for Hopper, in every form; a length compiles nothing."""
 
+import itertools
+
 import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
@@ -68,9 +70,7 @@ def launch_narrow(norm, dtype, *, m=2, S=16, B=128, H=16, C=128, F=512):
 
 
 with compile_only() as compiled:
-    for dtype in (BFLOAT, HALF, FLOAT):
-        launch("rms", dtype)
-    for norm, dtype in (("layer", BFLOAT), ("layer", FLOAT), ("none", BFLOAT)):
+    for norm, dtype in itertools.product(("rms", "layer", "none"), (BFLOAT, HALF, FLOAT)):
         launch(norm, dtype)
     launch("rms", BFLOAT, C=1408, H=22)
     launch("layer", BFLOAT, C=4096, H=32)
