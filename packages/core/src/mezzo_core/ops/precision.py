@@ -3,11 +3,23 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for gates, states and sums: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to `total`, in its precision: of matrices, or of batches of them."""
+    add = torch.addmm if total.ndim == 2 else torch.baddbmm
+    if total.dtype == a.dtype:
+        add(total, a, b, out=total)
+    elif total.is_cuda:
+        add(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, add_product
 from mezzo_core.ops.sizes import ceil_div
 
 CHUNK_BYTES = 2**29
@@ -63,7 +63,7 @@ def linear_cross_entropy_fwd(
         )  # fmt: skip
         if differentiable:
             torch.mm(logits, w, out=dx[rows])
-            _add_product(dweight, logits.T, part)
+            add_product(dweight, logits.T, part)
     return Parts(losses.sum(), hits, dx, dweight[:V])
 
 
@@ -84,16 +84,6 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     padded[:V] = weight
     padded[V:] = 0
     return padded
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to `total`, in its precision."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 def _cross_entropy_(

@@ -1,6 +1,7 @@
 """Products with the weights of each layer, by PyTorch."""
 
 import torch
+from mezzo_core.ops.precision import add_product
 from torch import Tensor
 
 
@@ -15,10 +16,4 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 def add_outer(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """Add the gradient of the weight of `product` to `total` (m, N, K), in its precision."""
-    rows_dy, rows_x = dy.flatten(1, -2), x.flatten(1, -2)
-    if total.dtype == dy.dtype:
-        total.baddbmm_(rows_dy.mT, rows_x)
-    elif total.is_cuda:
-        torch.baddbmm(total, rows_dy.mT, rows_x, out_dtype=total.dtype, out=total)
-    else:
-        total += torch.bmm(rows_dy.mT, rows_x)
+    add_product(total, dy.flatten(1, -2).mT, x.flatten(1, -2))

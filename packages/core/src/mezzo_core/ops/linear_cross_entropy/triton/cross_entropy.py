@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.triton import exp
+
 BLOCK = 4096
 LOWEST = tl.constexpr(-2e38)
 """Stands for -inf, as the difference of two infinities would be NaN."""
@@ -36,12 +38,6 @@ def cross_entropy_(
         logits, targets, losses, hits, V, W, ignore_index,
         WRITES=differentiable, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
-
-
-@triton.jit
-def exp(x):
-    """Return e^x of a float32 x, with fewer instructions than tl.exp, which handles denormals."""
-    return tl.exp2(1.4426950408889634 * x)
 
 
 @triton.jit

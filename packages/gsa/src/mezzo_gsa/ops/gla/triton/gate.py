@@ -5,9 +5,9 @@ KG is the gate's width: K if each key channel has a gate, 1 if each head has one
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.states import locate_chunk
-from mezzo_gsa.ops.gates.triton import exp
 
 
 @triton.jit

@@ -7,10 +7,10 @@ the tiles of a half fit in registers.
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.products import dot_wide, suffix_sum
 from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
-from mezzo_gsa.ops.gates.triton import exp
 from mezzo_gsa.ops.gla.triton.gate import gate_columns
 from mezzo_gsa.ops.gla.triton.pairs import on_diagonal, scores_bwd_of_half
 from mezzo_gsa.ops.gla.triton.scores import load_rows, store_rows

@@ -22,9 +22,9 @@ terms in the gate's gradient cancel and must not be added there.
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.products import dot_wide, load_running
-from mezzo_gsa.ops.gates.triton import exp
 
 
 @triton.jit

@@ -7,9 +7,9 @@ one tile of columns.
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
-from mezzo_gsa.ops.gates.triton import exp
 from mezzo_gsa.ops.gla.triton.gate import gate_columns
 from mezzo_gsa.ops.gla.triton.pairs import channel_scores, pair_decays
 

@@ -2,9 +2,10 @@
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.states import locate_chunk
-from mezzo_gsa.ops.gates.triton import exp, log_sigmoid, write_strength
+from mezzo_gsa.ops.gates.triton import log_sigmoid, write_strength
 
 
 @triton.jit

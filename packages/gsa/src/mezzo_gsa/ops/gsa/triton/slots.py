@@ -22,10 +22,11 @@ Factors have the type INNER, as they exceed the range of float16.
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.products import dot_wide, load_running, suffix_sum
 from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
-from mezzo_gsa.ops.gates.triton import exp, sigmoid
+from mezzo_gsa.ops.gates.triton import sigmoid
 from mezzo_gsa.ops.gsa.triton.gate import load_bands, load_gate, own_strength
 
 
