@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -202,6 +203,14 @@ def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):
     assert measure_run(configs["Mean"], tmp_path, CPU, resume=True) == found
     with pytest.raises(TypeError):
         measure_run(configs["Mean"], tmp_path, CPU)
+
+
+@pytest.mark.gpu
+def test_a_run_that_is_only_read_has_no_peak(configs, tmp_path):
+    measure = partial(measure_run, configs["Mean"], tmp_path, torch.device("cuda"), resume=True)
+    first, second = measure(), measure()
+    assert first["peak_gb"] > 0
+    assert second == {**first, "peak_gb": None}
 
 
 def test_a_corpus_is_called_by_its_files(tmp_path):

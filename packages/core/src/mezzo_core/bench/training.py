@@ -24,6 +24,7 @@ from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.stack import Stack
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import DivergenceError, train
+from mezzo_core.train.meter import StepRow
 
 DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
@@ -149,8 +150,8 @@ def measure_run(
     Returns:
         perplexity, accuracy and (of a task) exact_match on the validation part, parameters,
         tokens_per_second (median after the warm-up), seconds_to_first_step, peak_gb (None on a
-        CPU), and steps: the curves "train" and "val", lists of [step, loss] with at most POINTS
-        points.
+        CPU, or if the run was only read), and steps: the curves "train" and "val", lists of
+        [step, loss] with at most POINTS points.
 
     Raises:
         DivergenceError: if the loss explodes.
@@ -158,7 +159,9 @@ def measure_run(
     """
     start = [] if config.init_from is None else [[0, _loss_before(config, device)]]
     start_afresh()
-    train(config, folder, resume=resume, quiet=True, device=device)
+    taken: list[StepRow] = []
+    train(config, folder, resume=resume, quiet=True, device=device, on_step=taken.append)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if taken and device.type == "cuda" else None
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     is_text = isinstance(config.data, DataConfig)  # no model predicts whole rows of text
     steps = [row for row in log if "loss" in row]
@@ -174,7 +177,7 @@ def measure_run(
         "parameters": parameters,
         "tokens_per_second": round(speed),
         "seconds_to_first_step": first,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        "peak_gb": peak,
         "steps": {
             "train": _thinned([[row["step"], row["loss"]] for row in steps]),
             "val": _thinned(start + [[row["step"], row["val_loss"]] for row in tests]),
