@@ -57,6 +57,20 @@ def test_each_test_row_is_read_once_and_filler_has_no_targets():
         assert (part[5:] == filler).all()
 
 
+def test_few_targets_of_a_fixed_number_have_their_places_told():
+    batch = source().train_batch(0, 8)
+    assert batch.places.tolist() == [4 * row + 3 for row in range(8)]
+    for part in (batch.part(0, 2), batch.part(1, 2)):
+        assert part.places.tolist() == [4 * row + 3 for row in range(4)]
+    assert next(source().validation_batches(4)).places is None
+    many, some = rows(0, 20), rows(0, 20)
+    many.targets[:, 1:] = 1
+    some.targets[3, 0] = 1
+    for each in (many, some):
+        data = RowsData("task", each, each, vocab_size=500, seed=0)
+        assert data.train_batch(0, 8).part(0, 2).places is None
+
+
 def test_the_fingerprint_tells_what_is_learned_from():
     assert source().fingerprint == source(seed=5).fingerprint == source(test=7).fingerprint
     changed = rows(0, 20)

@@ -182,6 +182,28 @@ def test_the_loss_is_the_mean_surprise_at_the_targets_that_count(model):
     torch.testing.assert_close(model.loss(tokens, targets, reduction="sum").double(), total)
 
 
+def test_the_loss_at_places_is_that_of_their_targets_with_all_gradients(model):
+    tokens, targets = tokens_of(2, 6), tokens_of(2, 6, seed=2)
+    places = torch.tensor([1, 4, 5, 9])
+    only = torch.full_like(targets, -100)
+    only.view(-1)[places] = targets.view(-1)[places]
+    for reduction in ("mean", "sum"):
+        wanted = model.loss(tokens, only, reduction=reduction)
+        found = model.loss(tokens, targets, places=places, reduction=reduction)
+        torch.testing.assert_close(found, wanted)
+        wanted_grads = grads_of(model, wanted)
+        for name, grad in grads_of(model, found).items():
+            assert_close(name, grad, wanted_grads[name], rtol=1e-5, atol=1e-7)
+    assert model.loss(tokens, targets, places=places[:0]) == 0
+
+
+def test_places_that_are_none_are_named(model):
+    tokens = tokens_of(2, 6)
+    for wrong in ([1], torch.tensor([[1]]), torch.tensor([1.0])):
+        with pytest.raises((TypeError, ValueError), match="places must be"):
+            model.loss(tokens, tokens, places=wrong)
+
+
 def test_the_loss_of_packed_sequences_is_that_of_each_alone(model):
     tokens, targets = tokens_of(1, 9), tokens_of(1, 9, seed=2)
     packed = model.loss(tokens, targets, torch.tensor([0, 4, 9, 9]), reduction="sum")
@@ -348,14 +370,14 @@ def test_the_loss_compiles_as_one_graph_with_its_gradients(config, kind, packed)
     tokens, targets = tokens_of(1, 9), tokens_of(1, 9, seed=2)
     targets[0, 2] = -100
     cu_seqlens = torch.tensor([0, 4, 9]) if packed else None
-    expected = model.loss(tokens, targets, cu_seqlens)
-    loss = torch.compile(model.loss, fullgraph=True, backend="aot_eager")(
-        tokens, targets, cu_seqlens
-    )
-    torch.testing.assert_close(loss, expected)
-    expected_grads, compiled_grads = grads_of(model, expected), grads_of(model, loss)
-    for name, grad in compiled_grads.items():
-        assert_close(name, grad, expected_grads[name], rtol=1e-5, atol=1e-7)
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    for places in (None, torch.tensor([0, 3, 8])):
+        expected = model.loss(tokens, targets, cu_seqlens, places)
+        loss = compiled(tokens, targets, cu_seqlens, places)
+        torch.testing.assert_close(loss, expected)
+        expected_grads, compiled_grads = grads_of(model, expected), grads_of(model, loss)
+        for name, grad in compiled_grads.items():
+            assert_close(name, grad, expected_grads[name], rtol=1e-5, atol=1e-7)
 
 
 # --- real mixers ------------------------------------------------------------------------------

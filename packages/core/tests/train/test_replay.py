@@ -7,6 +7,7 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.build import build_model
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.distributed import World
@@ -14,6 +15,7 @@ from mezzo_core.train.loop import train
 from mezzo_core.train.optim import build_optimizer, set_rate
 from mezzo_core.train.replay import KEPT, WARM_UPS, Replayed
 from torch import nn
+from toys.echo import EchoConfig
 
 CUDA = torch.device("cuda")
 
@@ -142,3 +144,14 @@ def test_models_of_half_precision_are_replayed(tiny, tmp_path, rows_of, compile)
     launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
     assert replayed == pytest.approx(launched, rel=1e-2)
     assert replayed[-1] < 0.9 * replayed[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_tasks_that_tell_the_places_of_their_targets_are_replayed(tiny, tmp_path, rows_of, compile):
+    model = LMConfig(vocab_size=8, d_model=32, mixers=(AttentionConfig(head_dim=16),))
+    config = tiny(model=model, data=EchoConfig(), seq_len=12, steps=12, compile=compile)
+    train(config, tmp_path / "launched", quiet=True)
+    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
+    launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
+    assert replayed == pytest.approx(launched, rel=1e-2)

@@ -204,7 +204,7 @@ def test_segments_joined_are_the_whole_rows(data, size):
 
 def test_training_may_ask_for_the_text_too(task):
     data = replace(task, targets="text").build(T, None)
-    tokens, targets, _ = data.train_batch(0, 2)
+    tokens, targets, *_ = data.train_batch(0, 2)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert (next(data.validation_batches(1)).targets == NO).any()
 

@@ -317,13 +317,14 @@ def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
     stepped = []
 
-    def watched(config, *arguments, **options):
-        def on_step(row):
+    def watched(config, *arguments, on_step, **options):
+        def watch(row):
             if config.optim.lr == dies:
                 raise KeyboardInterrupt
             stepped.append((config.optim.lr, row["step"]))
+            on_step(row)
 
-        return train(config, *arguments, on_step=on_step, **options)
+        return train(config, *arguments, on_step=watch, **options)
 
     monkeypatch.setattr(training, "train", watched)
     config = replace(TINY, models=("attention",), learning_rates=(1e-3, 1e-2))

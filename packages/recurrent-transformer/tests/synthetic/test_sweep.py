@@ -145,13 +145,14 @@ def test_the_best_exact_match_is_told_and_token_accuracy_decides_between_equals(
 def test_a_sweep_that_was_killed_goes_on(tmp_path, monkeypatch):
     stepped = []
 
-    def watched(config, *arguments, **options):
-        def on_step(row):
+    def watched(config, *arguments, on_step, **options):
+        def watch(row):
             stepped.append((config.name, config.seed, row["step"]))
             if len(stepped) == dies:
                 raise KeyboardInterrupt
+            on_step(row)
 
-        return train(config, *arguments, on_step=on_step, **options)
+        return train(config, *arguments, on_step=watch, **options)
 
     monkeypatch.setattr(training, "train", watched)
     config = replace(TINY, tasks=(MEMORY,), models=("transformer",), seeds=(0, 1))

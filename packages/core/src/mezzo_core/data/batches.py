@@ -26,6 +26,15 @@ class Batch(NamedTuple):
     tokens: Tensor  # (B, T) int64, or (1, B*T)
     targets: Tensor  # the same shape, int64; NO_TARGET (-100) where there is nothing to predict
     cu_seqlens: Tensor | None = None  # int32 from 0 to B*T, padded with B*T to a fixed length
+    places: Tensor | None = None  # (N,) int64, of the targets among B*T; None: not told
+
+    def with_places(self) -> "Batch":
+        """Return the batch with the places of its targets, so that the head reads no others.
+
+        For rows that all have as many targets, few of them: compiled and captured steps want the
+        same shapes in each batch.
+        """
+        return self._replace(places=(self.targets.flatten() != NO_TARGET).nonzero()[:, 0])
 
     def part(self, index: int, count: int) -> "Batch":
         """Return one of `count` parts with equally many windows, for micro-batches and processes.
@@ -42,7 +51,8 @@ class Batch(NamedTuple):
             if rows % count:
                 raise ValueError(f"count must divide the {rows} windows, got {count}")
             chosen = slice(rows // count * index, rows // count * (index + 1))
-            return Batch(self.tokens[chosen], self.targets[chosen])
+            part = Batch(self.tokens[chosen], self.targets[chosen])
+            return part if self.places is None else part.with_places()
         length = self.tokens.shape[1]
         size = length // count
         start = size * index
@@ -56,7 +66,8 @@ class Batch(NamedTuple):
         borders = self.cu_seqlens.new_full((slots,), size)
         borders[: last - first] = self.cu_seqlens[first:last] - start
         chosen = slice(start, start + size)
-        return Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
+        part = Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
+        return part if self.places is None else part.with_places()
 
 
 def make_batch(

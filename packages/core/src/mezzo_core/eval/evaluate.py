@@ -159,7 +159,7 @@ def _score_rows(
     for batch in segments:
         is_packed = batch.cu_seqlens is not None
         is_prefill = has_state and not (batch.targets != NO_TARGET).any()
-        tokens, targets, borders = move_batch(batch, device)
+        tokens, targets, borders, _ = move_batch(batch, device)
         if is_first:
             state = model.init_state(len(tokens)) if has_state else None
             is_asked = torch.zeros(len(tokens), dtype=torch.bool, device=device)

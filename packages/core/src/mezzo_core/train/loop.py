@@ -253,9 +253,9 @@ def _take_step(run: _Run, parts: Sequence[Batch], count: int | Tensor) -> tuple[
     """
     world = run.world
     total = torch.zeros((), device=world.device)
-    for i, (tokens, targets, borders) in enumerate(parts):
+    for i, batch in enumerate(parts):
         with autocast(world.device, run.config.precision):
-            loss = run.loss_function(tokens, targets, borders, reduction="sum") / count
+            loss = run.loss_function(*batch, reduction="sum") / count
         backward(loss, run.model, world, is_last=i + 1 == len(parts))
         total += loss.detach()
     grad_norm = clip_grad_norm_(run.model.parameters(), run.config.optim.clip)

@@ -268,7 +268,7 @@ class NeedleData(BatchSource):
         rows = [self.row(i, is_test=True) for i in real]
         missing = len(indices) - len(rows)
         for begin in range(0, self.seq_len, size):
-            tokens, targets, _ = _batch(rows, begin, min(begin + size, self.seq_len))
+            tokens, targets, *_ = _batch(rows, begin, min(begin + size, self.seq_len))
             padding = tokens.new_zeros(missing, tokens.shape[1])
             yield Batch(
                 torch.cat([tokens, padding]),
