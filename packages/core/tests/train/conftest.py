@@ -2,8 +2,6 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
+from mezzo_core.testing.scripts import ForkedScript
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World
@@ -20,7 +19,6 @@ from torch import nn
 
 WORDS = ("half", "of", "the", "notes", "stand", "between", "a", "rest", "and", "song")
 CHILDREN = Path(__file__).parent / "children"
-TOYS = Path(__file__).parents[1]  # the folder of the package `toys`
 
 
 @pytest.fixture(scope="session")
@@ -90,28 +88,20 @@ def start_child(tmp_path):
         path.write_text(json.dumps(to_json(config)))
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": f"{TOYS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        command = [sys.executable, CHILDREN / f"{name}.py", path, out, *map(str, arguments)]
-        started.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        words = (str(path), str(out), *map(str, arguments))
+        started.append(ForkedScript(CHILDREN / f"{name}.py", *words, environment=environment))
         return started[-1]
 
     yield start
     for child in started:
-        if child.poll() is None:
-            child.kill()
-        child.communicate()
+        child.kill()
 
 
 @pytest.fixture
