@@ -68,6 +68,7 @@ def compile_apart(compile: Callable[[str], None], names: Sequence[str]) -> None:
     """
     for module in ("torch._dynamo", "triton.compiler.code_generator"):
         import_module(module)  # else each process would, at its first launch
+    _hash_triton()
     for name in names:
         if os.fork() == 0:
             compile(name)
@@ -75,6 +76,12 @@ def compile_apart(compile: Callable[[str], None], names: Sequence[str]) -> None:
         _, status = os.wait()
         if status != 0:
             raise RuntimeError(f"compiling {name!r} failed")
+
+
+def _hash_triton() -> None:
+    """Let Triton hash all its files, the name under which it caches kernels; it does so once."""
+    compiler, cache = map(import_module, ("triton.compiler.compiler", "triton.runtime.cache"))
+    (compiler if hasattr(compiler, "triton_key") else cache).triton_key()
 
 
 class _AbsentGPU:
