@@ -61,8 +61,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Search for garbage only among what tests make: the much that was imported stays anyway."""
+    """Search for garbage seldom, and only among what tests make: what was imported stays anyway."""
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def pytest_report_header() -> str:
