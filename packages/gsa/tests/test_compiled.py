@@ -62,7 +62,9 @@ def assert_equal(compiled, mixer, lengths):
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4, msg=f"{name} at {T}")
 
 
+# HGRN2 and RetNet have GLA's op, and the other ABC this one's: the tests below compile them too.
 @pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gsa", "abc", "gla"], indirect=True)
 def test_the_inductor_gives_what_eager_gives_at_lengths_that_fill_no_chunk(mixer):
     # One graph for both lengths: compiling takes some ten seconds. ABC's has a step for each power
     # of two below T, so more tokens make it longer, and a length past a power is compiled anew.
