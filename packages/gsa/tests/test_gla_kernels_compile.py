@@ -124,10 +124,10 @@ def compile_lengths():
     """Compile for one segment and several; then no other length or batch compiles anything."""
     with compile_only() as compiled:
         for T in (100, 5000):
-            gla(T, 16, 16, bf16)
+            gla(T, 64, 64, bf16)
         known = len(compiled)
         for B, T in ((1, 2000), (3, 4096), (2, 1500), (5, 1777)):
-            gla(T, 16, 16, bf16, B=B)
+            gla(T, 64, 64, bf16, B=B)
         assert not compiled[known:], f"a new length compiled {compiled[known:]}"
 
 

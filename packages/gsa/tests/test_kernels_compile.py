@@ -154,11 +154,11 @@ def compile_lengths():
     """Compile for one segment and several; then no other length or batch compiles anything."""
     with compile_only() as compiled:
         for T in (100, 5000):
-            projection(T, 32, 16, bf16)
+            projection(T, 64, 32, bf16)
         known = len(compiled)
         assert known, "compilations are seen"
         for B, T in ((1, 2000), (3, 4096), (2, 1), (2, 1500), (5, 1777), (1, 70_001)):
-            projection(T, 32, 16, bf16, B=B)
+            projection(T, 64, 32, bf16, B=B)
         assert not compiled[known:], f"a new length compiled {compiled[known:]}"
 
 

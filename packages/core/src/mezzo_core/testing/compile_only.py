@@ -14,7 +14,7 @@ from typing import Any
 
 
 @contextmanager
-def compile_only(capability: int = 90, *, assemble: bool = False) -> Iterator[list[str]]:
+def compile_only(capability: int = 90) -> Iterator[list[str]]:
     """Compile each launched Triton kernel for an NVIDIA GPU, without running it.
 
     The arguments may be tensors on a CPU; the kernels' outputs stay unwritten. TRITON_INTERPRET
@@ -22,15 +22,12 @@ def compile_only(capability: int = 90, *, assemble: bool = False) -> Iterator[li
 
     Args:
         capability: compute capability times ten; 90 is Hopper.
-        assemble: whether ptxas makes machine code of the kernels. It takes a quarter of the time,
-            and tests on a GPU need it anyway. Without it they have a cache of their own.
 
     Yields:
         A list, to which the name of the kernel is appended at each compilation.
     """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver, jit
 
     compiled: list[str] = []
@@ -39,18 +36,13 @@ def compile_only(capability: int = 90, *, assemble: bool = False) -> Iterator[li
         return run(self, *arguments, grid=grid, warmup=True, **options)
 
     run, hook = jit.JITFunction.run, knobs.runtime.jit_cache_hook
-    make_cubin, cache = CUDABackend.make_cubin, knobs.cache.dir
     driver.set_active(_AbsentGPU(GPUTarget("cuda", capability, 32)))
     jit.JITFunction.run = compile_it
-    if not assemble:
-        CUDABackend.make_cubin = lambda *_: b""
-        knobs.cache.dir = str(Path(cache) / "not_assembled")
     knobs.runtime.jit_cache_hook = lambda **call: compiled.append(call["fn"].name)
     try:
         yield compiled
     finally:
         jit.JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
-        CUDABackend.make_cubin, knobs.cache.dir = make_cubin, cache
         driver.set_active(None)  # Triton then looks for a real GPU when it next needs one
 
 
