@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import ForkedScript
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.testing.scripts import ForkedScript
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World
