@@ -66,8 +66,7 @@ class Batch(NamedTuple):
         borders = self.cu_seqlens.new_full((slots,), size)
         borders[: last - first] = self.cu_seqlens[first:last] - start
         chosen = slice(start, start + size)
-        part = Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
-        return part if self.places is None else part.with_places()
+        return Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
 
 
 def make_batch(

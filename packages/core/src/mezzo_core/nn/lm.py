@@ -229,7 +229,7 @@ class LM(nn.Module):
             targets: (B, T) int64, the token that follows each, or -100.
             cu_seqlens: as in `forward`.
             places: (N,) int64, among the B * T: only the targets there count, and the head reads
-                nothing else, which is faster where targets are few. None: all places.
+                nothing else. None: all places.
             reduction: "mean" over the targets that count (0 if there are none), or "sum".
         """
         if reduction not in ("mean", "sum"):
