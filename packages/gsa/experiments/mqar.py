@@ -4,21 +4,23 @@
     python packages/gsa/experiments/mqar.py --out DIR --models gsa_2_layers gsa_4_layers --jobs 2
     python packages/gsa/experiments/mqar.py --dry-run --out DIR           # toy sizes, on a CPU
 
-First GSA at C = 128 with two layers and with the authors' four, then there with the paper's damping
-and with its scale, and then all models at all widths. All of it goes into mqar_authors.json; a run
-ends after 64 epochs or when it has solved the task, and is never cut by time.
+First GSA at C = 128 with two layers and with the authors' four, and then there with the paper's
+damping and with its scale, each at three rates: mqar_variants.json. Then all models at all widths
+and six rates: mqar_authors.json. A run ends after 64 epochs or when it has solved the task, and is
+never cut by time.
 
 The committed results mqar, mqar_fan_in and mqar_conv are of an earlier program: their "setting"
 says what was different.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from mezzo_core.bench import Options, Result, origin, run_script, say
-from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
+from mezzo_core.bench import Header, Options, Result, origin, run_script, say
+from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS, SweepConfig
 from mezzo_gsa.mqar.sweep import Choice, add_best
 from mezzo_gsa.mqar.task import MQARConfig
 
@@ -32,6 +34,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """GSA at one width: its row, and what differs from the authors' setting."""
 FULL = replace(PROTOCOLS["authors"], skip_solved=True, precision="bf16", compile=True)
 TOY = MQARConfig(vocab_size=64, seq_len=32, num_pairs=4, train_rows=64, test_rows=16)
+RATES = 3
+"""Of a variant: the first of the setting's six, which are from the middle."""
 REHEARSAL = replace(
     PROTOCOLS["authors"], task=TOY, widths=(16, 32), learning_rates=(1e-2,), batch_size=16, epochs=1
 )
@@ -40,17 +44,30 @@ REHEARSAL = replace(
 def measure(options: Options) -> None:
     """Run the parts; what the result has is left out."""
     config = replace(REHEARSAL if options.dry_run else FULL, cuda_graph=options.cuda_graph)
-    rows = dict.fromkeys((*config.header().models, *(row for row, _ in VARIANTS.values())))
-    header = replace(config.header(), models=tuple(rows))
-    result = Result(options.out / f"{config.name}.json", header, origin(options.device), say)
-    chosen = [
-        Choice(replace(config, **VARIANTS[name][1]), "gsa", config.widths[1], VARIANTS[name][0])
-        for name in options.models
-        if name in VARIANTS
+    variants = [
+        Choice(at_one_width(config, **changes), "gsa", config.widths[1], row)
+        for name, (row, changes) in VARIANTS.items()
+        if name in options.models
     ]
+    rows = tuple(row for row, _ in VARIANTS.values())
+    header = replace(at_one_width(config).header(), models=rows)
+    fill(f"{config.name}_variants", header, variants, options)
     models = [name for name in options.models if name in config.models]
-    chosen += [Choice(config, model, width) for width, model in product(config.widths, models)]
-    add_best(result, chosen, say, runs=options.runs, device=options.device, jobs=options.jobs)
+    whole = [Choice(config, model, width) for width, model in product(config.widths, models)]
+    fill(config.name, config.header(), whole, options)
+
+
+def at_one_width(config: SweepConfig, **changes: Any) -> SweepConfig:
+    """Return a variant of the setting, at one width and few rates."""
+    rates = config.learning_rates[:RATES]
+    return replace(config, widths=config.widths[1:2], learning_rates=rates, **changes)
+
+
+def fill(name: str, header: Header, choices: Sequence[Choice], options: Options) -> None:
+    """Add the choices to a result; without any there is no file."""
+    if choices:
+        result = Result(options.out / f"{name}.json", header, origin(options.device), say)
+        add_best(result, choices, say, runs=options.runs, device=options.device, jobs=options.jobs)
 
 
 if __name__ == "__main__":
