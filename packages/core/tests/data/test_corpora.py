@@ -172,6 +172,18 @@ def test_unreadable_files_are_named(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_an_xz_file_of_several_streams_is_read_whole_or_not_at_all(tmp_path):
+    first, second = (lzma.compress(word.encode() * 30_000) for word in ("first ", "second "))
+    path, whole = tmp_path / "a.txt.xz", "first " * 30_000 + "second " * 30_000
+    for data in (first + second, first + b"\0" * 8 + second + b"\0" * 4):
+        path.write_bytes(data)
+        assert texts(path) == [whole]
+    for data in (first + b"??" + second[2:], first + second[:-9], first + second + b"rest"):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="cannot read"):
+            texts(path)
+
+
 def test_identity_follows_content_and_column(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")

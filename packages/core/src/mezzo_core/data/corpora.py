@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mezzo_core.data.embedded import embedded_bytes, embedded_documents
 from mezzo_core.data.find import find_files, format_of, split_suffix
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
+from mezzo_core.data.xz import open_xz
 from mezzo_core.errors import UserError
 from mezzo_core.files import parse_json
 from mezzo_core.libraries import import_library, library_errors
@@ -117,8 +119,8 @@ def read_file(path: Path, text_column: str) -> Iterator[Piece]:
 
 
 def _open_text(path: Path) -> Any:
-    openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, "": io.open}
-    return openers[split_suffix(path)[1]](path, "rt", encoding="utf-8-sig")
+    openers: dict[str, Any] = {".xz": open_xz, ".gz": gzip.open, "": partial(io.open, mode="rb")}
+    return io.TextIOWrapper(openers[split_suffix(path)[1]](path), encoding="utf-8-sig")
 
 
 @contextmanager
