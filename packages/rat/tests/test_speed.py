@@ -97,7 +97,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, capsys, monkey
 
 
 def test_a_reproduction_measures_only_what_it_is_asked(tmp_path):
-    ids = ["rat.table7", "rat.claim.short_slower", "rat.table9"]
+    ids = ["rat.table7", "rat.claim.short_slower", "rat.table12"]
     scales = {"smoke": replace(REPRODUCTION.scales["smoke"], sizes=SMALL)}
     found = replace(REPRODUCTION, scales=scales).reproduce(ids, "smoke", tmp_path)
     assert [finding.how for finding in found] == [
