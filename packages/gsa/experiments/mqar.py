@@ -5,9 +5,9 @@
     python packages/gsa/experiments/mqar.py --dry-run --out DIR           # toy sizes, on a CPU
 
 First GSA at C = 128 with two layers and with the authors' four, and then there with the paper's
-damping and with its scale, each at three rates: mqar_variants.json. Then all models at all widths
-and six rates: mqar_authors.json. A run ends after 64 epochs or when it has solved the task, and is
-never cut by time.
+damping and with its scale, each at three rates and with three seeds: mqar_authors_variants.json.
+Then all models at all widths and six rates: mqar_authors.json. A run ends after 64 epochs or when
+it has solved the task, and is never cut by time.
 
 The committed results mqar, mqar_fan_in and mqar_conv are of an earlier program: their "setting"
 says what was different.
@@ -36,6 +36,8 @@ FULL = replace(PROTOCOLS["authors"], skip_solved=True, precision="bf16", compile
 TOY = MQARConfig(vocab_size=64, seq_len=32, num_pairs=4, train_rows=64, test_rows=16)
 RATES = 3
 """Of a variant: the first of the setting's six, which are from the middle."""
+SEEDS = 3
+"""Of a variant, from the setting's own on: whether a model learns the task at all depends on it."""
 REHEARSAL = replace(
     PROTOCOLS["authors"], task=TOY, widths=(16, 32), learning_rates=(1e-2,), batch_size=16, epochs=1
 )
@@ -44,8 +46,10 @@ REHEARSAL = replace(
 def measure(options: Options) -> None:
     """Run the parts; what the result has is left out."""
     config = replace(REHEARSAL if options.dry_run else FULL, cuda_graph=options.cuda_graph)
+    tasks = [replace(config.task, seed=config.task.seed + i) for i in range(SEEDS)]
     variants = [
-        Choice(at_one_width(config, **changes), "gsa", config.widths[1], row)
+        Choice(at_one_width(config, task=task, **changes), "gsa", config.widths[1], row)
+        for task in tasks
         for name, (row, changes) in VARIANTS.items()
         if name in options.models
     ]

@@ -168,7 +168,8 @@ def test_parts_of_mqar_are_selected_by_their_models(rehearse):
     assert set(found) == {"mqar_authors_variants"}
     depths = found["mqar_authors_variants"]
     assert places(depths) == {("GSA, two layers", "C=32"), ("GSA", "C=32")}
-    assert (depths.columns, depths.how) == (("C=32",), How.SCALED_DOWN)
+    assert (depths.columns, depths.seeds) == (("C=32",), [123, 124, 125])
+    assert (depths.how, len(depths.entries)) == (How.SCALED_DOWN, 6)
     assert "seq_len 32, not 512; num_pairs 4, not 64" in depths.setting
     found = measured("gsa_damping_8", "gsa_scale_1")
     forms = found["mqar_authors_variants"]

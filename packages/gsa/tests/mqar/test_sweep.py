@@ -250,7 +250,7 @@ def test_a_run_is_repeatable_and_says_what_it_is(tmp_path):
     assert first["lr"] == 1e-3
     assert first["parameters"] == sum(w.numel() for w in tiny_model("gla").parameters())
     assert first["state_bytes"] == tiny_model("gla").state_bytes(16)
-    log = (tmp_path / "a/mqar/gla_c16_lr0.001/log.jsonl").read_text().splitlines()
+    log = (tmp_path / "a/mqar/gla_c16_seed123_lr0.001/log.jsonl").read_text().splitlines()
     assert json.loads(log[-1])["val_accuracy"] == first["value"]
     assert [step for step, _ in first["steps"]["val"]] == [2, 4]
 
@@ -268,7 +268,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path):
         return [(row["step"], row.get("loss"), row.get("val_accuracy")) for row in lines]
 
     run = TINY.run("attention", 16, 1e-3)  # with dropout
-    folder = tmp_path / "mqar/attention_c16_lr0.001"
+    folder = tmp_path / "mqar/attention_c16_seed123_lr0.001"
     with pytest.raises(StoppedError):
         train(run, folder, quiet=True, device="cpu", on_step=stop)
     train(run, tmp_path / "whole", quiet=True, device="cpu")

@@ -37,7 +37,7 @@ class Choice(NamedTuple):
         return Sweep(
             f"{row or model} C={width}",
             [config.run(model, width, lr) for lr in config.learning_rates],
-            runs / config.name / f"{model}_c{width}",
+            runs / config.name / f"{model}_c{width}_seed{config.task.seed}",
             enough=SOLVED if config.skip_solved else None,
         )
 
@@ -100,10 +100,9 @@ def add_best(
     Raises:
         UserError: if a model cannot have its width.
     """
-    wanted = {each.place: each for each in choices}  # what is chosen twice counts once
-    missing = [
-        each for each in wanted.values() if not result.has(*each.place, seed=each.config.task.seed)
-    ]
+    # What is chosen twice counts once.
+    wanted = {(each.place, each.config.task.seed): each for each in choices}
+    missing = [each for (place, seed), each in wanted.items() if not result.has(*place, seed=seed)]
     states = [each.config.state_bytes(each.model, each.width) for each in missing]
     sweeps = [each.trainings(runs) for each in missing]
     for i, best in best_runs(sweeps, device, say, jobs, swept=("lr",)):
