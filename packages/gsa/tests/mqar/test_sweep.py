@@ -280,7 +280,7 @@ def test_a_loss_that_is_no_number_ends_a_run(tmp_path):
     lines = []
     config = replace(TINY, models=("attention",), learning_rates=(1e38, 1e-3))
     (entry,) = sweep(config, tmp_path / "both", lines.append, device="cpu").entries
-    assert lines[0] == "attention C=16 lr 1e+38: diverged"
+    assert lines[0] == "attention C=16 seed 123 lr 1e+38: diverged"
     assert (entry["lr"], [run["accuracy"] for run in entry["others"]]) == (1e-3, ["diverged"])
     only = replace(config, learning_rates=(1e38,))
     (entry,) = sweep(only, tmp_path / "one", silent, device="cpu").entries
@@ -307,7 +307,7 @@ def test_what_is_chosen_twice_is_trained_once(tmp_path):
 def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):
     lines = []
     result = sweep(TINY, tmp_path / "here", lines.append, device="cpu")
-    assert any(re.match(r"gsa C=16 lr 0.001: 0\.\d+$", line) for line in lines)
+    assert any(re.match(r"gsa C=16 seed 123 lr 0.001: 0\.\d+$", line) for line in lines)
     read = read_result(result.path)
     assert (read.kind, read.how, read.columns) == ("recall", How.SCALED_DOWN, ("C=16",))
     assert [model for _, model in read.rows] == ["Xfmr++", "GSA"]

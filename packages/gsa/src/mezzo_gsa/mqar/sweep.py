@@ -27,17 +27,18 @@ class Choice(NamedTuple):
     """The model's name in the result; None: that of `NAMES`."""
 
     @property
-    def place(self) -> tuple[str, str]:
-        """The row and the column of the entry."""
-        return self.row or NAMES[self.model], f"C={self.width}"
+    def place(self) -> tuple[str, str, int]:
+        """The row and the column of the entry, and its seed."""
+        return self.row or NAMES[self.model], f"C={self.width}", self.config.task.seed
 
     def trainings(self, runs: Path) -> Sweep:
         """Return the trainings, with each learning rate, whose folders are in `runs`."""
         config, model, width, row = self
+        seed = config.task.seed
         return Sweep(
-            f"{row or model} C={width}",
+            f"{row or model} C={width} seed {seed}",
             [config.run(model, width, lr) for lr in config.learning_rates],
-            runs / config.name / f"{model}_c{width}_seed{config.task.seed}",
+            runs / config.name / f"{model}_c{width}_seed{seed}",
             enough=SOLVED if config.skip_solved else None,
         )
 
@@ -100,12 +101,14 @@ def add_best(
     Raises:
         UserError: if a model cannot have its width.
     """
-    # What is chosen twice counts once.
-    wanted = {(each.place, each.config.task.seed): each for each in choices}
-    missing = [each for (place, seed), each in wanted.items() if not result.has(*place, seed=seed)]
+    wanted = {each.place: each for each in choices}  # what is chosen twice counts once
+    missing = [
+        each
+        for (row, column, seed), each in wanted.items()
+        if not result.has(row, column, seed=seed)
+    ]
     states = [each.config.state_bytes(each.model, each.width) for each in missing]
     sweeps = [each.trainings(runs) for each in missing]
     for i, best in best_runs(sweeps, device, say, jobs, swept=("lr",)):
-        row, column = missing[i].place
-        value, seed = best.pop("accuracy"), missing[i].config.task.seed
+        (row, column, seed), value = missing[i].place, best.pop("accuracy")
         result.add(value, model=row, column=column, seed=seed, state_bytes=states[i], **best)
