@@ -39,7 +39,7 @@ def compile_only(capability: int = 90) -> Iterator[list[str]]:
     run, hook = jit.JITFunction.run, knobs.runtime.jit_cache_hook
     driver.set_active(_AbsentGPU(GPUTarget("cuda", capability, 32)))
     collecting = gc.isenabled()
-    gc.disable()  # it searched all that the libraries made again and again: a tenth of the time
+    gc.disable()  # else all that torch and Triton have made is searched again and again
     jit.JITFunction.run = compile_it
     knobs.runtime.jit_cache_hook = lambda **call: compiled.append(call["fn"].name)
     try:
