@@ -18,7 +18,7 @@ from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.recipes import recipe
 
 CPU = torch.device("cpu")
-TINY = Shapes(((2, 24), (1, 48)), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
+TINY = Shapes(((2, 24), (1, 48)), (3, 16, 4), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
 HERE = Setting(TINY, CPU)
 
 
@@ -27,6 +27,7 @@ def test_ops_are_timed_at_every_shape_and_number_of_slots():
     seen = {(row.name, row.shape["B"], row.shape["T"], row.shape.get("M")) for row in rows}
     for phase in ("forward", "train"):
         assert {(f"gsa op {phase}", 2, 24, M) for M in TINY.slots} <= seen
+        assert (f"gsa op {phase}", 3, 16, 4) in seen
         for B, T in TINY.batches:
             assert {(f"gsa op {phase}", B, T, 4), (f"gla op {phase}", B, T, None)} <= seen
             assert (f"attention op {phase}", B, T, None) in seen

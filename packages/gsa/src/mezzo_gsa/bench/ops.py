@@ -33,21 +33,26 @@ FLA_RTOL = 2e-2
 
 
 def gsa_rows(setting: Setting) -> Iterator[Row]:
-    """Time chunk_gsa, with steep gates too, then its forms in eager PyTorch at a small shape."""
+    """Time chunk_gsa, with narrow heads and steep gates too, then its forms in eager PyTorch."""
     shapes, impl = setting.shapes, setting.impl
-    K, (first, *_), (usual, *others) = shapes.head_dim, shapes.batches, shapes.slots
-    scale = K**-0.5
+    (first, *_), (usual, *others) = shapes.batches, shapes.slots
+    B, T, narrow = shapes.narrow
+    scale = shapes.head_dim**-0.5
     ours, definition = _op(chunk_gsa, scale), _op(recurrent_gsa, scale)
     chunked = _op(chunk_gsa, scale, impl="reference")
 
-    def contender(batch: tuple[int, int], M: int) -> Contender:
-        made = _contender(setting, "gsa op", ours, K, M, GSAConfig().damping, batch)
+    def contender(batch: tuple[int, int], M: int, D: int = shapes.head_dim) -> Contender:
+        made = _contender(setting, "gsa op", ours, D, D, M, GSAConfig().damping, batch)
         return replace(made, shape={**made.shape, "M": M})
 
     for M in shapes.slots:
         check_op("chunk_gsa", ours, definition, contender(CHECKED, M).inputs)
-    for batch, M in [*((batch, usual) for batch in shapes.batches), *((first, M) for M in others)]:
-        each = contender(batch, M)
+    for batch, M, D in [
+        *((batch, usual, shapes.head_dim) for batch in shapes.batches),
+        *((first, M, shapes.head_dim) for M in others),
+        ((B, T), narrow, narrow),
+    ]:
+        each = contender(batch, M, D)
         yield from _checked_rows(setting, each, chunked)
         keeping = _op(chunk_gsa, scale, keep_states=True)
         kept = replace(each, impl=f"{impl}, states kept", run=keeping, phases=("train",))
@@ -66,11 +71,12 @@ def gsa_rows(setting: Setting) -> Iterator[Row]:
 
 def gla_rows(setting: Setting) -> Iterator[Row]:
     """Time chunk_gla at the widths of the layer: K is half of V."""
-    K = setting.shapes.head_dim // 2
+    V = setting.shapes.head_dim
+    K = V // 2
     scale = K**-0.5
     ours, definition = _op(chunk_gla, scale), _op(recurrent_gla, scale)
     chunked = _op(chunk_gla, scale, impl="reference")
-    contender = partial(_contender, setting, "gla op", ours, K, K, GLAConfig().damping)
+    contender = partial(_contender, setting, "gla op", ours, K, V, K, GLAConfig().damping)
     check_op("chunk_gla", ours, definition, contender(CHECKED).inputs)
     for each in map(contender, setting.shapes.batches):
         yield from _checked_rows(setting, each, chunked)
@@ -130,10 +136,11 @@ def peer_rows(setting: Setting, contender: Contender, exact: Tensor) -> Iterator
 
 
 def _contender(
-    setting: Setting, name: str, op: Op, K: int, M: int, damping: float, batch: tuple[int, int]
-) -> Contender:
+    setting: Setting, name: str, op: Op, K: int, V: int, M: int, damping: float,
+    batch: tuple[int, int],
+) -> Contender:  # fmt: skip
     """Return an op on random q, k (B, T, H, K), v (B, T, H, V), and g (B, T, H, M) as a layer's."""
-    (B, T), H, V = batch, setting.shapes.num_heads, setting.shapes.head_dim
+    (B, T), H = batch, setting.shapes.num_heads
     inputs = {name: setting.normal(B, T, H, D) for name, D in {"q": K, "k": K, "v": V}.items()}
     logits = torch.randn(B, T, H, M, device=setting.device)
     inputs["g"] = F.logsigmoid(logits) / damping
