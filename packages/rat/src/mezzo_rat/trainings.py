@@ -21,9 +21,8 @@ NOPE = " NoPE"
 """Follows the name of a hybrid without positions in its global layers."""
 PERPLEXITY = "Val. PPL"
 SIX = "nvidia-h200/train_six"
-CONTEXTS, LONG, POSITIONS = (
-    f"nvidia-h200/train_{name}" for name in ("contexts", "long", "positions")
-)
+CONTEXTS = "nvidia-h100/train_contexts"
+LONG, POSITIONS = "nvidia-h200/train_long", "nvidia-h200/train_positions"
 IN_PLACE_OF = {"T=1024": "T=8192", "T=2048": "T=16384", "T=4096": "T=32768"}
 """The contexts of CONTEXTS, and Table 9's in whose place they stand."""
 FIRST, *_, LAST = IN_PLACE_OF
