@@ -291,6 +291,19 @@ def test_a_prompt_that_is_no_text_is_refused(capsys, run, monkeypatch):
     assert "prompt is empty" in rejected(capsys, "generate", run)
 
 
+def test_a_prompt_on_standard_input_has_no_bom(capsys, run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffIt\n"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", str(run), "--max-new-tokens", "1"])
+    assert capsys.readouterr().out.startswith("It")
+
+
+def test_a_closed_standard_output_is_no_error(run, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", str(run), "--prompt", "It", "--max-new-tokens", "1"])
+
+
 def test_memory_that_is_not_there_is_one_line(capsys, run, tmp_path):
     size = str(2**31 - 1)  # 1 TB of weights
     line = rejected(capsys, "train", "tiny_rnn", "--vocab-size", size, "--out", tmp_path / "out")

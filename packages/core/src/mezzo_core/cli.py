@@ -300,8 +300,8 @@ def _write(
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
+    shown = printable(text) if sys.stdout and sys.stdout.isatty() else text
+    print(shown, end="", flush=True)  # noqa: T201 (nothing where standard output is closed)
 
 
 def _add_eval(app: typer.Typer) -> None:

@@ -19,15 +19,16 @@ Value = TypeVar("Value")
 
 
 def read_prompts(given: Sequence[str] | None) -> list[str]:
-    """Return the given prompts, or if there are none, the text on standard input.
+    """Return the given prompts, or if there are none, the text on standard input without its BOM.
 
     Raises:
         UserError: if a text is not UTF-8.
     """
     try:
-        texts = list(given or [sys.stdin.read().removesuffix("\n") if sys.stdin else ""])
+        read = sys.stdin.read() if sys.stdin and not given else ""
     except UnicodeDecodeError as error:
         raise UserError(f"the text on standard input is not UTF-8 ({error.reason})") from None
+    texts = list(given or [read.removeprefix("\ufeff").removesuffix("\n")])
     for text in texts:
         try:
             text.encode("utf-8")

@@ -231,6 +231,17 @@ def test_the_mode_of_every_module_comes_back(model):
     assert [module.training for module in model.modules()] == modes
 
 
+def test_the_mode_comes_back_when_the_last_of_several_streams_ends(model):
+    model.train()
+    first, second = (stream(model, [[1, 2]], max_new_tokens=3) for _ in range(2))
+    next(first)
+    next(second)
+    first.close()
+    assert not any(module.training for module in model.modules())
+    assert len(list(second)) == 2
+    assert all(module.training for module in model.modules())
+
+
 def test_the_mode_comes_back_after_an_error(model):
     def fail(*_):
         raise RuntimeError("lost")

@@ -4,12 +4,14 @@ On a GPU a step is one CUDA graph, captured once in each call and replayed. On a
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.lm import LM
@@ -88,8 +90,8 @@ def stream(
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
     The arguments and errors are those of `generate`. Errors about arguments are raised at the call,
-    not at the first step. The model is in evaluation mode until the iterator ends or is closed;
-    then its earlier mode is restored.
+    not at the first step. The model is in evaluation mode until the iterator ends or is closed, of
+    several until the last one does; then its earlier mode is restored.
     """
     sampler = Sampler(temperature, top_k, top_p)
     _check_prompts(prompts, model.vocab_size)
@@ -267,9 +269,7 @@ def _steps(
 ) -> Iterator[list[int | None]]:
     """Yield the new tokens of the rows that have not stopped, with the model in evaluation mode."""
     running = [True] * num_rows
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with _evaluation(model):
         for new in new_tokens:
             ids = new.tolist()
             if NO_TOKEN in ids:
@@ -278,9 +278,32 @@ def _steps(
             if not any(running):
                 return
             yield [i if on else None for on, i in zip(running, ids, strict=True)]
+
+
+@dataclass
+class _Held:
+    training: list[nn.Module]  # what was in training mode before
+    streams: int = 0
+
+
+_held: WeakKeyDictionary[LM, _Held] = WeakKeyDictionary()
+"""The models that streams have in evaluation mode."""
+
+
+@contextmanager
+def _evaluation(model: LM) -> Iterator[None]:
+    """Hold the model in evaluation mode, until the last of those who do ends."""
+    held = _held.setdefault(model, _Held([part for part in model.modules() if part.training]))
+    held.streams += 1
+    model.eval()
+    try:
+        yield
     finally:
-        for module in training:
-            module.training = True
+        held.streams -= 1
+        if not held.streams:
+            del _held[model]
+            for part in held.training:
+                part.training = True
 
 
 @torch.inference_mode()
