@@ -74,6 +74,9 @@ def chunk_gsa(
     NaN and infinities at a token change no earlier token, no other row and no other packed
     sequence; but on a GPU they may change earlier tokens of the same chunk.
 
+    Kernels keep the memories between chunks in the dtype of q. If little decays, large strengths s
+    make large memories, and with 16 bits their rounding costs digits of the gradients.
+
     Args:
         q: (B, T, HQ, K) queries; query head h uses head h // (HQ // H).
         k: (B, T, H, K) keys.
