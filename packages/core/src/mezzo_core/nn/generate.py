@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -286,7 +285,7 @@ class _Held:
     streams: int = 0
 
 
-_held: WeakKeyDictionary[LM, _Held] = WeakKeyDictionary()
+_held: dict[LM, _Held] = {}
 """The models that streams have in evaluation mode."""
 
 
