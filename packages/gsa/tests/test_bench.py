@@ -18,7 +18,7 @@ from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.recipes import recipe
 
 CPU = torch.device("cpu")
-TINY = Shapes(((2, 24), (1, 48)), (3, 16, 4), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
+TINY = Shapes(((2, 24), (1, 48)), ((3, 16), 4, 4), 2, 8, 8, (4, 2), (1, 8), 8, 0.0)
 HERE = Setting(TINY, CPU)
 
 

@@ -36,7 +36,6 @@ def gsa_rows(setting: Setting) -> Iterator[Row]:
     """Time chunk_gsa, with narrow heads and steep gates too, then its forms in eager PyTorch."""
     shapes, impl = setting.shapes, setting.impl
     (first, *_), (usual, *others) = shapes.batches, shapes.slots
-    B, T, narrow = shapes.narrow
     scale = shapes.head_dim**-0.5
     ours, definition = _op(chunk_gsa, scale), _op(recurrent_gsa, scale)
     chunked = _op(chunk_gsa, scale, impl="reference")
@@ -50,7 +49,7 @@ def gsa_rows(setting: Setting) -> Iterator[Row]:
     for batch, M, D in [
         *((batch, usual, shapes.head_dim) for batch in shapes.batches),
         *((first, M, shapes.head_dim) for M in others),
-        ((B, T), narrow, narrow),
+        shapes.narrow,
     ]:
         each = contender(batch, M, D)
         yield from _checked_rows(setting, each, chunked)

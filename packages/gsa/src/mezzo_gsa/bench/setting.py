@@ -16,8 +16,8 @@ class Shapes:
 
     batches: tuple[tuple[int, int], ...]
     """(B, T). Ops take all of them, layers the first two, models and other M the first."""
-    narrow: tuple[int, int, int]
-    """(B, T, D) of GSA's op with narrow heads, of as many slots M as channels."""
+    narrow: tuple[tuple[int, int], int, int]
+    """(B, T), M and D of GSA's op with narrow heads."""
     num_heads: int
     head_dim: int  # K = V
     attention_dim: int  # of a head of softmax attention
@@ -32,11 +32,11 @@ class Shapes:
         return self.num_heads * self.head_dim
 
 
-QUICK = Shapes(((2, 128), (1, 256)), (4, 64, 8), 2, 16, 16, (8, 4), (1, 64), 16, 0.05)
-CPU = Shapes(((4, 512), (1, 2048)), (16, 512, 16), 4, 64, 64, (32, 16), (1, 512), 64, 0.5)
+QUICK = Shapes(((2, 128), (1, 256)), ((4, 64), 8, 8), 2, 16, 16, (8, 4), (1, 64), 16, 0.05)
+CPU = Shapes(((4, 512), (1, 2048)), ((16, 512), 16, 16), 4, 64, 64, (32, 16), (1, 512), 64, 0.5)
 GPU = Shapes(
-    ((8, 2048), (1, 16_384), (4, 16_384)), (128, 512, 32), 4, 512, 128, (64, 32, 128), (1, 512),
-    2048, 0.3,
+    ((8, 2048), (1, 16_384), (4, 16_384)), ((128, 512), 32, 32),
+    4, 512, 128, (64, 32, 128), (1, 512), 2048, 0.3,
 )  # fmt: skip
 
 
