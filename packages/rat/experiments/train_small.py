@@ -12,8 +12,8 @@ All models have 41M weights and 3,000 steps of 8,192 tokens. Writes three files:
 - train_positions.json: hybrids with and without RoPE and the RNN, trained at T = 1,024 and tested
   from half to four times that length (Table 10, Figure 6; 5).
 
-At 1,000,000 tokens/s on each of two GPUs, a seed takes 8 minutes, and a few more to compile. To
-take fewer, name fewer `--models`.
+A seed is 40 trainings of 25M tokens, and most of them compile anew. To take fewer, name fewer
+`--models`.
 """
 
 import sys
