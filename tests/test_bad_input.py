@@ -293,14 +293,14 @@ def test_a_prompt_that_is_no_text_is_refused(capsys, run, monkeypatch):
 
 def test_a_prompt_on_standard_input_has_no_bom(capsys, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffIt\n"))
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["generate", str(run), "--max-new-tokens", "1"])
     assert capsys.readouterr().out.startswith("It")
 
 
 def test_a_closed_standard_output_is_no_error(run, monkeypatch):
     monkeypatch.setattr("sys.stdout", None)
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["generate", str(run), "--prompt", "It", "--max-new-tokens", "1"])
 
 
