@@ -99,6 +99,9 @@ def test_recall_is_effective_if_attention_solves_it_and_gsa_is_at_least_as_good(
     assert outcome(xfmr=0.9, gsa=0.991, gla=0.5) is Outcome.DIFFERS
     assert outcome(xfmr=0.999, gsa=0.9, retnet=0.95) is Outcome.DIFFERS
     assert outcome(xfmr=0.999, gsa=0.9, retnet=0.95, seeds=1) is Outcome.NOT_SETTLED
+    assert outcome(xfmr=0.999, gsa=0.991, gla=0.5, seeds=1) is Outcome.NOT_SETTLED
+    assert outcome(xfmr=0.9, gsa=0.991, gla=0.5, seeds=1) is Outcome.NOT_SETTLED
+    assert outcome(xfmr=1.0, gsa=1.0, gla=1.0) is Outcome.AGREES
     assert outcome(xfmr=0.999, gla=0.5) is Outcome.NOT_SETTLED
     assert outcome(gsa=0.9, gla=0.5) is Outcome.NOT_SETTLED
 

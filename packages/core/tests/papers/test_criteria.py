@@ -144,6 +144,23 @@ def test_a_ratio_agrees_within_its_bounds_in_every_seed():
     assert "2.2 at PPL" in criterion(CLAIM, measured(a=(1, 1), b=(2, 2.4))).summary
 
 
+@pytest.mark.parametrize("kind", ["training", "recall"])
+def test_what_trained_models_reach_is_held_to_bounds_by_the_same_test_as_an_order(kind):
+    def of(bounds, *ratios):
+        ours = replace(measured(a=(1,) * len(ratios), b=ratios), kind=kind)
+        return outcome(Ratio("b", "a", {"PPL": bounds}), ours)
+
+    assert of(about(2), 2.0) is NOT_SETTLED, "one seed"
+    assert of(at_least(2), 500.0) is NOT_SETTLED, "one seed"
+    assert of(about(2), 2.0, 2.1, 1.9) is AGREES
+    assert of(about(2), 3.0, 3.1, 2.9) is DIFFERS
+    assert of(about(2), 1.0, 1.1, 0.9) is DIFFERS
+    assert of(about(2), 2.4, 2.3, 2.45) is NOT_SETTLED, "all within, but near the bound"
+    assert of(about(2), 2.6, 2.7, 2.9) is NOT_SETTLED, "all above, but near the bound"
+    assert of(at_least(2), 3.0, 3.1, 2.9) is AGREES
+    assert of(at_least(2), 1.0, 1.1, 0.9) is DIFFERS
+
+
 def test_bounds_say_about_and_at_least():
     assert about(8) == (6.0, 10.0)
     assert at_least(3) == (3.0, math.inf)

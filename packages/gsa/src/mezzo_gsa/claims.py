@@ -3,6 +3,8 @@
 The criteria say what the paper says, in its text (`published.toml`) or in a printed order.
 """
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -19,6 +21,7 @@ from mezzo_core.papers.criteria import (
     Ratio,
     about,
     combine,
+    compare_bounds,
     compare_order,
     judge_pairs,
 )
@@ -97,24 +100,23 @@ def recalls(printed: Table | Claim, ours: Measurement) -> Judgement:
     Near perfect is SOLVED of the answers. Where GSA reaches that, the others cannot be better.
     """
 
-    def solved(model: str) -> dict[str, bool]:
-        found = {column: ours.by_seed(model, column).values() for column in ours.columns}
-        return {column: min(values) >= SOLVED for column, values in found.items() if values}
+    def solved(model: str) -> dict[str, Outcome]:
+        found = {column: list(ours.by_seed(model, column).values()) for column in ours.columns}
+        return {c: compare_bounds(v, SOLVED, math.inf, ours.kind) for c, v in found.items() if v}
 
     attention, gsa = solved(XFMR), solved(GSA)
-    missed = [column for column, is_solved in attention.items() if not is_solved]
+    missed = [c for c in attention if statistics.fmean(ours.by_seed(XFMR, c).values()) < SOLVED]
     pairs = [
-        replace(pair, outcome=Outcome.AGREES) if gsa[column] else pair
+        replace(pair, outcome=Outcome.AGREES) if gsa[column] is Outcome.AGREES else pair
         for column, other in product(ours.columns, (GLA, RETNET))
         for pair in compare_order((GSA, other), ours, column)
     ]
     order = judge_pairs(pairs)
-    reached = [Outcome.AGREES if each else Outcome.DIFFERS for each in attention.values()]
     where = f"below {SOLVED} at {', '.join(missed)}" if missed else f"nowhere below {SOLVED}"
     if not attention:
         where = "not measured"
     return Judgement(
-        combine([combine(reached), order.outcome]),
+        combine([combine([*attention.values()]), order.outcome]),
         f"{XFMR} is {where}; GSA beside {GLA} and {RETNET}: {order.summary}",
         order.details,
     )
