@@ -1,6 +1,7 @@
 """Models of recurrent layers generate as they compute, from a cache as small as the paper says."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,9 +70,14 @@ def test_a_step_equals_the_forward(model, device):
 def test_blocks_of_tokens_do_not_decode():
     """Their tokens also attend to temporary pairs, which no cache holds."""
     block = RecurrentBlockConfig(head_dim=8, hidden=24, block_size=4).build(C)
-    state = block.reserve(block.init_state(1), 2)
-    with torch.no_grad(), pytest.raises(ValueError, match="step needs block_size 1, got 4"):
-        block.step(torch.zeros(1, 1, C), state)
+    stack = RecurrentStackConfig(2, replace(BLOCK, block_size=4)).build(C)
+    x, keeps_none = torch.zeros(1, 1, C), "block_size 4 keeps no state: it reads whole sequences"
+    with torch.no_grad(), pytest.raises(ValueError, match=keeps_none):
+        block.step(x, block.reserve(block.init_state(1), 2))
+    for part in (block, stack):
+        part(x)
+        with pytest.raises(ValueError, match=keeps_none):
+            part(x, part.init_state(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

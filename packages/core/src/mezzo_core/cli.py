@@ -25,11 +25,10 @@ from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import (
     check_writable,
-    fitting_tokenizer,
     open_told_data,
     read_prompts,
     start_from,
-    told,
+    told_tokenizer,
 )
 from mezzo_core.nn.checkpoint import find_model, load_model
 from mezzo_core.nn.generate import NO_NUMBERS, stream
@@ -132,6 +131,9 @@ Data = Annotated[
         "hub:NAME. Default: what the recipe says (the embedded novels for tiny recipes)."
     ),
 ]
+TokenizerName = Annotated[
+    str | None, typer.Option(help='"byte", a tokenizer\'s file or folder, or hub:NAME.')
+]
 
 
 def _add_train(app: typer.Typer, paper: Paper) -> None:
@@ -141,9 +143,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
     def train_command(
         recipe: Annotated[str, typer.Argument(help="The recipe's name.")],
         data: Data = None,
-        tokenizer: Annotated[
-            str | None, typer.Option(help='"byte", a tokenizer\'s file or folder, or hub:NAME.')
-        ] = None,
+        tokenizer: TokenizerName = None,
         vocab_size: Annotated[
             int | None, typer.Option(help="The model's vocabulary, to fit another tokenizer.")
         ] = None,
@@ -183,23 +183,20 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         if not isinstance(config.data, DataConfig) and (data or tokenizer):
             raise UserError(f"the recipe {recipe} reads no text: --data and --tokenizer do not fit")
         if init_from is not None:
-            config = start_from(config, init_from)
-        run_options = {
-            "steps": steps,
-            "batch_size": batch_size,
-            "micro_batch_size": micro_batch_size,
-            "seq_len": seq_len,
-            "seed": seed,
-            "compile": compile,
-            "cuda_graph": cuda_graph,
-            "track": track,
-        }
+            config = start_from(config, init_from, tokenizer)
         with _values_of_the_user():
             config = _override(
                 config,
                 data=_override(config.data, source=data, tokenizer=tokenizer),
                 model=_override(config.model, vocab_size=vocab_size),
-                **run_options,
+                steps=steps,
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                seq_len=seq_len,
+                seed=seed,
+                compile=compile,
+                cuda_graph=cuda_graph,
+                track=track,
             )
         folder = _expand(out) if out is not None else Path("runs") / recipe
         is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
@@ -247,6 +244,7 @@ def _add_generate(app: typer.Typer) -> None:
         prefill_tokens: Annotated[
             int | None, typer.Option(min=1, help="Prompt tokens at a time, for bounded memory.")
         ] = None,
+        tokenizer: TokenizerName = None,
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
@@ -254,8 +252,8 @@ def _add_generate(app: typer.Typer) -> None:
         folder, chosen = find_model(run), _device(device)
         texts = read_prompts(prompt)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
-        tokenizer = fitting_tokenizer(told(extra, "tokenizer", str, folder), model.vocab_size)
-        prompts = [tokenizer.encode(text) for text in texts]
+        kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
+        prompts = [kept.encode(text) for text in texts]
         if not all(prompts):
             raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
         if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a model's characters
@@ -268,11 +266,11 @@ def _add_generate(app: typer.Typer) -> None:
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
-                stop_tokens=(tokenizer.eos_token,),
+                stop_tokens=(kept.eos_token,),
                 seed=seed,
                 prefill_tokens=prefill_tokens,
             )
-            _write(texts, prompts, tokenizer, steps)
+            _write(texts, prompts, kept, steps)
 
 
 def _write(
@@ -317,6 +315,7 @@ def _add_eval(app: typer.Typer) -> None:
         segment_tokens: Annotated[
             int | None, typer.Option(min=1, help="Tokens of a row at a time, for bounded memory.")
         ] = None,
+        tokenizer: TokenizerName = None,
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
@@ -324,7 +323,7 @@ def _add_eval(app: typer.Typer) -> None:
         folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
         name, rows = open_told_data(
-            extra, folder, model.vocab_size, data, seq_len, allowed, whole=whole
+            extra, folder, model.vocab_size, data, tokenizer, seq_len, allowed, whole=whole
         )
         with _values_of_the_user():
             result = evaluate(

@@ -37,11 +37,17 @@ def read_prompts(given: Sequence[str] | None) -> list[str]:
     return texts
 
 
-def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+def fitting_tokenizer(name: str, vocab_size: int, identity: object = None) -> Tokenizer:
     """Load a tokenizer for a model with a vocabulary of `vocab_size`.
 
+    Args:
+        name: see `load_tokenizer`.
+        vocab_size: the model's.
+        identity: of the tokenizer that the model was trained with; None if it is not known.
+
     Raises:
-        UserError: if it cannot be loaded, or has more tokens than the model's vocabulary.
+        UserError: if it cannot be loaded, has more tokens than the model's vocabulary, or is
+            another one.
     """
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > vocab_size:
@@ -49,6 +55,8 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"the tokenizer {name!r} has {tokenizer.vocab_size} tokens, more than the model's "
             f"vocabulary of {vocab_size}"
         )
+    if identity not in (None, tokenizer.identity):
+        raise UserError(f"the tokenizer {name!r} is not the one that the model was trained with")
     return tokenizer
 
 
@@ -67,11 +75,24 @@ def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -
     return value
 
 
+def told_tokenizer(
+    extra: Mapping[str, Any], folder: Path, vocab_size: int, name: str | None = None
+) -> Tokenizer:
+    """Load the tokenizer that a model's config.json tells; `name` is where it is now, if moved.
+
+    Raises:
+        UserError: if it tells none, or as in `fitting_tokenizer`.
+    """
+    known = name or told(extra, "tokenizer", str, folder)
+    return fitting_tokenizer(known, vocab_size, extra.get("tokenizer_identity"))
+
+
 def open_told_data(
     extra: Mapping[str, Any],
     folder: Path,
     vocab_size: int,
     source: str | None = None,
+    tokenizer: str | None = None,
     seq_len: int | None = None,
     allow_packages: Sequence[str] = (),
     *,
@@ -84,6 +105,7 @@ def open_told_data(
         folder: the model's, for messages.
         vocab_size: the model's.
         source: another text in the place of that text.
+        tokenizer: where the model's tokenizer is now, if it is not where it was.
         seq_len: tokens a row; as the model was trained by default.
         allow_packages: packages besides mezzo's own that may have defined the task.
         whole: hold out all of the text.
@@ -93,7 +115,8 @@ def open_told_data(
 
     Raises:
         UserError: if it tells none, or what is no description of data, or its tokens are not the
-            model's, or `source` or `whole` is given for a task, or `whole` for a stream.
+            model's, or the text is not the one of the training any more, or `source`, `tokenizer`
+            or `whole` is given for a task, or `whole` for a stream.
     """
     described = told(extra, "data", dict, folder)
     try:
@@ -105,11 +128,23 @@ def open_told_data(
         if whole and config.streaming:
             raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
         fraction = 1.0 if whole else config.validation_fraction
-        config = replace(config, source=source or config.source, validation_fraction=fraction)
-        fitting_tokenizer(config.tokenizer, vocab_size)
-        return config.source, config.build(length, None)
+        config = replace(
+            config,
+            source=source or config.source,
+            tokenizer=tokenizer or config.tokenizer,
+            validation_fraction=fraction,
+        )
+        fitting_tokenizer(config.tokenizer, vocab_size, extra.get("tokenizer_identity"))
+        text = config.build(length, None)
+        is_same = extra.get("fingerprint") in (None, text.fingerprint)
+        if source is None and not whole and not is_same:
+            raise UserError(
+                f"{config.source!r} is not the text that the model was trained on: it has changed, "
+                "and what was held out is not known. Restore it, or give a text by --data"
+            )
+        return config.source, text
     try:
-        rows = config.build(length, None) if source is None and not whole else None
+        rows = None if source or tokenizer or whole else config.build(length, None)
     except (AttributeError, TypeError):  # it describes something else
         rows = None
     if not isinstance(rows, BatchSource):
@@ -117,22 +152,26 @@ def open_told_data(
     return type(config).__name__, rows
 
 
-def start_from(config: TrainConfig, run: Path) -> TrainConfig:
+def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> TrainConfig:
     """Return the configuration that trains an existing model further.
 
     Args:
         config: the recipe; its model and tokenizer are replaced.
         run: folder of a run or of a model.
+        tokenizer: takes the place of the model's tokenizer.
 
     Raises:
-        UserError: if the folder holds no model, or one that cannot be built.
+        UserError: if the folder holds no model, or one that cannot be built, or the model's
+            tokenizer is not where it was.
     """
     folder = find_model(run)
     model, extra = describe_model(folder)
     build_on_meta(model, folder / CONFIG)
     data = config.data
     if "tokenizer" in extra and isinstance(data, DataConfig):
-        data = replace(data, tokenizer=told(extra, "tokenizer", str, folder))
+        data = replace(data, tokenizer=tokenizer or told(extra, "tokenizer", str, folder))
+        if tokenizer is None and "tokenizer_identity" in extra:
+            told_tokenizer(extra, folder, model.vocab_size)
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 

@@ -68,8 +68,7 @@ class RecurrentBlock(AbstractLayer):
 
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
-        if self.config.block_size != 1:  # a cache has no temporary pairs of the token's block
-            raise ValueError(f"step needs block_size 1, got {self.config.block_size}")
+        _check_keeps_state(self.config)
         self.check_step(x, state)
         self._check_room(state)
         q, k, v = (part[:, 0] for part in self._project(self.attention_norm(x)))
@@ -106,6 +105,7 @@ def run_layers(
     config = first.config
     past = None
     if states is not None:
+        _check_keeps_state(config)
         k = torch.stack([state.k for state in states])
         v = torch.stack([state.v for state in states])
         past = Past(k, v, states[0].lengths)
@@ -165,6 +165,14 @@ _NORMS = {
     "layer": (nn.LayerNorm.forward,),
     "none": (nn.Identity.forward,),
 }
+
+
+def _check_keeps_state(config: RecurrentBlockConfig) -> None:
+    if config.block_size != 1:  # a cache has no temporary pairs of the open block
+        raise ValueError(
+            f"a layer of block_size {config.block_size} keeps no state: it reads whole sequences, "
+            "and cannot decode"
+        )
 
 
 def _check_parts(layer: RecurrentBlock) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
-from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig
+from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig, TextData
 from mezzo_core.device import autocast, move_batch
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
@@ -305,8 +305,10 @@ def _save_model(run: _Run, step: int) -> None:
         "seq_len": config.seq_len,
         "data": to_json(config.data),
     }
-    if isinstance(config.data, DataConfig):
+    if isinstance(config.data, DataConfig) and isinstance(run.data, TextData):
         extra["tokenizer"] = config.data.tokenizer
+        extra["tokenizer_identity"] = run.data.tokenizer.identity
+        extra["fingerprint"] = run.data.fingerprint
     run.world.first_only(
         lambda: save_model(run.model, config.model, folder, extra, weights=weights)
     )

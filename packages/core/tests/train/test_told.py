@@ -1,0 +1,82 @@
+"""A trained model knows its text and its tokenizer again, wherever they are."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError
+from mezzo_core.inputs import open_told_data, start_from, told_tokenizer
+from mezzo_core.nn.checkpoint import describe_model
+from mezzo_core.train.loop import train
+
+
+@pytest.fixture
+def trained(tiny, corpus, tmp_path):
+    """A model of a text of its own: the model's folder, and that of the text."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(corpus, texts / "b.txt")
+    train(tiny(steps=1, data=DataConfig(source=str(texts))), tmp_path / "run", quiet=True)
+    return tmp_path / "run" / "model", texts
+
+
+def opened(folder, **options):
+    _, extra = describe_model(folder)
+    return open_told_data(extra, folder, 257, **options)[1]
+
+
+def test_a_text_that_has_changed_is_no_held_out_text(trained):
+    folder, texts = trained
+    held_out = opened(folder).num_validation_bytes
+    assert opened(folder, seq_len=7).num_validation_bytes == held_out
+    (texts / "a.txt").write_text("what was not there")
+    with pytest.raises(UserError, match="is not the text that the model was trained on"):
+        opened(folder)
+    for other in ({"source": str(texts)}, {"whole": True}):
+        opened(folder, **other)
+    (texts / "a.txt").unlink()
+    assert opened(folder).num_validation_bytes == held_out
+
+
+def a_tokenizer(folder, first):
+    """Write a tokenizer of 256 bytes and an end token that begins with this byte."""
+    library = pytest.importorskip("tokenizers")
+    letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    words = [letters[first], *(c for c in letters if c != letters[first]), "<|endoftext|>"]
+    ids = {word: i for i, word in enumerate(words)}
+    made = library.Tokenizer(library.models.BPE(ids, []))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_another_tokenizer_in_its_place_is_refused_and_a_moved_one_is_taken(tiny, corpus, tmp_path):
+    path = a_tokenizer(tmp_path, 0)
+    data = DataConfig(source=str(corpus), tokenizer=path)
+    folder = train(tiny(steps=1, data=data), tmp_path / "run", quiet=True).out / "model"
+    _, extra = describe_model(folder)
+    moved = str(shutil.copy(path, tmp_path / "moved.json"))
+    a_tokenizer(tmp_path, 1)
+    for use in (
+        lambda: told_tokenizer(extra, folder, 257),
+        lambda: opened(folder),
+        lambda: start_from(tiny(), folder),
+        lambda: told_tokenizer(extra, folder, 257, "byte"),
+    ):
+        with pytest.raises(UserError, match="is not the one that the model was trained with"):
+            use()
+    assert told_tokenizer(extra, folder, 257, moved).encode("notes")
+    assert opened(folder, tokenizer=moved).num_validation_bytes > 0
+    assert start_from(tiny(), folder, "byte").data == replace(tiny().data, tokenizer="byte")
+
+
+def test_a_model_of_before_knows_neither(trained):
+    folder, texts = trained
+    _, extra = describe_model(folder)
+    (texts / "a.txt").write_text("what was not there")
+    older = {k: v for k, v in extra.items() if k not in ("fingerprint", "tokenizer_identity")}
+    open_told_data(older, folder, 257)
+    assert told_tokenizer(older, folder, 257).vocab_size == 257
