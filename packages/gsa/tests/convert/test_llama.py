@@ -232,7 +232,7 @@ def test_a_model_that_ours_cannot_be_is_refused_in_one_line(llama, checkpoint, c
         ({"lm_head.weight": ...}, "lacks lm_head.weight"),
         ({"model.layers.0.self_attn.q_proj.bias": (32,)}, "has model.layers.0.self_attn.q_proj"),
         ({"model.layers.2.input_layernorm.weight": (32,)}, "has model.layers.2.input_layernorm"),
-        ({"model.norm.weight": (31,)}, r"model.norm.weight is torch.float32 of shape \(31,\)"),
+        ({"model.norm.weight": (31,)}, r"model.norm.weight is of shape \(31,\)"),
         (
             {"model.layers.0.self_attn.k_proj.weight": (32, 32)},
             r"k_proj.weight is .*\(32, 32\), config.json says \(16, 32\)",
@@ -252,7 +252,18 @@ def test_weights_of_another_model_are_refused_in_one_line(llama, checkpoint, cha
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("wide", ["lm_head", "model.layers.0.self_attn.k_proj"])
+def test_matrices_of_several_dtypes_get_the_widest(llama, checkpoint, wide):
+    folder, weights = checkpoint(llama(), dtype=torch.bfloat16)
+    weights[f"{wide}.weight"] = weights[f"{wide}.weight"].float()
+    checkpoint(llama(), weights)
+    _, state = load_llama(folder)
+    assert {weight.dtype for weight in state.values() if weight.ndim == 2} == {torch.float32}
+    assert state["norm.weight"].dtype == torch.bfloat16
+    assert_exact(folder, llama(), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])
 def test_whole_numbers_and_eighths_are_no_weights(llama, checkpoint, dtype):
     folder, weights = checkpoint(llama())
     weights["model.norm.weight"] = torch.ones(32).to(dtype)

@@ -402,6 +402,7 @@ def test_the_whole_protocol_alone_is_the_papers_setting(whole):
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"conv_width": -1}, "conv_width must be at least 0, got -1"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_layers": 1, "conv_width": 3}, "num_layers must be at least 2, got 1"),
         ({"num_slots": 0}, "num_slots must be a whole number or below 1, got 0"),
         ({"num_slots": 2.5}, "num_slots must be a whole number or below 1, got 2.5"),
         ({"num_slots": math.inf}, "num_slots must be a whole number or below 1, got inf"),

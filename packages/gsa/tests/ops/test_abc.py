@@ -114,6 +114,7 @@ def test_steps_overwrite_the_state_with_that_of_the_definition(reading, start):
         ({"reading": "book"}, ValueError, 'reading must be "text" or "code", got \'book\''),
         ({"s": normal(B, T, H)}, ValueError, "s must have the batch and tokens of q"),
         ({"s": normal(B, T, H, M).int()}, TypeError, "s must be floating-point"),
+        ({"s": None}, TypeError, "s must be a tensor, got NoneType"),
         ({"initial_state": (0, 0, 0)}, TypeError, "initial_state must be an ABCState, got tuple"),
         (
             {"initial_state": draw_state(B)._replace(z=normal(B, H, M, 1))},
@@ -155,6 +156,10 @@ def test_scores_of_minus_infinity_write_nothing(op, reading, silent):
     (ds,) = torch.autograd.grad(loss, x["s"])
     assert ds.isfinite().all()
     assert not ds[:, silent].any()
+    begun = draw_state(1)._replace(z=torch.full((1, H, M), EMPTY, dtype=torch.float64))
+    begun.z.requires_grad_()
+    (dz,) = torch.autograd.grad(op(**x, initial_state=begun, reading=reading)[1].k.sum(), begun.z)
+    assert not dz.any(), "an empty state, where perhaps nothing is written either"
     after = [part.clone() for part in state]
     quiet = {name: y[:, 0].detach() for name, y in x.items()} | {"s": torch.full((1, H, M), EMPTY)}
     with torch.no_grad():

@@ -327,6 +327,8 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ({"gate_logits": torch.zeros(32)}, ValueError, r"x must be \(B, 208\)"),
         ({"norm_weight": torch.zeros(3)}, ValueError, r"norm_weight must be \(80,\)"),
         ({"between": "max"}, ValueError, "between must be one of"),
+        ({"out_dtype": torch.int64}, TypeError, "out_dtype must be a floating-point dtype"),
+        ({"out_dtype": "float32"}, TypeError, "out_dtype must be a floating-point dtype"),
         ({"damping": -1.0}, ValueError, "damping must be positive and finite, got -1"),
         ({"x": torch.zeros(2, 240)}, ValueError, r"state\.k must be \(2, 2, 16, 32\)"),
     ],

@@ -8,6 +8,7 @@ itself.
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
         has_rope: False ignores RoPE, of any kind, for a conversion to a model without RoPE.
 
     Returns:
-        The configuration of an LM of softmax attention, and its `state_dict` in the stored dtype. A
-        tied head also has an entry under its own name.
+        The configuration of an LM of softmax attention, and its `state_dict` in the stored dtype;
+        matrices of several dtypes all get the widest. A tied head also has an entry under its own
+        name.
 
     Raises:
         UserError: if a file is missing or damaged, the architecture is another one, the model has
@@ -83,7 +85,9 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
     weights = {
         names[name]: weight for name, weight in _read_weights(folder, names, config.tie_embeddings)
     }
-    _check_shapes(folder, config, names, weights)
+    _check_weights(folder, config, names, weights)
+    widest = reduce(torch.promote_types, {w.dtype for w in weights.values() if w.ndim == 2})
+    weights = {name: w.to(widest) if w.ndim == 2 else w for name, w in weights.items()}
     if config.tie_embeddings:
         weights["head.weight"] = weights["embed.weight"]
     return config, weights
@@ -256,14 +260,17 @@ def _files(folder: Path) -> dict[str, str]:
     raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}{instead}")
 
 
-def _check_shapes(
+def _check_weights(
     folder: Path, config: LMConfig, names: Mapping[str, str], weights: Mapping[str, Tensor]
 ) -> None:
     expected = build_on_meta(config, folder / CONFIG).state_dict()
     for theirs, ours in names.items():
         found, wanted = weights[ours], expected[ours]
-        if found.shape != wanted.shape or found.dtype not in _DTYPES:
+        if found.dtype not in _DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise UserError(f"{folder}: {theirs} is {found.dtype}; supported: {allowed}")
+        if found.shape != wanted.shape:
             raise UserError(
-                f"{folder}: {theirs} is {found.dtype} of shape {tuple(found.shape)}, {CONFIG} says "
+                f"{folder}: {theirs} is of shape {tuple(found.shape)}, {CONFIG} says "
                 f"{tuple(wanted.shape)}"
             )

@@ -123,12 +123,13 @@ class SweepConfig:
                 raise UserError(f"no model is named {model!r}{nearest(model, NAMES)}")
         rows, slots, rates = self.task.train_rows, self.num_slots, self.learning_rates
         positive = len(rates) > 0 and all(0 < lr < math.inf for lr in rates)
+        least = 2 if self.conv_width else 1  # the convolution takes the place of the first mixer
         rules = {
             "learning_rates": (positive, "positive and finite" if rates else "at least one"),
             "batch_size": (1 <= self.batch_size <= rows, f"from 1 to train_rows = {rows}"),
             "epochs": (self.epochs >= 1, "at least 1"),
             "conv_width": (self.conv_width >= 0, "at least 0"),
-            "num_layers": (self.num_layers >= 1, "at least 1"),
+            "num_layers": (self.num_layers >= least, f"at least {least}"),
             "num_slots": (0 < slots < 1 or slots == slots // 1 > 0, "a whole number or below 1"),
             "damping": (0 < self.damping < math.inf, "positive and finite"),
         }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
@@ -107,6 +108,7 @@ def _prepare(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ABCState]:
     """Check the arguments; return s and the first state in float32 (float64 for float64)."""
+    check_floating(op, "s", s)
     check_inputs(op, q, k, v, None, s, scale, "softmax", sizes="(B, T, HQ, K)")
     check_reading(op, reading)
     S = q.shape[0]
@@ -115,14 +117,18 @@ def _prepare(
         check_borders(op, cu_seqlens, q.shape[1])
         S = cu_seqlens.shape[0] - 1
     slots, dtype = (S, *s.shape[2:]), accumulation_dtype(q.dtype)
-    s = s.to(dtype)
-    # Without gradients where nothing is written: those of a sum of nothing would be NaN.
-    s = s.masked_fill(s == float("-inf"), float("-inf"))
+    s = _without_gradient_of_nothing(s.to(dtype))
     if initial_state is None:
         k0, v0 = (x.new_zeros(*slots, x.shape[3], dtype=dtype) for x in (k, v))
         return s, ABCState(k0, v0, s.new_full(slots, float("-inf"), dtype=dtype))
     check_parts(check_state, op, "initial_state", initial_state, k, v, s, S)
-    return s, ABCState(*(x.to(dtype) for x in initial_state))
+    k0, v0, z0 = (x.to(dtype) for x in initial_state)
+    return s, ABCState(k0, v0, _without_gradient_of_nothing(z0))
+
+
+def _without_gradient_of_nothing(scores: Tensor) -> Tensor:
+    """Cut the gradients of -inf: where nothing is written, those of its sum would be NaN."""
+    return scores.masked_fill(scores == float("-inf"), float("-inf"))
 
 
 def _eager(

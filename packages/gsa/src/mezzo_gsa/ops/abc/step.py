@@ -2,6 +2,7 @@
 
 import torch
 from jaxtyping import Float
+from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -50,6 +51,7 @@ def step_abc_(
         ValueError: if a shape, a device, `reading`, `scale` or `impl` is not as above.
     """
     op = "step_abc_"
+    check_floating(op, "s", s)
     check_inputs(op, q, k, v, None, s, scale, "softmax", sizes="(B, HQ, K)")
     check_reading(op, reading)
     check_parts(check_memory, op, "state", state, k, v, s)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.checks import FLOATING, check_floating, check_number, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from torch import Tensor
 from torch.nn import functional as F
@@ -132,6 +132,8 @@ def step_gsa_projected_(
     check_number(op, "scale", scale)
     for name, number in (("damping", damping), ("norm_eps", norm_eps)):
         check_number(op, name, number, positive=True)
+    if out_dtype is not None and out_dtype not in FLOATING:
+        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {out_dtype!r}")
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
     if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
