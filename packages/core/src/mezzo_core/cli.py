@@ -132,7 +132,8 @@ Data = Annotated[
     ),
 ]
 TokenizerName = Annotated[
-    str | None, typer.Option(help='"byte", a tokenizer\'s file or folder, or hub:NAME.')
+    str | None,
+    typer.Option(help="byte, hub:NAME, or a file or folder. Default: the recipe's or model's."),
 ]
 
 

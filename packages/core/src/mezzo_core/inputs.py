@@ -169,9 +169,9 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
     build_on_meta(model, folder / CONFIG)
     data = config.data
     if "tokenizer" in extra and isinstance(data, DataConfig):
-        data = replace(data, tokenizer=tokenizer or told(extra, "tokenizer", str, folder))
-        if tokenizer is None and "tokenizer_identity" in extra:
+        if tokenizer is None:  # the model's must be there
             told_tokenizer(extra, folder, model.vocab_size)
+        data = replace(data, tokenizer=tokenizer or told(extra, "tokenizer", str, folder))
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 

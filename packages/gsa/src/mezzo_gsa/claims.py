@@ -116,7 +116,7 @@ def recalls(printed: Table | Claim, ours: Measurement) -> Judgement:
     if not attention:
         where = "not measured"
     return Judgement(
-        combine([combine([*attention.values()]), order.outcome]),
+        combine([combine(list(attention.values())), order.outcome]),
         f"{XFMR} is {where}; GSA beside {GLA} and {RETNET}: {order.summary}",
         order.details,
     )

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,7 @@ from mezzo_core.cli import run
 from mezzo_core.data import DataConfig
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.inputs import open_told_data, told_tokenizer
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.generate import generate
@@ -101,6 +103,20 @@ def test_a_llama_is_converted_to_the_same_weights_as_in_python(
     assert all(torch.equal(state[name], w) for name, w in expected.items())
     assert extra["tokenizer"] == extra["data"]["tokenizer"] == "byte"
     assert extra["seq_len"] == 2048
+
+
+def test_a_run_whose_tokenizer_is_replaced_knows_the_new_one(corpus, tmp_path):
+    config = replace(TRAIN, data=DataConfig(source=str(corpus)))
+    source = train(config, tmp_path / "source", quiet=True).out
+    path = source / "model" / "config.json"
+    content = json.loads(path.read_text())
+    content["extra"]["tokenizer_identity"] = "another"
+    path.write_text(json.dumps(content))
+    kept, new = (read_transformer(str(source), tokenizer).extra for tokenizer in (None, "byte"))
+    with pytest.raises(UserError, match="is not the one that the model was trained with"):
+        told_tokenizer(kept, source, 257)
+    told_tokenizer(new, source, 257)
+    open_told_data(new, source, 257)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])

@@ -85,9 +85,19 @@ def _tokenizer_of(folder: Path, source: str) -> str:
 
 
 def _described(tokenizer: str, vocab_size: int) -> dict[str, Any]:
-    """Return the entries that name the tokenizer, by a path that is valid in every folder."""
+    """Return the entries that tell the tokenizer, by a path that is valid in every folder.
+
+    What was held out of a text in training is not known with other tokens: there is no fingerprint.
+    """
+    identity = None
     if not tokenizer.startswith(HUB_PREFIX):
-        fitting_tokenizer(tokenizer, vocab_size)  # raises an error now rather than at first use
+        # Raises an error now rather than at first use.
+        identity = fitting_tokenizer(tokenizer, vocab_size).identity
     if tokenizer != "byte" and not tokenizer.startswith(HUB_PREFIX):
         tokenizer = str(Path(tokenizer).expanduser().resolve())
-    return {"tokenizer": tokenizer, "data": to_json(DataConfig(tokenizer=tokenizer))}
+    return {
+        "tokenizer": tokenizer,
+        "tokenizer_identity": identity,
+        "fingerprint": None,
+        "data": to_json(DataConfig(tokenizer=tokenizer)),
+    }
