@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from mezzo_core.papers.criteria import Judgement, Outcome, combine
+from mezzo_core.papers.criteria import Judgement, Outcome, combine, compare_bounds
 from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim, Table
 
@@ -76,14 +76,7 @@ class Growth:
             first, last = (ours.by_seed(model, c) for c in (known[0], known[-1]))
             times = math.log(int(known[-1]) / int(known[0]))
             powers = [math.log(last[i] / first[i]) / times for i in first.keys() & last.keys()]
-            inside = [low <= power <= high for power in powers]
-            outcomes.append(
-                Outcome.AGREES
-                if all(inside)
-                else Outcome.NOT_SETTLED
-                if any(inside)
-                else Outcome.DIFFERS
-            )
+            outcomes.append(compare_bounds(powers, low, high, ours.kind))
             bounds = f"expected {low:g} to {high:g}, T from {known[0]} to {known[-1]}"
             words.append(f"{model} as T^{fmean(powers):.2f} ({bounds})")
         return Judgement(combine(outcomes), f"grows: {', '.join(words) or 'not measured'}")
