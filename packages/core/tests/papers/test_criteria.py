@@ -15,6 +15,7 @@ from mezzo_core.papers.criteria import (
     Ratio,
     about,
     at_least,
+    compare_bounds,
     compare_order,
     is_settled,
 )
@@ -159,6 +160,11 @@ def test_what_trained_models_reach_is_held_to_bounds_by_the_same_test_as_an_orde
     assert of(about(2), 2.6, 2.7, 2.9) is NOT_SETTLED, "all above, but near the bound"
     assert of(at_least(2), 3.0, 3.1, 2.9) is AGREES
     assert of(at_least(2), 1.0, 1.1, 0.9) is DIFFERS
+
+
+@pytest.mark.parametrize("kind", ["training", "speed"])
+def test_nothing_is_within_bounds_if_nothing_was_measured(kind):
+    assert compare_bounds([], 0, 1, kind) is NOT_SETTLED
 
 
 def test_bounds_say_about_and_at_least():

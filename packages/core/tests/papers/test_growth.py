@@ -1,5 +1,7 @@
 """Criteria of bounds and growth agree, differ, and are not settled where they should."""
 
+from dataclasses import replace
+
 import pytest
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.growth import Growth, Steady, Within, growing
@@ -40,6 +42,32 @@ def numbers(*passes, columns=T):
 )
 def test_outcomes(criterion, ours, outcome):
     assert criterion(CLAIM, ours).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("highest", "outcome"),
+    [
+        ((10.0,), Outcome.NOT_SETTLED),
+        ((100.0,), Outcome.NOT_SETTLED),
+        ((10.0, 10.1, 9.9), Outcome.AGREES),
+        ((14.0, 14.1, 13.9), Outcome.DIFFERS),
+        ((11.9, 11.6, 11.95), Outcome.NOT_SETTLED),
+        ((12.1, 12.6, 12.2), Outcome.NOT_SETTLED),
+    ],
+)
+def test_that_a_trained_model_is_steady_is_settled_by_seeds(highest, outcome):
+    ours = replace(numbers(*((10.0, 10.0, value) for value in highest)), kind="training")
+    assert Steady(1.2)(CLAIM, ours).outcome is outcome
+
+
+def test_a_speed_is_steady_in_every_pass():
+    ours = replace(numbers((10, 11, 11), (10, 11, 11), (10, 13, 11)), kind="speed")
+    assert Steady(1.2)(CLAIM, ours).outcome is Outcome.NOT_SETTLED
+
+
+def test_seeds_that_only_some_columns_have_are_not_compared():
+    entries = tuple(Entry("m", c, 1.0, seed=s) for s, c in enumerate(T))
+    assert Steady()(CLAIM, Measurement(entries, T, "made up")).outcome is Outcome.NOT_SETTLED
 
 
 def test_what_grows_as_said_is_steady():

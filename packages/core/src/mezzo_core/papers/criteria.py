@@ -270,14 +270,14 @@ def compare_bounds(values: Sequence[float], low: float, high: float, kind: str) 
     """Tell whether values are within bounds.
 
     Args:
-        values: one for each seed or pass.
+        values: one for each seed or pass; without any, nothing is settled.
         low: the least value that is within.
         high: the greatest.
         kind: of the measurement. What trained models reach has noise, even with one seed.
     """
     if kind not in TRAINED:
-        inside = [low <= value <= high for value in values]
-        return AGREES if all(inside) else NOT_SETTLED if any(inside) else DIFFERS
+        inside = {low <= value <= high for value in values}
+        return NOT_SETTLED if len(inside) != 1 else AGREES if True in inside else DIFFERS
     distances = [[value - bound for value in values] for bound in (low, high) if bound < math.inf]
     if not all(map(is_settled, distances)):
         return NOT_SETTLED

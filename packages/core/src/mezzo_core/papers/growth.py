@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from mezzo_core.papers.criteria import Judgement, Outcome, combine, compare_bounds
 from mezzo_core.papers.measurement import How, Measurement, entries
@@ -42,19 +42,21 @@ class Steady:
     columns: tuple[str, ...] = ()
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
-        """Compare the ratio of each model with the bound; of a speed, the medians."""
+        """Compare the ratio of each seed or pass with the bound."""
         outcomes, words = [], []
         for group, model in ours.rows:
             if self.models and model not in self.models:
                 continue
-            found = [ours.typical(model, c, group) for c in self.columns or ours.columns]
-            values = [float(value) for value in found if isinstance(value, int | float)]
-            if len(values) < 2:
+            found = [ours.by_seed(model, c, group) for c in self.columns or ours.columns]
+            cells = [cell for cell in found if cell]
+            shared = [s for s in ours.seeds if all(s in cell for cell in cells)]
+            if len(cells) < 2 or not shared:
                 continue
+            every = ([cell[s] for cell in cells] for s in shared)
             # `max` and `min` pass over a NaN that does not come first.
-            spread = max(values) / min(values) if all(map(math.isfinite, values)) else math.nan
-            outcomes.append(Outcome.AGREES if spread <= self.bound else Outcome.DIFFERS)
-            words.append(f"{model} {spread:.3g}")
+            spreads = [max(v) / min(v) if all(map(math.isfinite, v)) else math.nan for v in every]
+            outcomes.append(compare_bounds(spreads, 0.0, self.bound, ours.kind))
+            words.append(f"{model} {median(spreads):.3g}")
         where = f"highest over lowest, {ours.setting} (bound {self.bound:g})"
         return Judgement(combine(outcomes), f"{where}: {', '.join(words) or 'not measured'}")
 
