@@ -309,9 +309,33 @@ def test_peaks_are_read_as_memory():
 
 @pytest.mark.parametrize(
     "criterion",
-    [NearPrinted(10), AtLeast(95, DRT1, ("16M",)), Gap(DRT1, DRT2, ("4M",), 0, 1)],
+    [NearPrinted(10), AtLeast(95, DRT1, ("16M",)), Gap(DRT1, DRT2, ("4M",), 0)],
     ids=lambda criterion: type(criterion).__name__,
 )
 def test_what_was_not_measured_is_not_settled(criterion):
     table = PUBLISHED.table("drt.table2.single_niah")
     assert criterion(table, numbers(("1M",), drt1=(50,))).outcome is Outcome.NOT_SETTLED
+
+
+@pytest.mark.parametrize(
+    ("criterion", "inside", "near", "outside"),
+    [
+        (NearPrinted(10), (97, 98, 99), (88, 90, 89), (60, 61, 62)),
+        (AtLeast(95, DRT1, ("4K",)), (97, 98, 99), (92, 96, 94), (60, 61, 62)),
+        (Gap(DRT1, "another", ("4K",), 20), (97, 98, 99), (69, 73, 72), (60, 61, 62)),
+    ],
+    ids=["NearPrinted", "AtLeast", "Gap"],
+)
+def test_seeds_settle_an_accuracy(criterion, inside, near, outside):
+    table = PUBLISHED.table("drt.table2.single_niah")
+
+    def of(*accuracies):
+        found = {DRT1: accuracies, "another": (50.0,) * len(accuracies)}
+        entries = (Entry(m, "4K", a, seed=s) for m, v in found.items() for s, a in enumerate(v))
+        ours = Measurement(tuple(entries), ("4K",), "made up", kind="recall")
+        return criterion(table, ours).outcome
+
+    assert of(*inside) is Outcome.AGREES
+    assert of(*near) is Outcome.NOT_SETTLED
+    assert of(*outside) is Outcome.DIFFERS
+    assert {of(inside[0]), of(outside[0])} == {Outcome.NOT_SETTLED}, "one seed"

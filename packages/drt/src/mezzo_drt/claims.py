@@ -146,8 +146,8 @@ _TWICE_FOR_LITTLE = Ratio(
 )
 _TWO_HOPS = Every(
     (
-        Gap(DRT2, DRT1, ("64K", "256K", "4M"), 20, 100),
-        Gap(DRT2, LANDMARK, ("1K", "4K"), -10, 100),
+        Gap(DRT2, DRT1, ("64K", "256K", "4M"), 20),
+        Gap(DRT2, LANDMARK, ("1K", "4K"), -10),
     )
 )
 _EFFICIENT = Every(

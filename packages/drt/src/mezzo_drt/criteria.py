@@ -1,9 +1,11 @@
 """Criteria that this paper's claims need besides core's: accuracies in points, and what fits."""
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mezzo_core.papers.criteria import Judgement, Outcome, combine
+from mezzo_core.papers.criteria import Judgement, Outcome, combine, compare_bounds, pair_seeds
 from mezzo_core.papers.measurement import Measurement
 from mezzo_core.papers.published import Claim, Table
 
@@ -15,22 +17,17 @@ class NearPrinted:
     points: float
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
-        """Compare the mean over the seeds of each cell."""
+        """Hold each cell that was measured to its bounds."""
         assert isinstance(printed, Table)
-        wrong, details = [], []
-        for column in printed.columns:
-            for model, theirs in printed.column(column).items():
-                if found := ours.by_seed(model, column):
-                    mean = fmean(found.values())
-                    details.append(f"{model} at {column}: printed {theirs:g}, ours {mean:.4g}")
-                    if abs(mean - theirs) > self.points:
-                        wrong.append(details[-1])
-        near = f"of {len(details)} accuracies, {len(details) - len(wrong)} are within "
-        summary = f"{near}{self.points:g} points of the printed ones"
-        if wrong:
-            summary += f" (not {'; '.join(wrong[:3])})"
-        outcome = Outcome.AGREES if details else Outcome.NOT_SETTLED
-        return Judgement(Outcome.DIFFERS if wrong else outcome, summary, tuple(details))
+        points = self.points
+        cells = (
+            (f"{model} at {c}, printed {theirs:g}", found, theirs - points, theirs + points)
+            for c in printed.columns
+            for model, theirs in printed.column(c).items()
+            if (found := list(ours.by_seed(model, c).values()))
+        )
+        asked = f"accuracies within {points:g} points of the printed ones"
+        return _judge(asked, cells, ours.kind)
 
 
 @dataclass(frozen=True)
@@ -42,40 +39,30 @@ class AtLeast:
     columns: tuple[str, ...]
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
-        """Compare the mean over the seeds of each column."""
-        found = {c: fmean(v.values()) for c in self.columns if (v := ours.by_seed(self.model, c))}
-        missing = [column for column in self.columns if column not in found]
-        lower = [f"{value:.4g} at {c}" for c, value in found.items() if not value >= self.bound]
-        said = f"{self.model} has at least {self.bound:g}"
-        if lower:
-            return Judgement(Outcome.DIFFERS, f"not everywhere: {said}, but {', '.join(lower)}")
-        if missing:
-            return Judgement(Outcome.NOT_SETTLED, f"{said}, but was not measured at {missing}")
-        return Judgement(Outcome.AGREES, f"{said} at {', '.join(self.columns)}")
+        """Hold each column to the bound."""
+        found = {c: list(ours.by_seed(self.model, c).values()) for c in self.columns}
+        cells = ((c, values, self.bound, math.inf) for c, values in found.items())
+        return _judge(f"{self.model}, at least {self.bound:g}", cells, ours.kind)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """One model's accuracy minus another's, in points, is in bounds in each of these columns."""
+    """One model's accuracy minus another's, in points, is at least so much in these columns."""
 
     first: str
     second: str
     columns: tuple[str, ...]
-    low: float
-    high: float
+    bound: float
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
-        """Compare the means over the seeds in those of the columns that were measured."""
-        outcomes, words = [], []
-        for column in self.columns:
-            a, b = (ours.by_seed(model, column) for model in (self.first, self.second))
-            if a and b:
-                gap = fmean(a.values()) - fmean(b.values())
-                inside = self.low <= gap <= self.high
-                outcomes.append(Outcome.AGREES if inside else Outcome.DIFFERS)
-                words.append(f"{gap:+.3g} at {column}")
-        asked = f"{self.first} minus {self.second} in points ({self.low:g} to {self.high:g} asked)"
-        return Judgement(combine(outcomes), f"{asked}: {', '.join(words) or 'not measured'}")
+        """Hold the gaps of the seeds to the bound in those of the columns that were measured."""
+        cells = (
+            (c, [a - b for a, b in paired], self.bound, math.inf)
+            for c in self.columns
+            if (paired := pair_seeds(ours, self.first, self.second, c, ""))
+        )
+        asked = f"{self.first} minus {self.second} in points, at least {self.bound:g}"
+        return _judge(asked, cells, ours.kind)
 
 
 @dataclass(frozen=True)
@@ -93,3 +80,19 @@ class Runs:
         found = words[0] if words else "it runs" if cell else "not measured"
         summary = f"{self.model} at {self.column}: {found}"
         return Judgement(Outcome.DIFFERS if words else outcome, summary)
+
+
+def _judge(
+    asked: str, cells: Iterable[tuple[str, Sequence[float], float, float]], kind: str
+) -> Judgement:
+    """Hold the values of each cell, one for each seed, to its low and high bound."""
+    found: dict[Outcome, list[str]] = {}
+    for place, values, low, high in cells:
+        mean = f"{fmean(values):.4g}" if values else "not measured"
+        found.setdefault(compare_bounds(values, low, high, kind), []).append(f"{place}: {mean}")
+    parts = (
+        f"{outcome.value} in {len(said)} ({'; '.join(said[:3])}{'; ...' if len(said) > 3 else ''})"
+        for outcome, said in found.items()
+    )
+    details = tuple(f"{each}, {o.value}" for o, said in found.items() for each in said)
+    return Judgement(combine([*found]), f"{asked}: {', '.join(parts) or 'not measured'}", details)
