@@ -242,6 +242,23 @@ def test_rates_that_are_not_all_measured_settle_nothing(done):
         )
 
 
+@pytest.mark.parametrize(
+    ("criterion", "agreeing", "contrary"),
+    [
+        (Trains(NORMALIZED), (3, 2, 4), (3, 2, "diverged")),
+        (BestColumn(NORMALIZED, "3e-3"), ("diverged", 2, "diverged"), (3, "diverged", 4)),
+    ],
+    ids=["Trains", "BestColumn"],
+)
+def test_whether_a_model_trains_is_not_settled_by_one_seed(criterion, agreeing, contrary):
+    claim = PUBLISHED.claim("rt.claim.rmsnorm_lr")
+    for values, outcome in ((agreeing, Outcome.AGREES), (contrary, Outcome.DIFFERS)):
+        ours = numbers(RATES, normalized=values)
+        one = replace(ours, entries=tuple(e for e in ours.entries if e.seed == 0))
+        assert criterion(claim, ours).outcome is outcome
+        assert criterion(claim, one).outcome is Outcome.NOT_SETTLED
+
+
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_stirling_numbers_count_permutations_by_their_cycles(k):
     found = [0] * (k + 1)

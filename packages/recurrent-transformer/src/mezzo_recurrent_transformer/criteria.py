@@ -68,18 +68,21 @@ class BestColumn:
         return replace(judged, summary=f"{self.model} at {self.column}: {judged.summary}")
 
     def _compare(self, ours: Measurement, other: str) -> list[Pair]:
-        numbers = [bool(ours.by_seed(self.model, c)) for c in (self.column, other)]
+        columns = (self.column, other)
+        numbers = [bool(ours.by_seed(self.model, c)) for c in columns]
         if all(numbers):
             swapped = (replace(e, model=e.column, column=e.model) for e in ours.entries)
             turned = replace(ours, entries=tuple(swapped), columns=(self.model,))
-            return list(compare_order((self.column, other), turned, self.model))
+            return list(compare_order(columns, turned, self.model))
         outcome = Outcome.AGREES if numbers[0] else Outcome.DIFFERS
-        return [Pair(self.column, other, self.model, math.inf, None, outcome)]
+        if any(len(ours.cell(self.model, c)) < 2 for c in columns):
+            outcome = Outcome.NOT_SETTLED
+        return [Pair(*columns, self.model, math.inf, None, outcome)]
 
 
 @dataclass(frozen=True)
 class Trains:
-    """A model has a number in every column: no training of it diverged."""
+    """A model has a number in every column: no training of it diverged, of two seeds or more."""
 
     model: str
 
@@ -87,15 +90,13 @@ class Trains:
         """Look for words in the place of numbers."""
         cells = {c: ours.cell(self.model, c) for c in ours.columns}
         failed = [c for c, cell in cells.items() if any(isinstance(e.value, str) for e in cell)]
-        missing = [c for c, cell in cells.items() if not cell]
-        outcome = Outcome.NOT_SETTLED if missing else Outcome.AGREES
+        few = [c for c, cell in cells.items() if len(cell) < 2]
+        outcome = Outcome.NOT_SETTLED if few else Outcome.AGREES
+        said = f"diverges at {', '.join(failed)}" if failed else "trains"
+        said += f" (not two seeds at {', '.join(few)})" if few else ""
         return Judgement(
-            Outcome.DIFFERS if failed else outcome,
-            f"{self.model} diverges at {', '.join(failed)}"
-            if failed
-            else f"{self.model} is not measured at {', '.join(missing)}"
-            if missing
-            else f"{self.model} trains",
+            Outcome.DIFFERS if set(failed) - set(few) else outcome,
+            f"{self.model} {said}",
         )
 
 
