@@ -21,10 +21,19 @@ from mezzo_recurrent_transformer import (
     settings,
     theory,
 )
-from mezzo_recurrent_transformer.claims import ANSWERS, NORMALIZED, RAW, REPRODUCTION, in_nats
+from mezzo_recurrent_transformer.claims import (
+    ANSWERS,
+    NORMALIZED,
+    RAW,
+    REPRODUCTION,
+    RT,
+    XFMR,
+    in_nats,
+)
 from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, Trains, by_layers
 from mezzo_recurrent_transformer.recipes import RECIPES
 from mezzo_recurrent_transformer.speed import EAGER, GRAPH, NAIVE
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 PUBLISHED = REPRODUCTION.published
 
@@ -128,6 +137,27 @@ def test_a_growth_without_enough_lengths_is_not_settled():
     claim = PUBLISHED.claim("rt.claim.latency_scaling")
     one = numbers(("512",), naive=(1,), graph=(1,))
     assert Growth({NAIVE: (1.5, 2.5)}, T)(claim, one).outcome is Outcome.NOT_SETTLED
+
+
+@pytest.mark.parametrize("lost", TASKS)
+def test_the_claim_about_the_synthetic_tasks_reads_each_of_them(lost):
+    claim = PUBLISHED.claim("rt.claim.synthetic_results")
+    (answer,) = [answer for answer in ANSWERS if answer.id == claim.id]
+    (evidence,) = answer.evidence
+
+    def outcome(better):
+        entries = [
+            Entry(model, task, value, seed=seed, group=group)
+            for group in ("exact match", "token accuracy")
+            for task in TASKS
+            for model, value in ((RT, 0.5), (XFMR, 0.4 if better(task) else 0.6))
+            for seed in range(3)
+        ]
+        made = Measurement(tuple(entries), tuple(TASKS), "made up", better="higher")
+        return evidence.criterion(claim, made).outcome
+
+    assert outcome(lambda task: True) is Outcome.AGREES
+    assert outcome(lambda task: task != lost) is Outcome.DIFFERS
 
 
 def test_a_rate_is_best_only_if_the_seeds_settle_it():
