@@ -205,8 +205,6 @@ def run_states(
     kept = torch.empty((chunks.num_chunks, H, M), device=device)
     last = torch.empty((chunks.num_segments, H, M, D), device=device)
     whole = torch.empty((chunks.num_segments, H, M), device=device)
-    starts = torch.empty_like(last, dtype=x.dtype)
-    final = torch.empty((chunks.num_sequences, H, M, D), device=device)
     BM, BD = min(64, padded(M)), min(64, padded(D))
     tiles = (ceil_div(D, BD), ceil_div(M, BM))
     is_large = chunks.num_segments * H * tiles[0] * tiles[1] > FULL
@@ -219,6 +217,8 @@ def run_states(
     )  # fmt: skip
     if not split:
         return states, None, last, kept
+    starts = torch.empty_like(last, dtype=x.dtype)
+    final = torch.empty((chunks.num_sequences, H, M, D), device=device)
     BM = min(16, BM)
     tiles = (ceil_div(D, BD), ceil_div(M, BM))
     join_segments_kernel[(chunks.num_sequences * H, tiles[0], tiles[1])](
