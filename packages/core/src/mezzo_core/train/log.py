@@ -178,9 +178,9 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4))
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats a token)")
+    axes = figure.add_axes((0.12, 0.13, 0.85, 0.78), xlabel="tokens", ylabel="loss (nats a token)")
     axes.set_title(printable(config.name), parse_math=False)
     per_step = config.batch_size * config.seq_len
     for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
