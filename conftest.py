@@ -11,6 +11,7 @@ from pathlib import Path
 # Workers share the cores, with the processes that their tests start; torch reads this at import.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the inductor starts no pool of processes
 
 import pytest
 import torch
