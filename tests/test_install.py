@@ -90,7 +90,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_paper_works_with_only_core_beside_it(wheels, tmp_path, paper):
+def test_with_only_core_a_paper_has_its_layers_and_its_commands_say_what_is_missing(
+    wheels, tmp_path, paper
+):
     name = module(paper)
     unpack(tmp_path, wheels["mezzo_core"], wheels[name])
     others = tuple(module(other) for other in PAPERS if other != paper)
@@ -100,8 +102,15 @@ for layer in {LAYERS[paper]}:
     y, _ = eval("{name}." + layer).build(64)(torch.randn(1, 10, 64))
     assert y.shape == (1, 10, 64)
 print({name}.__file__)
+try:
+    from {name}.__main__ import main
+    main(["--help"])
+except SystemExit as stop:
+    print(stop.code)
 """
-    assert run(code, tmp_path, (*HEAVY, *others)).startswith(str(tmp_path))
+    place, message = run(code, tmp_path, (*HEAVY, *others)).split("\n", 1)
+    assert place.startswith(str(tmp_path))
+    assert f"pip install 'mezzo-{paper}[train]'" in message
 
 
 def test_the_wheels_hold_what_the_commands_need(wheels):
@@ -145,22 +154,6 @@ def test_an_installed_paper_gives_the_answers_of_the_checkout(wheels, tmp_path, 
     assert installed == json.loads(json.dumps(answers(name)))
     measured = (ROOT / "packages" / paper / "results/nvidia-h200").exists()
     assert any("nvidia-h200/" in summary for *_, summary in installed) == measured
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_the_commands_say_what_is_missing_when_only_the_layers_are_installed(
-    wheels, tmp_path, paper
-):
-    unpack(tmp_path, wheels["mezzo_core"], wheels[module(paper)])
-    code = f"""
-try:
-    from {module(paper)}.__main__ import main
-    main(["--help"])
-except SystemExit as stop:
-    print(stop.code)
-"""
-    message = run(code, tmp_path, ("typer",))
-    assert f"pip install 'mezzo-{paper}[train]'" in message
 
 
 def test_versions_agree_with_the_code(wheels):

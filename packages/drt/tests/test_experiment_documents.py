@@ -2,6 +2,7 @@
 
 import runpy
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from mezzo_drt.recipes import RECIPES
 
 SCRIPT = Path(__file__).parents[1] / "experiments/train_documents.py"
 script = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+RATES = dict(islice(script.RATES.items(), 2))  # a best of two shows what a best of four does
+script.measure.__globals__["RATES"] = RATES
 
 
 def dry_run(folder, *words):
@@ -64,7 +67,7 @@ def test_a_second_run_trains_only_what_is_missing(tmp_path, capsys):
     assert dry_run(tmp_path, "--seeds", "0", "1", "--models", name) == 0
     lines = capsys.readouterr().out.splitlines()
     seeds = [line.split(":")[1].split(",")[-1] for line in lines]
-    assert seeds == [" 0"] * (len(script.RATES) + 3) + [" 1"] * 3
+    assert seeds == [" 0"] * (len(RATES) + 3) + [" 1"] * 3
 
 
 def test_a_full_run_is_the_recipe_on_the_given_text():

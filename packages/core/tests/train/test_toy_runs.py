@@ -50,7 +50,7 @@ def test_sharded_and_killed_in_two_processes_it_goes_on_in_one(
 def test_it_compiles_in_one_graph(config):
     torch.manual_seed(0)
     model = config.model.build()
-    tokens = torch.randint(0, 257, (2, 7))
+    tokens = torch.randint(0, 257, (2, 6))  # the fifth reads what the first four told
     torch.compiler.reset()
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
     found = [loss(tokens[:, :-1], tokens[:, 1:]) for loss in (compiled, model.loss)]
