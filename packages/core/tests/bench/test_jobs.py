@@ -8,7 +8,7 @@ import pytest
 import torch
 from mezzo_core.bench.jobs import side_by_side
 from mezzo_core.errors import UserError
-from toys.jobs import fail, place_of, threads_of
+from toys.jobs import fail, meet, place_of, threads_of
 
 CPU = torch.device("cpu")
 
@@ -19,14 +19,14 @@ def test_one_job_runs_in_this_process_one_after_another():
     assert found == [(i, (i, os.getpid(), "here cpu")) for i in range(3)]
 
 
-def test_several_jobs_run_in_processes_with_folders_of_their_own():
-    calls = [partial(place_of, number) for number in range(5)]
+def test_several_jobs_run_in_processes_with_folders_of_their_own(tmp_path):
+    calls = [*[partial(meet, tmp_path)] * 2, *(partial(place_of, number) for number in range(2, 5))]
     found = dict(side_by_side(calls, Path("here"), CPU, 2))
-    assert [found[i][0] for i in range(5)] == [0, 1, 2, 3, 4]
-    assert os.getpid() not in {pid for _, pid, _ in found.values()}
-    places = {(pid, place) for _, pid, place in found.values()}
-    assert {place for _, place in places} <= {"here/job_0 cpu", "here/job_1 cpu"}
-    assert len(places) == len({pid for pid, _ in places})
+    assert {found.pop(0), found.pop(1)} == {"here/job_0", "here/job_1"}
+    processes = {path.name for path in tmp_path.iterdir()}
+    assert str(os.getpid()) not in processes
+    assert [found[i][0] for i in range(2, 5)] == [2, 3, 4]
+    assert {str(pid) for _, pid, _ in found.values()} <= processes
 
 
 def test_several_jobs_share_out_the_threads(monkeypatch: pytest.MonkeyPatch):
