@@ -16,7 +16,7 @@ alone; what `--runs` has is not trained again, and what the files have is not me
 
 Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
 have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
-kinds that the training part has too: see results/notes.md.
+kinds that the training part has too.
 """
 
 import sys
