@@ -180,6 +180,7 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
 
     figure = Figure(figsize=(7, 4))
     FigureCanvasAgg(figure)
+    # Fixed margins: a layout that finds them draws the figure twice.
     axes = figure.add_axes((0.12, 0.13, 0.85, 0.78), xlabel="tokens", ylabel="loss (nats a token)")
     axes.set_title(printable(config.name), parse_math=False)
     per_step = config.batch_size * config.seq_len
