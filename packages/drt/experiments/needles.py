@@ -200,19 +200,26 @@ def measure_task(name: str, result: Result, sizes: Sizes, options: Options) -> E
         and num_tokens(column) <= REACH.get(model, num_tokens(column))
         and not result.has(model, column, seed=seed)
     ]
-    wanted = list(dict.fromkeys((cell.model, cell.seed) for cell in cells))
-    trainings = [partial(train_stages, runs_of(name, *each, sizes, options)) for each in wanted]
+    trainings = {
+        (name, cell.model, cell.seed): partial(
+            train_stages, runs_of(name, cell.model, cell.seed, sizes, options)
+        )
+        for cell in cells
+    }
     trained, failure = {}, None
     try:
-        for i, details in side_by_side(trainings, options.runs, options.device, options.jobs):
-            trained[wanted[i]] = details
-            say(f"{wanted[i][0]}: trained on {result.path.stem}, seed {wanted[i][1]}")
+        for (_, model, seed), details in side_by_side(
+            trainings, options.runs, options.device, options.jobs
+        ):
+            trained[model, seed] = details
+            say(f"{model}: trained on {result.path.stem}, seed {seed}")
     except Exception as error:
         failure = error
     cells = [cell for cell in cells if (cell.model, cell.seed) in trained]
-    calls = [partial(measure_cell, cell, sizes, options) for cell in cells]
-    for i, (value, details) in side_by_side(calls, options.runs, options.device, options.jobs):
-        _, model, column, seed = cells[i]
+    calls = {cell: partial(measure_cell, cell, sizes, options) for cell in cells}
+    for (_, model, column, seed), (value, details) in side_by_side(
+        calls, options.runs, options.device, options.jobs
+    ):
         first = trained[model, seed] if column == columns[0] else {}
         result.add(value, model=model, column=column, seed=seed, **details, **first)
     return failure

@@ -84,16 +84,16 @@ def measure(options: Options) -> None:
     path = options.out / f"{Path(T2R_RATES).name}.json"
     result = Result(path, header, origin(options.device), say)
     for part in ((TRANSFORMER,), (*CONVERTED, CONTROL)):
-        missing = [
-            (model, column, seed)
+        calls = {
+            (model, column, seed): partial(train_one, options, model, column, seed)
             for seed in options.seeds
             for model in part
             for column in (RATES if model in CONVERTED else [FROM_NOTHING])
             if model in options.models and not result.has(model, column, seed=seed)
-        ]
-        calls = [partial(train_one, options, *each) for each in missing]
-        for i, found in side_by_side(calls, options.runs, options.device, options.jobs):
-            model, column, seed = missing[i]
+        }
+        for (model, column, seed), found in side_by_side(
+            calls, options.runs, options.device, options.jobs
+        ):
             value = found.pop("perplexity")
             result.add(value, model=model, column=column, seed=seed, **found | NO_SPEED)
 

@@ -308,7 +308,8 @@ def _trained(
     device = torch.device(sizes.device)
     missing = [c for c in cells if sizes.wants(c.model) and not result.has(c.model, c.column)]
     if device.type == "cuda":
-        calls = [partial(compile_ahead, cell) for cell in dict.fromkeys(c.shallow for c in missing)]
+        shallow = [cell.shallow for cell in missing]
+        calls = {(cell.model, cell.column): partial(compile_ahead, cell) for cell in shallow}
         for _ in side_by_side(calls, result.path.parent, device, COMPILERS):
             pass
     for cell in missing:

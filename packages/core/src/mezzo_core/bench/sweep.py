@@ -48,8 +48,11 @@ def best_runs(
         by: as said.
     """
     told = say if jobs == 1 else write  # which another process can have
-    calls = [partial(_best_run, sweep, say=told, swept=swept, by=by) for sweep in sweeps]
-    for i, best in side_by_side(calls, Path(), device, jobs):  # runs have folders of their own
+    calls = {
+        (i, sweep.name): partial(_best_run, sweep, say=told, swept=swept, by=by)
+        for i, sweep in enumerate(sweeps)
+    }
+    for (i, _), best in side_by_side(calls, Path(), device, jobs):  # runs have folders of their own
         for run in (best, *(best["others"] or ())) if jobs > 1 else ():
             run |= NO_SPEED
         yield i, best

@@ -37,21 +37,19 @@ def train_and_test(
     in its first column. The other arguments are those of `train_models`.
     """
     columns = result.header.columns
-    missing = [
-        (model, replace(config, seed=seed))
+    calls = {
+        (model, seed): partial(_tested, replace(config, seed=seed), test, columns)
         for seed in seeds
         for model, config in configs.items()
         if not all(result.has(model, column, seed=seed) for column in columns)
-    ]
-    calls = [partial(_tested, config, test, columns) for _, config in missing]
-    for i, (found, values) in side_by_side(calls, folder, device, jobs):
-        model, config = missing[i]
+    }
+    for (model, seed), (found, values) in side_by_side(calls, folder, device, jobs):
         if jobs > 1:
             found |= NO_SPEED
         for column in columns:
             details = found if column == columns[0] else {}
-            if not result.has(model, column, seed=config.seed):
-                result.add(values[column], model=model, column=column, seed=config.seed, **details)
+            if not result.has(model, column, seed=seed):
+                result.add(values[column], model=model, column=column, seed=seed, **details)
 
 
 def _tested(

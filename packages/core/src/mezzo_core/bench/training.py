@@ -116,14 +116,16 @@ def train_runs(
     Its value is the validation perplexity; OOM or DIVERGED stand for a training that does not fit
     into the GPU, or whose loss exploded. Trainings at the same time have no speed.
     """
-    missing = [(m, col, c) for m, col, c in runs if not result.has(m, col, seed=c.seed)]
-    calls = [partial(outcome, config) for *_, config in missing]
-    for i, found in side_by_side(calls, folder, device, jobs):
-        model, column, config = missing[i]
+    calls = {
+        (model, column, config.seed): partial(outcome, config)
+        for model, column, config in runs
+        if not result.has(model, column, seed=config.seed)
+    }
+    for (model, column, seed), found in side_by_side(calls, folder, device, jobs):
         if jobs > 1:
             found |= NO_SPEED
         value = found.pop("perplexity")
-        result.add(value, model=model, column=column, seed=config.seed, **found)
+        result.add(value, model=model, column=column, seed=seed, **found)
 
 
 def outcome(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
