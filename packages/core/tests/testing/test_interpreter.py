@@ -1,3 +1,6 @@
+import inspect
+import itertools
+
 import pytest
 import torch
 
@@ -140,3 +143,32 @@ def test_a_type_of_blocks_is_made_once_and_never_taken_for_another():
         for _ in range(2):
             with pytest.raises(error):
                 tl.block_type(tl.float32, shape)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_operands_become_what_triton_makes_of_them():
+    semantic = pytest.importorskip("triton.runtime.interpreter").interpreter_semantic
+    ours = type(semantic).binary_op_type_checking_impl
+    tritons = inspect.getclosurevars(ours).nonlocals["match"]
+    types = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
+    numbers = [True, 0, 1, -1, 2**31, 2**40, 2**70, 1.0, 0.5, float("nan"), 1e300]
+    ones = [semantic.full(shape, 1, tl.float32) for shape in ([], [4], [1, 4], [2, 1])]
+    operands = numbers + [semantic.cast(x, kind) for x in ones for kind in types]
+    address = semantic.builder.get_uint64(64)
+    operands += [
+        semantic.tensor(address, tl.pointer_type(kind)) for kind in (tl.float32, tl.int64) * 2
+    ]
+
+    def outcome(match, *arguments):
+        try:
+            pair = match(semantic, *arguments)
+        except Exception as error:
+            return type(error), str(error)
+        return [(x.type, str(x.dtype), x.handle.data.tolist(), x.handle.data.dtype) for x in pair]
+
+    for options in ((), (True, True), (False, False, True, True), (False, False, False)):
+        for lhs, rhs in itertools.product(operands, operands):
+            expected = outcome(tritons, lhs, rhs, *options)
+            for _ in range(2):
+                found = outcome(ours, lhs, rhs, *options)
+                assert repr(found) == repr(expected), (str(lhs), str(rhs), options)

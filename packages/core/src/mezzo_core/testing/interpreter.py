@@ -76,6 +76,7 @@ def speed_up_interpreter() -> None:
     from triton.runtime import interpreter
 
     _keep_types()
+    _keep_matches()
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     assert_no_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
     look_up = interpreter._get_np_dtype
@@ -106,8 +107,8 @@ def speed_up_interpreter() -> None:
 def _keep_types() -> None:
     """Make each type of blocks once, and what a tensor takes from its type once for each type.
 
-    Every operation makes both anew, which takes longer than its arithmetic. Two tensors of one type
-    need no broadcasting.
+    Every operation makes both anew, which takes longer than its arithmetic. The shapes to which two
+    types are broadcast are found once too; two tensors of one type need no broadcasting.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -136,12 +137,63 @@ def _keep_types() -> None:
         else:
             vars(self).update(known, handle=handle)
 
-    def broadcast_of_two_types(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs)
+    def enlarged(self: Any, x: Any, to: Any) -> Any:
+        if x.type is to:
+            return x
+        if x.type.is_block():
+            return tl.tensor(self.builder.create_broadcast(x.handle, to.shape), to)
+        return tl.tensor(self.builder.create_splat(to.to_ir(self.builder), x.handle), to)
+
+    def broadcast_as_before(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        known, name = vars(lhs.type).setdefault("known_to_broadcasts", {}), rhs.type.name
+        if name not in known:
+            lhs, rhs = broadcast(self, lhs, rhs)
+            known[name] = lhs.type, rhs.type
+            return lhs, rhs
+        left, right = known[name]
+        return enlarged(self, lhs, left), enlarged(self, rhs, right)
 
     tl.block_type.__new__, tl.block_type.__init__ = staticmethod(new_block), init_block
     tl.tensor.__init__ = init_tensor
-    TritonSemantic.broadcast_impl_value = broadcast_of_two_types
+    TritonSemantic.broadcast_impl_value = broadcast_as_before
+
+
+def _keep_matches() -> None:
+    """Find once which types two operands are cast to: it depends on their types and on numbers.
+
+    Every operation asks some twenty questions to find that, mostly, neither is cast.
+    """
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    match = TritonSemantic.binary_op_type_checking_impl
+    with_element_ty = tl.block_type.with_element_ty
+    known: dict[Any, Any] = {}
+
+    def kind_of(x: Any) -> Any:
+        return x.dtype.name if type(x) is tl.tensor else (type(x), x)
+
+    def converted(self: Any, x: Any, to: Any) -> Any:
+        if type(x) is not tl.tensor:
+            return self.scalar_constant(x, to)
+        return x if x.dtype.name == to.name else self.cast(x, to)
+
+    def match_as_before(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        kinds = kind_of(lhs), kind_of(rhs), options, *named.items()
+        if kinds not in known:
+            lhs, rhs = match(self, lhs, rhs, *options, **named)
+            known[kinds] = lhs.dtype, rhs.dtype
+            return lhs, rhs
+        left, right = known[kinds]
+        return self.broadcast_impl_value(converted(self, lhs, left), converted(self, rhs, right))
+
+    def with_element_ty_or_same(self: Any, scalar_ty: Any) -> Any:
+        return self if scalar_ty is self.element_ty else with_element_ty(self, scalar_ty)
+
+    TritonSemantic.binary_op_type_checking_impl = match_as_before
+    tl.block_type.with_element_ty = with_element_ty_or_same
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
