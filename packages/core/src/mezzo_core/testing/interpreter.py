@@ -107,8 +107,8 @@ def speed_up_interpreter() -> None:
 def _keep_types() -> None:
     """Make each type of blocks once, and what a tensor takes from its type once for each type.
 
-    Every operation makes both anew, which takes longer than its arithmetic. The shapes to which two
-    types are broadcast are found once too; two tensors of one type need no broadcasting.
+    Every operation makes both anew, which takes longer than its arithmetic. Two tensors of one type
+    need no broadcasting.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -137,39 +137,23 @@ def _keep_types() -> None:
         else:
             vars(self).update(known, handle=handle)
 
-    def enlarged(self: Any, x: Any, to: Any) -> Any:
-        if x.type is to:
-            return x
-        if x.type.is_block():
-            return tl.tensor(self.builder.create_broadcast(x.handle, to.shape), to)
-        return tl.tensor(self.builder.create_splat(to.to_ir(self.builder), x.handle), to)
-
-    def broadcast_as_before(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type is rhs.type:
-            return lhs, rhs
-        known, name = vars(lhs.type).setdefault("known_to_broadcasts", {}), rhs.type.name
-        if name not in known:
-            lhs, rhs = broadcast(self, lhs, rhs)
-            known[name] = lhs.type, rhs.type
-            return lhs, rhs
-        left, right = known[name]
-        return enlarged(self, lhs, left), enlarged(self, rhs, right)
+    def broadcast_of_two_types(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs)
 
     tl.block_type.__new__, tl.block_type.__init__ = staticmethod(new_block), init_block
     tl.tensor.__init__ = init_tensor
-    TritonSemantic.broadcast_impl_value = broadcast_as_before
+    TritonSemantic.broadcast_impl_value = broadcast_of_two_types
 
 
 def _keep_matches() -> None:
     """Find once which types two operands are cast to: it depends on their types and on numbers.
 
-    Every operation asks some twenty questions to find that, mostly, neither is cast.
+    Every operation finds it anew, though mostly neither is cast.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
 
     match = TritonSemantic.binary_op_type_checking_impl
-    with_element_ty = tl.block_type.with_element_ty
     known: dict[Any, Any] = {}
 
     def kind_of(x: Any) -> Any:
@@ -189,11 +173,7 @@ def _keep_matches() -> None:
         left, right = known[kinds]
         return self.broadcast_impl_value(converted(self, lhs, left), converted(self, rhs, right))
 
-    def with_element_ty_or_same(self: Any, scalar_ty: Any) -> Any:
-        return self if scalar_ty is self.element_ty else with_element_ty(self, scalar_ty)
-
     TritonSemantic.binary_op_type_checking_impl = match_as_before
-    tl.block_type.with_element_ty = with_element_ty_or_same
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
