@@ -6,6 +6,7 @@ import random
 import statistics
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,29 +144,52 @@ def test_trainings_at_the_same_time_are_the_same_and_have_no_speed(configs, resu
     assert all("tokens_per_second" not in entry for entry in entries(result))
 
 
-def test_the_first_seed_tries_all_rates_and_the_others_take_the_best(
-    configs, tmp_path, monkeypatch
-):
-    header = replace(HEADER, columns=("low", "high"))
-    result, trained = Result(tmp_path / "swept.json", header, HERE), []
-    best = {"Attention": 1e-2, "Mean": 1e-3}
-    configs = {m: replace(c, optim=OptimConfig(lr=4e-3, min_lr=1e-3)) for m, c in configs.items()}
+@pytest.fixture
+def taught(configs, monkeypatch):
+    """Trainings whose perplexity is told by their rates' distances from a best one, each noted."""
+    taught = SimpleNamespace(
+        best={"Attention": 1e-2, "Mean": 1e-3},
+        trained=[],
+        configs={m: replace(c, optim=OptimConfig(4e-3, 1e-3)) for m, c in configs.items()},
+    )
 
     def measure_run(config, folder, device):
-        trained.append((config.name, config.seed, config.optim.lr, config.optim.min_lr))
-        return {"perplexity": 1.0 + abs(config.optim.lr - best[config.name])}
+        taught.trained.append((config.name, config.seed, config.optim.lr, config.optim.min_lr))
+        best, lr = taught.best[config.name], config.optim.lr
+        return {"perplexity": 1 + abs(math.log(lr / best)) if best else training.DIVERGED}
 
     monkeypatch.setattr(training, "measure_run", measure_run)
-    rates = {"low": 1e-3, "high": 1e-2}
-    train_swept(result, configs, rates, (0, 1), tmp_path / "runs", CPU)
-    assert trained == [
+    return taught
+
+
+def test_the_first_seed_tries_the_rates_and_the_others_take_the_best(taught, tmp_path):
+    header, rates = replace(HEADER, columns=("low", "high")), {"low": 1e-3, "high": 1e-2}
+    result = Result(tmp_path / "swept.json", header, HERE)
+    train_swept(result, taught.configs, rates, (0, 1), tmp_path / "runs", CPU)
+    assert taught.trained == [
         *(("Attention", 0, 1e-3, 2.5e-4), ("Mean", 0, 1e-3, 2.5e-4)),
         *(("Attention", 0, 1e-2, 2.5e-3), ("Mean", 0, 1e-2, 2.5e-3)),
         *(("Attention", 1, 1e-2, 2.5e-3), ("Mean", 1, 1e-3, 2.5e-4)),
     ]
-    trained.clear()
-    train_swept(Result(result.path, header, HERE), configs, rates, (2,), tmp_path / "runs", CPU)
-    assert [(name, seed) for name, seed, *_ in trained] == [("Attention", 2), ("Mean", 2)]
+    taught.trained.clear()
+    result = Result(result.path, header, HERE)
+    train_swept(result, taught.configs, rates, (2,), tmp_path / "runs", CPU)
+    assert [(name, seed) for name, seed, *_ in taught.trained] == [("Attention", 2), ("Mean", 2)]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(4, {2, 4, 8}), (1, {1, 2, 4, 8}), (32, {2, 4, 8, 16, 32}), (None, {2, 4, 8})],
+)
+def test_a_sweep_begins_in_the_middle_and_goes_on_at_its_ends(taught, tmp_path, best, tried):
+    """And what has no number at all three rates is tried at no other."""
+    rates = {str(rate): float(rate) for rate in (1, 2, 4, 8, 16, 32)}
+    result = Result(tmp_path / "swept.json", replace(HEADER, columns=tuple(rates)), HERE)
+    taught.best["Mean"] = best
+    config = {"Mean": taught.configs["Mean"]}
+    train_swept(result, config, rates, (0, 1), tmp_path / "runs", CPU)
+    assert {rate for _, seed, rate, _ in taught.trained if seed == 0} == tried
+    assert [rate for _, seed, rate, _ in taught.trained if seed == 1] == ([best] if best else [])
 
 
 @pytest.mark.parametrize(

@@ -68,27 +68,38 @@ def train_swept(
     device: torch.device,
     jobs: int = 1,
 ) -> None:
-    """Train each model at each learning rate with seed SWEPT, with the other seeds at its best.
+    """Train each model at several learning rates with seed SWEPT, with the other seeds at its best.
 
-    So that no model loses for a rate that does not suit it. `mezzo_core.papers.claims.swept` reads
-    such a result.
+    So that no model loses for a rate that does not suit it: the sweep begins with the three rates
+    in the middle, and goes on where a model's best has an untried neighbour.
+    `mezzo_core.papers.claims.swept` reads such a result.
 
     Args:
         result: what it has already is left out.
         configs: the runs by the models' names; their seed and rate are replaced.
-        rates: the learning rates, by the names of the result's columns.
+        rates: the learning rates in order, by the names of the result's columns.
         seeds: of the initial weights.
         folder: scratch, see `measure_run`.
         device: where to train.
         jobs: trainings at the same time, see `side_by_side`.
     """
+    columns = list(rates)
 
     def run(model: str, column: str, seed: int) -> tuple[str, str, TrainConfig]:
         return model, column, replace(at_rate(configs[model], rates[column]), seed=seed)
 
-    sweep = [run(model, column, SWEPT) for column in rates for model in configs]
-    train_runs(result, sweep, folder, device, jobs)
-    best = {model: result.best_column(model, seed=SWEPT) for model in configs}
+    middle = columns[max(0, len(columns) - 3) // 2 :][:3]
+    wanted = [run(model, column, SWEPT) for column in middle for model in configs]
+    while wanted:
+        train_runs(result, wanted, folder, device, jobs)
+        best = {model: result.best_column(model, seed=SWEPT) for model in configs}
+        wanted = [
+            run(model, column, SWEPT)
+            for model, found in best.items()
+            if found is not None
+            for column in _around(columns, found)
+            if not result.has(model, column, seed=SWEPT)
+        ]
     others = [
         run(model, column, seed)
         for seed in seeds
@@ -96,6 +107,12 @@ def train_swept(
         if column is not None and seed != SWEPT
     ]
     train_runs(result, others, folder, device, jobs)
+
+
+def _around(columns: Sequence[str], column: str) -> Sequence[str]:
+    """Return a column and its neighbours."""
+    place = columns.index(column)
+    return columns[max(0, place - 1) : place + 2]
 
 
 def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
