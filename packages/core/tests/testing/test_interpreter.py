@@ -118,12 +118,14 @@ def doubling_kernel(p_x, times):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
-def test_a_launch_patches_the_language_once_for_all_its_calls(monkeypatch):
+def test_the_language_is_patched_once_for_all_launches_and_their_calls(monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    patch, patches, needed = interpreter._patch_builtin, [], []
+    patch, patches = interpreter._patch_builtin, []
     monkeypatch.setattr(interpreter, "_patch_builtin", lambda *x: (patches.append(x), patch(*x)))
+    patched = inspect.getclosurevars(interpreter._patch_lang).nonlocals["patched"]
+    patched.discard(doubling_kernel.fn.__module__)
+    needed = []
     for times in (1, 10):
-        patches.clear()
         x = torch.ones(1)
         doubling_kernel[(1,)](x, times)
         assert x == 2**times
@@ -145,30 +147,40 @@ def test_a_type_of_blocks_is_made_once_and_never_taken_for_another():
                 tl.block_type(tl.float32, shape)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
-def test_operands_become_what_triton_makes_of_them():
-    semantic = pytest.importorskip("triton.runtime.interpreter").interpreter_semantic
-    ours = type(semantic).binary_op_type_checking_impl
-    tritons = inspect.getclosurevars(ours).nonlocals["match"]
-    types = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
-    numbers = [True, 0, 1, -1, 2**31, 2**40, 2**70, 1.0, 0.5, float("nan"), 1e300]
-    ones = [semantic.full(shape, 1, tl.float32) for shape in ([], [4], [1, 4], [2, 1])]
-    operands = numbers + [semantic.cast(x, kind) for x in ones for kind in types]
-    address = semantic.builder.get_uint64(64)
-    operands += [
-        semantic.tensor(address, tl.pointer_type(kind)) for kind in (tl.float32, tl.int64) * 2
-    ]
+BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"]
+OPERATORS = [f"__{name}__" for name in (*BINARY, *(f"r{name}" for name in BINARY))]
+OPERATORS += ["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"]
 
-    def outcome(match, *arguments):
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_does_what_tritons_does(name):
+    """Each pair of types comes twice, with other numbers: what is done to the second is known."""
+    semantic = pytest.importorskip("triton.runtime.interpreter").interpreter_semantic
+    ours = getattr(tl.tensor, name)
+    kept = inspect.getclosurevars(ours).nonlocals
+    tritons = kept["operator"]
+    types = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
+    numbers = [True, 0, 1, -1, 2**31, 2**40, 2**70, 1.0, 0.5, -0.0, float("nan"), 1e300]
+
+    def tensors(number):
+        shaped = [semantic.full(shape, number, tl.int32) for shape in ([], [4], [2, 4], [2, 1])]
+        blocks = [semantic.cast(x, kind) for x in shaped for kind in types]
+        address = semantic.builder.get_uint64(64 * number)
+        pointers = [tl.pointer_type(kind) for kind in (tl.float32, tl.int64) * 2]
+        return blocks + [semantic.tensor(address, kind) for kind in pointers]
+
+    def outcome(operator, *arguments, **semantic):
         try:
-            pair = match(semantic, *arguments)
+            x = operator(*arguments, **semantic)
         except Exception as error:
             return type(error), str(error)
-        return [(x.type, str(x.dtype), x.handle.data.tolist(), x.handle.data.dtype) for x in pair]
+        return x.type, str(x.dtype), x.handle.data.tolist(), x.handle.data.dtype, x.handle.dtype
 
-    for options in ((), (True, True), (False, False, True, True), (False, False, False)):
-        for lhs, rhs in itertools.product(operands, operands):
-            expected = outcome(tritons, lhs, rhs, *options)
-            for _ in range(2):
-                found = outcome(ours, lhs, rhs, *options)
-                assert repr(found) == repr(expected), (str(lhs), str(rhs), options)
+    for first, second in ((1, 3), (3, 2)):
+        others = [*tensors(second), *numbers]
+        for pair in itertools.product(tensors(first), others):
+            found, expected = outcome(ours, *pair), outcome(tritons, *pair, _semantic=semantic)
+            assert repr(found) == repr(expected), [str(x) for x in pair]
+    assert any(kept["known"].values()), "something was known"

@@ -11,6 +11,9 @@ where a GPU takes the number.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,7 @@ def repair_interpreter() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-    spread = InterpreterBuilder.create_splat
+    compute = InterpreterBuilder.binary_op
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -52,12 +55,14 @@ def repair_interpreter() -> None:
             return TensorHandle(_rounded(x.data), tl.bfloat16)
         return widened(x) if pair == (tl.bfloat16, tl.float32) else cast(self, x, to)
 
-    def create_splat(self: Any, kind: Any, x: Any) -> Any:
-        block = spread(self, kind, x)
-        return TensorHandle(block.data.astype(bool), tl.int1) if x.data.dtype == bool else block
+    def binary_op(self: Any, a: Any, b: Any, function: Any) -> Any:
+        out = compute(self, a, b, function)
+        if out.data.dtype == bool:
+            out.dtype = tl.int1
+        return out
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
-    InterpreterBuilder.create_splat = create_splat
+    InterpreterBuilder.binary_op = binary_op
     InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -65,32 +70,31 @@ def repair_interpreter() -> None:
 def speed_up_interpreter() -> None:
     """Let the interpreter do once what it repeats, so that kernels take less time.
 
-    A launch replaces the functions of `triton.language` by those of the interpreter. So does each
-    call of a device function: here only the first call that a launch makes into a module does. The
-    table of numpy's types, made anew at each look-up, is kept. Sums, differences and products of
-    integers are computed a second time, to assert that none overflows, only where the interpreter
-    heeds such assertions: not unless its option `debug` is set.
+    A launch replaces the functions of `triton.language` by those of the interpreter, and since
+    Triton 3.6 takes them back. So does each call of a device function: here only the first call
+    into a module does, and they stay. The table of numpy's types, made anew at each look-up, is
+    kept. Sums, differences and products of integers are computed a second time, to assert that none
+    overflows, only where the interpreter heeds such assertions: not unless its option `debug` is
+    set.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     _keep_types()
-    _keep_matches()
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    _keep_operators()
+    patch = interpreter._patch_lang
     assert_no_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
     look_up = interpreter._get_np_dtype
     of_scalar = functools.cache(look_up)
-    patched: set[str] = set()  # modules with functions that the launch under way called
+    patched: set[str] = set()  # modules with functions that were called
+    staying = SimpleNamespace(restore=lambda: None)  # a launch ends with `restore`
 
     def patch_once(fn: Any) -> Any:
         if fn.__module__ not in patched:
             patched.add(fn.__module__)
-            return patch(fn)
-
-    def launch_patching_once(self: Any, *arguments: Any, **named: Any) -> None:
-        patched.clear()  # the launch before took its patches back
-        launch(self, *arguments, **named)
+            patch(fn)
+        return staying
 
     def get_np_dtype(kind: Any) -> Any:
         return of_scalar(kind) if type(kind) is tl.dtype else look_up(kind)
@@ -101,14 +105,13 @@ def speed_up_interpreter() -> None:
 
     TritonSemantic.binary_op_sanitize_overflow_impl = assert_no_overflow_if_heeded
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, get_np_dtype
-    interpreter.GridExecutor.__call__ = launch_patching_once
 
 
 def _keep_types() -> None:
     """Make each type of blocks once, and what a tensor takes from its type once for each type.
 
     Every operation makes both anew, which takes longer than its arithmetic. Two tensors of one type
-    need no broadcasting.
+    or shape need no broadcasting.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -137,43 +140,102 @@ def _keep_types() -> None:
         else:
             vars(self).update(known, handle=handle)
 
-    def broadcast_of_two_types(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs)
+    def broadcast_of_two_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+        blocks = lhs.type.is_block() and rhs.type.is_block()
+        if (blocks and lhs.handle.data.shape == rhs.handle.data.shape) or lhs.type is rhs.type:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
 
     tl.block_type.__new__, tl.block_type.__init__ = staticmethod(new_block), init_block
     tl.tensor.__init__ = init_tensor
-    TritonSemantic.broadcast_impl_value = broadcast_of_two_types
+    TritonSemantic.broadcast_impl_value = broadcast_of_two_shapes
 
 
-def _keep_matches() -> None:
-    """Find once which types two operands are cast to: it depends on their types and on numbers.
+def _keep_operators() -> None:
+    """Find once what an operator does: it depends on the types of its operands and on numbers.
 
-    Every operation finds it anew, though mostly neither is cast.
+    Each time, Triton's finds anew what both become, and makes them blocks of one shape, as numpy
+    does anyway. Ours does what is left: casts, and one call of the interpreter.
     """
     import triton.language as tl
-    from triton.language.semantic import TritonSemantic
 
-    match = TritonSemantic.binary_op_type_checking_impl
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"):
+        for reflected in (False, True):
+            full_name = f"__{'r' * reflected}{name}__"
+            setattr(tl.tensor, full_name, _kept(getattr(tl.tensor, full_name), reflected))
+    for name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+        setattr(tl.tensor, name, _kept(getattr(tl.tensor, name), reflected=False))
+
+
+def _kept(operator: Any, reflected: bool) -> Any:
+    """Return an operator of tensors that keeps what `operator` does with each pair of types."""
+    import triton.language as tl
+    from triton.runtime.interpreter import interpreter_semantic as semantic
+
     known: dict[Any, Any] = {}
 
-    def kind_of(x: Any) -> Any:
-        return x.dtype.name if type(x) is tl.tensor else (type(x), x)
-
-    def converted(self: Any, x: Any, to: Any) -> Any:
+    def handle_of(x: Any, becomes: Any) -> Any:
         if type(x) is not tl.tensor:
-            return self.scalar_constant(x, to)
-        return x if x.dtype.name == to.name else self.cast(x, to)
+            return becomes.handle
+        return (x if x.dtype.name == becomes.dtype.name else semantic.cast(x, becomes.dtype)).handle
 
-    def match_as_before(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
-        kinds = kind_of(lhs), kind_of(rhs), options, *named.items()
+    def apply(self: Any, other: Any) -> Any:
+        kinds = (
+            self.type.name,
+            other.type.name if type(other) is tl.tensor else (type(other), other),
+        )
         if kinds not in known:
-            lhs, rhs = match(self, lhs, rhs, *options, **named)
-            known[kinds] = lhs.dtype, rhs.dtype
-            return lhs, rhs
-        left, right = known[kinds]
-        return self.broadcast_impl_value(converted(self, lhs, left), converted(self, rhs, right))
+            out, known[kinds] = _watched(operator, self, other)
+            return out
+        if known[kinds] is None:
+            return operator(self, other, _semantic=semantic)
+        call, rest, left, right, result = known[kinds]
+        lhs, rhs = (other, self) if reflected else (self, other)
+        return tl.tensor(call(handle_of(lhs, left), handle_of(rhs, right), *rest), result)
 
-    TritonSemantic.binary_op_type_checking_impl = match_as_before
+    return apply
+
+
+def _watched(operator: Any, self: Any, other: Any) -> tuple[Any, Any]:
+    """Run an operator of tensors.
+
+    Returns:
+        Its result; and the call of the interpreter that made it, what else than the operands this
+        got, what they had become for it, and the result's type. None if that is not all it did.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+    from triton.runtime.interpreter import interpreter_semantic as semantic
+
+    with (
+        _noted(semantic, "binary_op_type_checking_impl") as matches,
+        _noted(builder, "binary_op", "create_addptr", "create_idiv") as calls,
+    ):
+        out = operator(self, other, _semantic=semantic)
+    if len(matches) == len(calls) == 1:
+        (left, right), (name, (lhs, rhs, *rest), made) = matches[0][-1], calls[0]
+        if left.handle is lhs and right.handle is rhs and out.handle is made:
+            return out, (getattr(builder, name), rest, left, right, out.type)
+    return out, None
+
+
+@contextmanager
+def _noted(owner: Any, *names: str) -> Iterator[list[tuple[str, tuple[Any, ...], Any]]]:
+    """Yield a list of the calls of an object's methods: name, arguments by place, and result."""
+    calls: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def noting(name: str) -> Any:
+        def call(*inputs: Any, **named: Any) -> Any:
+            calls.append((name, inputs, getattr(type(owner), name)(owner, *inputs, **named)))
+            return calls[-1][-1]
+
+        return call
+
+    vars(owner).update({name: noting(name) for name in names})
+    try:
+        yield calls
+    finally:
+        for name in names:
+            vars(owner).pop(name, None)  # one call inside another has removed it
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
