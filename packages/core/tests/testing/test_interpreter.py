@@ -162,7 +162,7 @@ def test_an_operator_does_what_tritons_does(name):
     kept = inspect.getclosurevars(ours).nonlocals
     tritons = kept["operator"]
     types = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
-    numbers = [True, 0, 1, -1, 2**31, 2**40, 2**70, 1.0, 0.5, -0.0, float("nan"), 1e300]
+    numbers = [True, 0, 1, -1, 2**31, 2**40, 2**70, 1.0, 0.5, 0.0, -0.0, float("nan"), 1e300]
 
     def tensors(number):
         shaped = [semantic.full(shape, number, tl.int32) for shape in ([], [4], [2, 4], [2, 1])]
