@@ -6,7 +6,8 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close
 from mezzo_gsa.ops import ABCState, chunk_abc, recurrent_abc, step_abc_
-from mezzo_gsa.ops.abc.strengths import gates_and_strengths, running_lse
+from mezzo_gsa.ops.abc.strengths import SHORT, gates_and_strengths, running_lse
+from torch._dynamo.testing import CompileCounter
 
 READINGS = ["text", "code"]
 B, T, HQ, H, K, V, M = 2, 70, 4, 2, 3, 5, 6  # more tokens than a chunk has
@@ -193,7 +194,9 @@ def test_the_running_sum_continues_and_equals_a_loop(T, spread):
     assert_close("dlogits", d, loop_d, rtol=1e-10)
 
 
-@pytest.mark.parametrize("lengths", [[40], [1, 0, 1, 7, 0, 0, 31], [0, 16, 17], [3, 3, 3]])
+@pytest.mark.parametrize(
+    "lengths", [[40], [1, 0, 1, 7, 0, 0, 31], [0, 16, 17], [3, 3, 3], [200, 30]]
+)
 def test_the_running_sum_begins_anew_at_each_border(lengths):
     torch.manual_seed(0)
     logits = (30 * torch.randn(1, sum(lengths), 2, 3, dtype=torch.float64)).requires_grad_()
@@ -212,6 +215,17 @@ def test_the_running_sum_begins_anew_at_each_border(lengths):
     assert torch.equal(last, torch.stack(expected))
     (d,), (loop_d,) = (torch.autograd.grad(out, logits, weights) for out in (z, loop_z))
     assert_close("dlogits", d, loop_d, rtol=1e-10)
+
+
+def test_short_packed_rows_share_a_compiled_graph():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(running_lse, backend=counter, fullgraph=True, dynamic=True)
+    for T, graphs in ((5, 1), (100, 1), (SHORT, 1), (SHORT + 1, 2)):
+        arguments = normal(1, T, 3), normal(2, 3), torch.tensor([0, 3, T])
+        for found, expected in zip(compiled(*arguments), running_lse(*arguments), strict=True):
+            assert torch.equal(found, expected)
+        assert counter.frame_count == graphs
 
 
 def test_late_tokens_of_an_average_write_their_exact_share():

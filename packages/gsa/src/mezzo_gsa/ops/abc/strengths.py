@@ -9,6 +9,10 @@ from torch.nn import functional as F
 
 Reading = Literal["text", "code"]
 
+SHORT = 128
+"""Tokens of a short packed row. All of them are summed in as many steps, so that torch.compile
+makes one graph for them; longer ones have a graph for each power of two."""
+
 MIN_LOG_GATE = -30.0
 """Replaces log(0) at a sequence's first token: exp(-30) is negligible beside one."""
 
@@ -69,7 +73,7 @@ def _packed_lse(s: Tensor, z0: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
     T, axes = s.shape[1], [1] * (s.ndim - 2)
     place = sequence_positions(T, cu_seqlens).to(s.device).view(1, T, *axes)
     z, width = s, 1
-    while width < T:
+    while width < max(T, SHORT):
         earlier = z.roll(width, dims=1)
         z = torch.where(place >= width, torch.logaddexp(z, earlier), z)
         width *= 2
