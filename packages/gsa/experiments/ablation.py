@@ -1,17 +1,17 @@
 """Train Table 2's rows, and those beside it, at a small size: each at its best learning rate.
 
     python packages/gsa/experiments/ablation.py --data 'texts/*.jsonl.xz' --tokenizer gpt2/ \
-        --jobs 16 --out packages/gsa/results/nvidia-h200
+        --jobs 16 --seeds 0 1 2 3 4 5 --out packages/gsa/results/nvidia-h200
     python packages/gsa/experiments/ablation.py --dry-run --out DIR       # toy size, on a CPU
 
 The paper trains 340M weights on 10B tokens; these are 34M weights and 25M tokens, in many small
 steps. Seed 0 takes three rates, and a further one where the best of a row is the lowest or the
-highest so far; the other seeds take the row's best. The rows beside Table 2 show what it
-depends on: ABC as in the authors' program (the text has neither its running average nor its scale),
-and GSA whose slots start with memories of 2 to 2048 tokens (`GSAConfig.gate_spans`), as constant
-gates always do. The others are Table 1's models, with states of 128 (HGRN2, as GSA), 192 (GLA) and
-256 (RetNet) numbers a channel of a layer. It writes ablation_rates.json; the committed
-ablation.json is of an earlier program, with one rate and few steps.
+highest so far; the other seeds take the row's best. The rows beside Table 2 show what it depends
+on: ABC as in the authors' program (the text has neither its running average nor its scale), and GSA
+whose slots start with memories of 2 to 2048 tokens (`GSAConfig.gate_spans`), as constant gates
+always do. The others are Table 1's models, with states of 128 (HGRN2, as GSA), 192 (GLA) and 256
+(RetNet) numbers a channel of a layer. It writes ablation_rates.json; the committed ablation.json is
+of an earlier program, with one rate and few steps.
 """
 
 import sys

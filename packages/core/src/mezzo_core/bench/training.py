@@ -90,6 +90,7 @@ def train_swept(
 
     middle = columns[max(0, len(columns) - 3) // 2 :][:3]
     wanted = [run(model, column, SWEPT) for column in middle for model in configs]
+    best: dict[str, str | None] = {}
     while wanted:
         train_runs(result, wanted, folder, device, jobs)
         best = {model: result.best_column(model, seed=SWEPT) for model in configs}

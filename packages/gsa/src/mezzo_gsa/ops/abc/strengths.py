@@ -10,8 +10,8 @@ from torch.nn import functional as F
 Reading = Literal["text", "code"]
 
 SHORT = 128
-"""Tokens of a short packed row. All of them are summed in as many steps, so that torch.compile
-makes one graph for them; longer ones have a graph for each power of two."""
+"""Packed rows of up to this many tokens are summed in the same steps, so that torch.compile makes
+one graph for all of them; longer rows have a graph for each power of two."""
 
 MIN_LOG_GATE = -30.0
 """Replaces log(0) at a sequence's first token: exp(-30) is negligible beside one."""
