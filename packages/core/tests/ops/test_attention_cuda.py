@@ -12,6 +12,7 @@ from mezzo_core.ops.attention.flex import (
     make_position_mask,
     owners,
     position_blocks,
+    transposed_blocks,
 )
 from mezzo_core.ops.attention.request import Request, visible_keys
 from mezzo_core.positions import alibi_slopes
@@ -63,6 +64,9 @@ def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, len
             assert not (some_seen[row, column] and all_seen[row, column])
             assert some_seen[row, column] or all_seen[row, column] or not block.any()
             assert not all_seen[row, column] or block.all()
+    # The backward goes through the same blocks, key by key.
+    assert torch.equal(as_dense(mask.q_num_blocks, mask.q_indices).T, some_seen)
+    assert torch.equal(as_dense(mask.full_q_num_blocks, mask.full_q_indices).T, all_seen)
     # And it does skip: blocks beyond the diagonal are never listed.
     if causal:
         assert not (some_seen | all_seen).triu(1).any()
@@ -82,6 +86,7 @@ def test_block_masks_of_positions_skip_only_what_no_query_sees(causal, window_si
         assert torch.equal(mask.mask_mod(b, None, i, j).expand(300, 640), visible[b])
         seen = as_dense(mask.kv_num_blocks[b, None], mask.kv_indices[b, None])
         listed += int(seen.sum())
+        assert torch.equal(as_dense(mask.q_num_blocks[b, None], mask.q_indices[b, None]).T, seen)
         for row, column in (~seen).nonzero().tolist():
             block = visible[b, 128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
             assert not block.any()
@@ -111,6 +116,9 @@ def as_dense(counts, indices):
 def test_registered_ops_pass_opcheck():
     first = torch.tensor([0] * 130 + [130] * 170)
     torch.library.opcheck(interval_blocks, (first, torch.arange(300), 300))
+    torch.library.opcheck(
+        transposed_blocks, (torch.tensor([[1, 2]]), torch.tensor([[[2, 0, 0], [1, 2, 0]]]).int())
+    )
     torch.library.opcheck(owners, (borders([3, 0, 4]), 7))
     places = tuple(at_positions(130, 200).values())
     for causal, window_size in ((True, 50), (False, None)):

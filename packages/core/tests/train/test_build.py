@@ -1,10 +1,12 @@
 """What is built from a configuration: activations that are computed again, compiled losses."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from mezzo_core.nn import BlocksConfig, LMConfig
+from mezzo_core.train import build
 from mezzo_core.train.build import build_model
 from mezzo_core.train.distributed import World
 from torch import nn
@@ -48,8 +50,25 @@ def test_they_do_so_compiled_in_one_graph(config):
 
 
 @pytest.mark.parametrize("world", [ALONE, ONE_OF_TWO], ids=["alone", "one of two"])
-def test_a_whole_model_is_compiled_with_its_loss(tiny, monkeypatch, world):
+def test_a_small_model_is_compiled_with_its_loss(tiny, monkeypatch, world):
     monkeypatch.setattr(torch, "compile", lambda function: ("compiled", function))
     model, loss = build_model(tiny(compile=True), world)
     assert loss == ("compiled", model.loss)
     assert all(unit._compiled_call_impl is None for unit in model.units())
+
+
+def test_layers_of_a_large_model_share_one_compiled_graph(tiny, monkeypatch):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiling = partial(torch.compile, backend=count, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.setattr(build, "SMALL", 0)
+    torch.compiler.reset()
+    config = tiny(model=replace(tiny().model, mixers=tiny().model.mixers[:1] * 3))
+    model, loss = build_model(replace(config, compile=True), ALONE)
+    torch.testing.assert_close(gradients(model, loss), gradients(*build_model(config, ALONE)))
+    assert len(graphs) == 1

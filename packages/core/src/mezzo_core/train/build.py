@@ -21,6 +21,11 @@ LossFunction = Callable[..., Tensor]
 COPY_BYTES = 16
 """What a whole copy takes a parameter: its weight, its gradient and AdamW's two moments."""
 
+SMALL = 50_000_000
+"""Parameters of a model that is compiled whole. Its kernels are short, so the host is what one
+waits for, and one graph takes the least of it. But compiling takes time for each layer; a larger
+model compiles each kind of unit once, for all its layers."""
+
 
 def micro_batches(config: TrainConfig, world: World) -> int:
     """Return how many micro batches a process cuts its share of a batch into.
@@ -98,16 +103,18 @@ def build_model(
     if config.activation_checkpointing:
         for unit in model.units():
             _recompute_in_backward(unit)
-    if is_sharded(config, model, world):
-        if config.compile:
-            for unit in model.units():
-                unit.compile()
+    sharded, large = is_sharded(config, model, world), model.num_parameters() >= SMALL
+    if config.compile and (sharded or large):
+        for unit in model.units():  # those of one kind share one compiled graph
+            unit.compile()
+    if sharded:
         shard(model, model.units(), world, entries=("loss", "score"))
     else:
         model.to(world.device)
     # Compiling the bound method gives one graph of the blocks, the head and the cross entropy. In a
     # sharded model it is several graphs, because weights are gathered between them.
-    return model, torch.compile(model.loss) if config.compile else model.loss
+    whole = config.compile and (sharded or not large)
+    return model, torch.compile(model.loss) if whole else model.loss
 
 
 def _recompute_in_backward(unit: nn.Module) -> None:

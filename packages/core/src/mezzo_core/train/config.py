@@ -75,7 +75,8 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; the last step is always saved.
         keep_checkpoints: how many of the newest checkpoints are kept.
         precision: "bf16" is autocast with float32 weights; "auto" is "bf16" on a GPU, else "fp32".
-        compile: run the blocks and the loss through torch.compile.
+        compile: run the model through torch.compile: a small one whole, of a large one each of its
+            `units()`, so that the first step does not take longer for more layers.
         cuda_graph: on a GPU, replay each step as one CUDA graph, once two have run: for models so
             small that the host is slower than the GPU, in one process. Losses are the same up to
             rounding. The graph keeps the memory that a step needs.

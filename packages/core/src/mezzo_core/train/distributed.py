@@ -221,7 +221,7 @@ def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> 
 def _sum_gradients(model: nn.Module, world: World) -> None:
     """Add the gradients over the processes, all in one exchange; each becomes a part of its buffer.
 
-    It does not overlap with the backward, which, compiled whole, ends with all gradients at once.
+    It does not overlap with the backward, whose gradients it needs all.
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = [

@@ -129,14 +129,16 @@ def make_block_mask(
     ids = None if cu_seqlens is None else owners(cu_seqlens, T)
     first, last = seen_interval(tokens, S, causal, window_size, cu_seqlens, ids)
     num_partial, partial, num_full, full = interval_blocks(first, last, S)
-    return BlockMask.from_kv_blocks(
+    return BlockMask(
+        (T, S),
         num_partial,
         partial,
         num_full,
         full,
-        BLOCK_SIZE=BLOCK,
+        *transposed_blocks(num_partial, partial),
+        *transposed_blocks(num_full, full),
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_mask_mod(causal, window_size, ids),
-        seq_lengths=(T, S),
     )
 
 
@@ -157,9 +159,17 @@ def make_position_mask(
             visible = visible & (distance(b, i, j) < window_size)
         return visible
 
-    seq_lengths = (q_positions.shape[1], k_positions.shape[1])
-    mask = BlockMask.from_kv_blocks(
-        count, index, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=seq_lengths
+    mask = BlockMask(
+        (q_positions.shape[1], k_positions.shape[1]),
+        count,
+        index,
+        None,
+        None,
+        *transposed_blocks(count, index),
+        None,
+        None,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=mask_mod,
     )
     return mask, distance
 
@@ -278,6 +288,35 @@ def _fake_position_blocks(
     count = q_positions.new_empty(B, 1, _num_blocks(T), dtype=torch.int32)
     index = count.new_empty(B, 1, _num_blocks(T), _num_blocks(S))
     return count, index, torch.empty_like(q_positions), torch.empty_like(k_positions)
+
+
+# A registered op, because inductor makes of the sort in it a kernel that takes half a minute to
+# compile; so it does of the one in `BlockMask.from_kv_blocks`.
+@torch.library.custom_op("mezzo::transposed_blocks", mutates_args=())
+def transposed_blocks(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the blocks of queries of each block of keys, from the blocks of keys of each of queries.
+
+    Args:
+        count: (..., rows) int32, how many blocks of keys each row of blocks sees.
+        index: (..., rows, columns) int32, which they are; what follows the first `count` is
+            ignored.
+
+    Returns:
+        The same for the columns: int32, (..., columns) and (..., columns, rows).
+    """
+    columns = index.shape[-1]
+    counts = torch.arange(columns, device=index.device) < count[..., None]
+    seen = index.new_zeros(*index.shape[:-1], columns + 1)  # the last takes what is ignored
+    seen.scatter_(-1, index.where(counts, columns).long(), 1)
+    seen = seen[..., :columns].transpose(-1, -2).contiguous()
+    order = seen.argsort(dim=-1, descending=True, stable=True)
+    return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+@transposed_blocks.register_fake
+def _fake_transposed_blocks(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    *outer, rows, columns = index.shape
+    return index.new_empty(*outer, columns), index.new_empty(*outer, columns, rows)
 
 
 def _in_blocks(positions: Tensor) -> Tensor:
