@@ -1,10 +1,11 @@
 """Attention on a GPU, and what of it any machine can check: the block masks of flex_attention."""
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
-from mezzo_core.ops.attention import attention
+from mezzo_core.ops.attention import attention, flash4
 from mezzo_core.ops.attention.flex import (
     attention_flex,
     interval_blocks,
@@ -241,12 +242,37 @@ def test_cuda_lse_and_its_gradient_equal_the_reference(name, dtype, fresh_compil
     check_on_cuda(lambda **x: attention(**x, impl="flex"), options, dtype)
 
 
+def flash(**x):
+    return attention(**x, impl="flash")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CUDA_OPTIONS)
 def test_flash_attn_equals_the_reference(name, dtype):
-    pytest.importorskip("flash_attn")
-    check_on_cuda(lambda **x: attention(**x, impl="flash"), on_cuda(CUDA_OPTIONS[name]), dtype)
+    if not (flash4.INSTALLED and "alibi" not in name):
+        pytest.importorskip("flash_attn.flash_attn_interface")
+    check_on_cuda(flash, on_cuda(CUDA_OPTIONS[name]), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not flash4.INSTALLED, reason="needs flash-attn-4")
+@pytest.mark.parametrize("name", ["causal", "window", "packed window"])
+def test_flash_attn_4_has_an_lse_compiles_and_repeats_to_the_bit(name, fresh_compiler):
+    options = on_cuda(CUDA_OPTIONS[name]) | {"return_lse": True}
+    check_on_cuda(flash, options, torch.bfloat16)
+    inputs, dout = problem(B=1, T=1500, H=2, D=64, dtype=torch.bfloat16, device="cuda")
+    if "cu_seqlens" in options:
+        options["cu_seqlens"] = borders([900, 0, 600], device="cuda")
+    del options["return_lse"]
+    runs = (attention, flash, torch.compile(attention, fullgraph=True))
+    wanted, *others = (grads(partial(run, **options), inputs, (dout, None)) for run in runs)
+    for out, found in others:
+        assert torch.equal(out.out, wanted[0].out)
+        assert all(torch.equal(found[name], wanted[1][name]) for name in found)
+    if name == "causal":
+        places = (inputs["q"], inputs["k"], inputs["v"], None, 0.125, True, None)
+        torch.library.opcheck(flash4._flash_attention_4, places)
 
 
 @pytest.mark.gpu

@@ -74,8 +74,9 @@ def attention(
         k_positions: positions of the keys, likewise. A key with a negative position is hidden.
         return_lse: also return the log-sum-exp of the scores. It is needed to merge the results
             over two sets of keys, or to add one to the softmax's denominator.
-        impl: the backend. "auto" takes the fastest that supports the request, but never "flash".
-            An explicit backend is used, or an error is raised; it is never replaced.
+        impl: the backend. "auto" takes the fastest that supports the request; on a Hopper GPU that
+            is "flash" where the package flash-attn-4 is installed. An explicit backend is used, or
+            an error is raised; it is never replaced.
 
     Returns:
         AttentionOutput(out, lse). A query that sees no key gets out 0 and lse -inf.
@@ -145,6 +146,9 @@ def _fastest(r: Request) -> str:
     if r.q.numel() == 0 or r.k.numel() == 0:
         return "reference"
     is_small = r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
+    # For short sequences the host is what one waits for, and sdpa takes the least of it.
+    if not (is_plain(r) and is_small) and flash.is_fastest(r):
+        return "flash"
     placed_few = r.q_positions is not None and is_small
     if not is_plain(r) and not placed_few and flex.unsupported(r) is None:
         return "flex"

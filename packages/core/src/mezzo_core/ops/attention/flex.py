@@ -129,17 +129,8 @@ def make_block_mask(
     ids = None if cu_seqlens is None else owners(cu_seqlens, T)
     first, last = seen_interval(tokens, S, causal, window_size, cu_seqlens, ids)
     num_partial, partial, num_full, full = interval_blocks(first, last, S)
-    return BlockMask(
-        (T, S),
-        num_partial,
-        partial,
-        num_full,
-        full,
-        *transposed_blocks(num_partial, partial),
-        *transposed_blocks(num_full, full),
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=_mask_mod(causal, window_size, ids),
-    )
+    mask_mod = _mask_mod(causal, window_size, ids)
+    return _mask_of((num_partial, partial), (num_full, full), (T, S), mask_mod)
 
 
 def make_position_mask(
@@ -159,19 +150,35 @@ def make_position_mask(
             visible = visible & (distance(b, i, j) < window_size)
         return visible
 
-    mask = BlockMask(
-        (q_positions.shape[1], k_positions.shape[1]),
-        count,
-        index,
-        None,
-        None,
-        *transposed_blocks(count, index),
-        None,
-        None,
+    lengths = (q_positions.shape[1], k_positions.shape[1])
+    return _mask_of((count, index), None, lengths, mask_mod), distance
+
+
+def _mask_of(
+    partial: tuple[Tensor, Tensor],
+    full: tuple[Tensor, Tensor] | None,
+    lengths: tuple[int, int],
+    mask_mod: Callable[..., Tensor],
+) -> BlockMask:
+    """Return the mask of the blocks seen in part and fully: how many in each row, and which."""
+    q_partial = transposed_blocks(*partial)
+    num_full = full_index = q_num_full = q_full_index = None
+    if full is not None:
+        num_full, full_index = full
+        q_num_full, q_full_index = transposed_blocks(num_full, full_index)
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=partial[0],
+        kv_indices=partial[1],
+        full_kv_num_blocks=num_full,
+        full_kv_indices=full_index,
+        q_num_blocks=q_partial[0],
+        q_indices=q_partial[1],
+        full_q_num_blocks=q_num_full,
+        full_q_indices=q_full_index,
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=mask_mod,
     )
-    return mask, distance
 
 
 def _mask_mod(
