@@ -19,7 +19,7 @@ from mezzo_core.papers.tables import measured_grid
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/results"))
+PACKAGES = sorted(path.parents[2] for path in ROOT.glob("packages/*/src/*/published.toml"))
 CHECKSUM = "Result"
 """The name of a figure's checksum in its file."""
 TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
