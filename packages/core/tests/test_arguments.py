@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mezzo_core.data import DataConfig
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
@@ -157,3 +158,10 @@ def test_each_field_replaced_is_named_or_right():
         AttentionConfig(head_dim=4, rope_base=None, alibi="press"),
     ):
         check_fields(mixer, lambda config: config.build(8)(draw(2, 3, 8))[0])
+
+
+def test_each_field_of_a_text_replaced_is_named_or_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 9)
+    config = DataConfig(source=str(tmp_path / "a.jsonl"))
+    check_fields(config, lambda data: data.build(4, None).train_batch(0, 1).tokens)

@@ -1,4 +1,5 @@
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -6,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from mezzo_core.data import corpora
+from mezzo_core.data import DataConfig, corpora
 from mezzo_core.data.corpora import open_corpus
 from mezzo_core.data.embedded import embedded_bytes, embedded_documents
 from mezzo_core.errors import UserError
@@ -211,10 +212,36 @@ def test_a_misspelt_name_or_endpoint_without_a_network_is_one_line(monkeypatch, 
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name in ("hub:nobody/nothing", "hub:", "hub:a/b/c::", "hub:\n"):
+    for name in ("hub:nobody/nothing", "hub:nobody/nothing::"):
         with pytest.raises(UserError) as error:
             open_corpus(name, "text")
         assert "\n" not in str(error.value)
+
+
+NO_NAMES = [
+    "json", "text", "pandas", "", ".", "..", "a/..", "./a", "../a", "a/b/c", "/a", "a/", "a b/c",
+    "~/a", "hf://a/b", "a\n/b", "a/b\n", "é/a", ":json", "json:a/b",
+]  # fmt: skip
+
+
+def test_a_hub_name_that_names_no_data_set_of_an_owner_is_refused(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("read"))
+    (tmp_path / "a.jsonl").write_text('{"text": "of the current folder"}')
+    for name, streaming in itertools.product(NO_NAMES, (False, True)):
+        with pytest.raises(UserError, match=r"source must have the form hub:OWNER/NAME") as error:
+            DataConfig(source=f"hub:{name}", streaming=streaming).build(8, None)
+        assert "\n" not in str(error.value)
+
+
+def test_a_hub_name_that_is_also_a_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "name").mkdir(parents=True)
+    for field in ("source", "tokenizer"):
+        with pytest.raises(UserError, match=rf"{field} 'hub:some/name' is ambiguous"):
+            DataConfig(**{field: "hub:some/name"}).build(8, None)
 
 
 def test_errors_of_hub_rows_are_one_line(monkeypatch):

@@ -144,8 +144,13 @@ def test_a_hub_tokenizer_is_its_backend(names, monkeypatch, sentences):
         eos_token_id=0,
         backend_tokenizer=tokenizers.Tokenizer.from_file(names["json"]),
     )
+
+    def load(name, trust_remote_code):
+        assert (name, trust_remote_code) == ("some/name", False)
+        return loaded
+
     stand_in = types.ModuleType("transformers")
-    stand_in.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: loaded)
+    stand_in.AutoTokenizer = types.SimpleNamespace(from_pretrained=load)
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = load_tokenizer("hub:some/name")
@@ -157,6 +162,16 @@ def test_a_hub_tokenizer_is_its_backend(names, monkeypatch, sentences):
     loaded.backend_tokenizer = None
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         load_tokenizer("hub:some/name")
+
+
+def test_a_hub_tokenizer_has_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    for name in ("..", "./gpt2", "/gpt2", "a/b/c", "", "gpt2\n"):
+        with pytest.raises(UserError, match="tokenizer must have the form hub:OWNER/NAME or"):
+            load_tokenizer(f"hub:{name}")
+    with pytest.raises(UserError, match="tokenizer 'hub:gpt2' is ambiguous"):
+        load_tokenizer("hub:gpt2")
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch):

@@ -39,6 +39,22 @@ def test_a_text_that_has_changed_is_no_held_out_text(trained):
     assert opened(folder).num_validation_bytes == held_out
 
 
+def test_a_model_cannot_make_its_reader_take_files_of_the_current_folder_for_the_hub(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text('{"text": "words"}')
+    folder, _ = trained
+    _, extra = describe_model(folder)
+    for value in ("hub:pandas", "hub:json", "hub:../texts"):
+        crafted = {**extra, "data": {**extra["data"], "source": value}}
+        with pytest.raises(UserError, match="source must have the form hub:OWNER/NAME"):
+            open_told_data(crafted, folder, 257)
+        crafted = {**extra, "tokenizer": value.replace("hub:", "hub:./")}
+        with pytest.raises(UserError, match="tokenizer must have the form hub:OWNER/NAME"):
+            told_tokenizer(crafted, folder, 257)
+
+
 def a_tokenizer(folder, first):
     """Write a tokenizer of 256 bytes and an end token that begins with this byte."""
     library = pytest.importorskip("tokenizers")

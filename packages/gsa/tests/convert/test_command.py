@@ -227,6 +227,8 @@ def test_a_hub_that_fails_is_one_line(hub, monkeypatch):
     hub.answer = OSError("no such model\nand a page of advice")
     with pytest.raises(UserError, match=r"cannot get 'hub:a/b' from the hub: no such model$"):
         download("hub:a/b")
+    with pytest.raises(UserError, match="source must have the form hub:OWNER/NAME"):
+        download("hub:../a")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"huggingface_hub.*mezzo-core\[hub\]"):
         download("hub:a/b")

@@ -179,7 +179,10 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[Piece]:
 
 def _missing_column(text_column: str, names: Iterable[str], where: str) -> str:
     shown = [repr(name) for name in itertools.islice(names, 10)]
-    return f"{where}: no field {text_column!r}; there is {', '.join(shown) or 'none'}"
+    return (
+        f"{where}: no field {text_column!r}; there is {', '.join(shown) or 'none'}; "
+        "text_column (--text-column) names the field of the text"
+    )
 
 
 def texts_of(rows: Iterable[Any], text_column: str, name: str) -> Iterator[str]:

@@ -70,7 +70,9 @@ class TokenizedText(TextData):
             raise ValueError(f"step must be 0 or more, got {step}")
         num_windows = self._train.num_complete
         if num_windows == 0:
-            raise ValueError("all of this text is held out: there is nothing to train on")
+            raise ValueError(
+                "validation_fraction = 1 holds out all of the text: nothing to train on"
+            )
         samples = np.arange(step * batch_size, (step + 1) * batch_size)
         epochs, places = np.divmod(samples, num_windows)
         chosen = np.empty_like(places)

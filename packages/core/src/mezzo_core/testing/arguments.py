@@ -31,8 +31,8 @@ _NEVER = {
 }
 # Replacements for a field of a configuration; most have a wrong type.
 _VALUES: tuple[Any, ...] = (
-    "x", "", None, True, False, 0, 1, -1, 3, 1.5, math.nan, math.inf, -math.inf, 1e308, 2**70,
-    (), (1,), (1.0, "x"), (math.nan, 2.0), [], {}, object(), 1j,
+    "x", "", "hub:../x", None, True, False, 0, 1, -1, 3, 1.5, math.nan, math.inf, -math.inf, 1e308,
+    2**70, (), (1,), (1.0, "x"), (math.nan, 2.0), [], {}, object(), 1j,
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ _VALUES: tuple[Any, ...] = (
     "",
     "x",
     "../x",
+    "hub:json",
     "\x1b[2J",
     [],
     {},

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
-from mezzo_core.data.hub import HUB_PREFIX, reach_hub
+from mezzo_core.data.hub import HUB_PREFIX, hub_name, reach_hub
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import fitting_tokenizer
 from mezzo_core.libraries import import_library
@@ -62,11 +62,11 @@ def download(source: str) -> Path:
     """Download "hub:NAME" with `huggingface_hub`, or find it among earlier downloads.
 
     Raises:
-        UserError: if the download fails, or the library is not installed.
+        UserError: if the download fails, or the library is not installed; or as in `hub_name`.
     """
+    name = hub_name("source", source)
     library = import_library("huggingface_hub", "hub")
     reach_hub(source)
-    name = source.removeprefix(HUB_PREFIX)
     try:
         return Path(library.snapshot_download(name, allow_patterns=list(FILES)))
     except Exception as error:  # the library and the hub raise errors of every kind
