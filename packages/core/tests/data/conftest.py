@@ -44,6 +44,25 @@ def names(tmp_path_factory, sentences):
     bpe.enable_truncation(4)
     bpe.save(str(folder / "tokenizer.json"))
     names["json"] = str(folder / "tokenizer.json")
+    # As converted from Llama's SentencePiece: characters without a token are bytes.
+    words = [f"<0x{i:02X}>" for i in range(256)] + ["</s>", "▁", *"adefgimnoprsuw"]
+    llama = tokenizers.Tokenizer(
+        tokenizers.models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True)
+    )
+    llama.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    llama.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    llama.add_special_tokens(["</s>"])
+    names["llama"] = str(folder / "llama.json")
+    llama.save(names["llama"])
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
         model_prefix=str(folder / "small"),

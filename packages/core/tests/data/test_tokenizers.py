@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mezzo_core.data import StreamDecoder, load_tokenizer
 from mezzo_core.errors import UserError
 
-KINDS = ("byte", "json", "gpt2", "later", "sentencepiece")
+KINDS = ("byte", "json", "gpt2", "later", "llama", "sentencepiece")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,6 +50,15 @@ def test_a_cut_character_comes_with_the_flush(names, kind):
     assert "".join(decoder.push(token) for token in tokens) == "man "
     assert set(decoder.flush()) == {"\ufffd"}
     assert decoder.push(tokenizer.encode("man")[0])[:1] in ("m", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_character_spoils_none_beside_it(names, kind):
+    tokenizer = load_tokenizer(names[kind])
+    begun = tokenizer.encode("日本")[:-1]
+    decoder = StreamDecoder(tokenizer)
+    text = "".join(map(decoder.push, [*begun, *begun, *tokenizer.encode("man")])) + decoder.flush()
+    assert text.replace("\ufffd", " ").split() == ["日", "日", "man"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +113,7 @@ def test_identities_differ_between_tokenizers_and_not_between_loads(names):
     once = {kind: load_tokenizer(name).identity for kind, name in names.items()}
     again = {kind: load_tokenizer(name).identity for kind, name in names.items()}
     assert once == again
-    assert len({once[kind] for kind in KINDS if kind != "later"}) == 4
+    assert len({once[kind] for kind in KINDS if kind != "later"}) == 5
 
 
 def test_the_end_token_is_the_one_that_the_configuration_names(names, tmp_path):

@@ -23,11 +23,7 @@ END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 # Names of the vocabulary and merges files: GPT-2's, and those of later tokenizers.
 BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _BROKEN = "\ufffd"
-# A UTF-8 character has at most four bytes, so up to three decode to U+FFFD until the last comes.
-_HELD_BACK = 3
-# Earlier tokens kept for decoding the next: a SentencePiece space or the last byte of a character
-# depends on the tokens before it.
-_CONTEXT = 8
+# How many tokens wait for the end of a character. It has four at most, but text may hold U+FFFD.
 _LONGEST = 64
 
 
@@ -228,6 +224,9 @@ class StreamDecoder:
 
     A character whose bytes are not complete yet is held back. If all tokens together are valid
     UTF-8, the results of all `push` calls and the final `flush`, joined, are their text.
+
+    The `tokenizers` library has a stream decoder too, which raises an error where bytes that follow
+    a complete character make none, as an untrained model writes them.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
@@ -239,9 +238,10 @@ class StreamDecoder:
                 would drop the space before the first word of a continuation.
         """
         self._tokenizer = tokenizer
-        self._tokens = self._newest(before)
-        # How many characters of decode(_tokens) have been returned.
-        self._printed = len(tokenizer.decode(self._tokens))
+        # Tokens whose text was returned: the newest that have any. The first of them begins a
+        # character, since a run of byte tokens decodes to a text only if all of it is UTF-8.
+        self._done = list(before)
+        self._waiting: list[int] = []
 
     def push(self, token: int | None) -> str:
         """Take one token; return the text that is now complete, which may be empty.
@@ -250,32 +250,29 @@ class StreamDecoder:
         """
         if token is None or token >= self._tokenizer.vocab_size:
             return ""
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        complete = len(text)
-        while complete and len(text) - complete < _HELD_BACK and text[complete - 1] == _BROKEN:
-            complete -= 1
-        if len(self._tokens) >= _LONGEST:
-            complete = len(text)  # after so many tokens, broken bytes will not become a character
-        new = text[self._printed : complete]
-        self._printed = max(self._printed, complete)
-        if complete == len(text) and len(self._tokens) > 2 * _CONTEXT:
-            self._tokens = self._newest(self._tokens)
-            self._printed = len(self._tokenizer.decode(self._tokens))
+        self._waiting.append(token)
+        new = self._new()
+        if new.endswith(_BROKEN) and len(self._waiting) < _LONGEST:
+            return ""
+        if new:
+            self._done = self._waiting
+        self._waiting = []
         return new
-
-    def _newest(self, tokens: Sequence[int]) -> list[int]:
-        """Return the newest tokens, more of them if they are special and have no text."""
-        count, most = _CONTEXT, min(len(tokens), _LONGEST // 2)
-        while count < most and not self._tokenizer.decode(tokens[-count:]):
-            count *= 2
-        return list(tokens[-count:])
 
     def flush(self) -> str:
         """Return the text held back, with broken characters as U+FFFD, and start over."""
-        rest = self._tokenizer.decode(self._tokens)[self._printed :]
-        self._tokens, self._printed = [], 0
+        rest = self._new()
+        self._done, self._waiting = [], []
         return rest
+
+    def _new(self) -> str:
+        """Return the text of the waiting tokens, as it is after the tokens before them."""
+        done = self._tokenizer.decode(self._done)
+        whole = self._tokenizer.decode([*self._done, *self._waiting])
+        if whole.startswith(done):
+            return whole[len(done) :]
+        # Broken bytes have spoilt the character before them, which was already returned.
+        return self._tokenizer.decode(self._waiting)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
