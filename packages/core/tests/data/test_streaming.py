@@ -95,20 +95,33 @@ def test_taking_the_state_changes_nothing_and_it_can_be_loaded_into_a_running_st
     assert torch.equal(data.train_batch(9, 1).tokens, ninth.tokens)
 
 
-@pytest.mark.parametrize("shards", [["a"], ["a", "b"], ["a", "b", "c"]])
-def test_processes_share_the_documents(shards):
+@pytest.mark.parametrize("sizes", [(31,), (1, 1, 20), (2, 0, 3, 12), (4, 9, 7, 5, 8, 9)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_processes_see_each_document_that_is_not_held_out_once_an_epoch(
+    tmp_path, sizes, world_size
+):
+    names = [[f"<{file}:{i}>" for i in range(size)] for file, size in enumerate(sizes)]
+    for file, documents in enumerate(names):
+        lines = [json.dumps({"text": name}) + "\n" for name in documents]
+        (tmp_path / f"{file}.jsonl").write_text("".join(lines) or "\n")
+    config = DataConfig(source=str(tmp_path), streaming=True)
+    expected = [name for documents in names for name in documents][3:]
     seen = []
-    for rank in range(2):
-        data = build(stream_of(shards, rank=rank, world_size=2), seq_len=8)
-        assert data.train_batch(0, 4).tokens.shape == (2, 8)
-        data = build(stream_of(shards, rank=rank, world_size=2), seq_len=8)
-        seen.append(set(documents_of(data, 100, 4)))
+    for rank in range(world_size):
+        data = config.build(8, None, rank=rank, world_size=world_size)
         assert data.reads_shard
-    assert not seen[0] & seen[1]
-    everything = {row["text"].strip(".") for row in rows(shards)}
-    held_out = {"<a:0>", "<a:1>", "<a:2>"}
-    assert not held_out & (seen[0] | seen[1])
-    assert len(everything - held_out - seen[0] - seen[1]) <= 3  # skipped once more
+        whole_files = set().union(*names[rank::world_size])
+        if len(sizes) % world_size == 0 and not whole_files & set(expected):
+            with pytest.raises(UserError, match=r"no training text .* fewer processes"):
+                data.train_batch(0, world_size)
+            continue
+        assert data.train_batch(0, 2 * world_size).tokens.shape == (2, 8)
+        data = config.build(8, None, rank=rank, world_size=world_size)
+        documents = documents_of(data, 70, world_size)
+        epoch = documents[: len(set(documents))]
+        assert set(documents[len(epoch) : 2 * len(epoch)]) == set(epoch)
+        seen += epoch
+    assert sorted(seen) == sorted(expected)
 
 
 def test_masked_windows_have_a_fixed_number_of_documents():

@@ -85,14 +85,9 @@ def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int
         raise UserError(f'{source!r} has no split "train"; there is {", ".join(splits)}')
     if "validation" not in splits:
         return share_stream(source, splits["train"], text_column, rank=rank, world_size=world_size)
-    return TextStream(
-        source,
-        _shard(splits["train"], rank, world_size),
-        _first_texts(splits["validation"], text_column, source),
-        text_column,
-        rank,
-        world_size,
-    )
+    train, _ = _share(splits["train"], 0, rank, world_size)
+    validation = _first_texts(splits["validation"], text_column, source)
+    return TextStream(source, train, validation, text_column, rank, world_size)
 
 
 def share_stream(
@@ -115,12 +110,8 @@ def share_stream(
         identity: identifies the text as far as that is possible without reading it.
     """
     validation = _first_texts(dataset, text_column, name)
-    # A document among the first N of the data set is also among the first N of its shard. So
-    # skipping N documents in every shard keeps all held-out documents out of training.
-    train = _shard(dataset, rank, world_size)
-    return TextStream(
-        name, train, validation, text_column, rank, world_size, identity, VALIDATION_DOCUMENTS
-    )
+    train, skipped = _share(dataset, len(validation), rank, world_size)
+    return TextStream(name, train, validation, text_column, rank, world_size, identity, skipped)
 
 
 def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
@@ -129,11 +120,34 @@ def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
             yield {text_column: piece.text}
 
 
-def _shard(dataset: Any, rank: int, world_size: int) -> Any:
+def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any, int]:
+    """Return this process's shard, and how many of its documents are held out: its first ones.
+
+    A process reads every file of the data set and keeps one document in `world_size`, or where they
+    can be shared out evenly, whole files.
+
+    Args:
+        dataset: the whole data set.
+        held_out: how many of its first documents are held out.
+        rank: this process.
+        world_size: how many processes share the data set.
+    """
     if world_size == 1:
-        return dataset
-    distributed = import_library("datasets.distributed", "train")
-    return distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)
+        return dataset, held_out
+    files = dataset.num_shards
+    if files % world_size:
+        distributed = import_library("datasets.distributed", "train")
+        mine = distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)
+        return mine, len(range(rank, held_out, world_size))
+    skipped = 0
+    for file in range(files):
+        if held_out == 0:
+            break
+        documents = dataset.shard(files, file)
+        count = sum(1 for _ in itertools.islice(documents, held_out))
+        held_out -= count
+        skipped += count if file % world_size == rank else 0
+    return dataset.shard(world_size, rank, contiguous=False), skipped
 
 
 def _first_texts(dataset: Any, text_column: str, name: str) -> list[str]:
@@ -336,8 +350,8 @@ class StreamedText(TextData):
             if not found and empty:
                 raise UserError(
                     f"no training text in {self._stream.name} for process {self._stream.rank} of "
-                    f"{self._stream.world_size}: the first {VALIDATION_DOCUMENTS} documents are "
-                    "held out; set streaming=False"
+                    f"{self._stream.world_size}, beside the held-out documents: give more text or "
+                    "fewer processes, or set streaming=False"
                 )
             empty = not found
             epoch += 1
@@ -346,9 +360,8 @@ class StreamedText(TextData):
         """Yield the blocks of an epoch from a place on, each block's documents shuffled."""
         dataset = self._stream.dataset
         dataset.load_state_dict(start.block_start or {})
-        # `dataset.skip` is avoided because after it datasets 4.0 to 5.0 give every shard to each
-        # process. `set_epoch` is avoided because it makes 5.2 distribute the shards differently,
-        # so that other documents would be skipped than those held out.
+        # `set_epoch` is avoided because it makes datasets 5.2 distribute the shards differently, so
+        # that other documents would be skipped than those held out.
         rows = itertools.islice(dataset, 0 if start.block_start else self._stream.skipped, None)
         texts = texts_of(rows, self._stream.text_column, self._stream.name)
         number, block_start, index = start.block, start.block_start, start.index
