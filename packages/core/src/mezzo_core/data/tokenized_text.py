@@ -14,7 +14,10 @@ _SPLIT, _ORDER = 0, 1
 
 
 class TokenizedText(TextData):
-    """Windows of a tokenized corpus: each is read once an epoch, in a new random order."""
+    """Windows of a tokenized corpus: each is read once an epoch, in a new random order.
+
+    The last window, which is filled up with padding without targets, ends each epoch.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class TokenizedText(TextData):
         check_batch_size(batch_size)
         if step < 0:
             raise ValueError(f"step must be 0 or more, got {step}")
-        num_windows = self._train.num_complete
+        num_windows = self._train.num_padded
         if num_windows == 0:
             raise ValueError(
                 "validation_fraction = 1 holds out all of the text: nothing to train on"
@@ -86,7 +89,10 @@ class TokenizedText(TextData):
             if len(self._orders) > 1:
                 self._orders.clear()
             generator = np.random.default_rng((self._seed, _ORDER, epoch))
-            self._orders[epoch] = generator.permutation(self._train.num_complete)
+            complete, padded = self._train.num_complete, self._train.num_padded
+            order = generator.permutation(complete)
+            # It is not shuffled, so that runs of up to an epoch stay as they were without it.
+            self._orders[epoch] = np.append(order, np.arange(complete, padded))
         return self._orders[epoch]
 
 
