@@ -311,6 +311,7 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
         ("text_column", [3, None, ""]),
         ("streaming", ["yes", 1, None]),
         ("mask_documents", ["yes", 0, None]),
+        ("skip_bad", ["yes", 0, None]),
     ],
 )
 def test_a_setting_of_another_type_is_named(field, values):

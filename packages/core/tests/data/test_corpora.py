@@ -1,3 +1,4 @@
+import csv
 import gzip
 import itertools
 import json
@@ -33,19 +34,26 @@ def test_a_novels_front_matter_is_in_its_first_chapter():
 
 
 def test_every_format_gives_the_same_documents(tmp_path):
-    documents = ["first\ndocument, ünïcode", "second", 'third "quoted"']
+    pyarrow = pytest.importorskip("pyarrow")
+    documents = ["first\r\n\ndocument, ünïcode\r\n", "second", 'third "quoted"', "x" * 200_000]
     lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in documents)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     with lzma.open(tmp_path / "b.jsonl.xz", "wt", encoding="utf-8") as file:
         file.write(lines)
     with gzip.open(tmp_path / "c.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write(lines)
-    for name in ("a.jsonl", "b.jsonl.xz", "c.jsonl.gz"):
-        assert texts(tmp_path / name) == documents
+    with pyarrow.CompressedOutputStream(str(tmp_path / "d.jsonl.zst"), "zstd") as file:
+        file.write(lines.encode())
+    (tmp_path / "e.json").write_text(json.dumps([{"text": text} for text in documents], indent=1))
+    (tmp_path / "f.json").write_text(lines, encoding="utf-8")
+    with (tmp_path / "g.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("id", "text"), *enumerate(documents)])
+    for path in tmp_path.iterdir():
+        assert texts(path) == documents
     folder = tmp_path / "folder"
     folder.mkdir()
     for i, text in enumerate(documents):
-        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+        (folder / f"{i}.txt").write_bytes(text.encode())
     with lzma.open(folder / "9.txt.xz", "wt") as file:
         file.write("fourth")
     (folder / "empty.txt").touch()
@@ -135,6 +143,41 @@ def test_a_bad_line_is_named_with_its_file(tmp_path, line, message):
     assert len(str(error.value)) < 500
 
 
+BAD_LINES = ('{"text": null}', '{"text": "x", "n": NaN}', '{"body": "x"}', "[]", '{"text": "x')
+
+
+def test_bad_records_are_left_out_named_and_counted_when_told(tmp_path, monkeypatch, caplog):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"text": "one"}', *BAD_LINES, '{"text": "two"}']))
+    (tmp_path / "b.json").write_text('[{"text": "one"}, {"text": 1}, 3, {"text": "two"}]')
+    (tmp_path / "c.csv").write_text("n,text\n1,one\n2\n3,x,y\n4,two\n")
+    rows = {"text": ["one", None, "two"]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "d.parquet")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_dict(rows)
+    )
+    for name, first, count in (
+        ("a.jsonl", "a.jsonl, line 2: 'text' must be text, got NoneType", "5 of 7"),
+        ("b.json", "b.json, record 2: 'text' must be text, got int", "2 of 4"),
+        ("c.csv", "c.csv, line 3: 'text' must be text, got NoneType", "2 of 4"),
+        ("d.parquet", "d.parquet, row 2: 'text' must be text, got NoneType", "1 of 3"),
+        ("hub:some/name", "hub:some/name: 'text' must be text, got NoneType", "1 of 3"),
+    ):
+        source = name if name.startswith("hub:") else str(tmp_path / name)
+        with pytest.raises(UserError, match=first):
+            list(open_corpus(source, "text").read())
+        caplog.clear()
+        corpus = open_corpus(source, "text", skip_bad=True)
+        assert [piece.text for piece in corpus.read()] == ["one", "two"]
+        assert corpus.identity != open_corpus(source, "text").identity
+        named, counted = caplog.messages
+        assert named.endswith(first)
+        assert counted == f"{source}: left out {count} records"
+
+
 def test_a_record_with_many_fields_is_a_short_line(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({f"field {i}": i for i in range(10_000)}))
     with pytest.raises(UserError, match="no field 'text'; there is 'field 0'") as error:
@@ -151,7 +194,11 @@ def test_unreadable_files_are_named(tmp_path):
     flipped = bytearray(lzma.compress(b"words " * 99))
     flipped[30] ^= 1
     (tmp_path / "flipped.txt.xz").write_bytes(flipped)
-    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "table.tsv").write_text("a,b")
+    (tmp_path / "quote.csv").write_text('text\n"open')
+    (tmp_path / "more.csv").write_text("text\nyes, but\n")
+    (tmp_path / "torn.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    (tmp_path / "torn.json").write_text('[{"text": "a"}')
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
     for name, message in (
@@ -161,10 +208,14 @@ def test_unreadable_files_are_named(tmp_path):
         ("torn.jsonl.gz", "cannot read"),
         ("fake.jsonl.xz", "cannot read"),
         ("flipped.txt.xz", "cannot read"),
-        ("table.csv", "a corpus file ends in .txt, .jsonl, .parquet"),
+        ("table.tsv", "a corpus file ends in .txt, .jsonl, .json, .csv, .parquet"),
+        ("quote.csv", "line 2: not CSV"),
+        ("more.csv", "line 2: more fields than the header has"),
+        ("torn.jsonl.zst", "cannot read"),
+        ("torn.json", "not JSON"),
         ("empty.txt", "is empty"),
-        ("folder", "no .txt, .jsonl, .parquet file with text"),
-        ("*.parquet", "no .txt, .jsonl, .parquet file with text"),
+        ("folder", "no .txt, .jsonl, .json, .csv, .parquet file with text"),
+        ("*.parquet", "no .txt, .jsonl, .json, .csv, .parquet file with text"),
         ("missing.txt", "no file or folder"),
     ):
         with pytest.raises(UserError, match=message) as error:

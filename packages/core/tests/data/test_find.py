@@ -39,6 +39,19 @@ def test_a_glob_is_relative_to_the_current_folder(folder, monkeypatch):
     assert [str(path) for path in find_files("./*.txt")] == ["a.txt"]
 
 
+def test_what_is_left_out_of_a_folder_is_said(folder, caplog):
+    for name in ("b.jsonl.zst", "c.json", "d.csv.gz", "part/notes.md", "e.bz2", ".hidden"):
+        (folder / name).write_text("words")
+    (folder / "empty.pdf").touch()
+    names(folder, "*.jsonl.zst")
+    assert not caplog.messages
+    expected = ["a.txt", "b.jsonl.zst", "d.csv.gz", "part/b.txt", "part/deep/c.txt"]
+    assert names(folder) == expected
+    (line,) = caplog.messages
+    assert "3 files are not read, by their names: c.json, e.bz2, notes.md" in line
+    assert names(folder, "*.json") == names(folder, "c.json") == ["c.json"]
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("pattern", ["", "**", "**/*.txt", "**/deep/**/*.txt"])
 def test_links_in_circles_end_and_every_file_is_found_once(folder, pattern):
@@ -121,7 +134,7 @@ def test_a_link_that_leads_nowhere_is_named_and_refused(folder, target):
     "source", ["", "~nobody-of-this-name/x", "~nobody-of-this-name/*", "a\0b", "x" * 5000, "\ud800"]
 )
 def test_what_can_be_no_path_is_one_line(source):
-    with pytest.raises(UserError, match=r"no file or folder|no \.txt, \.jsonl, \.parquet file"):
+    with pytest.raises(UserError, match=r"no file or folder|no \.txt, \.jsonl, .* file"):
         find_files(source)
 
 

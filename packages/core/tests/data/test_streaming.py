@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,6 +160,8 @@ def test_files_stream_as_they_are_tokenized(tmp_path):
     bad = config.build(32, None)
     with pytest.raises(UserError, match=r"b\.jsonl, line 2: no field 'body'"):
         documents_of(bad, 100, 1)
+    documents = documents_of(replace(config, skip_bad=True).build(32, None), 80, 1)
+    assert set(documents) == {*texts[3:], "fine"}
 
 
 def test_a_hub_stream_takes_its_validation_split(monkeypatch):

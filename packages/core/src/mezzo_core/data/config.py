@@ -38,10 +38,10 @@ class DataConfig:
 
     Attributes:
         source: "embedded" (three novels, see `mezzo_core.data.embedded`); or a file, a folder or a
-            glob of .txt, .jsonl (both also .xz or .gz) or .parquet files (see
-            `mezzo_core.data.find.find_files`); or "hub:NAME" or "hub:NAME:CONFIG".
+            glob of .txt, .jsonl, .json, .csv (all also .xz, .gz or .zst) or .parquet files (see
+            `mezzo_core.data.find.find_files`); or "hub:OWNER/NAME" or "hub:OWNER/NAME:CONFIG".
         tokenizer: "byte", a path, or "hub:NAME": see `load_tokenizer`.
-        text_column: the field with the text, in .jsonl, .parquet and hub data sets.
+        text_column: the field with the text, in all but .txt files.
         validation_fraction: share of the tokens that is held out, in whole documents; 1 leaves
             nothing to train on. A stream holds out a fixed number of documents instead (see
             `StreamedText`).
@@ -50,6 +50,8 @@ class DataConfig:
             large to be tokenized before training.
         mask_documents: keep documents from attending to each other. Batches then have
             `cu_seqlens`, and the first token of a document is not a target.
+        skip_bad: leave out records without text, and say in the log which came first and how many
+            they are. Without it the first one is an error.
 
     Raises:
         UserError: if a field has the wrong type or is out of range.
@@ -62,6 +64,7 @@ class DataConfig:
     seed: int = 0
     streaming: bool = False
     mask_documents: bool = False
+    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -96,13 +99,19 @@ class DataConfig:
         tokenizer = load_tokenizer(self.tokenizer)
         if self.streaming:
             return StreamedText(
-                open_stream(self.source, self.text_column, rank=rank, world_size=world_size),
+                open_stream(
+                    self.source,
+                    self.text_column,
+                    skip_bad=self.skip_bad,
+                    rank=rank,
+                    world_size=world_size,
+                ),
                 tokenizer,
                 seq_len=seq_len,
                 seed=self.seed,
                 mask_documents=self.mask_documents,
             )
-        corpus = open_corpus(self.source, self.text_column)
+        corpus = open_corpus(self.source, self.text_column, skip_bad=self.skip_bad)
         return TokenizedText(
             # The other processes find tokens that the first process has just checked.
             tokenize_corpus(corpus, tokenizer, cache_dir, check=rank == 0),

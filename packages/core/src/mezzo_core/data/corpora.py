@@ -1,10 +1,12 @@
 """Corpora: the embedded novels, files, folders, globs and hub data sets, read as documents."""
 
+import csv
 import gzip
 import hashlib
 import io
 import itertools
 import json
+import logging
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +29,8 @@ PIECE_CHARACTERS = 1 << 22
 # To recognize a file, this many bytes at its beginning and its end are compared.
 _SAMPLE_BYTES = 1 << 16
 
+logger = logging.getLogger(__name__)
+
 
 class Piece(NamedTuple):
     """A document, or a part of a document that is too long to be held in memory as a whole."""
@@ -44,15 +48,53 @@ class Corpus:
     read: Callable[[], Iterator[Piece]]
 
 
-def open_corpus(source: str, text_column: str) -> Corpus:
+@dataclass
+class Records:
+    """Reads the texts of records. One without text is refused, or left out and counted."""
+
+    text_column: str  # the field that holds the text
+    skip_bad: bool = False
+    read: int = 0
+    left_out: int = 0
+
+    def pieces(self, get: Callable[[str], str]) -> Iterator[Piece]:
+        """Yield a record's text as a document.
+
+        Args:
+            get: returns the text of a field of the record.
+
+        Raises:
+            UserError: what `get` raises, unless bad records are left out.
+        """
+        self.read += 1
+        try:
+            text = get(self.text_column)
+        except UserError as error:
+            if not self.skip_bad:
+                raise
+            if not self.left_out:
+                logger.warning("left out: %s", error)
+            self.left_out += 1
+        else:
+            yield Piece(text, True)
+
+    def report(self, name: str) -> None:
+        """Say in the log how many records of `name` were left out, if any."""
+        if self.left_out:
+            logger.warning("%s: left out %d of %d records", name, self.left_out, self.read)
+
+
+def open_corpus(source: str, text_column: str, *, skip_bad: bool = False) -> Corpus:
     """Find a corpus without reading its text yet.
 
     Args:
         source: "embedded"; or a file, a folder or a glob of .txt files (one document a file),
-            .jsonl files (one document a line) or .parquet files (one document a row), the first
-            two also with .xz or .gz; or "hub:NAME" or "hub:NAME:CONFIG", the split "train" of a
+            .jsonl files (one document a line), .json files (an array of documents, or lines), .csv
+            files with a header, or .parquet files (one document a row), all but the last also with
+            .xz, .gz or .zst; or "hub:OWNER/NAME" or "hub:OWNER/NAME:CONFIG", the split "train" of a
             data set of the Hugging Face hub.
-        text_column: the field that holds the text, in .jsonl, .parquet and hub data sets.
+        text_column: the field that holds the text, in all but .txt files.
+        skip_bad: leave out records without text, and say in the log how many.
 
     Raises:
         UserError: if there is no such file, nothing readable in the folder, or no such data set.
@@ -64,18 +106,21 @@ def open_corpus(source: str, text_column: str) -> Corpus:
             f"embedded {checksum}",
             lambda: (Piece(text, True) for text in embedded_documents()),
         )
+    how = " skip_bad" if skip_bad else ""
     if source.startswith(HUB_PREFIX):
         dataset = load_hub_dataset(source, split="train", streaming=False)
         return Corpus(
             source,
-            f"{source} {dataset._fingerprint} {text_column}",
-            lambda: (Piece(text, True) for text in texts_of(dataset, text_column, source)),
+            f"{source} {dataset._fingerprint} {text_column}{how}",
+            lambda: pieces_of(dataset, Records(text_column, skip_bad), source),
         )
     paths = find_files(source)
 
     def read() -> Iterator[Piece]:
+        records = Records(text_column, skip_bad)
         for path in paths:
-            yield from read_file(path, text_column)
+            yield from read_file(path, records)
+        records.report(source)
 
     listing = []
     for path in paths:
@@ -84,7 +129,7 @@ def open_corpus(source: str, text_column: str) -> Corpus:
         # The modification time can be set back after a write; the change time (ctime) cannot.
         times = (stat.st_mtime_ns, stat.st_ctime_ns)
         listing.append((str(path.resolve()), *sample_file(path), *times))
-    return Corpus(source, json.dumps(["files", text_column, listing]), read)
+    return Corpus(source, json.dumps([f"files as they are{how}", text_column, listing]), read)
 
 
 def sample_file(path: Path) -> tuple[int, int]:
@@ -103,7 +148,7 @@ def sample_file(path: Path) -> tuple[int, int]:
         return size, zlib.crc32(file.read(_SAMPLE_BYTES), zlib.crc32(begin))
 
 
-def read_file(path: Path, text_column: str) -> Iterator[Piece]:
+def read_file(path: Path, records: Records) -> Iterator[Piece]:
     """Yield the documents of one file.
 
     Raises:
@@ -112,15 +157,25 @@ def read_file(path: Path, text_column: str) -> Iterator[Piece]:
     """
     form = format_of(path)
     if form == ".parquet":
-        yield from _read_parquet(path, text_column)
+        yield from _read_parquet(path, records)
         return
     with _clear_errors(path), _open_text(path) as file:
-        yield from _read_txt(file) if form == ".txt" else _read_jsonl(file, path, text_column)
+        yield from _read_txt(file) if form == ".txt" else _READERS[form](file, path, records)
 
 
 def _open_text(path: Path) -> Any:
-    openers: dict[str, Any] = {".xz": open_xz, ".gz": gzip.open, "": partial(io.open, mode="rb")}
-    return io.TextIOWrapper(openers[split_suffix(path)[1]](path), encoding="utf-8-sig")
+    openers: dict[str, Any] = {
+        ".xz": open_xz,
+        ".gz": gzip.open,
+        ".zst": _open_zst,
+        "": partial(io.open, mode="rb"),
+    }
+    # Line ends stay as they are in the file.
+    return io.TextIOWrapper(openers[split_suffix(path)[1]](path), encoding="utf-8-sig", newline="")
+
+
+def _open_zst(path: Path) -> Any:
+    return import_library("pyarrow", "train").input_stream(str(path), compression="zstd")
 
 
 @contextmanager
@@ -146,35 +201,66 @@ def _read_txt(file: Any) -> Iterator[Piece]:
     yield Piece(text, True)
 
 
-def _read_jsonl(file: Any, path: Path, text_column: str) -> Iterator[Piece]:
+def _read_jsonl(file: Any, path: Path, records: Records) -> Iterator[Piece]:
     for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: a JSON object is needed, got {type(record).__name__}")
-        yield Piece(text_of(record, text_column, where), True)
+        if line.strip():
+            yield from records.pieces(partial(_text_of_line, line, f"{path}, line {number}"))
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[Piece]:
+def _text_of_line(line: str, where: str, text_column: str) -> str:
+    return text_of(_parse(line, where), where, text_column)
+
+
+def _read_json(file: Any, path: Path, records: Records) -> Iterator[Piece]:
+    content = file.read()
+    if not content.lstrip().startswith("["):
+        yield from _read_jsonl(io.StringIO(content), path, records)
+        return
+    for number, record in enumerate(_parse(content, str(path)), start=1):
+        yield from records.pieces(partial(text_of, record, f"{path}, record {number}"))
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
+
+
+def _read_csv(file: Any, path: Path, records: Records) -> Iterator[Piece]:
+    csv.field_size_limit(2**31 - 1)  # of this process; 128 KB by default
+    rows = csv.DictReader(file, strict=True)
+    try:
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            yield from records.pieces(partial(_text_of_row, row, where))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.reader.line_num}: not CSV ({error})") from error
+
+
+def _text_of_row(row: dict[Any, Any], where: str, text_column: str) -> str:
+    if None in row:  # a comma in a text without quotes would cut it off
+        raise UserError(f"{where}: more fields than the header has")
+    return text_of(row, where, text_column)
+
+
+_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
+
+
+def _read_parquet(path: Path, records: Records) -> Iterator[Piece]:
     parquet = import_library("pyarrow.parquet", "train")
-    row = 0
+    row, column = 0, records.text_column
     with (
         library_errors(f"cannot read {path}"),
         parquet.ParquetFile(path, page_checksum_verification=True) as file,
     ):
         names = file.schema_arrow.names
-        if text_column not in names:
-            raise UserError(_missing_column(text_column, names, str(path)))
-        for batch in file.iter_batches(batch_size=256, columns=[text_column]):
+        if column not in names:
+            raise UserError(_missing_column(column, names, str(path)))
+        for batch in file.iter_batches(batch_size=256, columns=[column]):
             for text in batch.column(0).to_pylist():
                 row += 1
-                where = f"{path}, row {row}"
-                yield Piece(text_of({text_column: text}, text_column, where), True)
+                yield from records.pieces(partial(text_of, {column: text}, f"{path}, row {row}"))
 
 
 def _missing_column(text_column: str, names: Iterable[str], where: str) -> str:
@@ -185,7 +271,7 @@ def _missing_column(text_column: str, names: Iterable[str], where: str) -> str:
     )
 
 
-def texts_of(rows: Iterable[Any], text_column: str, name: str) -> Iterator[str]:
+def pieces_of(rows: Iterable[Any], records: Records, name: str) -> Iterator[Piece]:
     """Yield the texts of a data set of the library `datasets`.
 
     Raises:
@@ -197,16 +283,19 @@ def texts_of(rows: Iterable[Any], text_column: str, name: str) -> Iterator[str]:
             try:
                 row = next(rows)
             except StopIteration:
+                records.report(name)
                 return
-        yield text_of(row, text_column, name)
+        yield from records.pieces(partial(text_of, row, name))
 
 
-def text_of(record: dict[str, Any], text_column: str, where: str) -> str:
+def text_of(record: Any, where: str, text_column: str) -> str:
     """Return the text of one record. In messages, `where` names the record.
 
     Raises:
-        UserError: if the record lacks the field, or the field's value is not text.
+        UserError: if it is no record with this field, or the field's value is not text.
     """
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON object is needed, got {type(record).__name__}")
     if text_column not in record:
         raise UserError(_missing_column(text_column, record, where))
     text = record[text_column]

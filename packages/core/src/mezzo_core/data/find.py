@@ -1,6 +1,7 @@
 """Finds the files of a corpus: one file, all files of a folder, or those that match a glob."""
 
 import glob
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -9,11 +10,13 @@ from pathlib import Path
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 
-FORMATS = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = (".xz", ".gz")
+FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+COMPRESSIONS = (".xz", ".gz", ".zst")
 # A folder whose config.json has this type was written by a training run, whose log.jsonl is not
 # part of a corpus.
 _RUN = "mezzo_core.train.config:TrainConfig"
+
+logger = logging.getLogger(__name__)
 
 
 def find_files(source: str) -> list[Path]:
@@ -21,7 +24,9 @@ def find_files(source: str) -> list[Path]:
 
     In folders and globs, these are left out: empty files; files and folders whose name starts with
     a dot; and folders of training runs. If the source itself is the folder of a run, its log is
-    left out. Links are followed, except to a parent folder, and each folder and file is found once.
+    left out. Files of other formats are left out with a warning in the log, and .json files too,
+    which are mostly settings, unless the glob has ".json" in its last part. Links are followed,
+    except to a parent folder, and each folder and file is found once.
 
     Raises:
         UserError: if there is no such file, a file's format is not supported, or a part of a folder
@@ -42,13 +47,25 @@ def find_files(source: str) -> list[Path]:
             f'no file or folder {source!r}; a source is "embedded", a file, a folder or a glob of '
             f'{", ".join(FORMATS)}, or "hub:NAME"'
         )
-    texts = [file for file in found if split_suffix(file)[0] in FORMATS]
+    named_json = path is None and ".json" in Path(source).name
     once: dict[Path, Path] = {}  # a link may give a file a second name
-    for file in sorted(texts):
+    others: set[str] = set()
+    for file in sorted(found):
         if file.is_file() and file.stat().st_size > 0:
-            once.setdefault(file.resolve(), file)
+            form = split_suffix(file)[0]
+            if form in FORMATS and (form != ".json" or named_json):
+                once.setdefault(file.resolve(), file)
+            else:
+                others.add(file.name)
     if not once:
         raise UserError(f"no {', '.join(FORMATS)} file with text in {source!r}")
+    if others:
+        logger.warning(
+            "%s: %d files are not read, by their names: %s (a glob of *.json has .json files read)",
+            source,
+            len(others),
+            ", ".join(sorted(others)[:5]),
+        )
     return list(once.values())
 
 
@@ -86,7 +103,7 @@ def format_of(path: Path) -> str:
     if form not in FORMATS or (form == ".parquet" and compression):
         raise UserError(
             f"cannot read {path}: a corpus file ends in {', '.join(FORMATS)}; "
-            f"text and lines also with {' or '.join(COMPRESSIONS)}"
+            f"all but .parquet also with {' or '.join(COMPRESSIONS)}"
         )
     return form
 

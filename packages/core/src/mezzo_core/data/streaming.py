@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.data.batches import Batch, TextData, Windows, make_batch
-from mezzo_core.data.corpora import Corpus, Piece, read_file, sample_file, texts_of
+from mezzo_core.data.corpora import Corpus, Piece, Records, pieces_of, read_file, sample_file
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
 from mezzo_core.data.tokenized_corpus import tokenize_corpus
@@ -46,16 +46,20 @@ class TextStream:
     text_column: str
     rank: int = 0
     world_size: int = 1
+    skip_bad: bool = False  # leave out records without text
     identity: str = ""  # identifies the text as far as that is possible without reading it
     skipped: int = 0  # documents that are skipped at the start of each epoch of this shard
 
 
-def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int = 1) -> TextStream:
+def open_stream(
+    source: str, text_column: str, *, skip_bad: bool = False, rank: int = 0, world_size: int = 1
+) -> TextStream:
     """Open files or a hub data set as a stream.
 
     Args:
         source: as in `open_corpus`, but not "embedded".
         text_column: the field that holds the text.
+        skip_bad: leave out records without text.
         rank: this process.
         world_size: how many processes share the stream.
 
@@ -70,12 +74,17 @@ def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int
         listing = json.dumps([(path.name, *sample_file(path)) for path in paths])
         dataset = datasets.IterableDataset.from_generator(
             _file_rows,
-            gen_kwargs={"files": [str(path) for path in paths], "text_column": text_column},
+            gen_kwargs={
+                "files": [str(path) for path in paths],
+                "text_column": text_column,
+                "skip_bad": skip_bad,
+            },
         )
         return share_stream(
             source,
             dataset,
             text_column,
+            skip_bad=skip_bad,
             rank=rank,
             world_size=world_size,
             identity=hashlib.sha256(listing.encode()).hexdigest(),
@@ -83,11 +92,13 @@ def open_stream(source: str, text_column: str, *, rank: int = 0, world_size: int
     splits = load_hub_dataset(source, split=None, streaming=True)
     if "train" not in splits:
         raise UserError(f'{source!r} has no split "train"; there is {", ".join(splits)}')
+    train = splits["train"]
+    sharing: dict[str, Any] = {"skip_bad": skip_bad, "rank": rank, "world_size": world_size}
     if "validation" not in splits:
-        return share_stream(source, splits["train"], text_column, rank=rank, world_size=world_size)
-    train, _ = _share(splits["train"], 0, rank, world_size)
-    validation = _first_texts(splits["validation"], text_column, source)
-    return TextStream(source, train, validation, text_column, rank, world_size)
+        return share_stream(source, train, text_column, **sharing)
+    mine, _ = _share(train, 0, rank, world_size)
+    validation = _first_texts(splits["validation"], Records(text_column, skip_bad), source)
+    return TextStream(source, mine, validation, text_column, **sharing)
 
 
 def share_stream(
@@ -95,6 +106,7 @@ def share_stream(
     dataset: Any,
     text_column: str,
     *,
+    skip_bad: bool = False,
     rank: int = 0,
     world_size: int = 1,
     identity: str = "",
@@ -105,19 +117,24 @@ def share_stream(
         name: the stream's name in messages.
         dataset: a `datasets.IterableDataset` whose order is fixed.
         text_column: the field that holds the text.
+        skip_bad: leave out records without text.
         rank: this process.
         world_size: how many processes share the stream.
         identity: identifies the text as far as that is possible without reading it.
     """
-    validation = _first_texts(dataset, text_column, name)
-    train, skipped = _share(dataset, len(validation), rank, world_size)
-    return TextStream(name, train, validation, text_column, rank, world_size, identity, skipped)
+    validation = _first_texts(dataset, Records(text_column, skip_bad), name)
+    mine, skipped = _share(dataset, VALIDATION_DOCUMENTS, rank, world_size)
+    return TextStream(
+        name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped
+    )
 
 
-def _file_rows(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
+def _file_rows(files: list[str], text_column: str, skip_bad: bool) -> Iterator[dict[str, str]]:
+    records = Records(text_column, skip_bad)
     for file in files:
-        for piece in read_file(Path(file), text_column):
+        for piece in read_file(Path(file), records):
             yield {text_column: piece.text}
+    records.report(", ".join(files))
 
 
 def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any, int]:
@@ -150,8 +167,9 @@ def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any
     return dataset.shard(world_size, rank, contiguous=False), skipped
 
 
-def _first_texts(dataset: Any, text_column: str, name: str) -> list[str]:
-    return list(texts_of(dataset.take(VALIDATION_DOCUMENTS), text_column, name))
+def _first_texts(dataset: Any, records: Records, name: str) -> list[str]:
+    rows = dataset.take(VALIDATION_DOCUMENTS)
+    return [piece.text for piece in pieces_of(rows, records, name)]
 
 
 @dataclass(frozen=True)
@@ -363,7 +381,8 @@ class StreamedText(TextData):
         # `set_epoch` is avoided because it makes datasets 5.2 distribute the shards differently, so
         # that other documents would be skipped than those held out.
         rows = itertools.islice(dataset, 0 if start.block_start else self._stream.skipped, None)
-        texts = texts_of(rows, self._stream.text_column, self._stream.name)
+        records = Records(self._stream.text_column, self._stream.skip_bad)
+        texts = (piece.text for piece in pieces_of(rows, records, self._stream.name))
         number, block_start, index = start.block, start.block_start, start.index
         while block := list(itertools.islice(texts, BLOCK_DOCUMENTS)):
             after = dataset.state_dict()

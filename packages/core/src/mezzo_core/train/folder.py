@@ -35,6 +35,7 @@ CHANGEABLE = frozenset(
         "activation_checkpointing",
         "shard",
         "track",
+        "data.skip_bad",
     }
 )
 _CONFIG, _CORPUS, _LOCK = "config.json", "corpus.json", ".mezzo.lock"
@@ -182,8 +183,7 @@ def _holder(path: Path) -> str:
 
 
 def _refuse_another(out: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    same = {name: wanted.get(name) for name in CHANGEABLE}
-    differences = _differences({**found, **same}, {**wanted, **same})
+    differences = _differences(found, wanted)
     if differences:
         shown = "; ".join(differences[:3])
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -194,7 +194,9 @@ def _refuse_another(out: Path, found: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
-    """List the differences between two JSON values, one phrase each."""
+    """List the differences between two JSON values, one phrase each, but for what may change."""
+    if name in CHANGEABLE:
+        return []
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys([*found, *wanted])
         pairs = [(f"{name}.{key}".lstrip("."), found.get(key), wanted.get(key)) for key in keys]

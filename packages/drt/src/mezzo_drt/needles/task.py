@@ -152,7 +152,8 @@ class AbstractNeedleConfig(ABC):
                 f"the {tokenizer.vocab_size} tokens of {self.text.tokenizer!r} give too few names "
                 f"of {size} tokens, {2 * count} are needed"
             )
-        corpus = open_corpus(self.text.source, self.text.text_column)
+        text = self.text
+        corpus = open_corpus(text.source, text.text_column, skip_bad=text.skip_bad)
         tokenized = tokenize_corpus(corpus, tokenizer, cache_dir, check=rank == 0)
         parts = split_documents(tokenized.ends, self.text.validation_fraction, self.text.seed)
         train, test = (Haystack(tokenized.tokens, ranges) for ranges in parts)
