@@ -25,6 +25,7 @@ from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import (
     check_writable,
+    expand_user,
     open_told_data,
     read_prompts,
     start_from,
@@ -32,6 +33,16 @@ from mezzo_core.inputs import (
 )
 from mezzo_core.nn.checkpoint import find_model, load_model
 from mezzo_core.nn.generate import NO_NUMBERS, stream
+from mezzo_core.options import (
+    AllowPackage,
+    Data,
+    Device,
+    InitFrom,
+    SkipBad,
+    TextColumn,
+    TokenizerName,
+    ValidationData,
+)
 from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.loop import train
 from mezzo_core.train.recipes import Recipes, find_recipe
@@ -119,24 +130,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if any.")]
-AllowPackage = Annotated[
-    list[str] | None,
-    typer.Option(help="A package of yours whose layers the model may have; repeat for several."),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Your text: a .txt, .jsonl or .parquet file, a folder or a glob of them, or "
-        "hub:NAME. Default: what the recipe says (the embedded novels for tiny recipes)."
-    ),
-]
-TokenizerName = Annotated[
-    str | None,
-    typer.Option(help="byte, hub:NAME, or a file or folder. Default: the recipe's or model's."),
-]
-
-
 def _add_train(app: typer.Typer, paper: Paper) -> None:
     listing = ", ".join(paper.recipes)
 
@@ -144,6 +137,9 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
     def train_command(
         recipe: Annotated[str, typer.Argument(help="The recipe's name.")],
         data: Data = None,
+        validation_data: ValidationData = None,
+        text_column: TextColumn = None,
+        skip_bad: SkipBad = None,
         tokenizer: TokenizerName = None,
         vocab_size: Annotated[
             int | None, typer.Option(help="The model's vocabulary, to fit another tokenizer.")
@@ -157,13 +153,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         ] = None,
         seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
         seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
-        init_from: Annotated[
-            Path | None,
-            typer.Option(
-                help="Start from the weights of this run or model folder. The model and its "
-                "tokenizer are then the folder's, the rest is the recipe's."
-            ),
-        ] = None,
+        init_from: InitFrom = None,
         out: Annotated[
             Path | None, typer.Option(help="Where the run is kept. Default: runs/RECIPE.")
         ] = None,
@@ -181,14 +171,23 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     ) -> None:
         config = find_recipe(paper.recipes, recipe)
-        if not isinstance(config.data, DataConfig) and (data or tokenizer):
-            raise UserError(f"the recipe {recipe} reads no text: --data and --tokenizer do not fit")
+        text: dict[str, Any] = {
+            "source": data,
+            "validation_source": validation_data,
+            "text_column": text_column,
+            "skip_bad": skip_bad,
+            "tokenizer": tokenizer,
+        }
+        if not isinstance(config.data, DataConfig) and any(text.values()):
+            raise UserError(
+                f"the recipe {recipe} reads no text: --data, --tokenizer and their like do not fit"
+            )
         if init_from is not None:
             config = start_from(config, init_from, tokenizer)
         with _values_of_the_user():
             config = _override(
                 config,
-                data=_override(config.data, source=data, tokenizer=tokenizer),
+                data=_override(config.data, **text),
                 model=_override(config.model, vocab_size=vocab_size),
                 steps=steps,
                 batch_size=batch_size,
@@ -199,7 +198,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 cuda_graph=cuda_graph,
                 track=track,
             )
-        folder = _expand(out) if out is not None else Path("runs") / recipe
+        folder = expand_user(out) if out is not None else Path("runs") / recipe
         is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
         try:
             result = train(config, folder, resume=not fresh, new_data=new_data, quiet=quiet)
@@ -213,13 +212,6 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 f"{result.steps} steps; the model is in {result.out / 'model'}",
                 Console(),
             )
-
-
-def _expand(folder: Path) -> Path:
-    try:
-        return folder.expanduser()
-    except RuntimeError:
-        raise UserError(f"--out {folder} begins with a user that is not known here") from None
 
 
 def _say(text: str, console: Console) -> None:
@@ -308,6 +300,8 @@ def _add_eval(app: typer.Typer) -> None:
     def eval_command(
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
+        text_column: TextColumn = None,
+        skip_bad: SkipBad = None,
         whole: Annotated[bool, typer.Option("--all", help="All of the text, not a part.")] = False,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
         seq_len: Annotated[
@@ -323,8 +317,9 @@ def _add_eval(app: typer.Typer) -> None:
         """Measure perplexity and accuracy on held-out text: the validation part of `--data`."""
         folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
+        how: dict[str, Any] = {"text_column": text_column, "skip_bad": skip_bad, "whole": whole}
         name, rows = open_told_data(
-            extra, folder, model.vocab_size, data, tokenizer, seq_len, allowed, whole=whole
+            extra, folder, model.vocab_size, data, tokenizer, seq_len, allowed, **how
         )
         with _values_of_the_user():
             result = evaluate(

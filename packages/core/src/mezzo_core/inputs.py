@@ -96,6 +96,8 @@ def open_told_data(
     seq_len: int | None = None,
     allow_packages: Sequence[str] = (),
     *,
+    text_column: str | None = None,
+    skip_bad: bool | None = None,
     whole: bool = False,
 ) -> tuple[str, BatchSource]:
     """Open the text or the task that a model's config.json tells beside the model.
@@ -108,6 +110,8 @@ def open_told_data(
         tokenizer: where the model's tokenizer is now, if it is not where it was.
         seq_len: tokens a row; as the model was trained by default.
         allow_packages: packages besides mezzo's own that may have defined the task.
+        text_column: the field of the text, if it is not the one that was trained on.
+        skip_bad: whether to leave out records without text; as in training by default.
         whole: hold out all of the text.
 
     Returns:
@@ -115,8 +119,8 @@ def open_told_data(
 
     Raises:
         UserError: if it tells none, or what is no description of data, or its tokens are not the
-            model's, or the text is not the one of the training any more, or `source`, `tokenizer`
-            or `whole` is given for a task, or `whole` for a stream.
+            model's, or the text is not the one of the training any more, or an option of texts is
+            given for a task, or `whole` for a stream.
     """
     described = told(extra, "data", dict, folder)
     try:
@@ -127,12 +131,14 @@ def open_told_data(
     if isinstance(config, DataConfig):
         if whole and config.streaming:
             raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
-        fraction = 1.0 if whole else config.validation_fraction
         config = replace(
             config,
             source=source or config.source,
             tokenizer=tokenizer or config.tokenizer,
-            validation_fraction=fraction,
+            text_column=text_column or config.text_column,
+            skip_bad=config.skip_bad if skip_bad is None else skip_bad,
+            validation_fraction=1.0 if whole else config.validation_fraction,
+            validation_source=None if source or whole else config.validation_source,
         )
         fitting_tokenizer(config.tokenizer, vocab_size, extra.get("tokenizer_identity"))
         text = config.build(length, None)
@@ -144,7 +150,8 @@ def open_told_data(
             )
         return config.source, text
     try:
-        rows = None if source or tokenizer or whole else config.build(length, None)
+        of_texts = source or tokenizer or text_column or skip_bad or whole
+        rows = None if of_texts else config.build(length, None)
     except (AttributeError, TypeError):  # it describes something else
         rows = None
     if not isinstance(rows, BatchSource):
@@ -173,6 +180,18 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
             told_tokenizer(extra, folder, model.vocab_size)
         data = replace(data, tokenizer=tokenizer or told(extra, "tokenizer", str, folder))
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
+
+
+def expand_user(out: Path) -> Path:
+    """Return the folder of `--out`, where "~" stands for a home.
+
+    Raises:
+        UserError: if there is no such user.
+    """
+    try:
+        return out.expanduser()
+    except RuntimeError:
+        raise UserError(f"--out {out} begins with a user that is not known here") from None
 
 
 def check_writable(path: Path, *, is_folder: bool) -> None:

@@ -226,6 +226,24 @@ def test_a_single_document_is_split_by_position(tmp_path):
     assert data.num_validation_bytes == 20
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_of_its_own_is_the_validation_part(tmp_path, streaming):
+    pytest.importorskip("datasets")
+    for name in ("train", "other"):
+        texts = [f"<{name} {i}>" for i in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in texts))
+    config = DataConfig(source=str(tmp_path / "train.jsonl"), streaming=streaming)
+    other = str(tmp_path / "other.jsonl")
+    data = replace(config, validation_source=other).build(9, None)
+    held_out = torch.cat([batch.targets.flatten() for batch in data.validation_batches(2)])
+    text = "".join(f"<other {i}>" for i in range(9))
+    assert data.tokenizer.decode(held_out[held_out != NO_TARGET].tolist()) == text
+    assert data.num_validation_bytes == len(text)
+    trained = torch.cat([data.train_batch(step, 1).tokens[0] for step in range(10)]).tolist()
+    assert trained.count(ord("<")) == 9  # an epoch has 10 windows
+    assert data.fingerprint != config.build(9, None).fingerprint
+
+
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_no_text_has_no_windows(mask_documents):
     none = np.empty((0, 2), np.int64)
@@ -312,6 +330,7 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
         ("streaming", ["yes", 1, None]),
         ("mask_documents", ["yes", 0, None]),
         ("skip_bad", ["yes", 0, None]),
+        ("validation_source", [3, "", b"x"]),
     ],
 )
 def test_a_setting_of_another_type_is_named(field, values):

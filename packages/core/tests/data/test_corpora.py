@@ -174,7 +174,7 @@ def test_bad_records_are_left_out_named_and_counted_when_told(tmp_path, monkeypa
         assert [piece.text for piece in corpus.read()] == ["one", "two"]
         assert corpus.identity != open_corpus(source, "text").identity
         named, counted = caplog.messages
-        assert named.endswith(first)
+        assert first in named
         assert counted == f"{source}: left out {count} records"
 
 

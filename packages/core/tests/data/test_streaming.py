@@ -4,8 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mezzo_core.data import NO_TARGET, DataConfig, streaming
-from mezzo_core.data.streaming import StreamedText, TextStream, open_stream, share_stream
+from mezzo_core.data import NO_TARGET, DataConfig, streaming, text_stream
+from mezzo_core.data.streaming import StreamedText
+from mezzo_core.data.text_stream import TextStream, open_stream, share_stream
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 
@@ -15,7 +16,7 @@ datasets = pytest.importorskip("datasets")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(streaming, "BLOCK_DOCUMENTS", 8)
-    monkeypatch.setattr(streaming, "VALIDATION_DOCUMENTS", 3)
+    monkeypatch.setattr(text_stream, "VALIDATION_DOCUMENTS", 3)
     monkeypatch.setattr(streaming, "_TOKENIZED_DOCUMENTS", 3)
 
 

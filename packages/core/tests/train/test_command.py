@@ -1,5 +1,6 @@
 """The train command: what it says, and the code with which it leaves."""
 
+import json
 import os
 import signal
 
@@ -17,11 +18,15 @@ def command(tiny, monkeypatch, capsys):
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
-            cli.run(cli.make_app(paper), ["train", "tiny", *map(str, arguments)])
+            cli.run(cli.make_app(paper), list(map(str, arguments)))
         shown = capsys.readouterr()
         return end.value.code, shown.out, shown.err
 
-    return run
+    def train(*arguments):
+        return run("train", "tiny", *arguments)
+
+    train.eval = lambda *arguments: run("eval", *arguments)
+    return train
 
 
 def one_line(result):
@@ -107,6 +112,31 @@ def test_a_file_as_the_folder_is_one_line(command, tmp_path):
 def test_brackets_in_a_folder_are_shown(command, tmp_path):
     _, out, _ = command("--out", tmp_path / "[red]run", "--steps", 1, "--quiet")
     assert str(tmp_path / "[red]run" / "model") in out
+
+
+def test_a_text_under_another_name_with_bad_records_is_trained_on_when_told(command, tmp_path):
+    corpus, out = tmp_path / "a.jsonl", tmp_path / "run"
+    corpus.write_text('{"body": "half of the notes"}\n' * 99 + '{"body": null}\n')
+    told = ["--data", corpus, "--out", out, "--quiet", "--steps", 1]
+    assert "there is 'body', which text_column (--text-column) can name" in one_line(command(*told))
+    told += ["--text-column", "body"]
+    assert "line 100: 'body' must be text, got NoneType; skip_bad (--skip-bad)" in one_line(
+        command(*told)
+    )
+    told += ["--skip-bad", "--validation-data", tmp_path / "b.txt"]
+    assert "b.txt" in one_line(command(*told))
+    (tmp_path / "b.txt").write_text("of the notes")
+    assert command(*told)[0] == 0
+    code, shown, _ = command.eval(out)
+    assert code == 0
+    assert json.loads(shown)["tokens"] == 13
+    assert "no text in" in one_line(command.eval(out, "--text-column", "x"))
+    assert command.eval(out, "--data", corpus, "--all")[0] == 0
+
+
+def test_a_large_tokenizer_names_the_option_that_makes_room(command, tmp_path):
+    code = one_line(command("--vocab-size", 100, "--out", tmp_path / "run"))
+    assert "vocab_size = 100: --vocab-size 257 fits" in code
 
 
 def test_new_text_is_trained_on_when_told(command, tmp_path):

@@ -1,14 +1,16 @@
 """The configuration of a run's data: a frozen dataclass that builds its source of batches."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from reprlib import repr as shorten
 from typing import Protocol
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.data.batches import BatchSource, TextData
-from mezzo_core.data.corpora import open_corpus
-from mezzo_core.data.streaming import StreamedText, open_stream
+from mezzo_core.data.corpora import Corpus, open_corpus
+from mezzo_core.data.streaming import StreamedText
+from mezzo_core.data.text_stream import open_stream
 from mezzo_core.data.tokenized_corpus import tokenize_corpus
 from mezzo_core.data.tokenized_text import TokenizedText
 from mezzo_core.data.tokenizers import load_tokenizer
@@ -45,6 +47,7 @@ class DataConfig:
         validation_fraction: share of the tokens that is held out, in whole documents; 1 leaves
             nothing to train on. A stream holds out a fixed number of documents instead (see
             `StreamedText`).
+        validation_source: another text to validate on; then nothing of `source` is held out.
         seed: seed of the split and of the training order.
         streaming: read the text on the fly, with `datasets`. This is for a corpus that is too
             large to be tokenized before training.
@@ -65,11 +68,12 @@ class DataConfig:
     streaming: bool = False
     mask_documents: bool = False
     skip_bad: bool = False
+    validation_source: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("source", "tokenizer", "text_column"):
-            if not getattr(self, name):
+        for name in ("source", "tokenizer", "text_column", "validation_source"):
+            if getattr(self, name) == "":
                 raise UserError(f"{name} must be text that is not empty")
         if not 0 < self.validation_fraction <= 1:
             raise UserError(
@@ -97,11 +101,18 @@ class DataConfig:
         if type(seq_len) is not int or not 0 < seq_len < 2**31:
             raise UserError(f"seq_len must be from 1 to 2^31 - 1, got {shorten(seq_len)}")
         tokenizer = load_tokenizer(self.tokenizer)
+        held_out = None
+        if self.validation_source is not None:
+            try:
+                held_out = self._open(self.validation_source)
+            except UserError as error:
+                raise UserError(f"validation_source (--validation-data): {error}") from error
         if self.streaming:
             return StreamedText(
                 open_stream(
                     self.source,
                     self.text_column,
+                    held_out=held_out,
                     skip_bad=self.skip_bad,
                     rank=rank,
                     world_size=world_size,
@@ -111,13 +122,19 @@ class DataConfig:
                 seed=self.seed,
                 mask_documents=self.mask_documents,
             )
-        corpus = open_corpus(self.source, self.text_column, skip_bad=self.skip_bad)
+        # The other processes find tokens that the first process has just checked.
+        tokenize = partial(
+            tokenize_corpus, tokenizer=tokenizer, cache_dir=cache_dir, check=rank == 0
+        )
         return TokenizedText(
-            # The other processes find tokens that the first process has just checked.
-            tokenize_corpus(corpus, tokenizer, cache_dir, check=rank == 0),
+            tokenize(self._open(self.source)),
             tokenizer,
+            held_out=None if held_out is None else tokenize(held_out),
             seq_len=seq_len,
             validation_fraction=self.validation_fraction,
             seed=self.seed,
             mask_documents=self.mask_documents,
         )
+
+    def _open(self, source: str) -> Corpus:
+        return open_corpus(source, self.text_column, skip_bad=self.skip_bad)

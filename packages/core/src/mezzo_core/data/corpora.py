@@ -71,7 +71,8 @@ class Records:
             text = get(self.text_column)
         except UserError as error:
             if not self.skip_bad:
-                raise
+                advice = "skip_bad (--skip-bad) leaves such records out"
+                raise UserError(f"{error}; {advice}") from error
             if not self.left_out:
                 logger.warning("left out: %s", error)
             self.left_out += 1
@@ -266,8 +267,8 @@ def _read_parquet(path: Path, records: Records) -> Iterator[Piece]:
 def _missing_column(text_column: str, names: Iterable[str], where: str) -> str:
     shown = [repr(name) for name in itertools.islice(names, 10)]
     return (
-        f"{where}: no field {text_column!r}; there is {', '.join(shown) or 'none'}; "
-        "text_column (--text-column) names the field of the text"
+        f"{where}: no field {text_column!r}; there is {', '.join(shown) or 'none'}, which "
+        "text_column (--text-column) can name"
     )
 
 

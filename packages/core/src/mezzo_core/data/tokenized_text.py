@@ -24,6 +24,7 @@ class TokenizedText(TextData):
         tokenized: TokenizedCorpus,
         tokenizer: Tokenizer,
         *,
+        held_out: TokenizedCorpus | None = None,
         seq_len: int,
         validation_fraction: float,
         seed: int,
@@ -34,8 +35,10 @@ class TokenizedText(TextData):
         Args:
             tokenized: the corpus's tokens.
             tokenizer: the tokenizer that made them.
+            held_out: the validation part; None takes it out of `tokenized`.
             seq_len: T.
-            validation_fraction: share of the tokens held out for validation; 1 for all.
+            validation_fraction: share of the tokens held out for validation; 1 for all. Without
+                meaning if there is a text of its own for that.
             seed: seed of the split and of the order.
             mask_documents: whether documents are kept from attending to each other.
 
@@ -45,16 +48,25 @@ class TokenizedText(TextData):
         self.tokenizer, self.seq_len = tokenizer, seq_len
         # "packed" stays: runs on disk have it in their corpus.json.
         self.fingerprint = f"packed {' '.join(tokenized.checksums)} {tokenizer.identity}"
-        train, held_out = split_documents(tokenized.ends, validation_fraction, seed)
+        if held_out is None:
+            validated = tokenized
+            train, validation = split_documents(tokenized.ends, validation_fraction, seed)
+        else:
+            validated, validation_fraction = held_out, 0.0
+            self.fingerprint += f" {' '.join(held_out.checksums)}"
+            train, validation = (all_documents(text.ends) for text in (tokenized, held_out))
         self._train, self._validation = (
             Windows(
-                tokenized.tokens,
+                text.tokens,
                 ranges,
                 seq_len=seq_len,
                 pad=tokenizer.eos_token,
                 mask_documents=mask_documents,
             )
-            for ranges in (train, after_end_token(held_out, tokenized.ends))
+            for text, ranges in (
+                (tokenized, train),
+                (validated, after_end_token(validation, validated.ends)),
+            )
         )
         if self._train.num_complete == 0 and validation_fraction < 1:
             raise UserError(
@@ -62,7 +74,7 @@ class TokenizedText(TextData):
                 f"{seq_len + 1}: give more text or a shorter seq_len"
             )
         self.num_train_tokens = self._train.num_tokens
-        self.num_validation_bytes = target_bytes(tokenized, held_out, tokenizer, mask_documents)
+        self.num_validation_bytes = target_bytes(validated, validation, tokenizer, mask_documents)
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
 
@@ -96,6 +108,11 @@ class TokenizedText(TextData):
         return self._orders[epoch]
 
 
+def all_documents(ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the (num_documents, 2) token ranges of documents that end at `ends`."""
+    return np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
+
+
 def split_documents(
     ends: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -115,15 +132,14 @@ def split_documents(
         Two arrays (n, 2) of token ranges, for training and for validation, neither empty unless all
         is held out.
     """
-    begins = np.concatenate([[0], ends[:-1]])
-    ranges = np.stack([begins, ends], axis=1)
+    ranges = all_documents(ends)
     total = int(ends[-1])
     if fraction == 1:
         return ranges[:0], ranges
     if len(ends) == 1:
         cut = min(max(round(total * (1 - fraction)), 1), total - 1)
         return np.array([[0, cut]]), np.array([[cut, total]])
-    lengths = ends - begins
+    lengths = ranges[:, 1] - ranges[:, 0]
     room = int(total * fraction)
     held_out = np.zeros(len(ends), dtype=bool)
     for document in np.random.default_rng((seed, _SPLIT)).permutation(len(ends)):

@@ -71,7 +71,7 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
             what = f"the tokenizer {config.data.tokenizer!r}"
         raise UserError(
             f"{what} has {data.vocab_size} tokens, more than the model's vocab_size = "
-            f"{config.model.vocab_size}"
+            f"{config.model.vocab_size}: --vocab-size {data.vocab_size} fits"
         )
     return data
 

@@ -1,0 +1,154 @@
+"""Opens a text as a stream of `datasets`, and shares it among processes."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mezzo_core.data.corpora import Corpus, Records, pieces_of, read_file, sample_file
+from mezzo_core.data.find import find_files
+from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
+from mezzo_core.errors import UserError
+from mezzo_core.libraries import import_library
+
+# How many documents are held out: the first of the split "validation" if there is one, else the
+# first of the training text.
+VALIDATION_DOCUMENTS = 100
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """This process's shard of a stream, and the held-out documents, equal in all processes."""
+
+    name: str
+    dataset: Any  # datasets.IterableDataset
+    validation: list[str]
+    text_column: str
+    rank: int = 0
+    world_size: int = 1
+    skip_bad: bool = False  # leave out records without text
+    identity: str = ""  # identifies the text as far as that is possible without reading it
+    skipped: int = 0  # documents that are skipped at the start of each epoch of this shard
+
+
+def open_stream(
+    source: str,
+    text_column: str,
+    *,
+    held_out: Corpus | None = None,
+    skip_bad: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> TextStream:
+    """Open files or a hub data set as a stream.
+
+    Args:
+        source: as in `open_corpus`, but not "embedded".
+        text_column: the field that holds the text.
+        held_out: another text to hold out; None holds out documents of the stream.
+        skip_bad: leave out records without text.
+        rank: this process.
+        world_size: how many processes share the stream.
+
+    Raises:
+        UserError: if the source cannot be found, reached or streamed.
+    """
+    datasets = import_library("datasets", "train")
+    if source == "embedded":
+        raise UserError("the embedded corpus is not streamed: set streaming=False")
+    sharing: dict[str, Any] = {"skip_bad": skip_bad, "rank": rank, "world_size": world_size}
+    validation: list[str] | None = None
+    if not source.startswith(HUB_PREFIX):
+        paths = find_files(source)
+        listing = json.dumps([(path.name, *sample_file(path)) for path in paths])
+        sharing["identity"] = hashlib.sha256(listing.encode()).hexdigest()
+        options = {"files": list(map(str, paths)), "text_column": text_column, "skip_bad": skip_bad}
+        train = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs=options)
+    else:
+        splits = load_hub_dataset(source, split=None, streaming=True)
+        if "train" not in splits:
+            raise UserError(f'{source!r} has no split "train"; there is {", ".join(splits)}')
+        train = splits["train"]
+        if "validation" in splits and held_out is None:
+            records = Records(text_column, skip_bad)
+            validation = _first_texts(splits["validation"], records, source)
+    if held_out is not None:
+        validation = [piece.text for piece in held_out.read()]
+    if validation is None:
+        return share_stream(source, train, text_column, **sharing)
+    mine, _ = _share(train, 0, rank, world_size)
+    return TextStream(source, mine, validation, text_column, **sharing)
+
+
+def share_stream(
+    name: str,
+    dataset: Any,
+    text_column: str,
+    *,
+    skip_bad: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    identity: str = "",
+) -> TextStream:
+    """Hold out a data set's first documents and give this process its shard of the others.
+
+    Args:
+        name: the stream's name in messages.
+        dataset: a `datasets.IterableDataset` whose order is fixed.
+        text_column: the field that holds the text.
+        skip_bad: leave out records without text.
+        rank: this process.
+        world_size: how many processes share the stream.
+        identity: identifies the text as far as that is possible without reading it.
+    """
+    validation = _first_texts(dataset, Records(text_column, skip_bad), name)
+    mine, skipped = _share(dataset, VALIDATION_DOCUMENTS, rank, world_size)
+    return TextStream(
+        name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped
+    )
+
+
+def _file_rows(files: list[str], text_column: str, skip_bad: bool) -> Iterator[dict[str, str]]:
+    records = Records(text_column, skip_bad)
+    for file in files:
+        for piece in read_file(Path(file), records):
+            yield {text_column: piece.text}
+    records.report(", ".join(files))
+
+
+def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any, int]:
+    """Return this process's shard, and how many of its documents are held out: its first ones.
+
+    A process reads every file of the data set and keeps one document in `world_size`, or where they
+    can be shared out evenly, whole files.
+
+    Args:
+        dataset: the whole data set.
+        held_out: how many of its first documents are held out.
+        rank: this process.
+        world_size: how many processes share the data set.
+    """
+    if world_size == 1:
+        return dataset, held_out
+    files = dataset.num_shards
+    if files % world_size:
+        distributed = import_library("datasets.distributed", "train")
+        mine = distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)
+        return mine, len(range(rank, held_out, world_size))
+    skipped = 0
+    for file in range(files):
+        if held_out == 0:
+            break
+        documents = dataset.shard(files, file)
+        count = sum(1 for _ in itertools.islice(documents, held_out))
+        held_out -= count
+        skipped += count if file % world_size == rank else 0
+    return dataset.shard(world_size, rank, contiguous=False), skipped
+
+
+def _first_texts(dataset: Any, records: Records, name: str) -> list[str]:
+    rows = dataset.take(VALIDATION_DOCUMENTS)
+    return [piece.text for piece in pieces_of(rows, records, name)]

@@ -1,0 +1,41 @@
+"""Options of the commands."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if any.")]
+AllowPackage = Annotated[
+    list[str] | None,
+    typer.Option(help="A package of yours whose layers the model may have; repeat for several."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Your text: a .txt, .jsonl, .json, .csv or .parquet file, a folder or a glob of them, "
+        "or hub:OWNER/NAME. Default: what the recipe says (the embedded novels for tiny recipes)."
+    ),
+]
+ValidationData = Annotated[
+    str | None,
+    typer.Option(help="A text to validate on, as --data. Default: a part of --data, held out."),
+]
+TextColumn = Annotated[
+    str | None, typer.Option(help="The field of the text, in all but .txt files. Default: text.")
+]
+SkipBad = Annotated[
+    bool | None,
+    typer.Option("--skip-bad", help="Leave out records without text, and say how many they are."),
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(help="byte, hub:NAME, or a file or folder. Default: the recipe's or model's."),
+]
+InitFrom = Annotated[
+    Path | None,
+    typer.Option(
+        help="Start from the weights of this run or model folder. The model and its "
+        "tokenizer are then the folder's, the rest is the recipe's."
+    ),
+]
