@@ -3,10 +3,11 @@ import json
 import os
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mezzo_core.data import load_tokenizer
+from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import library_errors
 
@@ -188,6 +189,27 @@ def test_vocabulary_and_merges_that_disagree_are_named(names, tmp_path, name, ed
     with pytest.raises(UserError, match=name) as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_loses_line_breaks_is_named_in_a_warning(
+    tmp_path, names, sentences, caplog
+):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_prefix=str(tmp_path / "lossy"),
+        vocab_size=60,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    (tmp_path / "a.txt").write_text("in want of\na wife " * 20)
+    config = DataConfig(source=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "lossy.model"))
+    config.build(4, None)
+    assert "turns line breaks into spaces" in caplog.text
+    caplog.clear()
+    for name in names.values():
+        replace(config, tokenizer=name).build(4, None)
+    assert not caplog.messages
 
 
 def test_a_sentencepiece_model_without_an_end_is_named(tmp_path, names, sentences):

@@ -1,5 +1,6 @@
 """The configuration of a run's data: a frozen dataclass that builds its source of batches."""
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ from mezzo_core.data.streaming import StreamedText
 from mezzo_core.data.text_stream import open_stream
 from mezzo_core.data.tokenized_corpus import tokenize_corpus
 from mezzo_core.data.tokenized_text import TokenizedText
-from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.data.tokenizers import keeps_line_breaks, load_tokenizer
 from mezzo_core.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class SourceConfig(Protocol):
@@ -101,6 +104,12 @@ class DataConfig:
         if type(seq_len) is not int or not 0 < seq_len < 2**31:
             raise UserError(f"seq_len must be from 1 to 2^31 - 1, got {shorten(seq_len)}")
         tokenizer = load_tokenizer(self.tokenizer)
+        if rank == 0 and not keeps_line_breaks(tokenizer):
+            logger.warning(
+                "the tokenizer %r turns line breaks into spaces, or drops them: a model of its "
+                "tokens neither sees nor writes any",
+                self.tokenizer,
+            )
         held_out = None
         if self.validation_source is not None:
             try:

@@ -219,6 +219,17 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(token) for token in tokens if token < self.vocab_size])
 
 
+def keeps_line_breaks(tokenizer: Tokenizer) -> bool:
+    """Tell whether a line break comes back from its tokens, or is refused for having none.
+
+    SentencePiece models that normalize (its default, T5's) turn it into a space.
+    """
+    try:
+        return "\n" in tokenizer.decode(tokenizer.encode("\n"))
+    except UserError:
+        return True
+
+
 class StreamDecoder:
     """Turns tokens into text one at a time.
 
