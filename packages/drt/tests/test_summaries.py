@@ -47,5 +47,5 @@ def test_a_summary_ends_at_the_end_token_or_at_its_length():
     texts = ["A long text, to be told in short.", "Another."]
     tokenizer = ByteTokenizer()
     assert summarize(model, tokenizer, texts, max_new_tokens=5) == ["\0" * 5] * 2
-    tokenizer.eos_token = 0
+    tokenizer.stop_tokens = (0,)
     assert summarize(model, tokenizer, texts) == ["", ""]

@@ -19,7 +19,8 @@ import typer
 from rich.console import Console
 
 from mezzo_core.data.config import DataConfig
-from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer
+from mezzo_core.data.stream_decoder import StreamDecoder
+from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
@@ -246,9 +247,10 @@ def _add_generate(app: typer.Typer) -> None:
         texts = read_prompts(prompt)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
         kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
-        prompts = [kept.encode(text) for text in texts]
-        if not all(prompts):
+        tokens = [kept.encode(text) for text in texts]
+        if not all(tokens):
             raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
+        prompts = [[*kept.begin_tokens, *row] for row in tokens]
         if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a model's characters
             sys.stdout.reconfigure(errors="replace")
         with _values_of_the_user():
@@ -259,7 +261,7 @@ def _add_generate(app: typer.Typer) -> None:
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
-                stop_tokens=(kept.eos_token,),
+                stop_tokens=[t for t in kept.stop_tokens if t < model.vocab_size],
                 seed=seed,
                 prefill_tokens=prefill_tokens,
             )

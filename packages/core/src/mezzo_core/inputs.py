@@ -37,19 +37,22 @@ def read_prompts(given: Sequence[str] | None) -> list[str]:
     return texts
 
 
-def fitting_tokenizer(name: str, vocab_size: int, identity: object = None) -> Tokenizer:
+def fitting_tokenizer(
+    name: str, vocab_size: int, identity: object = None, *, add_bos: bool = False
+) -> Tokenizer:
     """Load a tokenizer for a model with a vocabulary of `vocab_size`.
 
     Args:
         name: see `load_tokenizer`.
         vocab_size: the model's.
         identity: of the tokenizer that the model was trained with; None if it is not known.
+        add_bos: see `load_tokenizer`.
 
     Raises:
         UserError: if it cannot be loaded, has more tokens than the model's vocabulary, or is
             another one.
     """
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, add_bos=add_bos)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer {name!r} has {tokenizer.vocab_size} tokens, more than the model's "
@@ -84,7 +87,13 @@ def told_tokenizer(
         UserError: if it tells none, or as in `fitting_tokenizer`.
     """
     known = name or told(extra, "tokenizer", str, folder)
-    return fitting_tokenizer(known, vocab_size, extra.get("tokenizer_identity"))
+    identity = extra.get("tokenizer_identity")
+    return fitting_tokenizer(known, vocab_size, identity, add_bos=_adds_bos(extra))
+
+
+def _adds_bos(extra: Mapping[str, Any]) -> bool:
+    data = extra.get("data")
+    return isinstance(data, dict) and data.get("add_bos") is True
 
 
 def open_told_data(
@@ -140,7 +149,8 @@ def open_told_data(
             validation_fraction=1.0 if whole else config.validation_fraction,
             validation_source=None if source or whole else config.validation_source,
         )
-        fitting_tokenizer(config.tokenizer, vocab_size, extra.get("tokenizer_identity"))
+        identity = extra.get("tokenizer_identity")
+        fitting_tokenizer(config.tokenizer, vocab_size, identity, add_bos=config.add_bos)
         text = config.build(length, None)
         is_same = extra.get("fingerprint") in (None, text.fingerprint)
         if source is None and not whole and not is_same:
@@ -178,7 +188,8 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
     if "tokenizer" in extra and isinstance(data, DataConfig):
         if tokenizer is None:  # the model's must be there
             told_tokenizer(extra, folder, model.vocab_size)
-        data = replace(data, tokenizer=tokenizer or told(extra, "tokenizer", str, folder))
+        known = tokenizer or told(extra, "tokenizer", str, folder)
+        data = replace(data, tokenizer=known, add_bos=_adds_bos(extra))
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mezzo_core.data import DataConfig, load_tokenizer
+import torch
+from mezzo_core.data import NO_TARGET, DataConfig, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import library_errors
 
@@ -40,6 +41,85 @@ def test_a_damaged_configuration_beside_a_tokenizer_is_named(change, tmp_path, t
     (tmp_path / "tokenizer_config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"tokenizer_config\.json"):
         change(lambda content: None)
+
+
+def test_the_files_beside_a_tokenizer_name_its_end_and_all_that_stop_a_text(change, tmp_path):
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    tokenizer = change(lambda content: None)
+    assert tokenizer.decode([tokenizer.eos_token]) == "a"
+    assert tokenizer.stop_tokens == (tokenizer.eos_token, 0, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')  # it is asked first
+    tokenizer = change(lambda content: None)
+    assert tokenizer.decode([tokenizer.stop_tokens[0]]) == "b"
+    assert tokenizer.stop_tokens[1:] == (7,)
+    for odd in ('"7"', "[7, true]", "-1", "{}"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {odd}}}')
+        with pytest.raises(UserError, match=r'generation_config\.json: "eos_token_id" must be'):
+            change(lambda content: None)
+
+
+def test_special_tokens_above_the_vocabulary_are_no_tokens_of_a_text(change, sentences):
+    plain = change(lambda content: None)
+
+    def add(special):
+        number = plain.vocab_size
+        token = {"id": number, "content": "<pad>", "special": special}
+        rest = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        return lambda content: content["added_tokens"].append({**token, **rest})
+
+    padded = change(add(True))
+    assert padded.vocab_size == plain.vocab_size
+    text = f"{sentences[0]}<pad>"
+    assert padded.encode(text) == plain.encode(text)
+    assert change(add(False)).vocab_size == plain.vocab_size + 1
+
+
+def test_a_tokenizers_first_token_is_put_before_a_text_when_asked(change, tmp_path, names):
+    assert change(lambda content: None).bos_token is None  # its template begins with the end token
+
+    def begin(content):
+        content["post_processor"]["single"][0]["SpecialToken"]["id"] = "a"
+        content["post_processor"]["special_tokens"] = {
+            "a": {"id": "a", "ids": [content["model"]["vocab"]["a"]], "tokens": ["a"]}
+        }
+
+    tokenizer = change(begin)
+    bos = tokenizer.bos_token
+    assert tokenizer.decode([bos]) == "a"
+    assert tokenizer.begin_tokens == ()
+    told = load_tokenizer(str(tmp_path), add_bos=True)
+    assert told.begin_tokens == (bos,)
+    assert told.identity != tokenizer.identity
+    assert told.encode("b") == tokenizer.encode("b")
+    assert load_tokenizer(names["sentencepiece"], add_bos=True).begin_tokens == (1,)
+    with pytest.raises(UserError, match="add_bos: the tokenizer 'byte' has no token"):
+        load_tokenizer("byte", add_bos=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_document_begins_with_the_first_token_when_asked(tmp_path, names, streaming):
+    pytest.importorskip("datasets")
+    (tmp_path / "a.jsonl").write_text('{"text": "man"}\n{"text": ""}\n' * 150)
+    config = DataConfig(
+        source=str(tmp_path / "a.jsonl"),
+        tokenizer=names["sentencepiece"],
+        add_bos=True,
+        streaming=streaming,
+        mask_documents=True,
+    )
+    data = config.build(8, None)
+    bos, eos = data.tokenizer.bos_token, data.tokenizer.eos_token
+    document = [bos, *data.tokenizer.encode("man"), eos]
+    for batch in (data.train_batch(0, 1), next(data.validation_batches(1))):
+        text = batch.tokens[0].tolist()
+        start = text.index(bos)
+        assert text[start : start + len(document)] == document[: 8 - start]
+        assert set(text[:start]) <= {eos}
+    targets = torch.cat([batch.targets[0] for batch in data.validation_batches(1)])
+    texts = targets[targets != NO_TARGET].tolist().count(eos)
+    assert data.num_validation_bytes == 3 * texts
 
 
 def test_a_configuration_may_name_no_end_token(change, tmp_path):

@@ -160,10 +160,13 @@ def test_a_hub_tokenizer_is_its_backend(names, monkeypatch, sentences):
 
     stand_in = types.ModuleType("transformers")
     stand_in.AutoTokenizer = types.SimpleNamespace(from_pretrained=load)
+    told = types.SimpleNamespace(eos_token_id=[0, 7])
+    stand_in.GenerationConfig = types.SimpleNamespace(from_pretrained=lambda name: told)
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = load_tokenizer("hub:some/name")
     assert tokenizer.encode(sentences[0]) == load_tokenizer(names["gpt2"]).encode(sentences[0])
+    assert tokenizer.stop_tokens == (0, 7)
     loaded.eos_token_id = 100_000
     with pytest.raises(UserError, match="hub:some/name has no token 100000 to end a document"):
         load_tokenizer("hub:some/name")

@@ -29,9 +29,9 @@ def summarize(
     rows = [
         generate(
             model,
-            [tokenizer.encode(prompt)],
+            [[*tokenizer.begin_tokens, *tokenizer.encode(prompt)]],
             max_new_tokens=max_new_tokens,
-            stop_tokens=(tokenizer.eos_token,),
+            stop_tokens=tokenizer.stop_tokens,
         )
         for prompt in prompts
     ]

@@ -119,6 +119,29 @@ def test_a_run_whose_tokenizer_is_replaced_knows_the_new_one(corpus, tmp_path):
     open_told_data(new, source, 257)
 
 
+def test_a_converted_llama_is_prompted_measured_and_tuned_with_its_first_token(
+    llama, checkpoint, tmp_path
+):
+    library = pytest.importorskip("tokenizers")
+    letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {word: i for i, word in enumerate(["<s>", "</s>", *letters])}
+    made = library.Tokenizer(library.models.BPE(vocab, []))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<pad>"])  # the last one above the vocabulary
+    made.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    folder, _ = checkpoint(llama(vocab_size=258))
+    made.save(str(folder / "tokenizer.json"))
+    extra = read_transformer(str(folder)).extra
+    assert told_tokenizer(extra, folder, 258).begin_tokens == (0,)
+    (tmp_path / "a.jsonl").write_text('{"text": "half"}\n{"text": "rest"}\n')
+    _, rows = open_told_data(extra, folder, 258, str(tmp_path / "a.jsonl"), whole=True, seq_len=12)
+    (batch,) = rows.validation_batches(1)
+    assert batch.tokens[0, [0, 1, 6, 7]].tolist() == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])
 def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file, monkeypatch):
     folder, _ = checkpoint(llama(vocab_size=257))
@@ -127,7 +150,8 @@ def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file, monkeypat
     (folder / file).write_text("{}")
     with pytest.raises(UserError, match=r"is no (tokenizer|SentencePiece model)"):
         read_transformer(str(folder))
-    monkeypatch.setattr("mezzo_core.inputs.load_tokenizer", lambda name: ByteTokenizer())
+    for module in ("mezzo_core.inputs", "mezzo_gsa.convert.source"):
+        monkeypatch.setattr(f"{module}.load_tokenizer", lambda name, **_: ByteTokenizer())
     expected = folder if file == "tokenizer.json" else folder / file
     assert read_transformer(str(folder)).extra["tokenizer"] == str(expected.resolve())
     assert read_transformer(str(folder), "byte").extra["tokenizer"] == "byte"

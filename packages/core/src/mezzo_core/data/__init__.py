@@ -3,7 +3,8 @@
 from mezzo_core.data.batches import Batch, BatchSource, TextData
 from mezzo_core.data.config import DataConfig, SourceConfig
 from mezzo_core.data.rows import Rows, RowsData
-from mezzo_core.data.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
+from mezzo_core.data.stream_decoder import StreamDecoder
+from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 __all__ = [

@@ -50,6 +50,8 @@ class DataConfig:
         validation_fraction: share of the tokens that is held out, in whole documents; 1 leaves
             nothing to train on. A stream holds out a fixed number of documents instead (see
             `StreamedText`).
+        add_bos: let each document begin with the tokenizer's token for that, as Llama and Mistral
+            know it.
         validation_source: another text to validate on; then nothing of `source` is held out.
         seed: seed of the split and of the training order.
         streaming: read the text on the fly, with `datasets`. This is for a corpus that is too
@@ -72,6 +74,7 @@ class DataConfig:
     mask_documents: bool = False
     skip_bad: bool = False
     validation_source: str | None = None
+    add_bos: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -103,7 +106,7 @@ class DataConfig:
         """
         if type(seq_len) is not int or not 0 < seq_len < 2**31:
             raise UserError(f"seq_len must be from 1 to 2^31 - 1, got {shorten(seq_len)}")
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer, add_bos=self.add_bos)
         if rank == 0 and not keeps_line_breaks(tokenizer):
             logger.warning(
                 "the tokenizer %r turns line breaks into spaces, or drops them: a model of its "

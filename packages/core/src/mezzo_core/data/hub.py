@@ -4,6 +4,7 @@ import http.client
 import os
 import re
 import urllib.request
+from contextlib import suppress
 from typing import Any
 from urllib.error import HTTPError
 
@@ -91,11 +92,12 @@ def load_hub_dataset(source: str, *, split: str | None, streaming: bool) -> Any:
         return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
 
 
-def load_hub_tokenizer(source: str) -> tuple[Any, int]:
-    """Load "hub:NAME" with `transformers`.
+def load_hub_tokenizer(source: str) -> tuple[Any, int, list[int]]:
+    """Load "hub:OWNER/NAME" with `transformers`.
 
     Returns:
-        The wrapped tokenizer of the `tokenizers` library, and the end token.
+        The wrapped tokenizer of the `tokenizers` library, its end token, and the tokens that end
+        what the model of that name writes.
 
     Raises:
         UserError: if the tokenizer cannot be loaded, does not wrap one of the `tokenizers`
@@ -106,9 +108,13 @@ def load_hub_tokenizer(source: str) -> tuple[Any, int]:
     reach_hub(source)
     with library_errors(f"cannot load {source!r} from the hub"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        stops: Any = None
+        with suppress(OSError):  # not every model has this file
+            stops = transformers.GenerationConfig.from_pretrained(name).eos_token_id
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{source!r} has no tokenizer.json; give its SentencePiece .model")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{source!r} names no token to end a document")
-    return backend, tokenizer.eos_token_id
+    others = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    return backend, tokenizer.eos_token_id, others

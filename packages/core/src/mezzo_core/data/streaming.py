@@ -220,8 +220,8 @@ class StreamedText(TextData):
                         place = _Cursor(epoch, cursor.block, at + i, cursor.block_start)
                         if len(tokens):
                             found = True
-                            ended = np.append(tokens, self.tokenizer.eos_token)
-                            yield _Document(place, ended)
+                            begin, end = self.tokenizer.begin_tokens, self.tokenizer.eos_token
+                            yield _Document(place, np.array([*begin, *tokens, end]))
             if not found and empty:
                 raise UserError(
                     f"no training text in {self._stream.name} for process {self._stream.rank} of "

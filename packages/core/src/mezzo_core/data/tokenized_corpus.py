@@ -258,10 +258,11 @@ def _tokenize(
     for batch in _batches(corpus.read()):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
-            part = tokens.astype(dtype)
+            begin = () if length else tokenizer.begin_tokens
+            part = np.array([*begin, *tokens] if begin and len(tokens) else tokens, dtype)
             write(part)
             checksum = zlib.crc32(part.data, checksum)
-            length += len(tokens)
+            length += len(part)
             size += len(piece.text.encode("utf-8"))
             if piece.ends and length:
                 write(end_token)

@@ -22,9 +22,6 @@ from mezzo_core.libraries import import_library, library_errors
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 # Names of the vocabulary and merges files: GPT-2's, and those of later tokenizers.
 BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-_BROKEN = "\ufffd"
-# How many tokens wait for the end of a character. It has four at most, but text may hold U+FFFD.
-_LONGEST = 64
 
 
 class Tokenizer(Protocol):
@@ -32,12 +29,27 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """One more than the largest token of a text, its beginning and its end."""
         ...
 
     @property
     def eos_token(self) -> int:
         """The token that ends a document."""
+        ...
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a text that a model writes, the end token among them."""
+        ...
+
+    @property
+    def bos_token(self) -> int | None:
+        """The token that models of this tokenizer may expect first; None if it has none."""
+        ...
+
+    @property
+    def begin_tokens(self) -> tuple[int, ...]:
+        """What documents and prompts begin with: nothing, or the `bos_token` if that is asked."""
         ...
 
     @property
@@ -63,6 +75,9 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_token = 256
+    stop_tokens = (256,)
+    bos_token = None
+    begin_tokens: tuple[int, ...] = ()
     identity = "byte"
 
     def encode(self, text: str) -> list[int]:
@@ -81,7 +96,9 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer of the `tokenizers` library."""
 
-    def __init__(self, backend: Any, eos_token: int, identity: str, name: str) -> None:
+    def __init__(
+        self, backend: Any, eos_token: int, identity: str, name: str, stops: Sequence[int] = ()
+    ) -> None:
         """Take a loaded tokenizer.
 
         Args:
@@ -89,6 +106,7 @@ class HFTokenizer:
             eos_token: the token that ends a document.
             identity: see `Tokenizer`.
             name: its name in messages.
+            stops: other tokens that end what a model writes.
 
         Raises:
             UserError: if two of its tokens share a number, or it does not have the end token.
@@ -96,12 +114,14 @@ class HFTokenizer:
         with library_errors(f"{name} cannot be used"):
             backend.no_padding()
             backend.no_truncation()
+            template = backend.encode("").ids  # what is put around a text
             backend.post_processor = None  # no token is added at either end
             backend.encode_special_tokens = True  # "</s>" in a text is text
             model = backend.model
             if hasattr(model, "dropout"):
                 model.dropout = None  # else the same text could get other tokens each time
             vocabulary = backend.get_vocab(with_added_tokens=True)
+            added = backend.get_added_tokens_decoder()
         numbers = set(vocabulary.values())
         if len(numbers) < len(vocabulary):
             raise UserError(f"{name} gives two tokens the same number")
@@ -111,8 +131,13 @@ class HFTokenizer:
         self._may_drop = _may_drop(backend, vocabulary)
         self._known: set[str] = set()  # characters that are not dropped
         self.eos_token = eos_token
+        self.stop_tokens = tuple(dict.fromkeys((eos_token, *stops)))
+        self.bos_token = template[0] if template and template[0] != eos_token else None
+        self.begin_tokens: tuple[int, ...] = ()
         self.identity = identity
-        self.vocab_size: int = 1 + max(numbers)
+        # A special token that was added, such as one for padding, is no token of a text.
+        special = {number for number, token in added.items() if token.special}
+        self.vocab_size: int = 1 + max(numbers - special | {eos_token, self.bos_token or 0})
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens, without those that the tokenizer's template would add.
@@ -192,6 +217,9 @@ class SentencePieceTokenizer:
         self._processor, self._name = processor, name
         self.identity = identity
         self.eos_token: int = processor.eos_id()
+        self.stop_tokens = (self.eos_token,)
+        self.bos_token = processor.bos_id() if processor.bos_id() >= 0 else None
+        self.begin_tokens: tuple[int, ...] = ()
         self.vocab_size: int = processor.vocab_size()
         if not 0 <= self.eos_token < self.vocab_size:
             raise UserError(f"{name} has no </s> to end a document")
@@ -230,73 +258,29 @@ def keeps_line_breaks(tokenizer: Tokenizer) -> bool:
         return True
 
 
-class StreamDecoder:
-    """Turns tokens into text one at a time.
-
-    A character whose bytes are not complete yet is held back. If all tokens together are valid
-    UTF-8, the results of all `push` calls and the final `flush`, joined, are their text.
-
-    The `tokenizers` library has a stream decoder too, which raises an error where bytes that follow
-    a complete character make none, as an untrained model writes them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        """Begin a text.
-
-        Args:
-            tokenizer: made the tokens.
-            before: the tokens of a prompt, whose text is not returned. Without them, SentencePiece
-                would drop the space before the first word of a continuation.
-        """
-        self._tokenizer = tokenizer
-        # Tokens whose text was returned: the newest that have any. The first of them begins a
-        # character, since a run of byte tokens decodes to a text only if all of it is UTF-8.
-        self._done = list(before)
-        self._waiting: list[int] = []
-
-    def push(self, token: int | None) -> str:
-        """Take one token; return the text that is now complete, which may be empty.
-
-        None is no text, and neither is a token beyond the vocabulary: the model may have more.
-        """
-        if token is None or token >= self._tokenizer.vocab_size:
-            return ""
-        self._waiting.append(token)
-        new = self._new()
-        if new.endswith(_BROKEN) and len(self._waiting) < _LONGEST:
-            return ""
-        if new:
-            self._done = self._waiting
-        self._waiting = []
-        return new
-
-    def flush(self) -> str:
-        """Return the text held back, with broken characters as U+FFFD, and start over."""
-        rest = self._new()
-        self._done, self._waiting = [], []
-        return rest
-
-    def _new(self) -> str:
-        """Return the text of the waiting tokens, as it is after the tokens before them."""
-        done = self._tokenizer.decode(self._done)
-        whole = self._tokenizer.decode([*self._done, *self._waiting])
-        if whole.startswith(done):
-            return whole[len(done) :]
-        # Broken bytes have spoilt the character before them, which was already returned.
-        return self._tokenizer.decode(self._waiting)
-
-
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, *, add_bos: bool = False) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
         name: "byte"; a tokenizer.json; a folder with tokenizer.json, with encoder.json and
             vocab.bpe (GPT-2) or with vocab.json and merges.txt; a SentencePiece .model; or
-            "hub:NAME", a model of the Hugging Face hub.
+            "hub:OWNER/NAME", a model of the Hugging Face hub.
+        add_bos: let documents and prompts begin with the tokenizer's `bos_token`.
 
     Raises:
-        UserError: if there is no such file, it is not a tokenizer, or its end token is unknown.
+        UserError: if there is no such file, it is not a tokenizer, its end token is unknown, or it
+            has no `bos_token` and one is to be added.
     """
+    tokenizer = _load(name)
+    if add_bos:
+        if tokenizer.bos_token is None:
+            raise UserError(f"add_bos: the tokenizer {name!r} has no token to begin a document")
+        tokenizer.begin_tokens = (tokenizer.bos_token,)
+        tokenizer.identity += f" begin {tokenizer.bos_token}"
+    return tokenizer
+
+
+def _load(name: str) -> ByteTokenizer | HFTokenizer | SentencePieceTokenizer:
     if name == "byte":
         return ByteTokenizer()
     if name.startswith(HUB_PREFIX):
@@ -326,7 +310,7 @@ def _load_json(path: Path) -> HFTokenizer:
     with library_errors(f"{path} is no tokenizer of the tokenizers library"):
         backend = tokenizers.Tokenizer.from_file(str(path))
         checksum = _checksum(path)
-    named = _named_end_token(path.with_name("tokenizer_config.json"))
+    named = _named_end_token(path)
     names = END_TOKENS if named is None else (named,)
     found = [token for name in names if (token := backend.token_to_id(name)) is not None]
     if not found:
@@ -334,22 +318,41 @@ def _load_json(path: Path) -> HFTokenizer:
             f"{path} has no token {' or '.join(names)} to end a document; "
             'name one in tokenizer_config.json beside it: {"eos_token": "..."}'
         )
-    return HFTokenizer(backend, found[0], f"json {checksum} {found[0]}", str(path))
+    stops = _named_stops(path.with_name("generation_config.json"))
+    return HFTokenizer(backend, found[0], f"json {checksum} {found[0]}", str(path), stops)
 
 
 def _named_end_token(path: Path) -> str | None:
-    """Return the end token named in a tokenizer_config.json; None without file or name."""
-    if not path.is_file():
-        if path.exists():
-            raise UserError(f"{path} must be a file")
-        return None
-    token = read_json(path).get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    if token is not None and (not isinstance(name, str) or not name):
-        raise UserError(
-            f'{path}: "eos_token" must be text, or {{"content": text}}, got {shorten(token)}'
-        )
-    return name
+    """Return the end token that a file beside a tokenizer.json names; None if none does."""
+    for file in map(path.with_name, ("tokenizer_config.json", "special_tokens_map.json")):
+        token = _read_beside(file).get("eos_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if not isinstance(name, str) or not name:
+                raise UserError(
+                    f'{file}: "eos_token" must be text, or {{"content": text}}, got '
+                    f"{shorten(token)}"
+                )
+            return name
+    return None
+
+
+def _named_stops(file: Path) -> tuple[int, ...]:
+    """Return the tokens that end what a model writes, several for Llama 3."""
+    told = _read_beside(file).get("eos_token_id")
+    stops = told if isinstance(told, list) else [] if told is None else [told]
+    if not all(type(token) is int and token >= 0 for token in stops):
+        raise UserError(f'{file}: "eos_token_id" must be a token or several, got {shorten(told)}')
+    return tuple(stops)
+
+
+def _read_beside(file: Path) -> dict[str, Any]:
+    """Read a JSON file beside a tokenizer; without the file nothing is told."""
+    if file.is_file():
+        return read_json(file)
+    if file.exists():
+        raise UserError(f"{file} must be a file")
+    return {}
 
 
 def _load_bpe(vocab: Path, merges: Path) -> HFTokenizer:
@@ -380,6 +383,6 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 
 def _load_hub(source: str) -> HFTokenizer:
-    backend, end = load_hub_tokenizer(source)
+    backend, end, stops = load_hub_tokenizer(source)
     checksum = hashlib.sha256(backend.to_str().encode("utf-8")).hexdigest()
-    return HFTokenizer(backend, end, f"json {checksum} {end}", source)
+    return HFTokenizer(backend, end, f"json {checksum} {end}", source, stops)

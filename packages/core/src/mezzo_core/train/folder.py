@@ -199,6 +199,8 @@ def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
         return []
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys([*found, *wanted])
+        # What is off here was off for the version that did not have it yet.
+        found = {**{key: False for key in keys if wanted.get(key) is False}, **found}
         pairs = [(f"{name}.{key}".lstrip("."), found.get(key), wanted.get(key)) for key in keys]
     elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
         pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(found, wanted, strict=True))]

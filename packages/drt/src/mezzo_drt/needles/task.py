@@ -101,10 +101,10 @@ class AbstractNeedleConfig(ABC):
         check_fields(self)
         limits = {
             "text": (
-                not (self.text.streaming or self.text.mask_documents)
+                not (self.text.streaming or self.text.mask_documents or self.text.add_bos)
                 and self.text.validation_fraction < 1,
                 "tokenized before training (streaming=False), with a part to train on, and read "
-                "across its documents (mask_documents=False)",
+                "across its documents (mask_documents=False, add_bos=False)",
             ),
             "chunk_size": (self.chunk_size >= 1, "at least 1"),
             "pause": (0 <= self.pause <= 1000, "from 0 to 1000"),
