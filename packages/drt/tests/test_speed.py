@@ -160,7 +160,7 @@ def test_files_and_models_are_measured_alone_and_once(tmp_path, capsys):
     lines = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
     lengths = len(DRY.lengths)
     assert lines == [f"length: {DRT1}"] * lengths + [f"length: {BASE}"] * lengths
-    assert [path.name for path in tmp_path.iterdir()] == ["length.json"]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["length.json"]
 
 
 @pytest.mark.parametrize("name", MEASURERS)

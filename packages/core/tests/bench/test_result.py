@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
 from mezzo_core.bench import OOM, Header, Result, Timing, origin
+from mezzo_core.bench import result as result_module
 from mezzo_core.errors import UserError
+from mezzo_core.files import write_whole
 
 HEADER = Header(
     kind="speed",
@@ -112,7 +115,7 @@ def test_a_measurement_that_is_killed_keeps_its_entries_and_goes_on(tmp_path, mo
     assert len(content(path)["entries"]) == 3
     measure_all()
     assert len(measured) == len(set(measured)) == len(content(path)["entries"]) == 4
-    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+    assert {file.name for file in tmp_path.iterdir()} == {"a.json", ".a.lock"}
 
 
 def test_two_scripts_at_once_keep_the_entries_of_both(tmp_path):
@@ -125,6 +128,23 @@ def test_two_scripts_at_once_keep_the_entries_of_both(tmp_path):
     assert second.has(**PLACE)
     with pytest.raises(ValueError, match="already"):
         first.add(3.0, **{**PLACE, "model": "Attention"}, seed=1)
+
+
+def test_a_script_that_adds_while_another_writes_waits_for_it(tmp_path, monkeypatch):
+    first, second = (Result(tmp_path / "a.json", HEADER, HERE) for _ in range(2))
+    others = [Thread(target=second.add, args=(2.0,), kwargs={**PLACE, "seed": 1})]
+
+    def write(path, text):
+        if others:
+            others[0].start()
+            others.pop().join(0.1)  # it would be done by now if it did not wait
+        write_whole(path, text)
+
+    monkeypatch.setattr(result_module, "write_whole", write)
+    other = others[0]
+    first.add(1.0, **PLACE)
+    other.join()
+    assert [entry["seed"] for entry in content(tmp_path / "a.json")["entries"]] == [0, 1]
 
 
 def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):

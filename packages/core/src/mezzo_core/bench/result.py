@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock  # torch brings it
+
 from mezzo_core.config_json import check_fields
 from mezzo_core.errors import UserError
-from mezzo_core.files import read_json, write_whole
+from mezzo_core.files import acquire, read_json, write_whole
 
 Say = Callable[[str], None]
 
@@ -152,9 +154,24 @@ class Result:
     def _add(self, entries: Iterable[Mapping[str, Any]]) -> None:
         told = [{k: part for k, part in each.items() if part not in (None, "")} for each in entries]
         new = json.loads(json.dumps(told, allow_nan=False), parse_float=_rounded)
-        # Another script may have added to the file, such as one that measures other models on
-        # another GPU: what it has measured stays.
-        self._take_in()
+        try:
+            # Another script may add to the file, such as one that measures other models on another
+            # GPU: what it has measured stays, and under the lock nothing comes between.
+            with acquire(FileLock(self.path.with_name(f".{self.path.stem}.lock"))):
+                self._take_in()
+                names = self._check_new(new)
+                write_whole(self.path, self._text([*self.entries, *new]))
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"{self.path}: cannot be written ({reason})") from error
+        self.entries += new
+        self._keys.update(map(_key, new))
+        values = " ".join(str(entry["value"]) for entry in new)
+        place = ", ".join(str(name) for name in names if name != "")
+        self._say(f"{self.path.stem}: {place}: {values} {self.header.unit}")
+
+    def _check_new(self, new: list[dict[str, Any]]) -> tuple[str, str, str, int]:
+        """Return the place of the first new entry, which the header must have, and we must not."""
         header, names = self.header, _key(new[0])
         known = (header.models, header.columns, header.groups or ("",))
         for name, allowed in zip(names, known, strict=False):
@@ -162,18 +179,12 @@ class Result:
                 raise ValueError(f"{self.path.name}: {name!r} is none of the header's {allowed}")
         if names in self._keys:
             raise ValueError(f"{self.path.name} has {names} already")
+        return names
+
+    def _text(self, entries: list[dict[str, Any]]) -> str:
         lines = [f" {json.dumps(name)}: {json.dumps(part)}," for name, part in self._head.items()]
-        rows = (f"  {json.dumps(entry)}" for entry in (*self.entries, *new))
-        text = "\n".join(["{", *lines, ' "entries": [', ",\n".join(rows), " ]", "}", ""])
-        try:
-            write_whole(self.path, text)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from error
-        self.entries += new
-        self._keys.update(map(_key, new))
-        values = " ".join(str(entry["value"]) for entry in new)
-        place = ", ".join(str(name) for name in names if name != "")
-        self._say(f"{self.path.stem}: {place}: {values} {header.unit}")
+        rows = (f"  {json.dumps(entry)}" for entry in entries)
+        return "\n".join(["{", *lines, ' "entries": [', ",\n".join(rows), " ]", "}", ""])
 
 
 def best_of(values: Mapping[str, float | str], better: str) -> str | None:
