@@ -1,11 +1,12 @@
 """Small files: damage is named in one line, and what is written is whole."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
 from mezzo_core.errors import UserError, printable
-from mezzo_core.files import acquire, read_json, write_whole
+from mezzo_core.files import acquire, is_foreign, read_json, write_whole
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,9 @@ def test_a_lock_is_released_after_its_block_and_a_file_system_without_locks_is_a
     monkeypatch.setattr(FileLock, "acquire", refuse)
     with pytest.raises(OSError, match="no flock"):
         acquire(lock)
+
+
+def test_files_of_other_users_but_root_are_foreign(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000, raising=False)
+    owners = {owner: is_foreign(SimpleNamespace(st_uid=owner)) for owner in (0, 1000, 1001)}
+    assert owners == {0: False, 1000: False, 1001: True}

@@ -79,6 +79,12 @@ def write_whole(path: Path, text: str) -> None:
             raise
 
 
+def is_foreign(status: os.stat_result) -> bool:
+    """Tell whether a file or folder belongs to another user than this one and root."""
+    ours = os.geteuid() if hasattr(os, "geteuid") else 0  # without users, all belongs to 0
+    return status.st_uid not in (ours, 0)
+
+
 def acquire(lock: "BaseFileLock") -> "AcquireReturnProxy":
     """Acquire a lock, for a `with` block that releases it.
 

@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -13,15 +14,18 @@ import threading
 import time
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import filelock
 import numpy as np
 import pytest
 from mezzo_core.data import tokenized_corpus
 from mezzo_core.data.corpora import Corpus, Piece
+from mezzo_core.data.stored_tokens import StoredTokens
 from mezzo_core.data.tokenized_corpus import token_store, tokenize_corpus
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.testing.damage import damages, json_damages
 
 TEXTS = ["first", "", "zweites: ü", "third" * 20]
 
@@ -35,15 +39,25 @@ def fail():
     yield
 
 
+def whole(tokens):
+    """Return all tokens of an array or a file as a list."""
+    return tokens[np.arange(len(tokens))].tolist()
+
+
 def test_runs_share_the_folder_that_the_user_names(monkeypatch, tmp_path):
-    monkeypatch.setenv("MEZZO_TOKENS", str(tmp_path / "here"))
-    assert token_store() == tmp_path / "here"
-    monkeypatch.delenv("MEZZO_TOKENS")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert token_store() == tmp_path / "mezzo" / "tokens"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
+    for told in (str(tmp_path / "here"), "~/here"):
+        monkeypatch.setenv("MEZZO_TOKENS", told)
+        assert token_store() == tmp_path / "here"
+    monkeypatch.delenv("MEZZO_TOKENS")
+    for told in (str(tmp_path), "~"):
+        monkeypatch.setenv("XDG_CACHE_HOME", told)
+        assert token_store() == tmp_path / "mezzo" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert token_store() == tmp_path / ".cache" / "mezzo" / "tokens"
+    monkeypatch.setenv("MEZZO_TOKENS", "~nobody-here/x")
+    with pytest.raises(UserError, match="~nobody-here/x has no home folder"):
+        token_store()
 
 
 def test_a_user_without_a_home_is_one_line(monkeypatch):
@@ -71,11 +85,11 @@ class WideTokenizer(ByteTokenizer):
 def test_each_document_is_followed_by_the_end_token(tmp_path, tokenizer, cached):
     tokenized = tokenize_corpus(corpus_of(TEXTS), tokenizer, tmp_path if cached else None)
     expected = [[*tokenizer.encode(text), 256] for text in TEXTS if text]
-    assert tokenized.tokens.tolist() == list(itertools.chain(*expected))
+    assert whole(tokenized.tokens) == list(itertools.chain(*expected))
     assert tokenized.ends.tolist() == np.cumsum([len(part) for part in expected]).tolist()
     assert tokenized.num_bytes.tolist() == [len(text.encode()) for text in TEXTS if text]
     assert tokenized.tokens.dtype == (np.uint16 if tokenizer.vocab_size == 257 else np.uint32)
-    assert isinstance(tokenized.tokens, np.memmap) == cached
+    assert isinstance(tokenized.tokens, StoredTokens) == cached
 
 
 def test_pieces_are_one_document(monkeypatch):
@@ -102,7 +116,7 @@ def test_the_bytes_of_a_text_without_tokens_are_left_out_with_it():
 def test_the_cache_is_read_and_not_made_again(tmp_path):
     first = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
     again = tokenize_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
-    assert np.array_equal(first.tokens, again.tokens)
+    assert whole(first.tokens) == whole(again.tokens)
     assert np.array_equal(first.ends, again.ends)
     with pytest.raises(AssertionError, match="read again"):
         tokenize_corpus(replace(corpus_of(TEXTS, "two"), read=fail), ByteTokenizer(), tmp_path)
@@ -158,7 +172,7 @@ def test_of_two_at_once_one_reads_and_both_have_it(tmp_path):
 
     def work():
         found.append(
-            tokenize_corpus(Corpus("", "one", read), ByteTokenizer(), tmp_path).tokens.tolist()
+            whole(tokenize_corpus(Corpus("", "one", read), ByteTokenizer(), tmp_path).tokens)
         )
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -253,11 +267,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_is_tokenized_again_and_said(tmp_path, caplog, damage):
     first = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
-    expected = first.tokens.tolist(), first.ends.tolist(), first.num_bytes.tolist()
+    expected = whole(first.tokens), first.ends.tolist(), first.num_bytes.tolist()
     DAMAGES[damage](cached_folder(tmp_path))
     with caplog.at_level(logging.WARNING):
         again = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
-    assert (again.tokens.tolist(), again.ends.tolist(), again.num_bytes.tolist()) == expected
+    assert (whole(again.tokens), again.ends.tolist(), again.num_bytes.tolist()) == expected
     assert again.checksums == first.checksums
     (line,) = [record.getMessage() for record in caplog.records]
     assert "is damaged" in line
@@ -265,16 +279,22 @@ def test_a_damaged_cache_is_tokenized_again_and_said(tmp_path, caplog, damage):
     tokenize_corpus(replace(corpus_of(TEXTS), read=fail), ByteTokenizer(), tmp_path)
 
 
-def test_a_flipped_bit_anywhere_in_a_cache_is_repaired_or_without_effect(tmp_path):
-    first = tokenize_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
-    expected = first.tokens.tolist(), first.ends.tolist(), first.num_bytes.tolist()
-    for name in ("tokens.npy", "documents.npy", "packed.json"):
-        size = (cached_folder(tmp_path) / name).stat().st_size
-        for place in {*range(0, size, 4), *range(size - 8, size)}:
-            flip(cached_folder(tmp_path) / name, place)
-            again = tokenize_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
-            found = again.tokens.tolist(), again.ends.tolist(), again.num_bytes.tolist()
-            assert (found, again.checksums) == (expected, first.checksums)
+@pytest.mark.parametrize("name", ["tokens.npy", "documents.npy", "packed.json"])
+def test_a_damaged_file_of_a_cache_is_made_anew_or_without_effect(tmp_path, name):
+    def made():
+        found = tokenize_corpus(corpus_of(["a", "bc"]), ByteTokenizer(), tmp_path)
+        return whole(found.tokens), found.ends.tolist(), found.num_bytes.tolist(), found.checksums
+
+    expected, path = made(), cached_folder(tmp_path) / name
+    content, rng = path.read_bytes(), random.Random(name)
+    bits = {*range(0, len(content), 4), *range(len(content) - 8, len(content))}
+    forms = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in bits]
+    forms += [form.content for form in damages(content, rng)]
+    if name == "packed.json":
+        forms += [form.content for form in json_damages(content)]
+    for form in forms:
+        path.write_bytes(form)
+        assert made() == expected
 
 
 def test_tokens_beyond_the_vocabulary_are_not_taken_from_a_cache(tmp_path):
@@ -286,7 +306,39 @@ def test_tokens_beyond_the_vocabulary_are_not_taken_from_a_cache(tmp_path):
     marker = json.loads((folder / "packed.json").read_text())
     marker["tokens"] = f"{zlib.crc32(tokens.data):08x}"  # a consistent forgery
     (folder / "packed.json").write_text(json.dumps(marker))
-    assert tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens.max() == 256
+    assert max(whole(tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens)) == 256
+
+
+@pytest.mark.parametrize("change", ["overwritten", "cut", "removed", "made anew"])
+def test_what_others_do_to_tokens_in_use_is_said_or_has_no_effect(tmp_path, change):
+    """A map of the file would give other tokens in silence, or end the process where it is cut."""
+    tokens = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens
+    before, path = whole(tokens), cached_folder(tmp_path) / "tokens.npy"
+    if change in ("overwritten", "cut"):
+        path.write_bytes(path.read_bytes()[:-4] + b"\1\0\1\0" * (change == "overwritten"))
+        os.utime(path, (1, 1))  # the clock of some file systems is slow
+        for read in (lambda: tokens[np.array([0])], lambda: tokens.read(0, 3)):
+            with pytest.raises(UserError, match=r"another program changed .*tokens\.npy"):
+                read()
+        again = tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path).tokens
+        assert whole(again) == before
+    else:
+        shutil.rmtree(path.parent)
+        if change == "made anew":
+            tokenize_corpus(corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+        assert whole(tokens) == before
+
+
+def test_the_tokens_of_another_user_are_not_used(tmp_path, monkeypatch, caplog):
+    made = partial(tokenize_corpus, corpus_of(TEXTS), ByteTokenizer(), tmp_path)
+    first, answers = made(), [False, True]
+    monkeypatch.setattr("mezzo_core.data.stored_tokens.is_foreign", lambda _: answers.pop())
+    with caplog.at_level(logging.WARNING):
+        assert whole(made().tokens) == whole(first.tokens)
+    assert "tokens.npy cannot be read (it belongs to another user)" in caplog.text
+    monkeypatch.setattr("mezzo_core.data.tokenized_corpus.is_foreign", lambda _: True)
+    with pytest.raises(UserError, match=r"packed-\w+ belongs to another user.*MEZZO_TOKENS"):
+        made()
 
 
 def test_a_damaged_cache_whose_corpus_is_gone_is_one_line(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mezzo_core.data.stored_tokens import StoredTokens
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
@@ -117,7 +118,7 @@ class Windows:
 
     def __init__(
         self,
-        tokens: NDArray[Any],
+        tokens: NDArray[Any] | StoredTokens,
         ranges: NDArray[np.int64],
         *,
         seq_len: int,
@@ -127,7 +128,7 @@ class Windows:
         """Lay the ranges end to end.
 
         Args:
-            tokens: (num_tokens,), usually memory-mapped.
+            tokens: (num_tokens,), usually in a file.
             ranges: (num_documents, 2), begin and end in `tokens`; no range is empty, but there may
                 be none.
             seq_len: T.

@@ -1,6 +1,6 @@
 """A whole corpus as one array of tokens, each document followed by the end token.
 
-With a cache folder the array is a memory-mapped file, written once and read by every process.
+With a cache folder the array is a file, written once and read by every process.
 `token_store` is the folder that all runs of a user share.
 """
 
@@ -14,6 +14,7 @@ import shutil
 import socket
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.data.corpora import Corpus, Piece
+from mezzo_core.data.stored_tokens import StoredTokens
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.files import acquire, read_json
+from mezzo_core.files import acquire, is_foreign, read_json
 from mezzo_core.libraries import first_line, import_library
 
 # Part of the cache key: raise it when the same text would give other tokens or files.
@@ -52,7 +54,7 @@ class Checksums(NamedTuple):
 class TokenizedCorpus:
     """Tokens of a corpus: document i is tokens[ends[i - 1] : ends[i]], with its end token."""
 
-    tokens: NDArray[Any]  # (num_tokens,) uint16 or uint32
+    tokens: NDArray[Any] | StoredTokens  # (num_tokens,) uint16 or uint32
     ends: NDArray[np.int64]  # (num_documents,), increasing
     num_bytes: NDArray[np.int64]  # (num_documents,), length of the text in UTF-8
     checksums: Checksums
@@ -67,14 +69,15 @@ def token_store() -> Path:
     Raises:
         UserError: if the user has no home, as in some containers, and neither folder is told.
     """
-    if told := os.environ.get("MEZZO_TOKENS"):
-        return Path(told)
+    told = os.environ.get("MEZZO_TOKENS")
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        if told:
+            return Path(told).expanduser()
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
         raise UserError(
-            "cannot keep tokens: this user has no home folder; the environment variable "
-            "MEZZO_TOKENS can name a folder"
+            f"cannot keep tokens: {told or 'this user'} has no home folder; the environment "
+            "variable MEZZO_TOKENS can name a folder"
         ) from None
     return caches / "mezzo" / "tokens"
 
@@ -116,6 +119,11 @@ def tokenize_corpus(
                 raise UserError(f"cannot keep tokens in {cache_dir}: {path} is a link")
         with acquire(filelock.FileLock(lock)):
             if os.path.lexists(folder):
+                if is_foreign(folder.lstat()):
+                    raise UserError(
+                        f"{folder} belongs to another user, whose tokens are not trusted: "
+                        "the environment variable MEZZO_TOKENS can name another folder"
+                    )
                 try:
                     return _load(folder, tokenizer, dtype, check)
                 except ValueError as error:
@@ -138,12 +146,17 @@ def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool)
         if not (folder / name).is_file():
             raise ValueError(f"{name} is missing")
     marker = read_json(folder / _MARKER)
-    tokens, documents = (_map(folder / name) for name in (_TOKENS, _DOCUMENTS))
-    if tokens.dtype != dtype or tokens.ndim != 1:
+    with _array_errors(folder / _TOKENS):
+        tokens = StoredTokens(folder / _TOKENS)
+    with _array_errors(folder / _DOCUMENTS), (folder / _DOCUMENTS).open("rb") as file:
+        if is_foreign(os.fstat(file.fileno())):
+            raise ValueError("it belongs to another user")
+        documents = np.lib.format.read_array(file, allow_pickle=False)
+    if tokens.dtype != dtype:
         raise ValueError(f"{_TOKENS} holds no tokens of this vocabulary")
     if documents.dtype != np.int64 or documents.ndim != 2 or len(documents) != 2:
         raise ValueError(f"{_DOCUMENTS} holds no documents")
-    ends, num_bytes = np.array(documents)
+    ends, num_bytes = documents
     rising = len(ends) > 0 and ends[0] > 0 and bool((ends[1:] > ends[:-1]).all())
     if not rising or ends[-1] != len(tokens) or num_bytes.min() < 0:
         raise ValueError(f"{_DOCUMENTS} does not fit {_TOKENS}")
@@ -156,24 +169,24 @@ def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool)
     return TokenizedCorpus(tokens, ends, num_bytes, found)
 
 
-def _map(path: Path) -> NDArray[Any]:
-    """Map a .npy file into memory. A pickled array or a file that is too short is refused.
+@contextmanager
+def _array_errors(path: Path) -> Iterator[None]:
+    """Turn any error but an OSError into a ValueError: a damaged header gives errors of every kind.
 
-    Raises:
-        ValueError: if the file is not a .npy array.
+    A pickled array is among them.
     """
     try:
-        return np.lib.format.open_memmap(path, mode="r")
+        yield
     except OSError:
         raise
-    except Exception as error:  # a damaged header makes numpy raise errors of every kind
-        raise ValueError(f"{path.name} is no array ({first_line(error)})") from error
+    except Exception as error:
+        raise ValueError(f"{path.name} cannot be read ({first_line(error)})") from error
 
 
-def _checksum_of(tokens: NDArray[Any], vocab_size: int) -> str:
+def _checksum_of(tokens: StoredTokens, vocab_size: int) -> str:
     checksum = 0
     for first in range(0, len(tokens), _CHECKED_TOKENS):
-        part = tokens[first : first + _CHECKED_TOKENS]
+        part = tokens.read(first, min(_CHECKED_TOKENS, len(tokens) - first))
         if int(part.max()) >= vocab_size:
             raise ValueError(f"{_TOKENS} has tokens beyond the vocabulary")
         checksum = zlib.crc32(part.data, checksum)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mezzo_core.data import NO_TARGET
+from mezzo_core.data.stored_tokens import StoredTokens
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
@@ -12,11 +13,11 @@ Tokens = NDArray[np.int64]
 class Haystack:
     """Text without an end: some ranges of a token array, over and over."""
 
-    def __init__(self, tokens: NDArray[Any], ranges: NDArray[np.int64]) -> None:
+    def __init__(self, tokens: NDArray[Any] | StoredTokens, ranges: NDArray[np.int64]) -> None:
         """Lay the ranges end to end.
 
         Args:
-            tokens: (num_tokens,), usually memory-mapped.
+            tokens: (num_tokens,), usually in a file.
             ranges: (num_documents, 2), begin and end in `tokens`; no range is empty.
         """
         begins, ends = ranges[:, 0], ranges[:, 1]
