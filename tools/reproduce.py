@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from mezzo_core.console import show
 from mezzo_core.errors import UserError
 from mezzo_core.papers.reproduction import Reproduction, reproduce_papers
 from rich.console import Console
@@ -33,7 +34,7 @@ def main() -> int:
     try:
         reproduce_papers(every, None, arguments.scale, arguments.out)
     except UserError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        show(f"error: {error}", Console(stderr=True), style="red")
         return 2
     return 0
 

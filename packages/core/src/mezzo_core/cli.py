@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from mezzo_core.console import show
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.data.tokenizers import Tokenizer
@@ -117,9 +118,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    line = printable(" ".join(message.split()))
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"error: {line}", markup=False, emoji=False, style="red")
+    show(f"error: {' '.join(message.split())}", Console(stderr=True), style="red")
     sys.exit(2)
 
 
@@ -205,18 +204,20 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
             result = train(config, folder, resume=not fresh, new_data=new_data, quiet=quiet)
         except StoppedError as stop:
             if is_first:
-                _say(f"{recipe}: {stop}", Console(stderr=True))
+                show(f"{recipe}: {stop}", Console(stderr=True))
             raise typer.Exit(stop.exit_code) from None
         if is_first and result.val_perplexity is not None:
-            _say(
+            show(
                 f"{recipe}: validation perplexity {result.val_perplexity:.3f} after "
-                f"{result.steps} steps; the model is in {result.out / 'model'}",
-                Console(),
+                f"{result.steps} steps; the model is in {result.out / 'model'}"
             )
 
 
-def _say(text: str, console: Console) -> None:
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+def _expand(folder: Path) -> Path:
+    try:
+        return folder.expanduser()
+    except RuntimeError:
+        raise UserError(f"--out {folder} begins with a user that is not known here") from None
 
 
 def _add_generate(app: typer.Typer) -> None:

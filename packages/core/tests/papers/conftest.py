@@ -1,4 +1,4 @@
-"""A report with everything that a report can hold, and many signs that HTML and Markdown escape."""
+"""A report with everything that a report can hold, and many signs that HTML escapes."""
 
 import pytest
 from mezzo_core.papers.claims import Finding

@@ -1,15 +1,18 @@
-"""A report holds every finding once, in three forms that say the same."""
+"""A report holds every finding once, in two forms that say the same."""
 
 import json
 import math
 from dataclasses import replace
+from html import escape
 
 import pytest
 from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.markdown import table
 from mezzo_core.papers.measurement import Entry, How, Measurement
 from mezzo_core.papers.published import Published
 from mezzo_core.papers.report import PaperReport, Report, tally
 from mezzo_core.papers.report_files import prepare_folder, write_report
+from mezzo_core.papers.tables import Grid
 
 
 def test_findings_are_counted_by_how_they_were_run_and_what_came_out(findings):
@@ -20,24 +23,28 @@ def test_findings_are_counted_by_how_they_were_run_and_what_came_out(findings):
     }
 
 
-def test_each_finding_has_its_place_and_outcome_in_markdown_and_json(folder, findings):
-    lines = (folder / "report.md").read_text(encoding="utf-8").splitlines()
+def test_each_finding_has_its_place_and_outcome_in_both_files(folder, findings):
+    page = (folder / "report.html").read_text(encoding="utf-8")
     content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     found = {entry["id"]: entry for entry in content["papers"][0]["findings"]}
     assert list(found) == [finding.id for finding in findings]
     for finding in findings:
         outcome = finding.outcome and finding.outcome.value
-        assert lines.count(f"### {finding.id}") == 1
-        line = f"**{outcome or 'not attempted'}** ({finding.how.value}): {finding.summary}"
-        assert lines.count(line) == 2  # one in each paper
+        assert page.count(f'id="{finding.id}"') == 1
+        assert page.count(escape(finding.summary)) >= 2  # one in each paper
         assert (found[finding.id]["outcome"], found[finding.id]["how"]) == (outcome, finding.how)
 
 
 def test_the_papers_numbers_stand_beside_ours_with_their_spread(folder):
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    assert "| x\\|y | 7.61 |\n| z | OOM |" in text
-    assert "| x\\|y | 7.6 (2 seeds, spread 0.2) | 5e-06 |" in text
-    assert "| a | 1 |\n| b | OOM |" in text
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<td>x|y</td><td>7.61</td></tr><tr><td>z</td><td>OOM</td>" in page
+    assert "<td>x|y</td><td>7.6 (2 seeds, spread 0.2)</td><td>5e-06</td>" in page
+    assert "<td>a</td><td>1</td></tr><tr><td>b</td><td>OOM</td>" in page
+
+
+def test_a_table_of_results_md_escapes_what_markdown_would_take():
+    lines = table(Grid("*a*", ("", "x<y"), (("x|y", "1\n2"),)))
+    assert lines == ["*\\*a\\**", "", "|  | x\\<y |", "| --- | ---: |", "| x\\|y | 1 2 |", ""]
 
 
 def test_json_keeps_every_seed_but_no_curves(folder):
@@ -45,13 +52,6 @@ def test_json_keeps_every_seed_but_no_curves(folder):
     entries = content["papers"][0]["findings"][0]["measurements"][0]["entries"]
     assert [(entry["seed"], entry["value"]) for entry in entries] == [(0, 7.5), (1, 7.7)]
     assert entries[0]["details"] == {"parameters": 5}
-
-
-def test_figures_named_by_the_markdown_are_there(folder):
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    for name in ("p", "q"):
-        assert f"]({name}/figures/dots.png)" in text
-        assert (folder / name / "figures" / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):

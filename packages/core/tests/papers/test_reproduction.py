@@ -149,7 +149,7 @@ def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
     assert content["origin"]["torch"] == torch.__version__
     for name in ("trainings", "costs"):
         assert (tmp_path / f"out/p/figures/{name}.png").exists()
-    text = (tmp_path / "out/report.md").read_text()
+    text = (tmp_path / "out/report.html").read_text()
     assert "5 bytes by the tiny Window" in text
     assert "gpu/speed: Speed" in text
     assert (tmp_path / "out/p/runs/attention/model").exists()
@@ -306,12 +306,13 @@ def test_an_answer_left_out_invented_or_out_of_order_is_refused(paper):
 
 def test_several_papers_share_one_report(paper, tmp_path, capsys):
     other = replace(paper, name="q")
-    reports = reproduce_papers([paper, other], ["p.claim.layers"], "other", tmp_path / "out")
+    out = tmp_path / "q[/b]:smile:"
+    reports = reproduce_papers([paper, other], ["p.claim.layers"], "other", out)
     assert [report.name for report in reports] == ["p", "q"]
-    content = json.loads((tmp_path / "out/report.json").read_text())
+    content = json.loads((out / "report.json").read_text())
     assert [each["name"] for each in content["papers"]] == ["p", "q"]
-    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"p", "q"}
-    assert capsys.readouterr().out.count("report.html") == 1
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"p", "q"}
+    assert capsys.readouterr().out.count(f"Report: {out / 'report.html'}") == 1
 
 
 def test_an_installed_package_has_its_results_inside(paper, tmp_path):

@@ -444,13 +444,15 @@ def run_command(*arguments):
 
 
 def test_the_command_sweeps_and_shows_states_beside_accuracies(tmp_path, capsys):
+    out = tmp_path / "q[/b]"
     options = "--model gsa --width 16 --lr 0.001 --seq-len 16 --num-pairs 4 --vocab-size 32 "
     options += "--train-rows 16 --test-rows 4 --batch-size 8 --epochs 1 --seed 7 --device cpu"
-    assert run_command(*options.split(), "--out", tmp_path) == 0
+    assert run_command(*options.split(), "--out", out) == 0
     shown = capsys.readouterr().out
     assert "state (bytes a row)" in shown
+    assert f"{out / 'mqar.json'} has every run" in shown
     assert f"{2 * 2 * 64 * 16 * 4:,}" in shown
-    setting = read_result(tmp_path / "mqar.json").setting
+    setting = read_result(out / "mqar.json").setting
     assert "seed 7, not 123" in setting
     assert "epochs 1, not 64" in setting
 

@@ -1,4 +1,4 @@
-"""The files of a report: report.md, report.html and report.json."""
+"""The files of a report: report.html and report.json."""
 
 import json
 import math
@@ -10,7 +10,6 @@ from typing import Any
 
 from mezzo_core.errors import UserError
 from mezzo_core.papers.html import to_html
-from mezzo_core.papers.markdown import to_markdown
 from mezzo_core.papers.report import Report
 
 
@@ -25,7 +24,7 @@ def prepare_folder(out: Path, paper: str) -> Path:
     folder = out / paper
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for suffix in ("md", "html", "json"):
+        for suffix in ("html", "json"):
             (out / f"report.{suffix}").unlink(missing_ok=True)
         for name in ("figures", "speed"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -36,11 +35,10 @@ def prepare_folder(out: Path, paper: str) -> Path:
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write report.md, report.html and report.json into `out`, where the figures already are."""
+    """Write report.html and report.json into `out`, where the figures already are."""
     content = json.dumps(_finite(_to_json(report)), indent=1, ensure_ascii=False) + "\n"
-    texts = {"md": to_markdown(report, out), "html": to_html(report), "json": content}
-    for suffix, text in texts.items():
-        (out / f"report.{suffix}").write_text(text, encoding="utf-8")
+    (out / "report.html").write_text(to_html(report), encoding="utf-8")
+    (out / "report.json").write_text(content, encoding="utf-8")
 
 
 def _to_json(report: Report) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as ConsoleTable
 
 from mezzo_core.bench.origin import origin
+from mezzo_core.console import show, show_table
 from mezzo_core.device import choose_device
 from mezzo_core.errors import FailedRunError, UserError, nearest
 from mezzo_core.nn.contract import SequenceConfig
@@ -75,7 +75,7 @@ class Reproduction:
         return installed if installed.exists() else Path(self.module).parents[2] / "results"
 
     def reproduce(self, only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
-        """Answer tables, claims and checks, and write report.md, .html and .json into `out`.
+        """Answer tables, claims and checks, and write report.html and .json into `out`.
 
         The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results
         of an earlier reproduction in `out` are replaced.
@@ -115,7 +115,7 @@ class Reproduction:
         """Train and measure under a progress bar what the answers ask for, each once."""
         published, results = self.published, read_results(self.results_folder)
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as bars:
             task = bars.add_task("counting and checking")
 
@@ -123,7 +123,7 @@ class Reproduction:
                 bars.update(task, description=name, completed=done, total=of)
 
             trainings = Trainings(self.models, scale.budget, folder / "runs", watch)
-            say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            say = partial(show, console=console)
             timed: dict[str, Measurement | None] = {}
 
             def measured(name: str) -> Measurement | None:
@@ -161,7 +161,7 @@ class Reproduction:
 def reproduce_papers(
     papers: Sequence[Reproduction], only: Sequence[str] | None, scale: str, out: Path
 ) -> list[PaperReport]:
-    """Reproduce papers, write report.md, .html and .json into `out`, and print the findings.
+    """Reproduce papers, write report.html and .json into `out`, and print the findings.
 
     A paper without a scale of this name takes its first one, unless it is the only paper.
     """
@@ -176,7 +176,7 @@ def reproduce_papers(
     write_report(whole, out)
     for report in reports:
         _show(report)
-    Console().print(f"Report: {out / 'report.html'} (also report.md, report.json)", soft_wrap=True)
+    show(f"Report: {out / 'report.html'} (also report.json)")
     return reports
 
 
@@ -203,11 +203,8 @@ def _guarded(id: str, work: Callable[[], Finding]) -> Finding:
 
 def _show(report: PaperReport) -> None:
     """Print the findings, one line for each, without those that were not attempted."""
-    console = Console()
-    table = ConsoleTable("table, claim or check", "how it was run", "outcome", "in one sentence")
     shown = [f for f in report.findings if f.outcome is not None or len(report.findings) == 1]
-    for f in shown:
-        table.add_row(f.id, f.how.value, f.outcome.value if f.outcome else "-", f.summary)
-    console.print(table)
+    rows = [(f.id, f.how.value, f.outcome.value if f.outcome else "-", f.summary) for f in shown]
+    show_table(("table, claim or check", "how it was run", "outcome", "in one sentence"), rows)
     if left_out := len(report.findings) - len(shown):
-        console.print(f"{left_out} more were not attempted; the report says why.")
+        show(f"{left_out} more were not attempted; the report says why.")

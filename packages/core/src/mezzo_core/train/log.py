@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from mezzo_core.console import show
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import Evaluation
 from mezzo_core.files import parse_json, write_whole
@@ -162,7 +163,7 @@ class RunLog:
     def _say(self, text: str) -> None:
         line = printable(f"{self.config.name}: {text}")
         if self._bar is not None or self._lines:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show(line, self._console)
         elif self.active:
             logger.info(line)
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import torch
 import typer
-from mezzo_core.errors import UserError, nearest, printable
+from mezzo_core.console import show
+from mezzo_core.errors import UserError, nearest
 from mezzo_core.inputs import check_writable
 from mezzo_core.nn.checkpoint import save_model
-from rich.console import Console
 
 from mezzo_gsa.convert.convert import ROTATED, TARGETS, convert
 from mezzo_gsa.convert.source import read_transformer
@@ -49,12 +49,7 @@ def convert_command(
     extra = {**transformer.extra, "converted_from": source, "step": 0}
     save_model(model, config, out, extra, weights=weights)
     added = model.num_parameters() - before
-    Console().print(
-        printable(
-            f"{source}: {before:,} weights of a Transformer, {added:,} new ones of {to}; "
-            f"the model is in {out}"
-        ),
-        soft_wrap=True,
-        markup=False,
-        emoji=False,
+    show(
+        f"{source}: {before:,} weights of a Transformer, {added:,} new ones of {to}; "
+        f"the model is in {out}"
     )

@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
-from rich.console import Console
-from rich.table import Table
 from typer import Option
 
 from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
@@ -106,14 +105,13 @@ def mqar(
         compile=compile,
         cuda_graph=cuda_graph,
     )
-    console = Console(soft_wrap=True)
-    result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)
-    table = Table("model", "C", "accuracy", "lr", "state (bytes a row)")
+    result = sweep(config, out, show, device=device)
+    rows = []
     for entry in result.entries:
         shown = (entry["value"], entry["lr"], f"{entry['state_bytes']:,}")
-        table.add_row(entry["model"], entry["column"].removeprefix("C="), *map(str, shown))
-    console.print(table)
-    console.print(f"{result.path} has every run")
+        rows.append((entry["model"], entry["column"].removeprefix("C="), *map(str, shown)))
+    show_table(("model", "C", "accuracy", "lr", "state (bytes a row)"), rows)
+    show(f"{result.path} has every run")
 
 
 def _replaced(config: Config, **given: Any) -> Config:

@@ -4,12 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.papers.figures import draw_result
 from mezzo_core.papers.measurement import read_result
 from mezzo_core.papers.tables import format_value
-from rich.console import Console
-from rich.table import Table
 from typer import Option
 
 from mezzo_recurrent_transformer.synthetic.sweep import NAMES, SweepConfig, sweep
@@ -66,16 +65,15 @@ def synthetic(
         cuda_graph=cuda_graph,
         **checked_later,
     )
-    console = Console(soft_wrap=True)
-    result = sweep(config, out, lambda line: console.print(line, highlight=False), device=device)
+    result = sweep(config, out, show, device=device)
     found = read_result(result.path)
-    table = Table("task", "model", *found.groups)
+    rows = []
     for column in found.columns:
         for name in result.header.models:
             # Another call may train the other model.
             values = (found.typical(name, column, group) for group in found.groups)
-            table.add_row(column, name, *map(format_value, values))
-    console.print(table)
+            rows.append((column, name, *map(format_value, values)))
+    show_table(("task", "model", *found.groups), rows)
     figure = result.path.with_suffix(".png")
     draw_result(found, figure)
-    console.print(f"{result.path} has every run, {figure} shows them")
+    show(f"{result.path} has every run, {figure} shows them")
