@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,7 @@ BAD_OPTIONS = [
     ("generate", "--device", "mps"),
     ("generate", "--device", "cuda:99"),
     ("generate", "--device", "tpu"),
+    ("generate", "--device", "mkldnn"),
     ("generate", "--nosuch", "1"),
     ("eval", "--batch-size", "0"),
     ("eval", "--batch-size", "1e3"),
@@ -170,6 +172,8 @@ BAD_OPTIONS = [
     ("bench", "--out", "."),
     ("bench", "--out", "FILE/rows.jsonl"),
     ("reproduce", "--out", "FILE"),
+    ("reproduce", "--out", "~no such user/x"),
+    ("bench", "--out", "~no such user/x"),
     ("reproduce", "--out", "FILE/report"),
     ("convert", "--seed", str(2**64)),
     ("convert", "--out", "FILE/model"),
@@ -187,7 +191,9 @@ def test_a_bad_value_of_an_option_is_one_line(capsys, run, name, option, value):
     }[name]
     value = value.replace("FILE", str(run / "config.json"))
     before = sorted(run.rglob("*"))
-    line = rejected(capsys, name, *arguments, option, value, main=gsa_main)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # each would be a further line
+        line = rejected(capsys, name, *arguments, option, value, main=gsa_main)
     named = value if option == "--out" else option[2:].replace("-", "_")
     assert named in (line if option == "--out" else line.replace("-", "_"))
     assert sorted(run.rglob("*")) == before

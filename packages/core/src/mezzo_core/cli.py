@@ -27,7 +27,7 @@ from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import (
     check_writable,
-    expand_user,
+    expanded,
     open_told_data,
     read_prompts,
     start_from,
@@ -155,7 +155,8 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
         init_from: InitFrom = None,
         out: Annotated[
-            Path | None, typer.Option(help="Where the run is kept. Default: runs/RECIPE.")
+            Path | None,
+            typer.Option(help="Where the run is kept. Default: runs/RECIPE.", callback=expanded),
         ] = None,
         compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
         cuda_graph: Annotated[
@@ -198,7 +199,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 cuda_graph=cuda_graph,
                 track=track,
             )
-        folder = expand_user(out) if out is not None else Path("runs") / recipe
+        folder = out or Path("runs") / recipe
         is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
         try:
             result = train(config, folder, resume=not fresh, new_data=new_data, quiet=quiet)
@@ -211,13 +212,6 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
                 f"{recipe}: validation perplexity {result.val_perplexity:.3f} after "
                 f"{result.steps} steps; the model is in {result.out / 'model'}"
             )
-
-
-def _expand(folder: Path) -> Path:
-    try:
-        return folder.expanduser()
-    except RuntimeError:
-        raise UserError(f"--out {folder} begins with a user that is not known here") from None
 
 
 def _add_generate(app: typer.Typer) -> None:
@@ -350,7 +344,9 @@ def _add_bench(app: typer.Typer, paper: Paper) -> None:
     def bench(
         device: Device = None,
         quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, seconds.")] = False,
-        out: Annotated[Path | None, typer.Option(help="Append rows to this .jsonl file.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Append rows to this .jsonl file.", callback=expanded)
+        ] = None,
     ) -> None:
         """Measure speed and memory on this machine; every op is checked before it is timed."""
         chosen = _device(device)
@@ -368,7 +364,9 @@ def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
         scale: Annotated[
             str, typer.Option(help=f"How much to run: {', '.join(paper.scales)}.")
         ] = paper.scales[0],
-        out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("reports"),
+        out: Annotated[Path, typer.Option(help="Where the report goes.", callback=expanded)] = Path(
+            "reports"
+        ),
     ) -> None:
         """Rerun the paper's tables and claims, and write a report beside its numbers."""
         if scale not in paper.scales:

@@ -21,13 +21,16 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(device)
+        # torch.device knows further kinds, and warns of some in lines of its own.
+        chosen = torch.device(device) if str(device).startswith(("cpu", "cuda")) else None
     except (RuntimeError, TypeError):
-        raise UserError(f"device must be cpu, cuda or cuda:N, got {device!r}") from None
+        chosen = None
+    if chosen is None:
+        raise UserError(f"device must be cpu, cuda or cuda:N, got {str(device)!r}")
     if chosen.type == "cpu":
         return chosen
-    if chosen.type != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"no {chosen.type} device can be used here, but cpu can")
+    if not torch.cuda.is_available():
+        raise UserError("no cuda device can be used here, but cpu can")
     index = local_rank if local_rank is not None else chosen.index or 0
     if index >= torch.cuda.device_count():
         raise UserError(

@@ -193,16 +193,16 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
 
 
-def expand_user(out: Path) -> Path:
-    """Return the folder of `--out`, where "~" stands for a home.
+def expanded(path: Path | None) -> Path | None:
+    """Return an option's path with ~ as a home folder, which a shell leaves in "--out=~/run".
 
     Raises:
-        UserError: if there is no such user.
+        UserError: if that user is not known.
     """
     try:
-        return out.expanduser()
+        return path and path.expanduser()
     except RuntimeError:
-        raise UserError(f"--out {out} begins with a user that is not known here") from None
+        raise UserError(f"{path} begins with a user that is not known here") from None
 
 
 def check_writable(path: Path, *, is_folder: bool) -> None:

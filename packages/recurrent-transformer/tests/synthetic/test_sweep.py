@@ -271,11 +271,12 @@ def test_the_command_sweeps_and_draws_the_figure(tmp_path, capsys):
     assert (tmp_path / "synthetic.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_may_train_one_model_alone(tmp_path, capsys):
+def test_the_command_may_train_one_model_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     options = "--task memorization --model recurrent --lr 0.001 --decay 0 --seed 0 --width 8 "
     options += "--train-rows 2 --test-rows 2 --batch-size 2 --max-steps 1 --device cpu"
     out = tmp_path / "q[/b]"
-    assert run_command(*options.split(), "--out", out) == 0
+    assert run_command(*options.split(), "--out=~/q[/b]") == 0
     shown = capsys.readouterr().out
     assert f"{out / 'synthetic.json'} has every run" in shown
     rows = [line.split() for line in shown.splitlines() if "│ mem" in line]

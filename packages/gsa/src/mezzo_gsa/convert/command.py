@@ -7,7 +7,7 @@ import torch
 import typer
 from mezzo_core.console import show
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.inputs import check_writable
+from mezzo_core.inputs import check_writable, expanded
 from mezzo_core.nn.checkpoint import save_model
 
 from mezzo_gsa.convert.convert import ROTATED, TARGETS, convert
@@ -23,7 +23,7 @@ def convert_command(
         ),
     ],
     to: Annotated[str, typer.Option(help=f"What attention becomes: {', '.join(TARGETS)}.")],
-    out: Annotated[Path, typer.Option(help="The new model's folder.")],
+    out: Annotated[Path, typer.Option(help="The new model's folder.", callback=expanded)],
     tokenizer: Annotated[
         str | None,
         typer.Option(help="A tokenizer's file or folder, or hub:NAME. Default: the model's own."),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
+from mezzo_core.inputs import expanded
 from typer import Option
 
 from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
@@ -27,7 +28,9 @@ def field(name: str, text: str) -> Any:
 
 
 def mqar(
-    out: Annotated[Path, Option(help="Folder of the result and of the runs.")] = Path("mqar"),
+    out: Annotated[
+        Path, Option(help="Folder of the result and of the runs.", callback=expanded)
+    ] = Path("mqar"),
     protocol: Annotated[str, Option(help=f"Of {', '.join(PROTOCOLS)}.")] = "zoology",
     model: Annotated[list[str] | None, field("models", f"Of {', '.join(NAMES)}; repeat.")] = None,
     width: Annotated[list[int] | None, field("widths", "Model width; repeat.")] = None,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
+from mezzo_core.inputs import expanded
 from mezzo_core.papers.figures import draw_result
 from mezzo_core.papers.measurement import read_result
 from mezzo_core.papers.tables import format_value
@@ -20,7 +21,9 @@ RATES, DECAYS, SEEDS = list(WHOLE.learning_rates), list(WHOLE.weight_decays), li
 
 
 def synthetic(
-    out: Annotated[Path, Option(help="Folder of the result and the runs.")] = Path("synthetic"),
+    out: Annotated[
+        Path, Option(help="Folder of the result and the runs.", callback=expanded)
+    ] = Path("synthetic"),
     task: Annotated[list[str], Option(help=f"Of {', '.join(TASKS)}; repeat.")] = TASK_NAMES,
     harder: Annotated[bool, Option(help="The tasks' harder settings too.")] = False,
     model: Annotated[list[str], Option(help=f"Of {', '.join(NAMES)}; repeat.")] = MODELS,
