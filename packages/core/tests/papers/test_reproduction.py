@@ -25,7 +25,7 @@ from mezzo_core.papers.criteria import Equal, InOrder, Judgement, Outcome
 from mezzo_core.papers.measurement import Entry, How, Measurement
 from mezzo_core.papers.published import Claim, load_published
 from mezzo_core.papers.reproduction import Reproduction, Scale, reproduce_papers
-from mezzo_core.papers.trainings import SMOKE, Trainings
+from mezzo_core.papers.trainings import SMOKE, Training, Trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import DivergenceError
 
@@ -169,9 +169,9 @@ def test_trainings_side_by_side_learn_the_same_as_one_after_the_other(paper, tmp
     for parallel in (False, True):
         budget = replace(SMOKE, parallel=parallel)
         trainings = Trainings(paper.models, budget, tmp_path / "runs", lambda *of: seen.append(of))
-        assert not trainings.done
+        assert trainings.trained == ()
         found.append(trainings.measurement(("Window",), by_length=False).entries)
-        assert trainings.done
+        assert trainings.trained == ("Attention", "Window")
     serial, side_by_side = found
     assert [entry.seed for entry in serial] == [0]
     assert side_by_side == serial
@@ -221,39 +221,67 @@ def test_without_its_result_a_claim_is_not_attempted_and_says_what_it_needs(pape
         Answer("p.x")
 
 
-def test_what_breaks_differs_but_what_the_user_can_mend_stops(paper, tmp_path):
-    def broken(claim):
-        raise RuntimeError("no such kernel")
+@pytest.mark.parametrize("error", [RuntimeError("no kernel\nhere"), FailedRunError("is wrong")])
+def test_what_breaks_settles_nothing_and_hides_nothing(paper, tmp_path, error):
+    def broken(*_):
+        raise error
 
-    def wrong_kernel(claim):
-        raise FailedRunError("the output is wrong here")
+    told = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+    beside = Answer("p.claim.speed", result("gpu/speed", InOrder()), counted(broken, Equal()))
+    unjudged = Answer("p.claim.layers", result("gpu/speed", broken))
+    bad = answered(paper, paper.answers[0], beside, unjudged)
+    bad = replace(bad, checks=(Check("p.check.one", broken),))
+    ids = ["p.claim.speed", "p.claim.layers", "p.check.one"]
+    speed, setup, check = bad.reproduce(ids, "small", tmp_path / "out")
+    assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
+    assert speed.details[-1] == f"beside it, this run: {told}"
+    assert (setup.kind, setup.how, setup.summary) == ("claim", How.SCALED_DOWN, told)
+    assert (check.kind, check.summary) == ("check", told)
+    assert setup.outcome is check.outcome is Outcome.NOT_SETTLED
 
+
+def test_what_the_user_can_mend_stops(paper, tmp_path):
     def full_disk(claim):
         raise UserError("the disk is full")
 
-    answers = paper.answers[:2]
-    bad = answered(paper, *answers, Answer("p.claim.layers", counted(broken, Equal())))
-    (setup,) = bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
-    assert (setup.kind, setup.outcome) == ("claim", Outcome.DIFFERS)
-    assert "RuntimeError: no such kernel" in setup.summary
-    bad = answered(paper, *answers, Answer("p.claim.layers", counted(wrong_kernel, Equal())))
-    (setup,) = bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
-    assert (setup.outcome, "wrong here" in setup.summary) == (Outcome.DIFFERS, True)
-    bad = answered(paper, *answers, Answer("p.claim.layers", counted(full_disk, Equal())))
+    bad = answered(paper, *paper.answers[:2], Answer("p.claim.layers", counted(full_disk, Equal())))
     with pytest.raises(UserError, match="disk"):
         bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
 
 
-def test_a_training_that_diverges_is_told_and_the_report_is_written(paper, tmp_path, monkeypatch):
-    def diverges(self):
-        raise DivergenceError("training diverged at step 3")
+def test_a_speed_that_fails_is_told_by_each_claim_and_not_measured_again(paper, tmp_path):
+    starts = []
 
-    monkeypatch.setattr(Trainings, "_train", diverges)
-    findings = paper.reproduce(None, "small", tmp_path / "out")
-    assert (tmp_path / "out" / "report.html").exists()
-    (told,) = (finding for finding in findings if "diverged at step 3" in finding.summary)
-    assert told.outcome is Outcome.DIFFERS
-    assert Outcome.AGREES in [finding.outcome for finding in findings]  # the others go on
+    def broken(*_):
+        starts.append(1)
+        raise RuntimeError("no kernel")
+
+    both = [Answer(id, measured("speed", InOrder())) for id in ("p.table1", "p.claim.speed")]
+    bad = replace(answered(paper, *both), measurers={"speed": broken})
+    found = bad.reproduce(["p.table1", "p.claim.speed"], "timed", tmp_path / "out")
+    assert [each.summary for each in found] == ["failed: RuntimeError: no kernel"] * 2
+    assert len(starts) == 1
+
+
+def test_a_training_that_diverges_takes_no_other_with_it(paper, tmp_path, monkeypatch):
+    honest = Training.run
+
+    def run(self):
+        if self.model == "Attention":
+            raise DivergenceError("training diverged at step 3")
+        return honest(self)
+
+    monkeypatch.setattr(Training, "run", run)
+    alone = Answer("p.claim.speed", trained(InOrder(("Window",)), "Window"))
+    bad = answered(paper, paper.answers[0], alone)
+    table, speed, *others = bad.reproduce(None, "small", tmp_path / "out")
+    assert table.summary == "failed: DivergenceError: training diverged at step 3"
+    assert table.outcome is Outcome.NOT_SETTLED
+    assert speed.summary.startswith("this run: ")
+    assert [each.outcome for each in others] == [Outcome.AGREES] * 2
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "5 bytes by the tiny Window" in page
+    assert (tmp_path / "out/p/figures/trainings.png").exists()
 
 
 def test_trainings_that_break_are_not_started_again_for_each_claim(paper, tmp_path, monkeypatch):
@@ -266,7 +294,7 @@ def test_trainings_that_break_are_not_started_again_for_each_claim(paper, tmp_pa
     monkeypatch.setattr(Trainings, "_train", broken)
     again = Answer("p.claim.speed", trained(InOrder(("Attention", "Window"))))
     findings = answered(paper, paper.answers[0], again).reproduce(None, "small", tmp_path / "out")
-    assert [finding.outcome for finding in findings[:2]] == [Outcome.DIFFERS] * 2
+    assert [finding.outcome for finding in findings[:2]] == [Outcome.NOT_SETTLED] * 2
     assert "no memory" in findings[1].summary
     assert len(starts) == 1
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
+from mezzo_core.errors import FailedRunError, UserError
+from mezzo_core.libraries import first_line
 from mezzo_core.papers.criteria import Criterion, Judgement, Outcome
 from mezzo_core.papers.measurement import How, Measurement, at_best
 from mezzo_core.papers.published import Claim, Published, Table
@@ -116,11 +118,27 @@ class Finding:
 
 
 def find(answer: Answer, published: Published, run: Run) -> Finding:
-    """Return the finding for one table or claim."""
+    """Return the finding for one table or claim.
+
+    Evidence that fails with an error settles nothing: the finding tells the error, and the other
+    evidence decides.
+
+    Raises:
+        UserError: see `failure`.
+    """
     printed = published.by_id[answer.id]
     kind: Kind = "table" if isinstance(printed, Table) else "claim"
-    found = [(each.find(run, printed), each) for each in answer.evidence]
-    judged = [(e.criterion(printed, m), m, e.note) for m, e in found if m is not None]
+    judged, failed = [], []
+    for each in answer.evidence:
+        try:
+            ours = each.find(run, printed)
+            if ours is not None:
+                judged.append((each.criterion(printed, ours), ours, each.note))
+        except Exception as error:
+            failed.append(failure(error))
+    if failed and not judged:
+        summary = "; ".join(failed)
+        return Finding(answer.id, kind, How.SCALED_DOWN, Outcome.NOT_SETTLED, summary)
     if not judged:
         summary = answer.otherwise or "this run has no numbers for it"
         return Finding(answer.id, kind, How.NOT_ATTEMPTED, None, summary)
@@ -136,8 +154,21 @@ def find(answer: Answer, published: Published, run: Run) -> Finding:
         first.outcome,
         f"{describe_source(decisive)}: {first.summary}{note}",
         tuple(measurement for _, measurement, _ in judged),
-        (*first.details, *beside),
+        (*first.details, *beside, *(f"beside it, this run: {words}" for words in failed)),
     )
+
+
+def failure(error: Exception) -> str:
+    """Say in one line what failed.
+
+    A training that diverges or a kernel that is wrong is no mistake of the user's.
+
+    Raises:
+        UserError: the error itself, if the user can mend it, such as a full disk.
+    """
+    if isinstance(error, UserError) and not isinstance(error, FailedRunError):
+        raise error
+    return f"failed: {type(error).__name__}: {first_line(error)}"
 
 
 def describe_source(ours: Measurement) -> str:

@@ -6,7 +6,7 @@ A package describes its paper once, as a `Reproduction`; everything else is here
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from mezzo_core.bench.origin import origin
 from mezzo_core.console import show, show_table
 from mezzo_core.device import choose_device
-from mezzo_core.errors import FailedRunError, UserError, nearest
+from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.contract import SequenceConfig
 from mezzo_core.papers.checks import layer_costs
-from mezzo_core.papers.claims import Answer, Check, Finding, Kind, Run, check_complete, find
-from mezzo_core.papers.criteria import Outcome
+from mezzo_core.papers.claims import Answer, Check, Finding, Run, check_complete, failure, find
+from mezzo_core.papers.criteria import Judgement, Outcome
 from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.measurement import How, Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Published, load_published
@@ -124,38 +124,45 @@ class Reproduction:
 
             trainings = Trainings(self.models, scale.budget, folder / "runs", watch)
             say = partial(show, console=console)
-            timed: dict[str, Measurement | None] = {}
+            timed: dict[str, Measurement | Exception | None] = {}
 
             def measured(name: str) -> Measurement | None:
                 if name not in timed and scale.sizes is not None:
                     watch(f"measuring {name}", 0, 1)
-                    timed[name] = None  # also if it fails
-                    timed[name] = self.measurers[name](scale.sizes, folder / "speed", say)
-                return timed.get(name)
+                    try:
+                        timed[name] = self.measurers[name](scale.sizes, folder / "speed", say)
+                    except Exception as error:
+                        timed[name] = error
+                ours = timed.get(name)
+                if isinstance(ours, Exception):
+                    raise ours
+                return ours
 
             run = Run(results, trainings.measurement, measured)
             work = {each.id: partial(find, each, published, run) for each in self.answers}
             work |= {check.id: partial(_judge, check) for check in self.checks}
-            findings = [_guarded(id, work[id]) for id in work if id in ids]
+            findings = [work[id]() for id in work if id in ids]
             watch("figures", 1, 1)
-            drawn: dict[str, Measurement | None] = {}
-            if trainings.done:
-                drawn["trainings"] = trainings.measurement((), by_length=False)
+            drawn: dict[str, Measurement] = {}
+            if trainings.trained:
+                drawn["trainings"] = trainings.measurement(trainings.trained, by_length=False)
             if self.layers:
                 drawn["costs"] = layer_costs(self.layers)
             names = [*model_names(published, results.values()), *self.models, *self.layers]
             printed = {table.id: printed_measurement(table) for table in published.tables}
             figures = []
             for name, ours in (drawn | timed).items():
-                if ours:
+                if isinstance(ours, Measurement):
                     path = folder / "figures" / f"{name}.png"
                     draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
                     figures.append(Figure(path, ours.title or name, ours.setting))
             report = PaperReport(self.name, published, findings, figures, results=results)
-            if not trainings.done:
+            if not trainings.trained:
                 return report
-            sample = write_sample(trainings, self.sample, scale.sample_tokens)
-            return replace(report, samples=[sample], notes=(trainings.setting, *self.notes))
+            samples = []
+            if self.sample in trainings.trained:
+                samples = [write_sample(trainings, self.sample, scale.sample_tokens)]
+            return replace(report, samples=samples, notes=(trainings.setting, *self.notes))
 
 
 def reproduce_papers(
@@ -181,24 +188,11 @@ def reproduce_papers(
 
 
 def _judge(check: Check) -> Finding:
-    found = check.work()
-    return Finding(check.id, "check", How.PAPER, found.outcome, found.summary, (), found.details)
-
-
-def _guarded(id: str, work: Callable[[], Finding]) -> Finding:
-    """Return a finding. One that fails with an error differs, and says so, and the others go on.
-
-    A `UserError`, such as a full disk, stops the reproduction. A training that diverges or a kernel
-    that is wrong does not: it is no mistake of the user's, and something that came out.
-    """
     try:
-        return work()
+        found = check.work()
     except Exception as error:
-        if isinstance(error, UserError) and not isinstance(error, FailedRunError):
-            raise
-        summary = f"could not be answered: {type(error).__name__}: {error}"
-        kind: Kind = "check" if ".check." in id else "table" if ".table" in id else "claim"
-        return Finding(id, kind, How.PAPER, Outcome.DIFFERS, summary)
+        found = Judgement(Outcome.NOT_SETTLED, failure(error))
+    return Finding(check.id, "check", How.PAPER, found.outcome, found.summary, (), found.details)
 
 
 def _show(report: PaperReport) -> None:

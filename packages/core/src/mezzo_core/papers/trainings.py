@@ -17,6 +17,7 @@ from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.generate import generate
+from mezzo_core.papers.claims import failure
 from mezzo_core.papers.measurement import Entry, How, Measurement
 from mezzo_core.papers.report import Sample
 from mezzo_core.train.config import TrainConfig
@@ -68,6 +69,18 @@ class Training:
         losses = loss_by_length(model, self.config, lengths=lengths, windows=WINDOWS)
         return found | {"loss_at": losses}
 
+    def attempt(self) -> dict[str, Any] | Exception:
+        """Do as `run`, but return the error of a training that fails.
+
+        Raises:
+            UserError: see `failure`; it ends the other trainings too.
+        """
+        try:
+            return self.run()
+        except Exception as error:
+            failure(error)
+            return error
+
     def steps_done(self) -> int:
         """Return how many steps a training in progress has logged."""
         log = self.folder / "log.jsonl"
@@ -91,7 +104,7 @@ class Trainings:
         watch: Callable[[str, int, int], None],
     ) -> None:
         self.budget, self._watch = budget, watch
-        self._found: list[dict[str, Any]] | Exception | None = None
+        self._found: list[dict[str, Any] | Exception] = []
         self.all = []
         for seed in budget.seeds:
             for model, recipe in models.items():
@@ -102,30 +115,34 @@ class Trainings:
                 self.all.append(Training(model, config, runs / name, budget.test_lengths))
 
     @property
-    def done(self) -> bool:
-        """Whether the trainings have run."""
-        return isinstance(self._found, list)
+    def trained(self) -> tuple[str, ...]:
+        """The models of which every training has succeeded; none before the first call."""
+        outcomes = zip(self.all, self._found, strict=False)
+        failed = {training.model for training, found in outcomes if isinstance(found, Exception)}
+        models = dict.fromkeys(training.model for training in self.all[: len(self._found)])
+        return tuple(model for model in models if model not in failed)
 
-    def results(self) -> Iterator[tuple[Training, dict[str, Any]]]:
-        """Yield each training with its results; the first call trains.
+    def results(self, models: Sequence[str] = ()) -> Iterator[tuple[Training, dict[str, Any]]]:
+        """Yield each training of these models (none: of all) with its results.
 
-        Trainings that fail raise their error at each call, and are not started again.
+        The first call trains. A training that failed raises its error here, at each call, and is
+        not started again.
         """
-        if self._found is None:
+        if not self._found:
             try:
                 self._found = self._train()
             except Exception as error:
-                self._found = error
-        if isinstance(self._found, Exception):
-            raise self._found
-        return zip(self.all, self._found, strict=True)
+                self._found = [error] * len(self.all)
+        for training, found in zip(self.all, self._found, strict=True):
+            if training.model in models or not models:
+                if isinstance(found, Exception):
+                    raise found
+                yield training, found
 
     def measurement(self, models: Sequence[str], by_length: bool) -> Measurement:
         """Return the perplexity or the loss by test length of some models, or of all."""
         entries = []
-        for training, found in self.results():
-            if models and training.model not in models:
-                continue
+        for training, found in self.results(models):
             values = {PERPLEXITY: found["perplexity"]}
             if by_length:
                 values = found["loss_at"]
@@ -148,7 +165,7 @@ class Trainings:
     @property
     def setting(self) -> str:
         """The setting that all trainings share, in words."""
-        _, found = next(self.results())
+        _, found = next(self.results(self.trained))
         budget = self.budget
         tokens = budget.steps * budget.batch_size * budget.seq_len
         return (
@@ -157,8 +174,8 @@ class Trainings:
             "three Austen novels; the seeds change the initial weights, not the text or its order"
         )
 
-    def _train(self) -> list[dict[str, Any]]:
-        """Train each model once with each seed.
+    def _train(self) -> list[dict[str, Any] | Exception]:
+        """Train each model once with each seed, and return what came of each, or its error.
 
         Small models gain little from a second thread, so with `budget.parallel` each core trains a
         model of its own, with one thread each.
@@ -168,17 +185,17 @@ class Trainings:
         name, total = "training the tiny models", len(self.all) * self.budget.steps
         # Several processes slow each other down on one GPU, so there one training runs at a time.
         if torch.cuda.is_available() or not self.budget.parallel:
-            found: list[dict[str, Any]] = []
+            found: list[dict[str, Any] | Exception] = []
             for training in self.all:
                 self._watch(name, len(found) * self.budget.steps, total)
-                found.append(training.run())
+                found.append(training.attempt())
             return found
         mine = hasattr(os, "sched_getaffinity")  # the cores that this process may use
         cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
         workers = min(cores, MAX_PROCESSES, len(self.all))
         context = get_context("spawn")
         with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
-            futures = [pool.submit(Training.run, training) for training in self.all]
+            futures = [pool.submit(Training.attempt, training) for training in self.all]
             while (state := wait(futures, 0.5, FIRST_EXCEPTION)).not_done:
                 if any(future.exception() for future in state.done):
                     pool.shutdown(wait=False, cancel_futures=True)
