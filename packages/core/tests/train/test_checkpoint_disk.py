@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import shutil
 
 import pytest
 from mezzo_core.errors import UserError
@@ -181,6 +182,32 @@ def test_links_in_the_place_of_a_checkpoint_go_and_what_they_lead_to_stays(
     assert {p.name for p in checkpoints.folder.iterdir()} == {"step-2", "step-3", "step-5"}
     assert not (checkpoints.folder / "step-2").is_symlink()
     assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("fate", ["removed", "renamed", "moved away"])
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_run_whose_folder_is_gone_stops_and_leaves_a_new_one_alone(tiny, tmp_path, fate, taken):
+    out, there = tmp_path / "run", tmp_path / ("other" if fate == "renamed" else "far/other")
+    (tmp_path / "far").mkdir()
+
+    def lose(row):
+        if row["step"] == 3:
+            if fate == "removed":
+                shutil.rmtree(out)
+            else:
+                out.rename(there)
+            if taken:
+                out.mkdir()
+                (out / "config.json").write_text("of another run")
+
+    with pytest.raises(UserError, match=rf"{out} was removed or renamed") as stop:
+        train(tiny(), out, quiet=True, on_step=lose)
+    newest = there / "checkpoints" / "step-2"
+    told = f"the last checkpoint is {newest}" if fate == "renamed" else "not beside its old name"
+    assert told in str(stop.value)
+    assert "\n" not in str(stop.value)
+    assert newest.exists() or fate == "removed"
+    assert [path.name for path in out.rglob("*")] == ["config.json"] * taken
 
 
 def test_a_file_may_be_a_link_which_is_read_and_never_written(checkpoints, trained, tmp_path):

@@ -71,6 +71,7 @@ class Checkpoints:
         self.folder = folder
         self.world = world
         self.keep = keep
+        self._identity = _identity(folder.parent)
         self._damaged: set[Path] = set()
 
     def save(
@@ -83,7 +84,8 @@ class Checkpoints:
         """Save the state after `step` steps, then remove all but the `keep` newest checkpoints.
 
         Raises:
-            UserError: if it cannot be written; earlier checkpoints are intact.
+            UserError: if it cannot be written, in which case earlier checkpoints are intact; or if
+                the run's folder was removed or renamed since the run began.
         """
         # All processes write into one folder. Its name is random, so that nobody can create it, or
         # a link of that name, beforehand.
@@ -153,10 +155,22 @@ class Checkpoints:
 
     def describe_newest(self) -> str:
         """Say in words where a run could resume."""
-        newest = self.newest()
-        return (
+        run = self.folder.parent
+        if self._is_in_place():
+            newest, lost = self.newest(), ""
+        else:
+            lost = f"{run} was removed or renamed while its run trained; "
+            beside = [path for path in _entries(run.parent) if _identity(path) == self._identity]
+            if not beside:
+                return f"{lost}it is not beside its old name"
+            newest = Checkpoints(beside[0] / self.folder.name, self.world, self.keep).newest()
+        return lost + (
             "there is no checkpoint yet" if newest is None else f"the last checkpoint is {newest}"
         )
+
+    def _is_in_place(self) -> bool:
+        """Tell whether the run's folder is the one that it began in."""
+        return _identity(self.folder.parent) == self._identity
 
     def _finished(self) -> list[tuple[int, Path]]:
         """Return the steps and folders of all checkpoints that were completed, in step order."""
@@ -167,7 +181,9 @@ class Checkpoints:
 
     def _make_scratch(self, scratch: Path) -> None:
         """Create the folder that will become `step-N`, and remove those that killed runs left."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._is_in_place():  # another run may have its name now
+            raise UserError(f"the run cannot go on: {self.describe_newest()}")
+        self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
             if _SCRATCH.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -315,6 +331,25 @@ def _write_json(path: Path, value: dict[str, Any]) -> dict[str, int]:
 
 def _rng_state(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return what stays the same when a folder is renamed; None if it is not there.
+
+    The run's lock is open in the folder, so no other folder gets this number before the run ends.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _is_ours(folder: Path) -> bool:
