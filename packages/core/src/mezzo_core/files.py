@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,24 +24,38 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: if it is missing, unreadable, too large or not UTF-8, or does not hold a JSON
             object (NaN and infinity, which Python would accept, are not JSON).
     """
+    content = read_small(path)
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def read_small(path: Path) -> bytes:
+    """Read a file that is not larger than any of our JSON files.
+
+    Raises:
+        UserError: if it is missing, unreadable, too large, or no file.
+    """
     try:
         mode, size = path.stat().st_mode, path.stat().st_size
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe may never end
             raise UserError(f"{path} cannot be read: it is a pipe or a device")
         if size > _MOST_BYTES:
             raise UserError(f"{path} cannot be read: {size:,} bytes are too many for such a file")
-        found = parse_json(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a JSON value is a number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def parse_json(text: str | bytes) -> Any:

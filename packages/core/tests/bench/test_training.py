@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import statistics
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from mezzo_core.bench.training import (
     train_swept,
 )
 from mezzo_core.data import DataConfig
+from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.stack import BlocksConfig
@@ -66,6 +68,14 @@ def configs(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="module")
+def finished(configs, tmp_path_factory):
+    """The folder of a run that is only read."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    measure_run(configs["Attention"], folder, CPU)
+    return folder
+
+
 @pytest.fixture
 def result(tmp_path):
     return Result(tmp_path / "results/table2.json", HEADER, HERE)
@@ -94,6 +104,34 @@ def test_a_run_is_measured_by_its_log(configs, tmp_path):
     assert all(losses[step] == loss for step, loss in train)
     assert train[-1][0] == 130
     assert val == [[65, tests[0]["val_loss"]], [130, tests[1]["val_loss"]]]
+
+
+def without(name):
+    return lambda rows: [{k: v for k, v in row.items() if k != name} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        (lambda rows: [], "lacks the last step"),
+        (lambda rows: rows[:-1], "lacks the last step"),
+        (lambda rows: [row for row in rows if "loss" not in row], "lacks the last step"),
+        (without("val_accuracy"), "lacks .* what was measured"),
+        (without("val_perplexity"), "line 3 of .* is no row"),
+        (without("tokens_per_second"), "line 1 of .* is no row"),
+        (lambda rows: [{**rows[0], "tokens_per_second": 0}, *rows[1:]], "line 1 of .* is no row"),
+        (lambda rows: [*rows[:-1], {**rows[-1], "val_accuracy": "x"}], "line 6 of .* is no row"),
+        (lambda rows: [{**rows[0], "loss": True}, *rows[1:]], "line 1 of .* is no row"),
+    ],
+)
+def test_a_finished_run_whose_log_is_damaged_is_not_measured(
+    configs, finished, tmp_path, damaged, words
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in damaged(rows)))
+    with pytest.raises(UserError, match=words):
+        measure_run(configs["Attention"], run, CPU, resume=True)
 
 
 def test_a_run_from_another_model_has_that_models_loss_first(configs, tmp_path):

@@ -1,6 +1,5 @@
 """Trains models and measures how well and how fast: each model once with each seed."""
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +18,12 @@ from mezzo_core.data import DataConfig
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.tokenized_corpus import token_store
+from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.stack import Stack
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.log import read_rows
 from mezzo_core.train.loop import DivergenceError, train
 from mezzo_core.train.meter import StepRow
 
@@ -175,17 +176,26 @@ def measure_run(
 
     Raises:
         DivergenceError: if the loss explodes.
+        UserError: if the log of a run that is only read is gone, damaged or cut off.
         torch.OutOfMemoryError: if the run does not fit into the GPU.
     """
     start = [] if config.init_from is None else [[0, _loss_before(config, device)]]
     start_afresh()
     taken: list[StepRow] = []
-    train(config, folder, resume=resume, quiet=True, device=device, on_step=taken.append)
+    done = train(config, folder, resume=resume, quiet=True, device=device, on_step=taken.append)
     peak = torch.cuda.max_memory_allocated() / 1e9 if taken and device.type == "cuda" else None
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    is_text = isinstance(config.data, DataConfig)  # no model predicts whole rows of text
+    log = read_rows(folder / "log.jsonl", done.steps)
     steps = [row for row in log if "loss" in row]
     tests = [row for row in log if "val_loss" in row]
+    measures = ["val_accuracy"]
+    if not isinstance(config.data, DataConfig):  # no model predicts whole rows of text
+        measures.append("val_exact_match")
+    last = [rows[-1] for rows in (steps, tests) if rows and rows[-1]["step"] == done.steps]
+    if len(last) < 2 or any(last[1].get(measure) is None for measure in measures):
+        raise UserError(
+            f"{folder / 'log.jsonl'} lacks the last step of its run or what was measured after it: "
+            f"remove {folder}, and the run is made again"
+        )
     speeds = [row["tokens_per_second"] for row in steps]
     speed, first = steady_and_first(speeds, config.batch_size * config.seq_len)
     with torch.device("meta"):
@@ -193,7 +203,7 @@ def measure_run(
     return {
         "perplexity": tests[-1]["val_perplexity"],
         "accuracy": tests[-1]["val_accuracy"],
-        "exact_match": None if is_text else tests[-1].get("val_exact_match"),
+        "exact_match": tests[-1]["val_exact_match"] if len(measures) > 1 else None,
         "parameters": parameters,
         "tokens_per_second": round(speed),
         "seconds_to_first_step": first,

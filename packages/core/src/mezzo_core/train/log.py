@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from rich.progress import (
 from mezzo_core.console import show
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import Evaluation
-from mezzo_core.files import parse_json, write_whole
+from mezzo_core.files import is_number, parse_json, write_whole
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.folder import naming
 from mezzo_core.train.meter import StepRow
@@ -65,7 +64,7 @@ class RunLog:
         self.config = config
         self.active = active
         self._path = out / "log.jsonl"
-        self.rows = _rows_until(self._path, done)
+        self.rows = read_rows(self._path, done)
         self._done = done
         self._line_every = max(1, min(config.steps // 20, 100))
         self._console = Console(stderr=True)
@@ -190,16 +189,21 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.has_data():
+        axes.legend()
     path.unlink(missing_ok=True)
     with path.open("xb") as file:  # "x" creates a new file and never follows a link
         figure.savefig(file, format="png", dpi=150)
 
 
-def _rows_until(path: Path, done: int) -> list[dict[str, Any]]:
-    """Read the rows of the first `done` steps, which were on disk before their checkpoint.
+def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
+    """Read the rows of the first `done` steps of a log.jsonl; none if it is missing.
 
-    Reading stops there: the later rows will be removed, and a kill may have cut the last one.
+    They were on disk before their checkpoint. Reading stops there: a resumed run removes the later
+    rows, and a kill may have cut the last one.
+
+    Raises:
+        UserError: if one of them is damaged.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
@@ -231,11 +235,9 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
     needed = {"val_loss", "val_perplexity"} if "val_loss" in row else StepRow.__annotations__.keys()
-    numbers = [row[name] for name in needed if name in row]
-    good = len(numbers) == len(needed) and all(
-        isinstance(value, int | float) and abs(value) <= sys.float_info.max for value in numbers
-    )
-    return row if good else None
+    good = all(is_number(row.get(name)) for name in needed)
+    good &= all(value is None or is_number(value) for value in row.values())
+    return row if good and row.get("tokens_per_second", 1) > 0 else None
 
 
 def _progress(console: Console) -> Progress:
