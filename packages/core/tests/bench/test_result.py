@@ -192,6 +192,37 @@ def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"value": {}}, "value must be float"),
+        ({"value": None}, "value must be float"),
+        ({"value": True}, "value must be float"),
+        ({"value": "x"}, "value must be one of"),
+        ({"value": "[/x]"}, "value must be one of"),
+        ({"value": 10**400}, "value"),
+        ({"value": float("nan")}, "NaN is no JSON number"),
+        ({"seed": "one"}, "seed must be int"),
+        ({"lr": "x"}, "lr must be float"),
+        ({"peak_gb": [1]}, "peak_gb must be float"),
+        ({"steps": {"train": [[1, None]]}}, "steps must hold lists of points"),
+        ({"column": "65"}, "none of the header's"),
+        ({"model": []}, "model must be str"),
+        ({"seed": 1}, "two entries of"),
+    ],
+)
+def test_an_entry_that_is_no_measurement_is_refused(tmp_path, change, words):
+    Result(tmp_path / "a.json", HEADER, HERE).add_passes(
+        [Timing(2.0, 1.0, 3.0), Timing(4.0, 1.0, 5.0)], "ms", **PLACE, lr=0.1
+    )
+    found = content(tmp_path / "a.json")
+    found["entries"][0] |= change
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=rf"a\.json.*{words}") as error:
+        Result(tmp_path / "a.json", HEADER, HERE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     "change", [{"model": "RAT(L=17)"}, {"column": "65"}, {"group": "B=3"}, {"group": ""}]
 )
 def test_an_entry_stands_in_the_header(tmp_path, change):
@@ -208,6 +239,8 @@ def test_an_entry_is_added_once_and_is_a_number(tmp_path):
         result.add(2.0, **PLACE)
     with pytest.raises(ValueError, match="not JSON compliant"):
         result.add(float("nan"), **PLACE, seed=1)
+    with pytest.raises(ValueError, match="value must be"):
+        result.add("x", **PLACE, seed=1)
     assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
     assert not result.has("RAT(L=16)", "64", "B=2", 1)
 

@@ -2,9 +2,12 @@
 
 import json
 import math
+import random
 
 import pytest
+from hypothesis import settings
 from mezzo_core.errors import UserError
+from mezzo_core.papers.markdown import table
 from mezzo_core.papers.measurement import (
     Entry,
     How,
@@ -15,6 +18,8 @@ from mezzo_core.papers.measurement import (
     read_results,
 )
 from mezzo_core.papers.published import Claim, Row, Table
+from mezzo_core.papers.tables import measured_grid
+from mezzo_core.testing.damage import damages, json_damages
 
 ORIGIN = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11.0", "commit": "abc", "date": "2026-01-31"}
 RESULT = {
@@ -29,7 +34,7 @@ RESULT = {
     "better": "lower",
     **ORIGIN,
     "entries": [
-        {"model": "x", "column": "PPL", "seed": 1, "value": 2.0, "parameters": 5},
+        {"model": "x", "column": "PPL", "seed": 1, "value": 2.0, "parameters": 5, "lr": 0.1},
         {"model": "y", "column": "PPL", "seed": 0, "value": 5.0},
         {"model": "x", "column": "PPL", "seed": 0, "value": 1.0},
     ],
@@ -52,9 +57,29 @@ def test_a_result_is_read_in_the_order_of_its_header(tmp_path):
     assert (ours.title, ours.how, ours.kind) == ("Table 1", How.SCALED_DOWN, "training")
     assert ours.rows == [("", "y"), ("", "x")]
     assert ours.by_seed("x", "PPL") == {0: 1.0, 1: 2.0}
-    assert ours.cell("x", "PPL")[1].details == {"parameters": 5}
+    assert ours.cell("x", "PPL")[1].details == {"parameters": 5, "lr": 0.1}
     assert ours.seeds == [0, 1]
     assert ours.origin["driver"] is None
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_damaged_result_is_named_or_shown(tmp_path, name):
+    rng = random.Random(name)
+    content = json.dumps(RESULT if name == "a.json" else {**TIMED, "peak_gb": 1.0}).encode()
+    forms = [*damages(content, rng), *json_damages(content)]
+    faults = []
+    for form in rng.sample(forms, min(len(forms), 3 * settings().max_examples)):
+        write(tmp_path, name, "")
+        (tmp_path / "nvidia-h200" / name).write_bytes(form.content)
+        try:
+            for ours in read_results(tmp_path).values():
+                table(measured_grid(ours))
+        except UserError as error:
+            if "\n" in str(error):
+                faults.append(f"{form.what}: {error}")
+        except Exception as error:
+            faults.append(f"{form.what}: {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("key", [key for key in RESULT if key != "groups"])

@@ -10,7 +10,7 @@ follows the value are details of the same measurement.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from filelock import FileLock  # torch brings it
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.errors import UserError
-from mezzo_core.files import acquire, read_json, write_whole
+from mezzo_core.files import acquire, is_number, read_json, write_whole
 
 Say = Callable[[str], None]
 
@@ -39,6 +39,76 @@ class Header:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+@dataclass(frozen=True)
+class EntryFields:
+    """The fields of an entry that tables, figures and claims read; it may have others."""
+
+    model: str
+    column: str
+    value: float | Literal["OOM", "diverged"]
+    group: str = ""
+    seed: int = 0
+    lr: float = 0.0
+    state_bytes: int = 0
+    parameters: int = 0
+    tokens_per_second: float = 0.0
+    peak_gb: float = 0.0
+    host_ms: float = 0.0
+    commit: str = ""
+    steps: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Curves by name, such as "train": points of a step and a loss."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not all(map(_is_curve, self.steps.values())):
+            raise UserError("EntryFields.steps must hold lists of points [step, loss]")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not is_number(value):
+                raise UserError(f"EntryFields.{name} must be finite, got {value}")
+
+
+def read_content(path: Path) -> tuple[Header, dict[str, Any]]:
+    """Read a result file; return its header and all of its content.
+
+    Raises:
+        UserError: if it cannot be read or is no result. The message names the file and the reason.
+    """
+    content = read_json(path)
+    try:
+        given: dict[str, Any] = {}
+        for name in (each.name for each in fields(Header) if each.name in content):
+            value = content[name]
+            given[name] = tuple(value) if isinstance(value, list) else value
+        header = Header(**given)
+        check_origin(content)
+        keys = set()
+        for entry in content["entries"]:
+            key = _checked_key(entry, header)
+            if key in keys:
+                raise ValueError(f"two entries of {key}")
+            keys.add(key)
+    except KeyError as error:
+        raise UserError(f"{path}: no result file: {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: no result file: {error}") from error
+    return header, content
+
+
+def check_origin(content: Mapping[str, Any]) -> None:
+    """Check what a result or a row of a bench says of the machine and the software.
+
+    Raises:
+        KeyError: if a necessary text is missing.
+        TypeError: if one is no text.
+    """
+    texts = {name: content[name] for name in ("cpu", "torch", "date")}
+    others = {name: content[name] for name in ("gpu", "commit")}
+    others |= {name: content.get(name) for name in ("triton", "driver", "cuda", "ptxas")}
+    for name, text in (texts | others).items():
+        if not isinstance(text, str) and (text is not None or name in texts):
+            raise TypeError(f"{name} must be a text, got {text!r:.60}")
 
 
 class Result:
@@ -79,20 +149,17 @@ class Result:
         Raises:
             UserError: if it is no result, or of another header, machine or commit.
         """
-        path, advice = self.path, "remove it, or write elsewhere"
-        content = read_json(path) if path.exists() else {**self._head, "entries": []}
-        try:
-            found = list(content["entries"])
-            keys = set(map(_key, found))
-            theirs = {name: content[name] for name in self._head}
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{path} is no result file ({error!r}): {advice}") from error
+        if not self.path.exists():
+            return
+        _, content = read_content(self.path)
         for name, ours in self._head.items():
-            if name != "date" and theirs[name] != ours:
-                was = f"{theirs[name]!r}, not {ours!r}"
-                raise UserError(f"{path} has another {name} ({was}): {advice}")
-        self.entries += [entry for entry in found if _key(entry) not in self._keys]
-        self._keys |= keys
+            if name != "date" and content.get(name) != ours:
+                was = f"{content.get(name)!r:.300}, not {ours!r:.300}"
+                raise UserError(
+                    f"{self.path} has another {name} ({was}): remove it, or write elsewhere"
+                )
+        self.entries += [entry for entry in content["entries"] if _key(entry) not in self._keys]
+        self._keys |= set(map(_key, content["entries"]))
 
     def has(self, model: str, column: str, group: str = "", seed: int = 0) -> bool:
         """Tell whether the file has this entry."""
@@ -123,7 +190,7 @@ class Result:
 
         Raises:
             ValueError: if the header lacks the model, column or group, the file has this entry, or
-                a number is not finite.
+                a value is no finite number and none of the known words.
             UserError: if the file cannot be written, or has become another's.
         """
         names = {"group": group, "model": model, "column": column, "seed": seed}
@@ -172,11 +239,7 @@ class Result:
 
     def _check_new(self, new: list[dict[str, Any]]) -> tuple[str, str, str, int]:
         """Return the place of the first new entry, which the header must have, and we must not."""
-        header, names = self.header, _key(new[0])
-        known = (header.models, header.columns, header.groups or ("",))
-        for name, allowed in zip(names, known, strict=False):
-            if name not in allowed:
-                raise ValueError(f"{self.path.name}: {name!r} is none of the header's {allowed}")
+        names, *_ = [_checked_key(entry, self.header) for entry in new]
         if names in self._keys:
             raise ValueError(f"{self.path.name} has {names} already")
         return names
@@ -195,7 +258,27 @@ def best_of(values: Mapping[str, float | str], better: str) -> str | None:
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[str, str, str, int]:
-    return entry["model"], entry["column"], entry.get("group", ""), entry["seed"]
+    return entry["model"], entry["column"], entry.get("group", ""), entry.get("seed", 0)
+
+
+def _is_curve(points: Any) -> bool:
+    return isinstance(points, list) and all(
+        isinstance(point, list) and len(point) == 2 and all(map(is_number, point))
+        for point in points
+    )
+
+
+def _checked_key(entry: Any, header: Header) -> tuple[str, str, str, int]:
+    """Check an entry and its place in the header; return its key."""
+    if not isinstance(entry, dict):
+        raise TypeError(f"an entry must be an object, got {entry!r:.60}")
+    EntryFields(**{f.name: entry[f.name] for f in fields(EntryFields) if f.name in entry})
+    key = _key(entry)
+    known = (header.models, header.columns, header.groups or ("",))
+    for name, allowed in zip(key, known, strict=False):
+        if name not in allowed:
+            raise ValueError(f"{name!r} is none of the header's {allowed}")
+    return key
 
 
 def _rounded(number: str) -> float:

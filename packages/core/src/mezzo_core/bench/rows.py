@@ -6,7 +6,7 @@ shape, those of `Timing`, and those of `origin`.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from mezzo_core.bench.origin import origin
-from mezzo_core.bench.result import Say
+from mezzo_core.bench.result import Say, check_origin
 from mezzo_core.bench.timing import Timing, measure
+from mezzo_core.config_json import check_fields
+from mezzo_core.errors import UserError
+from mezzo_core.files import is_number
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,28 @@ class Row:
             f"{self.name:31} {self.impl:22} {shape:36}{timing.ms:9.3f} ms "
             f"({timing.ms_p20:.3f} to {timing.ms_p80:.3f}){host}{peak}"
         )
+
+
+def read_row(found: Any) -> Row:
+    """Return the row whose JSON values these are.
+
+    Raises:
+        KeyError: if a value is missing.
+        TypeError, UserError: if one has another type, or is no finite number.
+    """
+    if not isinstance(found, dict):
+        raise TypeError(f"a row must be an object, got {found!r:.60}")
+    check_origin(found)
+    times: dict[str, Any] = {each.name: found.get(each.name) for each in fields(Timing)}
+    timing = Timing(**times)
+    row = Row(found["name"], found["impl"], found["shape"], timing)
+    check_fields(timing)
+    check_fields(row)
+    if not all(type(size) is int for size in row.shape.values()):
+        raise TypeError(f"shape must have whole numbers, got {row.shape!r:.60}")
+    if not all(value is None or is_number(value) for value in vars(timing).values()):
+        raise UserError(f"the times must be finite, got {timing!r:.100}")
+    return row
 
 
 def run(

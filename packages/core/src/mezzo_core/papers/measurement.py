@@ -5,7 +5,6 @@ A result file (`packages/PAPER/results/MACHINE/NAME.json`) holds one measurement
 each. The numbers of a `reproduce` run, counted, timed or from tiny trainings, have the same form.
 """
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mezzo_core.bench.result import best_of
+from mezzo_core.bench.result import best_of, read_content
+from mezzo_core.bench.rows import read_row
 from mezzo_core.errors import UserError
+from mezzo_core.files import parse_json, read_small
 from mezzo_core.papers.published import Claim, Row, Table, Value
 
 
@@ -172,26 +173,18 @@ def read_result(path: Path) -> Measurement:
     Raises:
         UserError: if it is no result; the message names the file and the error.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        groups, models = content.get("groups") or [""], content["models"]
-        found = [_entry(entry, content["columns"]) for entry in content["entries"]]
-        seen = set()
-        for entry in found:
-            if (key := (entry.model, entry.column, entry.group, entry.seed)) in seen:
-                raise ValueError(f"two entries of {key}")
-            seen.add(key)
-        found.sort(key=lambda entry: (groups.index(entry.group), models.index(entry.model)))
-        return Measurement(
-            entries=tuple(found),
-            columns=tuple(content["columns"]),
-            how=How(content["how"]),
-            origin=_origin(content),
-            source=f"{path.parent.name}/{path.stem}",
-            **{key: content[key] for key in ("setting", "unit", "better", "kind", "title")},
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no result file: {error!r}") from error
+    header, content = read_content(path)
+    groups, models = header.groups or ("",), header.models
+    found = [_entry(entry) for entry in content["entries"]]
+    found.sort(key=lambda entry: (groups.index(entry.group), models.index(entry.model)))
+    return Measurement(
+        entries=tuple(found),
+        columns=header.columns,
+        how=How(header.how),
+        origin=_origin(content),
+        source=f"{path.parent.name}/{path.stem}",
+        **{key: content[key] for key in ("setting", "unit", "better", "kind", "title")},
+    )
 
 
 def read_timings(path: Path) -> Measurement:
@@ -201,10 +194,10 @@ def read_timings(path: Path) -> Measurement:
         UserError: if a line is no such row; the message names the line and the error.
     """
     entries, origin = [], {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_small(path).splitlines(), 1):
         try:
-            row = json.loads(line)
-            shape = " ".join(f"{letter}{size}" for letter, size in row["shape"].items())
+            row = parse_json(line)
+            shape = " ".join(f"{letter}{size}" for letter, size in read_row(row).shape.items())
             details = {**row, "shape": shape, "range": (row["ms_p20"], row["ms_p80"])}
             name = f"{row['name']} ({row['impl']})"
             entries.append(Entry(name, shape, row["ms"], details=details))
@@ -230,10 +223,8 @@ def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _entry(content: Mapping[str, Any], columns: Sequence[str]) -> Entry:
+def _entry(content: Mapping[str, Any]) -> Entry:
     details = dict(content)
     fields = ("model", "column", "value", "group", "seed")
     known = {key: details.pop(key) for key in fields if key in details}
-    if known["column"] not in columns:
-        raise ValueError(f"no column is named {known['column']!r}")
     return Entry(**known, details=details)

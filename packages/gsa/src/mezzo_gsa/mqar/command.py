@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.inputs import expanded
+from mezzo_core.papers.tables import format_value
 from typer import Option
 
 from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
@@ -111,8 +112,8 @@ def mqar(
     result = sweep(config, out, show, device=device)
     rows = []
     for entry in result.entries:
-        shown = (entry["value"], entry["lr"], f"{entry['state_bytes']:,}")
-        rows.append((entry["model"], entry["column"].removeprefix("C="), *map(str, shown)))
+        shown = map(format_value, map(entry.get, ("value", "lr", "state_bytes")))
+        rows.append((entry["model"], entry["column"].removeprefix("C="), *shown))
     show_table(("model", "C", "accuracy", "lr", "state (bytes a row)"), rows)
     show(f"{result.path} has every run")
 
