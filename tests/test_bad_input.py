@@ -247,6 +247,28 @@ def test_a_flipped_bit_in_the_weights_names_the_file(capsys, copied):
         assert f"{path} is damaged" in rejected(capsys, *words)
 
 
+@pytest.mark.parametrize(
+    "stack",
+    [
+        {"type": "mezzo_gsa.hgrn2_stack:HGRN2StackConfig", "num_layers": 10**9},
+        {"type": "mezzo_drt.stack:DRTConfig", "num_layers": 10**9},
+        {"type": "mezzo_drt.stack:DRTConfig", "num_encoder_layers": 10**9},
+        {"type": "mezzo_drt.baselines.landmark.stack:LandmarkConfig", "num_layers": 10**9},
+        {"type": "mezzo_recurrent_transformer.stack:RecurrentStackConfig", "num_layers": 10**9},
+    ],
+    ids=lambda stack: f"{stack['type'].partition(':')[2]} {list(stack)[1]}",
+)
+def test_layers_that_a_file_made_up_are_not_all_built(capsys, copied, stack):
+    config = json.loads((copied / "config.json").read_text())["config"]
+    described = {key: config[key] for key in ("type", "vocab_size")} | {"d_model": 128}
+    describe(copied, config={**described, "stack": stack})
+    for words in (
+        ("generate", copied, "--prompt", "It"),
+        ("train", "tiny_rnn", "--init-from", copied, "--out", copied / "new"),
+    ):
+        assert "far more layers than its file" in rejected(capsys, *words)
+
+
 EXTRAS = [
     ("tokenizer", None),
     ("tokenizer", 3),

@@ -12,7 +12,8 @@ from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.nn.checkpoint import CONFIG, build_on_meta, describe_model, find_model
+from mezzo_core.nn.checkpoint import CONFIG, count_weights, describe_model, find_model
+from mezzo_core.nn.on_meta import build_on_meta
 from mezzo_core.train.config import TrainConfig
 
 Value = TypeVar("Value")
@@ -183,7 +184,7 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
     """
     folder = find_model(run)
     model, extra = describe_model(folder)
-    build_on_meta(model, folder / CONFIG)
+    build_on_meta(model, folder / CONFIG, num_weights=count_weights(folder))
     data = config.data
     if "tokenizer" in extra and isinstance(data, DataConfig):
         if tokenizer is None:  # the model's must be there

@@ -1,11 +1,12 @@
 """All layers of a Recurrent Transformer at once: the wavefront."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, Literal, cast, get_args
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn import AbstractStack, BlocksConfig
+from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.linear import is_unchanged
 from mezzo_core.nn.stack import Stack
@@ -28,12 +29,18 @@ def scaled(layer: LayerConfig, num_layers: int, scaling: Scaling) -> tuple[Any, 
             paper says. "init" draws the weights that end a branch smaller, as its released code
             does.
     """
+    return tuple(_scaled(layer, num_layers, scaling))
+
+
+def _scaled(layer: LayerConfig, num_layers: int, scaling: Scaling) -> Iterator[Any]:
     check_size("scaled", "num_layers", num_layers)
     if scaling not in get_args(Scaling):
         raise ValueError(f"scaling must be one of {get_args(Scaling)}, got {scaling!r}")
     if scaling == "residual":
-        return (replace(layer, residual_scale=residual_scales(num_layers)),) * num_layers
-    return tuple(replace(layer, residual_scale=1.0, init_layer=i) for i in range(num_layers))
+        yield from repeat(replace(layer, residual_scale=residual_scales(num_layers)), num_layers)
+    else:
+        for i in range(num_layers):
+            yield replace(layer, residual_scale=1.0, init_layer=i)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class RecurrentStackConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self.blocks()
+        next(_scaled(self.block, self.num_layers, self.scaling))  # checks the values
 
     def blocks(self) -> tuple[RecurrentBlockConfig, ...]:
         """Return the configuration of each layer.
@@ -64,8 +71,9 @@ class RecurrentStackConfig:
 
     def build(self, d_model: int) -> "RecurrentStack":
         """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
-        plain = BlocksConfig(self.blocks()).build(d_model)
-        return RecurrentStack(cast(Sequence[RecurrentBlock], plain.blocks), d_model)
+        # One at a time, so that `load_model` can stop at a number of layers that a file made up.
+        layers = _scaled(self.block, self.num_layers, self.scaling)
+        return RecurrentStack([layer.build(d_model) for layer in layers], d_model)
 
 
 class RecurrentStack(Stack):

@@ -4,8 +4,8 @@ import json
 import re
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.nn.on_meta import build_on_meta
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -111,11 +112,11 @@ def load_model(
     description = _read_description(folder / CONFIG)
     config = _read_config(folder / CONFIG, description, allow_packages)
     device = _usable(device)
-    model = build_on_meta(config, folder / CONFIG)
-    aliases = _aliases(model)
-    expected = {n: t for n, t in model.state_dict().items() if n not in aliases}
     weights: dict[str, Tensor] | UserError
     try:
+        model = build_on_meta(config, folder / CONFIG, num_weights=count_weights(folder))
+        aliases = _aliases(model)
+        expected = {n: t for n, t in model.state_dict().items() if n not in aliases}
         weights = _read_weights(folder / WEIGHTS, expected, description, device)
     except UserError as error:
         weights = error
@@ -162,18 +163,14 @@ def find_model(run: str | Path) -> Path:
     raise UserError(f"{run} holds no trained model (no model/{CONFIG}, model/{WEIGHTS})")
 
 
-def build_on_meta(config: LMConfig, where: str | Path) -> LM:
-    """Build a model whose weights take no memory.
+def count_weights(folder: Path) -> int:
+    """Return how many weights a saved model has, told by the head of their file alone.
 
     Raises:
-        UserError: if its parts do not fit together or are too large. The message begins with
-            `where`.
+        UserError: if the file is missing or damaged.
     """
-    try:
-        with torch.device("meta"):
-            return config.build()
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
-        raise UserError(f"{where}: this model cannot be built: {first_line(error)}") from error
+    with _opened(_existing(folder.resolve()) / WEIGHTS) as file:
+        return len(file.keys())
 
 
 @torch.no_grad()
@@ -331,21 +328,32 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Read the weights; names, shapes and checksum are checked before memory is allocated."""
     library = import_library("safetensors.torch", "train")
-    if not path.is_file():
-        raise UserError(f"no model in {path.parent}: {path.name} is missing")
+    with _opened(path) as file:
+        stored = {current_name(name): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        check_weights(path, expected, {n: part.get_shape() for n, part in stored.items()})
+        for name, part in stored.items():
+            if part.get_dtype() not in _DTYPES:
+                raise UserError(
+                    f"{path}: {name} must be of {', '.join(_DTYPES)}, got {part.get_dtype()}"
+                )
     try:
-        with library.safe_open(path, framework="pt") as file:
-            stored = {current_name(name): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            check_weights(path, expected, {n: part.get_shape() for n, part in stored.items()})
-            for name, part in stored.items():
-                if part.get_dtype() not in _DTYPES:
-                    raise UserError(
-                        f"{path}: {name} must be of {', '.join(_DTYPES)}, got {part.get_dtype()}"
-                    )
         if description["weights_crc32"] not in (None, _checksum(path)):
             raise UserError(f"{path} is damaged: its checksum is not that of what was saved")
         weights = library.load_file(path, device=str(device))
         return {current_name(name): weight for name, weight in weights.items()}
+    except (OSError, _safetensor_error()) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of weights; errors become a UserError of one line."""
+    library = import_library("safetensors.torch", "train")
+    if not path.is_file():
+        raise UserError(f"no model in {path.parent}: {path.name} is missing")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, _safetensor_error()) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 

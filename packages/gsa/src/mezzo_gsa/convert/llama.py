@@ -17,9 +17,9 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.libraries import import_library
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.checkpoint import build_on_meta
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.on_meta import build_on_meta
 from torch import Tensor
 
 CONFIG = "config.json"
