@@ -399,6 +399,8 @@ def test_bad_arguments_are_named(changes, error, message):
         (torch.tensor([0, 5]), ValueError, "end at T = 7"),
         (torch.tensor([1, 7]), ValueError, "start at 0"),
         (torch.tensor([0, 5, 3, 7]), ValueError, "never decrease"),
+        (torch.tensor([0, 2**31 - 1, -2, 7], dtype=torch.int32), ValueError, "never decrease"),
+        (torch.tensor([0, 2**63 - 1, -2, 7]), ValueError, "never decrease"),
         (torch.tensor([7]), ValueError, "S >= 1"),
         (torch.tensor([0.0, 7.0]), TypeError, "int32 or int64"),
     ],
