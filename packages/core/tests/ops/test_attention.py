@@ -111,6 +111,23 @@ def test_positions_replace_the_order_of_tokens(slopes):
     torch.testing.assert_close(got.lse, lse)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_positions_may_be_as_far_apart_as_their_dtype_allows(causal, dtype):
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    x, _ = problem(T=4, S=5, HQ=2, dtype=torch.float64)
+    where = {
+        "q_positions": torch.tensor([[least, most, 0, 3]], dtype=dtype).expand(2, -1),
+        "k_positions": torch.tensor([[1, most, 0, least, most - 2]], dtype=dtype).expand(2, -1),
+    }
+    got = attention(**x, **where, causal=causal, window_size=3, return_lse=True, impl="reference")
+    out, lse = by_hand(
+        **x, **where, scale=8**-0.5, sees=lambda t, s: t - s < 3 and (t >= s or not causal)
+    )
+    torch.testing.assert_close(got.out, out)
+    torch.testing.assert_close(got.lse, lse)
+
+
 def test_lse_is_the_logsumexp_of_the_scores():
     x, _ = problem(T=9)
     got = attention(**x, return_lse=True)

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from mezzo_core.ops.attention.request import AttentionOutput, Request, seen_interval
+from mezzo_core.ops.attention.request import (
+    AttentionOutput,
+    Request,
+    seen_interval,
+    token_positions,
+)
 from mezzo_core.positions import sequence_ids
 
 # Exists since torch 2.9; before, the lse was requested by `return_lse=True`.
@@ -56,10 +61,10 @@ def attention_flex(r: Request) -> AttentionOutput:
     if slopes is not None and compiling:
         slopes = captured(slopes)
     distance: Distance = _in_order
-    if r.q_positions is None or r.k_positions is None:
+    if r.q_positions is None:
         mask = _block_mask(r, cached=not compiling)
     else:
-        q_positions, k_positions = (x.expand(len(r.q), -1) for x in (r.q_positions, r.k_positions))
+        q_positions, k_positions = (x.expand(len(r.q), -1) for x in token_positions(r))
         mask, distance = make_position_mask(q_positions, k_positions, r.causal, r.window_size)
     flex: Any = flex_attention if compiling else _compiled_flex()
     result = flex(
@@ -143,11 +148,11 @@ def make_position_mask(
         return q_at[b, i] - k_at[b, j]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        visible = k_at[b, j] >= 0
+        visible = k_at[b, j] >= 0  # as in `visible_keys`
         if causal:
-            visible = visible & (distance(b, i, j) >= 0)
+            visible = visible & (k_at[b, j] <= q_at[b, i])
         if window_size is not None:
-            visible = visible & (distance(b, i, j) < window_size)
+            visible = visible & (k_at[b, j] > q_at[b, i].clamp(min=0) - window_size)
         return visible
 
     lengths = (q_positions.shape[1], k_positions.shape[1])
@@ -281,7 +286,7 @@ def position_blocks(
     if causal:
         seen = seen & (first_key <= q.amax(-1)[..., None])
     if window_size is not None:
-        seen = seen & (last_key > q.amin(-1)[..., None] - window_size)
+        seen = seen & (last_key > q.amin(-1)[..., None].clamp(min=0) - window_size)
     index = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = seen.sum(-1, dtype=torch.int32)
     return count[:, None], index.to(torch.int32)[:, None], q_positions.clone(), k_positions.clone()

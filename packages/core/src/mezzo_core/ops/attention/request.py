@@ -51,9 +51,9 @@ def has_empty_rows(r: Request) -> bool:
 
 
 def token_positions(r: Request) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries (B or 1, T) and keys (B or 1, S)."""
+    """Return the positions of queries (B or 1, T) and keys (B or 1, S), int64."""
     if r.q_positions is not None and r.k_positions is not None:
-        return r.q_positions, r.k_positions
+        return r.q_positions.long(), r.k_positions.long()
     device = r.q.device
     return (
         torch.arange(r.q.shape[1], device=device)[None],
@@ -64,12 +64,14 @@ def token_positions(r: Request) -> tuple[Tensor, Tensor]:
 def visible_keys(r: Request) -> Tensor:
     """Return (B or 1, T, S) bool: whether query t attends to key s."""
     q_pos, k_pos = token_positions(r)
-    distance = q_pos[:, :, None] - k_pos[:, None, :]
-    visible = (k_pos >= 0)[:, None, :].expand_as(distance)
+    q_pos, k_pos = q_pos[:, :, None], k_pos[:, None, :]
+    visible = (k_pos >= 0).expand(-1, q_pos.shape[1], -1)
     if r.causal:
-        visible = visible & (distance >= 0)
+        visible = visible & (k_pos <= q_pos)
     if r.window_size is not None:
-        visible = visible & (distance < r.window_size)
+        # Not by the distance, which may overflow. Visible keys have no negative positions, so a
+        # window that ends below 0 is as good as one that ends at 0.
+        visible = visible & (k_pos > q_pos.clamp(min=0) - r.window_size)
     if r.cu_seqlens is not None:
         ids = sequence_ids(r.q.shape[1], r.cu_seqlens)
         visible = visible & (ids[:, None] == ids[None, :])
