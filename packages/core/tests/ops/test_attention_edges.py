@@ -102,7 +102,7 @@ def test_a_lost_token_reaches_the_queries_that_see_it_alone(impl, options, name)
         run = torch.compile(attention, fullgraph=True, backend="aot_eager")
     call = {**options, "impl": "auto" if impl == "compiled" else impl}
     clean = run(**inputs, **call).out
-    for bad in (math.nan, math.inf):
+    for bad in (math.nan, math.inf, 1e38):  # the last: finite, but not its products
         for t in (0, 70, 149):
             spoiled = {**inputs, name: inputs[name].clone()}
             spoiled[name][0, t, -1, 3] = bad
@@ -113,6 +113,32 @@ def test_a_lost_token_reaches_the_queries_that_see_it_alone(impl, options, name)
             assert torch.equal(out[~hit], clean[~hit])
             if math.isnan(bad):
                 assert out[hit].flatten(1).isnan().any(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "blocked", "compiled"])
+@pytest.mark.any_shapes
+def test_a_lost_token_leaves_the_gradients_of_other_sequences_bit_equal(impl, dtype):
+    inputs, dout = problem(B=1, T=150, H=2)
+    given = {name: x.to(dtype) for name, x in (*inputs.items(), ("dout", dout))}
+    run = attention
+    if impl == "compiled":
+        torch._dynamo.reset()
+        run, impl = torch.compile(attention, fullgraph=True, backend="aot_eager"), "auto"
+    options = {"cu_seqlens": borders([60, 0, 40, 50]), "alibi_slopes": alibi_slopes(4)}
+
+    def others(dout, **inputs):
+        found = grads(lambda **x: run(**x, **options, impl=impl).out, inputs, dout)[1]
+        return torch.cat(
+            [x.index_fill(1, torch.arange(60, 100), 0).flatten() for x in found.values()]
+        )
+
+    clean = others(**given)
+    for name in given:
+        for bad in (math.nan, math.inf, 1e38):
+            spoiled = {**given, name: given[name].clone()}
+            spoiled[name][0, 70, -1, 3] = bad
+            assert torch.equal(others(**spoiled), clean), f"{bad} in {name}"
 
 
 def seen_by(t, options):

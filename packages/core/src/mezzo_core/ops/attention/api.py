@@ -54,8 +54,8 @@ def attention(
 
     Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. The outputs
     and the lse have gradients for q, k and v, but not for the slopes; there are no second
-    gradients. On a CPU a NaN or an infinity in a token only affects the queries that see the token.
-    A GPU's kernels may let it affect other queries of its row.
+    gradients. On a CPU a NaN, an infinity or a very large number in a token, or in its gradient,
+    only affects tokens that see it or that it sees. A GPU's kernels may let it affect its row.
 
     Args:
         q: queries.
@@ -153,7 +153,8 @@ def _fastest(r: Request) -> str:
     if not is_plain(r) and not placed_few and flex.unsupported(r) is None:
         return "flex"
     able = sdpa.unsupported(r) is None
-    small = is_plain(r) or is_small
+    # A graph cannot look at values, and torch's masks do not stop a score that overflows.
+    small = is_plain(r) or (is_small and not torch.compiler.is_compiling())
     # The blocked op has no rule for vmap, so under transforms of torch.func torch's ops are used.
     if not (able and small) and blocked.unsupported(r) is None and not in_transform():
         return "blocked"

@@ -14,10 +14,12 @@ from torch import Tensor
 from mezzo_core.ops.attention.request import (
     AttentionOutput,
     Request,
+    is_tame,
     lost_tokens,
     seen_interval,
     token_positions,
     visible_keys,
+    wild_tokens,
 )
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.named import replaced
@@ -41,7 +43,11 @@ def attention_blocked(r: Request) -> AttentionOutput:
 
 
 class _Block(NamedTuple):
-    """A block of t queries (B, H, G t, ...), already scaled, and of its s keys (B, H, s, ...)."""
+    """A block of t queries (B, H, G t, ...), already scaled, and of its s keys (B, H, s, ...).
+
+    Tokens that hold NaN or an infinity are 0 in q, k and v, and NaN in the scores of all pairs that
+    see them: a product with 0 in place of a score would spread them.
+    """
 
     queries: slice
     keys: slice
@@ -49,6 +55,13 @@ class _Block(NamedTuple):
     k: Tensor
     v: Tensor
     scores: Tensor
+    hidden: Tensor | None  # which of (B, H, G, t, s) the queries do not see; None if they see all
+
+    def hide(self, x: Tensor, value: float) -> None:
+        """Write a value into what (B, H, G t, s) has for pairs that do not see each other."""
+        if self.hidden is not None:
+            G = x.shape[2] // self.hidden.shape[-2]
+            x.unflatten(2, (G, -1)).masked_fill_(self.hidden, value)
 
 
 # The fields of a `Request`, except `return_lse`: these ops always return the lse.
@@ -67,7 +80,8 @@ def _attention(*request: Any) -> tuple[Tensor, Tensor]:
     r = Request._make((*request, True))
     out = r.q.new_zeros(*r.q.shape[:3], r.v.shape[3])
     lse = r.q.new_full(r.q.shape[:3], float("-inf"), dtype=accumulation_dtype(r.q.dtype))
-    for queries, _, _, _, b_v, scores in _blocks(r):
+    for block in _blocks(r):
+        scores, queries = block.scores, block.queries
         weights = scores.softmax(-1)
         # The largest weight is exp(top - lse): it gives the lse without another sum over the keys.
         top = scores.amax(-1, keepdim=True)
@@ -77,7 +91,7 @@ def _attention(*request: Any) -> tuple[Tensor, Tensor]:
             weights.masked_fill_(empty, 0)
             part_lse.masked_fill_(empty, float("-inf"))
         t = queries.stop - queries.start
-        out[:, queries] = _tokens_first(weights @ b_v, t).to(out.dtype)
+        out[:, queries] = _tokens_first(weights @ block.v, t).to(out.dtype)
         lse[:, queries] = _tokens_first(part_lse, t).squeeze(-1)
     return out, lse
 
@@ -105,14 +119,20 @@ def _attention_bwd(
     row_term = (dlse - (dout.to(lse.dtype) * out).sum(-1))[..., None]
     # For a query that sees no key, lse = 0 instead of -inf makes its weights exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == float("-inf"), 0)[..., None]
-    for queries, keys, b_q, b_k, b_v, scores in _blocks(r):
+    lost = ~(dout.isfinite().all(-1, keepdim=True) & row_term.isfinite())
+    if lost.any():  # such a query makes its weights NaN, which are then hidden from other keys
+        dout, lse = dout.masked_fill(lost, 0), lse.masked_fill(lost, float("nan"))
+    for block in _blocks(r):
+        queries, keys = block.queries, block.keys
         d = _heads_first(dout[:, queries], H).to(lse.dtype)
-        weights = scores.sub_(_heads_first(lse[:, queries], H)).exp_()
-        dscores = (d @ b_v.transpose(-1, -2)).add_(_heads_first(row_term[:, queries], H))
+        weights = block.scores.sub_(_heads_first(lse[:, queries], H)).exp_()
+        dscores = (d @ block.v.transpose(-1, -2)).add_(_heads_first(row_term[:, queries], H))
         dscores.mul_(weights)
+        block.hide(weights, 0)
+        block.hide(dscores, 0)
         t = queries.stop - queries.start
-        dq[:, queries] = _tokens_first(dscores @ b_k, t).mul_(r.scale).to(r.q.dtype)
-        dk[:, keys] += (dscores.transpose(-1, -2) @ b_q).transpose(1, 2)
+        dq[:, queries] = _tokens_first(dscores @ block.k, t).mul_(r.scale).to(r.q.dtype)
+        dk[:, keys] += (dscores.transpose(-1, -2) @ block.q).transpose(1, 2)
         dv[:, keys] += (weights.transpose(-1, -2) @ d).transpose(1, 2)
     return dq, dk.to(r.k.dtype), dv.to(r.v.dtype)
 
@@ -131,7 +151,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, ctx.causal, ctx.window_size, slopes, ctx.scale, *places = inputs
     ctx.save_for_backward(*output, q, k, v, slopes, *places)
 
@@ -148,13 +168,43 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
 _differentiable = register_gradient(_attention, _backward, _save)
 
 
+class _IsolatedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *request: Any) -> Tensor:
+        _save(ctx, request, ())
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        if is_tame(dout):
+            return (dout, *[None] * 10)
+        q, k, v, slopes, *places = ctx.saved_tensors
+        request = (q, k, v, ctx.causal, ctx.window_size, slopes, ctx.scale, *places)
+        wild = wild_tokens(dout)[:, :, None, None]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            out, lse = _attention(*request)
+            rest = dout.where(wild, 0)
+            found = _attention_bwd(rest, torch.zeros_like(lse), out, lse, *request)
+        return (dout.masked_fill(wild, 0), *found, *[None] * 7)
+
+
+def isolate_gradient(out: Tensor, r: Request) -> Tensor:
+    """Return the result of another backend; the gradient of a token reaches only what it sees.
+
+    Other backends multiply a gradient by weights of 0, so one that is NaN or overflows would reach
+    all tokens. Here such tokens go back through blocked attention.
+    """
+    *inputs, _ = r
+    return _IsolatedGradient.apply(out, *inputs)
+
+
 def _blocks(r: Request) -> Iterator[_Block]:
     """Yield the blocks of queries that see any key, with their scores; masked scores are -inf."""
     (_, T, HQ, _), (_, S, H, _) = r.q.shape, r.k.shape
     dtype = accumulation_dtype(r.q.dtype)
     interval = _interval(r)
     q_pos, k_pos = token_positions(r)
-    lost = lost_tokens(r.v)
+    lost_q, lost = lost_tokens(r.q), lost_tokens(r.k, r.v)
     for start in range(0, T, BLOCK):
         queries, keys = slice(start, min(start + BLOCK, T)), slice(0, S)
         if interval is not None:
@@ -163,18 +213,23 @@ def _blocks(r: Request) -> Iterator[_Block]:
             keys = slice(int(interval[0][start]), int(interval[1][queries.stop - 1]) + 1)
         if keys.start >= keys.stop:
             continue
-        q = _heads_first(r.q[:, queries], H).to(dtype) * r.scale
-        k, v = (x[:, keys].transpose(1, 2).to(dtype) for x in (r.k, r.v))
+        q, k, v = r.q[:, queries], r.k[:, keys], r.v[:, keys]
+        if lost_q is not None:
+            q = q.masked_fill(lost_q[:, queries, None, None], 0)
+        if lost is not None:
+            k, v = (x.masked_fill(lost[:, keys, None, None], 0) for x in (k, v))
+        q = _heads_first(q, H).to(dtype) * r.scale
+        k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
         scores = q @ k.transpose(-1, -2)
         # A view (B, H, G, t, s) of the scores, for slopes and masks.
         wide = scores.unflatten(2, (HQ // H, -1))
         if r.slopes is not None:
             distance = (q_pos[:, queries, None] - k_pos[:, None, keys]).abs()
             wide -= r.slopes.to(dtype).view(H, -1, 1, 1) * distance[:, None, None]
+        if lost_q is not None:
+            wide.masked_fill_(lost_q[:, None, None, queries, None], float("nan"))
         if lost is not None:
-            here = lost[:, keys]
-            v = v.masked_fill(here[:, None, :, None], 0)
-            wide.masked_fill_(here[:, None, None, None], float("nan"))
+            wide.masked_fill_(lost[:, None, None, None, keys], float("nan"))
         if interval is not None:
             places = k_pos[0, keys]
             visible = places >= interval[0][queries, None]
@@ -182,9 +237,9 @@ def _blocks(r: Request) -> Iterator[_Block]:
         else:
             part = replaced(r, q_positions=q_pos[:, queries], k_positions=k_pos[:, keys])
             visible = visible_keys(part)[:, None, None]
-        if not visible.all():
-            wide.masked_fill_(~visible, float("-inf"))
-        yield _Block(queries, keys, q, k, v, scores)
+        block = _Block(queries, keys, q, k, v, scores, None if visible.all() else ~visible)
+        block.hide(scores, float("-inf"))
+        yield block
 
 
 def _interval(r: Request) -> tuple[Tensor, Tensor] | None:

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.attention.blocked import isolate_gradient
 from mezzo_core.ops.attention.request import (
     AttentionOutput,
     Request,
     alibi_bias,
+    can_look,
     lost_tokens,
     visible_keys,
 )
@@ -22,25 +24,34 @@ def attention_reference(r: Request) -> AttentionOutput:
         out[t]     = sum_s exp(score[t,s] - lse[t]) v[s]
 
     Matrix products run in the dtype of the inputs, the softmax in float32 (float64 for float64).
-    A query that sees no key gets out 0 and lse -inf. A query that sees a value with a NaN or an
+    A query that sees no key gets out 0 and lse -inf. A query that sees a token with a NaN or an
     infinity gets NaN. Other queries do not, although the product of such a value with their weight
-    0 would be NaN.
+    0 would be NaN. On a CPU the same holds for gradients.
     """
     B, T, HQ, _ = r.q.shape
     H = r.k.shape[2]
-    q = r.q.unflatten(2, (H, HQ // H))
-    scores = torch.einsum("bthgd,bshd->bhgts", q, r.k).flatten(1, 2)
+    lost_q, lost, visible = lost_tokens(r.q), lost_tokens(r.k, r.v), visible_keys(r)[:, None]
+    q, k, v = r.q, r.k, r.v
+    if lost_q is not None:
+        q = q.masked_fill(lost_q[:, :, None, None], 0)
+    if lost is not None:
+        k, v = (x.masked_fill(lost[:, :, None, None], 0) for x in (k, v))
+    q = q.unflatten(2, (H, HQ // H))
+    scores = torch.einsum("bthgd,bshd->bhgts", q, k).flatten(1, 2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * r.scale
     if r.slopes is not None:
         scores = scores + alibi_bias(r, r.slopes)
-    lost, v = lost_tokens(r.v), r.v
+    if lost_q is not None:
+        scores = scores.masked_fill(lost_q[:, None, :, None], float("nan"))
     if lost is not None:
-        v = v.masked_fill(lost[:, :, None, None], 0)
         scores = scores.masked_fill(lost[:, None, None], float("nan"))
-    scores = scores.masked_fill(~visible_keys(r)[:, None], float("-inf"))
-    lse, probabilities = _softmax(scores)
+    lse, probabilities = _softmax(scores.masked_fill(~visible, float("-inf")))
+    # Hidden once more for the backward, where a gradient that is not finite would meet the zeros.
+    probabilities = probabilities.masked_fill(~visible, 0)
     probabilities = probabilities.to(r.v.dtype).unflatten(1, (H, HQ // H))
     out = torch.einsum("bhgts,bshv->bthgv", probabilities, v).reshape(B, T, HQ, r.v.shape[-1])
+    if can_look(r.q, r.k, r.v):
+        out = isolate_gradient(out, r)
     return AttentionOutput(out, lse.transpose(1, 2) if r.return_lse else None)
 
 

@@ -1,13 +1,17 @@
 """The arguments and results that all backends share, and the meaning of a request's features."""
 
+import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo_core.ops.checks import in_transform
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_ids
+
+WILD = 2.0**56
+"""Sums of products of numbers below this stay far from the largest float32, 2^128."""
 
 
 class AttentionOutput(NamedTuple):
@@ -118,14 +122,31 @@ def lost_tokens(*tensors: Tensor) -> Tensor | None:
     CPU first look whether there is any such token, and return None if not. In other cases looking
     would wait for the GPU or break a compiled graph.
     """
-    can_look = not torch.compiler.is_compiling() and not in_transform()
-    if can_look and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors):
+    if can_look(*tensors):
         # A finite sum shows that all its terms are finite, and reads the memory only once.
         sums = [x.detach().sum(dtype=accumulation_dtype(x.dtype)) for x in tensors]
         if all(total.isfinite() for total in sums):
             return None
-    finite = [x.detach().isfinite().flatten(2).all(-1) for x in tensors]
-    return ~torch.stack(finite).all(0)
+    return wild_tokens(*tensors, limit=math.inf)
+
+
+def can_look(*tensors: Tensor) -> bool:
+    """Tell whether the values may be read here: in eager code, on a CPU."""
+    if torch.compiler.is_compiling() or in_transform():
+        return False
+    return all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+
+
+def is_tame(*tensors: Tensor) -> bool:
+    """Tell whether all values are below `WILD`, so that no product of two of them overflows."""
+    ends = [end for x in tensors if x.numel() for end in x.detach().aminmax()]
+    return all(abs(float(end)) < WILD for end in ends)  # not so if it is NaN
+
+
+def wild_tokens(*tensors: Tensor, limit: float = WILD) -> Tensor:
+    """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold NaN, or `limit` and more."""
+    tame = [(x.detach().abs() < limit).flatten(2).all(-1) for x in tensors]
+    return ~torch.stack(tame).all(0)
 
 
 def alibi_bias(r: Request, slopes: Tensor) -> Tensor:

@@ -1,18 +1,24 @@
 """Attention by torch's fused kernels: flash or cuDNN on a GPU, a blocked kernel on a CPU."""
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from mezzo_core.ops.attention import blocked
 from mezzo_core.ops.attention.request import (
+    WILD,
     AttentionOutput,
     Request,
     alibi_bias,
+    can_look,
     has_empty_rows,
     is_plain,
-    lost_tokens,
+    is_tame,
     visible_keys,
+    wild_tokens,
 )
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
@@ -32,39 +38,55 @@ def attention_sdpa(r: Request) -> AttentionOutput:
 
     Plain causal attention needs no mask, and runs the fastest kernel that torch has for the device.
     Keys and values of grouped heads are not copied. A mask with ALiBi's bias is in float32 or
-    wider, and so are the products then: half precision would round the bias. On a CPU a NaN or an
-    infinity in a key or value only affects the queries that see it; on a GPU this depends on
-    torch's kernel.
+    wider, and so are the products then: half precision would round the bias. On a CPU a token that
+    holds NaN, an infinity or, in eager code, a very large number only affects the queries that see
+    it; on a GPU this depends on torch's kernel.
     """
-    lost = lost_tokens(r.k, r.v) if r.q.device.type == "cpu" else None
-    if lost is None:
-        return _attend(r)
-    k, v = (x.masked_fill(lost[:, :, None, None], 0) for x in (r.k, r.v))
+    if r.q.device.type != "cpu":
+        return AttentionOutput(_attend(r), None)
+    look = can_look(r.q, r.k, r.v)
+    if look and is_tame(r.q, r.k, r.v):
+        return AttentionOutput(blocked.isolate_gradient(_attend(r), r), None)
+    # torch masks by adding -inf, which makes NaN of a score that has overflowed, and a weight of 0
+    # times NaN is NaN. So the kernel gets zeros in place of such tokens.
+    limit = WILD if look else math.inf
+    wild_q, wild = wild_tokens(r.q, limit=limit), wild_tokens(r.k, r.v, limit=limit)
+    q, k, v = (
+        x.masked_fill(where[:, :, None, None], 0)
+        for x, where in ((r.q, wild_q), (r.k, wild), (r.v, wild))
+    )
+    out = _attend(replaced(r, q=q, k=k, v=v))
+    hit = (wild_q | _sees(r, wild))[:, :, None, None]
+    if not look:
+        return AttentionOutput(out.masked_fill(hit, math.nan), None)
+    out = blocked.isolate_gradient(out, r)
+    return AttentionOutput(blocked.attention_blocked(r).out.to(out.dtype).where(hit, out), None)
+
+
+def _sees(r: Request, tokens: Tensor) -> Tensor:
+    """Return (B, T) bool: whether each query sees one of the given keys (B, S)."""
     if is_plain(r):
-        sees = lost.cumsum(1) > 0 if r.causal else lost.any(1, keepdim=True)
-    else:
-        sees = (visible_keys(r) & lost[:, None]).any(-1)
-    out = _attend(replaced(r, k=k, v=v)).out
-    return AttentionOutput(out.masked_fill(sees[:, :, None, None], float("nan")), None)
+        return tokens.cumsum(1) > 0 if r.causal else tokens.any(1, keepdim=True)
+    return (visible_keys(r) & tokens[:, None]).any(-1)
 
 
-def _attend(r: Request) -> AttentionOutput:
+def _attend(r: Request) -> Tensor:
     if is_plain(r):
         q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
         # An if, and not enable_gqa=(...): with symbolic shapes the comparison is a symbol, which
         # the operator does not accept as a bool.
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
-        return AttentionOutput(out.transpose(1, 2), None)
+        return out.transpose(1, 2)
     if r.slopes is None:
-        return AttentionOutput(_masked(r), None)
+        return _masked(r)
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
     # Autocast would round the mask. It knows no meta device, where nothing is rounded.
     with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
-        return AttentionOutput(_masked(replaced(r, q=q, k=k, v=v)).to(r.q.dtype), None)
+        return _masked(replaced(r, q=q, k=k, v=v)).to(r.q.dtype)
 
 
-def _masked(r: Request) -> torch.Tensor:
+def _masked(r: Request) -> Tensor:
     """Attend under a mask.
 
     torch's masked kernels do not support grouped heads. So the query heads of a group are laid out
