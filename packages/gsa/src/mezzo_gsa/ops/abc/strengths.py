@@ -74,7 +74,8 @@ def _packed_lse(s: Tensor, z0: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
     place = sequence_positions(T, cu_seqlens).to(s.device).view(1, T, *axes)
     z, width = s, 1
     while width < max(T, SHORT):
-        earlier = z.roll(width, dims=1)
+        # Selected before the sum too: else a NaN of another sequence would reach the gradients.
+        earlier = torch.where(place >= width, z.roll(width, dims=1), z)
         z = torch.where(place >= width, torch.logaddexp(z, earlier), z)
         width *= 2
     first = z0[sequence_ids(T, cu_seqlens)][None]
