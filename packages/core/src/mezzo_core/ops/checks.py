@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that ops accept. float8 is not among them, because torch has no arithmetic for it."""
@@ -86,3 +86,13 @@ def check_counts(op: str, name: str, counts: Tensor, symbol: str, most: int) -> 
 def in_transform() -> bool:
     """Tell whether a transform of torch.func (grad, vmap) is active: values cannot be read then."""
     return torch._C._are_functorch_transforms_active()
+
+
+def can_look(*tensors: Tensor) -> bool:
+    """Tell whether values may be read here: in eager code, of plain tensors on a CPU.
+
+    Reading them would wait for a GPU or break a compiled graph.
+    """
+    if torch.compiler.is_compiling() or in_transform():
+        return False
+    return all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)

@@ -8,10 +8,10 @@ from mezzo_core.ops.attention.request import (
     AttentionOutput,
     Request,
     alibi_bias,
-    can_look,
     lost_tokens,
     visible_keys,
 )
+from mezzo_core.ops.checks import can_look
 
 
 def attention_reference(r: Request) -> AttentionOutput:

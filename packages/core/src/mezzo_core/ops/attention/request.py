@@ -4,9 +4,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mezzo_core.ops.checks import in_transform
+from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import sequence_ids
 
@@ -128,13 +128,6 @@ def lost_tokens(*tensors: Tensor) -> Tensor | None:
         if all(total.isfinite() for total in sums):
             return None
     return wild_tokens(*tensors, limit=math.inf)
-
-
-def can_look(*tensors: Tensor) -> bool:
-    """Tell whether the values may be read here: in eager code, on a CPU."""
-    if torch.compiler.is_compiling() or in_transform():
-        return False
-    return all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
 
 
 def is_tame(*tensors: Tensor) -> bool:

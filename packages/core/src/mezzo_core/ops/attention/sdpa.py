@@ -13,13 +13,13 @@ from mezzo_core.ops.attention.request import (
     AttentionOutput,
     Request,
     alibi_bias,
-    can_look,
     has_empty_rows,
     is_plain,
     is_tame,
     visible_keys,
     wild_tokens,
 )
+from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 
