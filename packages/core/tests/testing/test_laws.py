@@ -42,6 +42,10 @@ class RunningMean(AbstractMixer):
             sizes = cu_seqlens.diff().tolist()
             if self.mistake == "sequences times zero":
                 x = x + 0 * x.sum(1, keepdim=True)
+            if self.mistake == "gradients times zero":
+                x = x + (0 * x * x.sum(1, keepdim=True)).nan_to_num()
+            if self.mistake == "gradients added":
+                x = x + (0 * x.sum(1, keepdim=True)).nan_to_num()
             return torch.cat([self(part)[0] for part in x.split(sizes, 1)], 1), None
         B, T, _ = x.shape
         given = state if state is not None else self.init_state(B)
@@ -59,6 +63,12 @@ class RunningMean(AbstractMixer):
             h = given.h[:, None] + torch.ones(T, T).tril() @ x
         if self.mistake == "rows times zero":
             h = h + 0 * x.sum(0)
+        if self.mistake == "large rows times zero":
+            h = h + 0 * (10 * x.nan_to_num(0, 0, 0)).sum(0)
+        if self.mistake == "past times zero with a state" and state is not None:
+            h = given.h[:, None] + torch.ones(T, T).tril() @ x
+        if self.mistake == "states times zero":
+            h = h + 0 * given.h.sum(0)
         if self.mistake == "NaN swallowed":
             h = h.nan_to_num()
         if self.mistake == "future leaks":
@@ -124,6 +134,11 @@ def test_a_correct_mixer_passes(name):
         ("causal", "x ignored", "reached nothing"),
         ("isolated", "past times zero", "nan in token 1 reached the past"),
         ("isolated", "rows times zero", "nan in token 0 reached another row"),
+        ("isolated", "large rows times zero", r"1e\+38 in token 0 reached another row"),
+        ("isolated", "past times zero with a state", "nan in token 4 reached the past by"),
+        ("isolated", "states times zero", "nan in token 4 reached another row by"),
+        ("isolated", "gradients times zero", "in a packed sequence reached another one's grad"),
+        ("isolated", "gradients added", "sequence's gradient reached another one's grad"),
         ("isolated", "NaN swallowed", "nan in token 0 does not show there"),
         ("isolated", "sequences times zero", "nan in a packed sequence reached another one"),
         ("isolated", "padding times zero", "nan in padding reached the next forward"),

@@ -115,8 +115,10 @@ class OwnKeysBlock(AbstractBlock):
         """Run one token of every row, (B, C), over the keys (B, S, C) that it may see."""
         n = self.norm(x)
         visible = torch.cat([visible, visible.new_ones(len(x), 1)], 1)  # and itself
-        k = torch.cat([k, self.wk(n)[:, None]], 1)
-        v = torch.cat([v, self.wv(n)[:, None]], 1).masked_fill(~visible[..., None], 0)
+        k, v = (
+            torch.cat([old, weight(n)[:, None]], 1).masked_fill(~visible[..., None], 0)
+            for old, weight in ((k, self.wk), (v, self.wv))
+        )
         scores = torch.einsum("bc,bsc->bs", self.wq(n) * self.sharpness, k)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         h = x + self.wo(torch.einsum("bs,bsc->bc", weights, v))

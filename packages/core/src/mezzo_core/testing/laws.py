@@ -6,7 +6,7 @@ is decoded by `step`, `before_step` comes first, as in a decoder.
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mezzo_core.nn.contract import AbstractSequenceModule
+from mezzo_core.testing.isolation import check_isolated, decode_step, normal
 from mezzo_core.testing.numerics import assert_close
 
 
@@ -38,7 +39,7 @@ def check_segments(
     """
     if sum(splits) != num_tokens:
         raise ValueError(f"splits must add up to {num_tokens} tokens, got {list(splits)}")
-    x = _normal(module, (batch, num_tokens, module.d_model), seed)
+    x = normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
         full, no_state = module(x)
         assert no_state is None, "without a state, forward must return None as the state"
@@ -57,47 +58,15 @@ def check_causal(
     seed: int = 0,
 ) -> None:
     """Assert that a change at token t leaves every output before t bit-equal, and not all after."""
-    x = _normal(module, (batch, num_tokens, module.d_model), seed)
+    x = normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
         y, _ = module(x)
         for t in sorted({0, 1, num_tokens // 2, num_tokens - 1} & set(range(num_tokens))):
             other = x.clone()
-            other[:, t:] = _normal(module, (batch, num_tokens - t, module.d_model), seed + 1 + t)
+            other[:, t:] = normal(module, (batch, num_tokens - t, module.d_model), seed + 1 + t)
             changed, _ = module(other)
             assert torch.equal(changed[:, :t], y[:, :t]), f"a change at {t} reached the past"
             assert not torch.equal(changed[:, t:], y[:, t:]), f"a change at {t} reached nothing"
-
-
-def check_isolated(
-    module: AbstractSequenceModule, num_tokens: int, *, batch: int = 2, seed: int = 0
-) -> None:
-    """Assert that a NaN or an infinity stays where causality lets it be.
-
-    In token t of row 0 it leaves what comes before t, and the other rows, bit-equal, and a NaN
-    shows at t. In one of several packed sequences it leaves the others bit-equal. In padding it
-    leaves the real tokens, and what comes after them by `forward` and by `step`, bit-equal.
-
-    Args:
-        module: the module under test.
-        num_tokens: length T of the sequences, at least 3.
-        batch: number of sequences, at least 2.
-        seed: of the inputs.
-    """
-    x = _normal(module, (batch, num_tokens, module.d_model), seed)
-    with torch.no_grad():
-        y, _ = module(x)
-        for bad in (float("nan"), float("inf"), float("-inf")):
-            for t in sorted({0, 1, num_tokens // 2, num_tokens - 1}):
-                other = x.clone()
-                other[0, t] = bad
-                found, _ = module(other)
-                where = f"{bad} in token {t}"
-                assert torch.equal(found[0, :t], y[0, :t]), f"{where} reached the past"
-                assert torch.equal(found[1:], y[1:]), f"{where} reached another row"
-                hidden = bad != bad and bool(found[0, t].isfinite().all())
-                assert not hidden, f"{where} does not show there"
-            _check_isolated_packing(module, x[:1], bad)
-            _check_isolated_padding(module, x, bad)
 
 
 def check_packed(
@@ -116,8 +85,8 @@ def check_packed(
         seed: of the inputs.
     """
     borders = [0, *accumulate(lengths)]
-    x = _normal(module, (1, borders[-1], module.d_model), seed).requires_grad_()
-    dy = _normal(module, (1, borders[-1], module.d_model), seed + 1)
+    x = normal(module, (1, borders[-1], module.d_model), seed).requires_grad_()
+    dy = normal(module, (1, borders[-1], module.d_model), seed + 1)
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
     packed, _ = module(x, cu_seqlens=cu_seqlens)
     alone = torch.cat(
@@ -189,7 +158,7 @@ def check_step(
         state = module.reserve(given, steps - 1)
         places = [t.data_ptr() for t in tree_leaves(state)]
         for step in range(steps - 1):
-            outputs.append(_step(module, _tokens(rows, prompt_lengths, step), state))
+            outputs.append(decode_step(module, _tokens(rows, prompt_lengths, step), state))
         moved = [t.data_ptr() for t in tree_leaves(state)] != places
         assert not moved, "step moved a tensor of the state"
         for field, (old, now) in enumerate(zip(before, tree_leaves(given), strict=True)):
@@ -206,7 +175,7 @@ def check_state_bytes(module: AbstractSequenceModule, num_tokens: int, *, seed: 
     left out.
     """
     with torch.no_grad():
-        x = _normal(module, (1, num_tokens, module.d_model), seed)
+        x = normal(module, (1, num_tokens, module.d_model), seed)
         _, state = module(x, module.init_state(1))
     here = [t for t in tree_leaves(state) if t.device == x.device]
     elsewhere = [t for t in tree_leaves(state) if t.device != x.device]
@@ -268,45 +237,6 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
 checks themselves."""
 
 
-def _check_isolated_packing(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
-    """Spoil one of three packed sequences after the other."""
-    T = x.shape[1]
-    borders = [0, T // 3, T - T // 3, T]
-    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-    y, _ = module(x, cu_seqlens=cu_seqlens)
-    for start, end in pairwise(borders):
-        other = x.clone()
-        other[:, start:end] = bad
-        found, _ = module(other, cu_seqlens=cu_seqlens)
-        same = torch.equal(found[:, :start], y[:, :start]) and torch.equal(
-            found[:, end:], y[:, end:]
-        )
-        assert same, f"{bad} in a packed sequence reached another one"
-
-
-def _check_isolated_padding(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
-    """Spoil the padding of prompts, and go on with two tokens by `forward` and by `step`."""
-    B, T = x.shape[:2]
-    lengths = torch.tensor([(T * i) // B for i in range(B)], device=x.device)
-    padding = torch.arange(T, device=x.device) >= lengths[:, None]
-    outputs = []
-    for prompts in (x, x.masked_fill(padding[..., None], bad)):
-        y, state = module(prompts, module.init_state(B), lengths=lengths)
-        after = [y[~padding], module(x[:, :2], state)[0]]
-        room = module.reserve(state, 2)
-        after += [_step(module, x[:, t : t + 1], room) for t in range(2)]
-        outputs.append(after)
-    names = ("real tokens", "the next forward", "the next step", "the step after")
-    for name, clean, found in zip(names, *outputs, strict=True):
-        assert torch.equal(found, clean), f"{bad} in padding reached {name}"
-
-
-def _normal(module: AbstractSequenceModule, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw on the CPU, so that a seed means the same numbers on every device."""
-    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
 def _run(module: AbstractSequenceModule, x: Tensor, splits: Sequence[int]) -> Tensor:
     """Run segment after segment, and assert that no call overwrites the state that it was given."""
     state: Any = module.init_state(x.shape[0])
@@ -331,12 +261,6 @@ def _is_same(old: Tensor, now: Tensor) -> bool:
     return old.shape == now.shape and torch.allclose(old, now, rtol=0, atol=0, equal_nan=True)
 
 
-def _step(module: AbstractSequenceModule, x: Tensor, state: Any) -> Tensor:
-    """Decode one token of every row as a decoder does."""
-    module.before_step(state)
-    return module.step(x, state)
-
-
 def _prompts(
     module: AbstractSequenceModule,
     prompt_lengths: Sequence[int],
@@ -344,9 +268,9 @@ def _prompts(
     seed: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return prompts padded with loud garbage, and all tokens of each row, (1, T, C)."""
-    prompts = 10 * _normal(module, (len(prompt_lengths), max(prompt_lengths), module.d_model), seed)
+    prompts = 10 * normal(module, (len(prompt_lengths), max(prompt_lengths), module.d_model), seed)
     rows = [
-        _normal(module, (1, length + steps, module.d_model), seed + 1 + i)
+        normal(module, (1, length + steps, module.d_model), seed + 1 + i)
         for i, length in enumerate(prompt_lengths)
     ]
     for prompt, row, length in zip(prompts, rows, prompt_lengths, strict=True):
