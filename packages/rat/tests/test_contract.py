@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.laws import check_plain_state
+from mezzo_core.testing.laws import check_isolated, check_plain_state
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 from torch import nn
 from torch.func import functional_call, grad
@@ -53,6 +53,10 @@ def test_a_broken_token_leaves_the_past_and_other_rows_bit_equal(mixer, at, valu
     assert torch.equal(y[0, :at], expected[0, :at])
     assert torch.equal(y[1], expected[1])
     assert not y[0, at].isfinite().any()
+
+
+def test_a_broken_token_or_gradient_stays_where_it_may_be(mixer):
+    check_isolated(mixer, 14)
 
 
 @pytest.mark.parametrize("value", BROKEN)

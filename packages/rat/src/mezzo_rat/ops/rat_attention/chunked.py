@@ -5,10 +5,13 @@ Head h = r G + j uses the queries and keys of group j = h % G. Viewed as (B, T, 
 """
 
 from functools import partial
+from itertools import repeat
 
 import torch
+from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.impl import Impl
 from mezzo_core.ops.named import replaced
+from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_rat.ops.linear_scan import linear_scan
@@ -18,7 +21,7 @@ from mezzo_rat.ops.rat_attention.chunks import (
     packed_chunks,
     plain_chunks,
 )
-from mezzo_rat.ops.rat_attention.request import Request
+from mezzo_rat.ops.rat_attention.request import Parts, Request
 from mezzo_rat.ops.rat_attention.state import RATState
 
 
@@ -40,6 +43,8 @@ def chunk_reference(
     _, v, _, q, k = r.parts
     form, state, lengths, cu_seqlens = r.form, r.initial_state, r.lengths, r.cu_seqlens
     T, L = v.shape[1], form.chunk_size
+    if cu_seqlens is not None and T > 0 and can_look(v):
+        return _one_by_one(r, keep, write, cu_seqlens, scan_impl), None
     k_in, v_in = _spread(write, k), write * v
     if state is None or T == 0:
         if cu_seqlens is None or T == 0:
@@ -73,6 +78,25 @@ def chunk_reference(
         k_ends, v_ends = k_ends.where(changed, state.k_ends), v_ends.where(changed, state.v_ends)
         state = replaced(state, k_ends=k_ends, v_ends=v_ends)
     return _attend(q, q_rotated, k_run, v_run, k_ends, v_ends, chunks, form.scale), state
+
+
+def _one_by_one(
+    r: Request, keep: Tensor, write: Tensor, cu_seqlens: Tensor, scan_impl: Impl
+) -> Tensor:
+    """Run packed sequences apart, so that a NaN of one cannot reach the gradients of others."""
+    check_borders("chunk_rat_attention", cu_seqlens, keep.shape[1])
+    lengths = cu_seqlens.diff().tolist()
+    sequences = zip(
+        *(repeat(None) if x is None else x.split(lengths, 1) for x in (*r.parts, keep, write)),
+        strict=False,
+    )
+    alone = replaced(r, cu_seqlens=None)
+    outs = [
+        chunk_reference(replaced(alone, parts=Parts(*parts)), keep, write, scan_impl)[0]
+        for *parts, keep, write in sequences
+        if keep.shape[1]
+    ]
+    return torch.cat(outs, 1)
 
 
 def _attend(
