@@ -37,7 +37,13 @@ class ChunkEncoder(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, head_dim: int, num_layers: int, hidden: int | None, key: str
+        self,
+        d_model: int,
+        head_dim: int,
+        num_layers: int,
+        hidden: int | None,
+        key: str,
+        norm_eps: float,
     ) -> None:
         """Create the layers.
 
@@ -48,11 +54,12 @@ class ChunkEncoder(nn.Module):
             hidden: width of the MLPs, see `MLPConfig`.
             key: "projected" for Wl l, "landmark" for l, or "mean" for the normalized mean of the
                 chunk's lower outputs, from which no gradient flows.
+            norm_eps: epsilon of the norm of the inputs; that of the others is NORM_EPS.
         """
         super().__init__()
         self.head_dim = head_dim
         self.key = key
-        self.input_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.input_norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.layers = nn.ModuleList(
             EncoderLayer(d_model, head_dim, hidden) for _ in range(num_layers)
         )

@@ -45,7 +45,7 @@ class DRTConfig:
         window_size: W, the places (tokens and landmarks) that self-attention sees, with its own.
         head_dim: D.
         hidden: width of the MLPs; None for 8C/3, rounded up to a multiple of 256.
-        norm_eps: epsilon of the layers' norms.
+        norm_eps: epsilon of the norms of the layers and of the encoder's input.
         num_encoder_layers: of the chunk encoder.
         projections: project landmarks before they are compared (Wh, Wl), as the paper says. False
             compares the normalized state with the landmark, as its released code does.
@@ -124,7 +124,7 @@ class DRT(AbstractStack):
         self.lower = cast(Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half)))
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
-        self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key)
+        self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key, eps)
         outside = config.outside
         self.outside = None if outside is None else outside.build().requires_grad_(False).eval()
         upper = (
