@@ -14,7 +14,7 @@ from mezzo_core.positions import (
     alibi_slopes,
     apply_rope,
     rope_angles,
-    rope_frequencies,
+    rope_steps,
     sequence_ids,
     sequence_positions,
 )
@@ -119,7 +119,7 @@ CALLS = [
         lambda: {"x": draw(B, T, H, D), "cos": draw(T, D // 2), "sin": draw(T, D // 2)},
     ),
     Call(alibi_slopes, lambda: {"num_heads": 3, "formula": "press"}),
-    Call(rope_frequencies, lambda: {"dim": 4, "base": 10_000.0}),
+    Call(rope_steps, lambda: {"dim": 4, "base": 10_000.0}),
     Call(ids, lambda: {"cu_seqlens": torch.tensor([0, 2, T])}),
     Call(positions, lambda: {"start": torch.tensor([0, 7])}, START),
 ]  # fmt: skip

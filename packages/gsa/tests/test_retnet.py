@@ -50,6 +50,18 @@ def test_places_go_on_from_the_state():
 
 
 @torch.no_grad()
+def test_places_beyond_16_million_tokens_are_as_exact_as_the_first():
+    torch.manual_seed(0)
+    mixer = RetNetConfig(num_heads=2).build(C)
+    x, state = torch.randn(1, 9, C), mixer.init_state(1)
+    near, far = mixer(x)[0], state._replace(lengths=torch.tensor([2**24 + 1]))  # no float32
+    assert_close("forward", mixer(x, far)[0], near, rtol=1e-5)
+    far = mixer.reserve(far, 9)
+    steps = [mixer.step(token, far) for token in x.split(1, dim=1)]
+    assert_close("step", torch.cat(steps, 1), near, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_a_step_traced_with_fake_tensors_leaves_later_steps_real():
     mixer = RetNetConfig(num_heads=7).build(14)  # a number of heads that no other test has
     with FakeTensorMode(allow_non_fake_inputs=True):  # as torch.export has it

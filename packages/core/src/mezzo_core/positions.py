@@ -4,6 +4,7 @@ Everything is computed on the device from integers. There are no tables or buffe
 to be extended or saved, or that would lose precision when a model is cast to bfloat16.
 """
 
+import math
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from mezzo_core.ops.checks import check_floating, check_number, check_size
 
 AlibiFormula = Literal["press", "olmo"]
+RADIANS = 2 * math.pi / 2**64
+"""The unit of `rope_steps` in radians."""
 
 
 def rope_angles(
@@ -19,7 +22,8 @@ def rope_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines that rotate a head of width `dim` at each position.
 
-    Pair i is rotated by position * base^(-2i/dim) (RoFormer, arXiv:2104.09864, section 3.2.2).
+    Pair i is rotated by position * base^(-2i/dim) (RoFormer, arXiv:2104.09864, section 3.2.2),
+    as exactly at any position as at the first.
 
     Args:
         positions: (..., T) integers, counting tokens, chunks, or any other unit.
@@ -36,7 +40,8 @@ def rope_angles(
             is neither float32 nor float64.
     """
     _check_integers("rope_angles", "positions", positions)
-    _check_pairs("rope_angles", dim, base, dtype)
+    _check_pairs("rope_angles", dim, base)
+    _check_dtype("rope_angles", dtype)
     return _rope_angles(positions, dim, base, dtype)
 
 
@@ -47,8 +52,8 @@ def rope_angles(
 def _rope_angles(
     positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    frequencies = rope_frequencies(dim, base, device=positions.device, dtype=dtype)
-    angles = positions.to(dtype)[..., None] * frequencies
+    steps = rope_steps(dim, base, device=positions.device)
+    angles = (positions.to(torch.int64)[..., None] * steps).to(dtype) * RADIANS
     return angles.cos(), angles.sin()
 
 
@@ -60,33 +65,35 @@ def _(
     return cos, torch.empty_like(cos)
 
 
-def rope_frequencies(
-    dim: int,
-    base: float = 10_000.0,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
+def rope_steps(
+    dim: int, base: float = 10_000.0, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Return the angle between neighbouring positions for each pair of a head of width `dim`.
+    """Return how far each pair of a head of width `dim` turns from one position to the next.
+
+    A position times this is the exact angle, whatever the position: whole turns overflow and are
+    lost, as int64 wraps around. In floating point a far position would lose digits.
 
     Returns:
-        (D/2,) of dtype `dtype`, float32 or float64. A position times this, in that dtype, equals
-        the angle of `rope_angles` to the bit.
+        (D/2,) int64, in turns / 2^64; times `RADIANS`, in radians.
 
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: as in `rope_angles`.
     """
-    _check_pairs("rope_frequencies", dim, base, dtype)
-    pair = torch.arange(0, dim, 2, device=device, dtype=dtype)
-    return base ** (-pair / dim)
+    _check_pairs("rope_steps", dim, base)
+    pair = torch.arange(0, -dim, -2, device=device, dtype=torch.float64)
+    turns = base ** (pair / dim) / (2 * math.pi)
+    return ((turns - turns.round()) * 2.0**64).to(torch.int64)
 
 
-def _check_pairs(op: str, dim: int, base: float, dtype: torch.dtype) -> None:
+def _check_pairs(op: str, dim: int, base: float) -> None:
     check_size(op, "dim", dim, 2)
     if dim % 2:
         raise ValueError(f"{op}: dim must be even to rotate pairs, got {dim}")
     check_number(op, "base", base, positive=True)
+
+
+def _check_dtype(op: str, dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{op}: dtype must be torch.float32 or torch.float64, got {dtype}")
 
@@ -141,6 +148,7 @@ def alibi_slopes(
     formula: AlibiFormula = "press",
     *,
     device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the slope of each head: ALiBi adds -slope * distance to the attention scores.
 
@@ -154,28 +162,33 @@ def alibi_slopes(
         num_heads: number of query heads HQ.
         formula: "olmo" or "press".
         device: device of the result.
+        dtype: of the result, float32, or float64 for heads in float64.
 
     Returns:
-        (HQ,) float32.
+        (HQ,) of dtype `dtype`.
 
     Raises:
         TypeError: if `num_heads` is not an int.
-        ValueError: if `num_heads` is below 1, or the formula is unknown.
+        ValueError: if `num_heads` is below 1, the formula is unknown, or `dtype` is neither
+            float32 nor float64.
     """
     check_size("alibi_slopes", "num_heads", num_heads)
     if not isinstance(formula, str) or formula not in get_args(AlibiFormula):
         raise ValueError(
             f"alibi_slopes: formula must be one of {get_args(AlibiFormula)}, got {formula!r}"
         )
+    _check_dtype("alibi_slopes", dtype)
     if formula == "olmo":
-        return _geometric_slopes(num_heads, device)
+        return _geometric_slopes(num_heads, device, dtype)
     power = 1 << (num_heads.bit_length() - 1)
-    between = _geometric_slopes(2 * power, device)[0::2][: num_heads - power]
-    return torch.cat([_geometric_slopes(power, device), between])
+    between = _geometric_slopes(2 * power, device, dtype)[0::2][: num_heads - power]
+    return torch.cat([_geometric_slopes(power, device, dtype), between])
 
 
-def _geometric_slopes(num_heads: int, device: torch.device | str | None) -> Tensor:
-    heads = torch.arange(1, num_heads + 1, device=device, dtype=torch.float32)
+def _geometric_slopes(
+    num_heads: int, device: torch.device | str | None, dtype: torch.dtype
+) -> Tensor:
+    heads = torch.arange(1, num_heads + 1, device=device, dtype=dtype)
     return torch.exp2(-8 * heads / num_heads)
 
 

@@ -237,6 +237,10 @@ def test_float64_is_exact_in_every_way_to_run():
         assert_close("forward", full, mixer.wo(attention(q, k, v).out.flatten(2)), rtol=1e-13)
         state = mixer.reserve(mixer(x[:, :-1], mixer.init_state(2))[1], 1)
         assert_close("step", mixer.step(x[:, -1:], state), full[:, -1:], rtol=1e-13)
+        mixer = AttentionConfig(head_dim=4, rope_base=None, alibi="olmo").build(3 * 4).double()
+        slopes = 2 ** (-8 * torch.arange(1, 4, dtype=torch.float64) / 3)
+        out = attention(*mixer._project(x[..., :12]), alibi_slopes=slopes).out
+        assert_close("alibi", mixer(x[..., :12])[0], mixer.wo(out.flatten(2)), rtol=1e-13)
 
 
 def test_inductor_compiles_an_odd_length_right():

@@ -51,7 +51,11 @@ def by_hand(m, x):
     c = m.config
     heads = range(C // D)
     cut = [slice(h * D, h * D + D) for h in heads]
-    slopes = torch.zeros(len(heads)) if c.alibi is None else alibi_slopes(len(heads), c.alibi)
+    slopes = (
+        torch.zeros(len(heads))
+        if c.alibi is None
+        else alibi_slopes(len(heads), c.alibi, dtype=torch.float64)
+    )
     q, q_s, k, v = m.token_qkv(x).chunk(4, -1)
     s, outputs = m.first_states, []
     for begin in range(0, len(x), c.block_size):
@@ -87,7 +91,7 @@ def test_the_layer_is_its_definition(name):
     x = torch.randn(2, 19, C, dtype=torch.float64)
     with torch.no_grad():
         expected = torch.stack([by_hand(mixer, row) for row in x])
-        torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-12, atol=1e-12)
 
 
 # Its first states are weights, so what FSDP shards is in its state too.

@@ -69,7 +69,7 @@ def draw_layer(name, sizes, dtype):
         "form": form,
         "norm_weight": normal(HQ * V if over_all else V, seed=6, dtype=dtype).abs(),
         "z": None if over_all else normal(B, HQ * V, seed=7, dtype=dtype),
-        "places": torch.arange(1000, 1000 + B).to(DEVICE) if form.rope_base else None,
+        "places": torch.arange(2**24 + 1, 2**24 + 1 + B).to(DEVICE) if form.rope_base else None,
     }
 
 

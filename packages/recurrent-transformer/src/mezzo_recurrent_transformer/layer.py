@@ -14,6 +14,7 @@ from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import AlibiFormula, alibi_slopes
 from torch import Tensor, nn
 
@@ -119,10 +120,10 @@ class AbstractLayer(AbstractBlock):
 
     def slopes(self) -> Tensor:
         """Return the ALiBi slopes (H,), zeros without ALiBi, on the device of the weights."""
-        device = self.wk.weight.device
+        device, dtype = self.wk.weight.device, accumulation_dtype(self.wk.weight.dtype)
         if self.config.alibi is None:
-            return torch.zeros(self.num_heads, device=device)
-        return alibi_slopes(self.num_heads, self.config.alibi, device=device)
+            return torch.zeros(self.num_heads, device=device, dtype=dtype)
+        return alibi_slopes(self.num_heads, self.config.alibi, device=device, dtype=dtype)
 
     def _norm(self) -> nn.Module:
         if self.config.norm == "none":

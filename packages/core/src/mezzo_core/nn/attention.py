@@ -119,7 +119,7 @@ class Attention(AbstractMixer):
                 positions, self.config.head_dim, self.config.rope_base, dtype=dtype
             )
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-        slopes = self._slopes(x.device)
+        slopes = self._slopes(q)
         q_positions, k_positions = None, None
         # With an empty cache, queries only see this call's keys: plain causal attention.
         if state is not None and state.k.shape[1] > 0:
@@ -153,7 +153,7 @@ class Attention(AbstractMixer):
             raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
         q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
-        out = decode_attention(q, *state, alibi_slopes=self._slopes(x.device))
+        out = decode_attention(q, *state, alibi_slopes=self._slopes(new_q))
         # Attention ran in the cache's dtype; the projection runs in the token's.
         return self.wo(out.to(new_q.dtype).flatten(1)[:, None])
 
@@ -173,10 +173,11 @@ class Attention(AbstractMixer):
         q, k, v = (w(x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
         return q, k, v
 
-    def _slopes(self, device: torch.device) -> Tensor | None:
+    def _slopes(self, q: Tensor) -> Tensor | None:
         if self.config.alibi is None:
             return None
-        return alibi_slopes(self.num_heads, self.config.alibi, device=device)
+        dtype = accumulation_dtype(q.dtype)
+        return alibi_slopes(self.num_heads, self.config.alibi, device=q.device, dtype=dtype)
 
     def _num_slots(self, num_tokens: int) -> int:
         """Return the number of slots for `num_tokens` tokens: a window of W needs at most W."""

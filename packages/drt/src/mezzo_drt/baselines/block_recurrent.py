@@ -185,7 +185,10 @@ class BlockRecurrent(AbstractMixer):
             k_positions = torch.cat([_ring_positions(state.seen, W), q_positions], 1)
             k = torch.cat([state.k.to(k.dtype), k], 1)
             v = torch.cat([state.v.to(v.dtype), v], 1)
-        slopes = None if formula is None else alibi_slopes(self.num_heads, formula, device=q.device)
+        slopes = None
+        if formula is not None:
+            dtype = accumulation_dtype(q.dtype)
+            slopes = alibi_slopes(self.num_heads, formula, device=q.device, dtype=dtype)
         return attention(
             q,
             k,

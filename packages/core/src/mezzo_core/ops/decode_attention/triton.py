@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
-from mezzo_core.positions import rope_frequencies
+from mezzo_core.positions import RADIANS, rope_steps
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+UNIT = tl.constexpr(RADIANS)
 
 # Programs that keep a large GPU busy: about four for each of 132 multiprocessors.
 PROGRAMS = 512
@@ -163,7 +164,7 @@ def _store_halves(
 
 @triton.jit(do_not_specialize=["S"])
 def append_token_kernel(
-    q, k, v, k_cache, v_cache, lengths, frequencies, out, S,
+    q, k, v, k_cache, v_cache, lengths, steps, out, S,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd,
     stride_vb, stride_vh, stride_vd, stride_kcb, stride_kcs, stride_kch, stride_kcd,
     stride_vcb, stride_vcs, stride_vch, stride_vcd, stride_n,
@@ -179,7 +180,8 @@ def append_token_kernel(
     b_k, b_k2 = _load_halves(k + i_b * stride_kb, stride_kh, stride_kd, H, BH, D)
     b_v, b_v2 = _load_halves(v + i_b * stride_vb, stride_vh, stride_vd, H, BH, D)
     if HAS_ROPE:
-        b_angle = n.to(tl.float32) * tl.load(frequencies + tl.arange(0, D // 2))
+        b_turned = n * tl.load(steps + tl.arange(0, D // 2))  # whole turns are lost
+        b_angle = b_turned.to(tl.float32) * UNIT
         b_cos, b_sin = tl.cos(b_angle)[None, :], tl.sin(b_angle)[None, :]
         b_q, b_q2 = b_q * b_cos - b_q2 * b_sin, b_q2 * b_cos + b_q * b_sin
         b_k, b_k2 = b_k * b_cos - b_k2 * b_sin, b_k2 * b_cos + b_k * b_sin
@@ -206,20 +208,20 @@ def append_token_(
     B, HQ, D = q.shape
     S, H = k_cache.shape[1:3]
     out = torch.empty((B, HQ, D), dtype=k_cache.dtype, device=q.device)
-    frequencies = None if rope_base is None else _frequencies(D, rope_base, q.device)
+    steps = None if rope_base is None else _rope_steps(D, rope_base, q.device)
     BQ, BH = next_power_of_2(HQ), next_power_of_2(H)
     if B:
         strides = (*q.stride(), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
         with torch.cuda.device_of(q):
             append_token_kernel[(B,)](
-                q, k, v, k_cache, v_cache, lengths, frequencies, out, S,
+                q, k, v, k_cache, v_cache, lengths, steps, out, S,
                 *strides, lengths.stride(0), HQ=HQ, H=H, D=D, BQ=BQ, BH=BH,
-                HAS_ROPE=frequencies is not None, num_warps=min(max(BQ * D // 512, 1), 16),
+                HAS_ROPE=steps is not None, num_warps=min(max(BQ * D // 512, 1), 16),
             )  # fmt: skip
     return out
 
 
 @cache
-def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
-    """Return RoPE's frequencies, a table that is cached for ever: captured graphs read it."""
-    return rope_frequencies(dim, base, device=device)
+def _rope_steps(dim: int, base: float, device: torch.device) -> Tensor:
+    """Return RoPE's steps, a table that is cached for ever: captured graphs read it."""
+    return rope_steps(dim, base, device=device)

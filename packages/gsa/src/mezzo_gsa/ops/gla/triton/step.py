@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
-from mezzo_core.positions import rope_frequencies
+from mezzo_core.positions import RADIANS, rope_steps
 from torch import Tensor
 
 from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
@@ -21,6 +21,7 @@ from mezzo_gsa.ops.gla.triton.gate import gate_columns
 
 # Numbers of a tile: more would not fit a program's registers.
 TILE = 8192
+UNIT = tl.constexpr(RADIANS)
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _load_turned(x, o_k, m_k, b_cos, b_sin, K: tl.constexpr, MAP: tl.constexpr):
 
 @triton.jit
 def step_state_kernel(
-    q, k, v, g, h, out, places, frequencies, stride_q, stride_k, stride_v, stride_g,
+    q, k, v, g, h, out, places, steps, stride_q, stride_k, stride_v, stride_g,
     scale, inverse_damping, bound,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
@@ -57,9 +58,9 @@ def step_state_kernel(
         b_g = log_sigmoid(b_g) * inverse_damping
     b_keep = bound + (1 - bound) * tl.exp(b_g)
     b_cos, b_sin = None, None
-    if frequencies is not None:
-        b_frequency = tl.load(frequencies + o_k % (K // 2), mask=m_k, other=0.0)
-        b_angle = tl.load(places + i_b).to(tl.float32) * b_frequency
+    if steps is not None:
+        b_step = tl.load(steps + o_k % (K // 2), mask=m_k, other=0)
+        b_angle = (tl.load(places + i_b) * b_step).to(tl.float32) * UNIT  # whole turns are lost
         b_cos, b_sin = tl.cos(b_angle), tl.sin(b_angle)
     if k is None:
         b_k = (1 - bound) * write_strength(b_g)
@@ -119,14 +120,14 @@ def _launch(
     BV = min(tile(B * H, V), TILE // BK)
     inputs = [rows(x) for x in (q, k, v, g)]
     strides = [0 if x is None else x.stride(0) for x in inputs]
-    frequencies = None
+    steps = None
     if places is not None:
         places = places.contiguous()
     if form.rope_base is not None:
-        frequencies = _frequencies(K, form.rope_base, device=q.device)
+        steps = _steps(K, form.rope_base, device=q.device)
     with torch.cuda.device_of(q):
         step_state_kernel[(B * H * ceil_div(V, BV),)](
-            *inputs, h, out, places, frequencies, *strides,
+            *inputs, h, out, places, steps, *strides,
             form.scale, 1 / (form.damping or 1.0), form.lower_bound,
             H=H, G=q.shape[1] // H, K=K, V=V, KG=g.shape[2], BK=BK, BV=BV,
             LOGITS=form.damping is not None, MAP=form.feature_map, num_warps=4,
@@ -134,4 +135,4 @@ def _launch(
 
 
 # Made once and never freed, as captured graphs go on reading it.
-_frequencies = cache(rope_frequencies)
+_steps = cache(rope_steps)
