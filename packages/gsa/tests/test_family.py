@@ -14,6 +14,7 @@ from mezzo_core.testing.laws import (
     check_segments,
     check_state_bytes,
     check_step,
+    check_training,
 )
 from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_gsa.abc import ABCConfig
@@ -79,6 +80,7 @@ LAWS = {
     "packed": lambda mixer: check_packed(mixer, [5, 0, 1, 4, 9, 0]),
     "ragged": lambda mixer: check_ragged(mixer, [2, 0, 1, 4, 9], 6),
     "step": lambda mixer: check_step(mixer, [2, 0, 1, 4, 9], 6),
+    "training": check_training,
 }
 
 

@@ -14,6 +14,7 @@ from mezzo_core.testing.laws import (
     check_segments,
     check_state_bytes,
     check_step,
+    check_training,
 )
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
@@ -31,6 +32,7 @@ LAWS = {
     "step": lambda stack: check_step(stack, [2, 0, 1, 4, 9], 6),
     "state bytes": lambda stack: check_state_bytes(stack, 7),
     "plain state": check_plain_state,
+    "training": check_training,
 }
 
 

@@ -9,6 +9,7 @@ from mezzo_core.testing.laws import (
     check_ragged,
     check_segments,
     check_state_bytes,
+    check_training,
 )
 from mezzo_rat import LinearRNNConfig, RATConfig
 
@@ -39,6 +40,10 @@ def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
 
 def test_state_bytes_are_those_of_the_state_at_any_length(mixer):
     check_state_bytes(mixer, 5)
+
+
+def test_training_goes_on_from_a_state_of_inference_mode(mixer):
+    check_training(mixer)
     assert mixer.state_bytes(1) == mixer.state_bytes(10**6)
 
 

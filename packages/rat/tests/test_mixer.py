@@ -12,6 +12,7 @@ from mezzo_core.testing.laws import (
     check_segments,
     check_state_bytes,
     check_step,
+    check_training,
 )
 from mezzo_rat import LinearRNNConfig, RATConfig
 from mezzo_rat.mixer import mean_logits
@@ -57,6 +58,10 @@ def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
 
 def test_decoding_in_place_equals_the_whole(mixer):
     check_step(mixer, [2, 0, 1, 4, 9], 6)
+
+
+def test_training_goes_on_from_a_state_of_inference_mode(mixer):
+    check_training(mixer)
 
 
 @pytest.mark.gpu

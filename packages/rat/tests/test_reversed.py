@@ -11,6 +11,7 @@ from mezzo_core.testing.laws import (
     check_ragged,
     check_segments,
     check_state_bytes,
+    check_training,
 )
 from mezzo_rat import LinearRNNConfig, RATReversedConfig
 from torch import nn
@@ -50,6 +51,10 @@ def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
 
 def test_state_bytes_are_those_of_the_state(mixer):
     check_state_bytes(mixer, 7)
+
+
+def test_training_goes_on_from_a_state_of_inference_mode(mixer):
+    check_training(mixer)
 
 
 @pytest.mark.parametrize("chunk_size", [11, 12, 64])

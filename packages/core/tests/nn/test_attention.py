@@ -17,6 +17,7 @@ from mezzo_core.testing.laws import (
     check_segments,
     check_state_bytes,
     check_step,
+    check_training,
 )
 
 C = 32
@@ -76,6 +77,11 @@ def test_ragged_prompts_decode_as_each_would_alone(name, prompts):
 @pytest.mark.parametrize("prompts", [[0, 0], [6, 6], [1, 9, 0], [3, 4, 12]])
 def test_steps_in_place_decode_what_a_forward_does(name, prompts):
     check_step(build(name), prompts, steps=9)
+
+
+@configs
+def test_training_goes_on_from_a_state_of_inference_mode(name):
+    check_training(build(name))
 
 
 @some

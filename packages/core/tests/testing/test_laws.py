@@ -13,6 +13,7 @@ from mezzo_core.testing.laws import (
     check_segments,
     check_state_bytes,
     check_step,
+    check_training,
 )
 from torch import Tensor, nn
 
@@ -51,6 +52,8 @@ class RunningMean(AbstractMixer):
         given = state if state is not None else self.init_state(B)
         if self.mistake == "state forgotten":
             given = self.init_state(B)
+        if self.mistake == "inference forgotten" and given.h.is_inference():
+            given = self.init_state(B)
         if self.mistake == "state returned in training" and state is None:
             state = given
         real = torch.full((B,), T) if lengths is None else lengths
@@ -77,6 +80,8 @@ class RunningMean(AbstractMixer):
         y = self.proj(h / count.unsqueeze(-1))
         if self.mistake == "x ignored":
             y = y * 0
+        if self.mistake == "words of torch":
+            y = nn.functional.scaled_dot_product_attention(y[:, None], h[:, None], h[:, None])[:, 0]
         last = h[:, -1] if T else given.h
         if self.mistake == "state overwritten" and state is not None:
             given.h.copy_(last)
@@ -116,6 +121,7 @@ CHECKS = {
     "ragged": lambda m: check_ragged(m, [5, 0, 1, 9], 3),
     "step": lambda m: check_step(m, [5, 0, 1, 9], 3),
     "state bytes": lambda m: check_state_bytes(m, 9),
+    "training": check_training,
 }
 
 
@@ -132,6 +138,8 @@ def test_a_correct_mixer_passes(name):
         ("segments", "state returned in training", "must return None"),
         ("causal", "future leaks", "reached the past"),
         ("causal", "x ignored", "reached nothing"),
+        ("training", "inference forgotten", "dx after inference mode"),
+        ("training", "words of torch", "derivative for aten::_scaled_dot_product"),
         ("isolated", "past times zero", "nan in token 1 reached the past"),
         ("isolated", "rows times zero", "nan in token 0 reached another row"),
         ("isolated", "large rows times zero", r"1e\+38 in token 0 reached another row"),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.contract import run_eagerly
+from mezzo_core.ops.gradients import saveable
 from mezzo_core.ops.named import replaced  # torch 2.8 does not compile `_replace`
 from torch import Tensor, nn
 
@@ -132,7 +133,7 @@ class RetrievalStack(AbstractStack):
 
     def _token(self, x: Tensor, s: RetrievalState) -> tuple[Tensor, RetrievalState]:
         """Run a token of every row, (B, C), and the landmark where the token ends a chunk."""
-        h = self.decay * s.h + self.w_in(self.norm(x))
+        h = self.decay * saveable(s.h) + self.w_in(self.norm(x))
         y = x + self.w_out(h) + self.w_read(s.read)
         seen = s.seen + 1
         token = replaced(s, h=h, chunk=s.chunk + y, seen=seen)

@@ -67,9 +67,34 @@ def register_gradient(
     def call(*inputs: Any) -> Any:
         if in_transform():
             return Gradient.apply(*inputs)
-        return EagerGradient.apply(*inputs) if _is_eager(inputs) else op(*inputs)
+        if not _is_eager(inputs):
+            return op(*inputs)
+        return EagerGradient.apply(*map(saveable, inputs))
 
     return call
+
+
+def saveable(x: Any) -> Any:
+    """Return x, or a copy of a tensor made in inference mode, which autograd would not save."""
+    is_copied = torch.is_grad_enabled() and isinstance(x, Tensor) and x.is_inference()
+    return x.clone() if is_copied else x
+
+
+def refuse_second_gradient(result: Tensor) -> Tensor:
+    """Return the result of torch's attention, whose second gradients our error refuses.
+
+    torch's own error names a fused kernel that no caller has heard of.
+    """
+    node = None if torch.compiler.is_compiling() else result.grad_fn
+    if node is not None and node.name().startswith(("ScaledDotProduct", "CompiledFunction")):
+        node.register_hook(_mark_last)
+    return result
+
+
+def _mark_last(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(x if x is None else _Last.apply(x) for x in gradients)
 
 
 def _is_eager(inputs: tuple[Any, ...]) -> bool:

@@ -204,6 +204,26 @@ def check_plain_state(module: AbstractSequenceModule) -> None:
     assert kinds == {Tensor}, f"the state is of {kinds}"
 
 
+def check_training(module: AbstractSequenceModule, *, num_tokens: int = 9, seed: int = 0) -> None:
+    """Assert that a state made in inference mode is one to train from, with the same gradients.
+
+    And that the gradient of a gradient is there, or is refused in our words.
+    """
+    x = _normal(module, (2, num_tokens, module.d_model), seed).requires_grad_()
+    found = []
+    for made in (torch.inference_mode, torch.no_grad):
+        with made():
+            _, state = module(x, module.init_state(2))
+        found += torch.autograd.grad(module(x, state)[0].square().sum(), x, create_graph=True)
+    assert_close("dx after inference mode", *found, rtol=1e-6)
+    told = "no second gradient"
+    try:
+        torch.autograd.grad(found[1].square().sum(), x)
+    except RuntimeError as error:
+        told = str(error)
+    assert "no second gradient" in told, told
+
+
 class _OtherClass(Tensor):
     pass
 
@@ -232,6 +252,7 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "step": lambda module: check_step(module, (0, 3, 13), 7),
     "state bytes": _state_bytes,
     "plain state": check_plain_state,
+    "training": check_training,
 }
 """Every law at sizes for chunks of a few tokens. Longer chunks need longer sequences: call the
 checks themselves."""

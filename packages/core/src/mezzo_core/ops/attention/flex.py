@@ -19,6 +19,7 @@ from mezzo_core.ops.attention.request import (
     seen_interval,
     token_positions,
 )
+from mezzo_core.ops.gradients import refuse_second_gradient
 from mezzo_core.positions import sequence_ids
 
 # Exists since torch 2.9; before, the lse was requested by `return_lse=True`.
@@ -75,8 +76,9 @@ def attention_flex(r: Request) -> AttentionOutput:
         **options,
     )
     if not r.return_lse:
-        return AttentionOutput(result.transpose(1, 2), None)
+        return AttentionOutput(refuse_second_gradient(result).transpose(1, 2), None)
     out, aux = result
+    out = refuse_second_gradient(out)
     lse = aux if _AUX_REQUEST is None else aux.lse
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2))
 

@@ -20,6 +20,7 @@ from mezzo_core.ops.attention.request import (
     wild_tokens,
 )
 from mezzo_core.ops.checks import can_look
+from mezzo_core.ops.gradients import refuse_second_gradient
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 
@@ -77,7 +78,7 @@ def _attend(r: Request) -> Tensor:
         # the operator does not accept as a bool.
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
-        return out.transpose(1, 2)
+        return refuse_second_gradient(out).transpose(1, 2)
     if r.slopes is None:
         return _masked(r)
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
@@ -113,5 +114,6 @@ def _masked(r: Request) -> Tensor:
         attn_mask=mask.flatten(2, 3),
         scale=r.scale,
     )
+    out = refuse_second_gradient(out)
     out = out.unflatten(2, (G, T)).permute(0, 3, 1, 2, 4).reshape(B, T, HQ, r.v.shape[-1])
     return out if empty is None else out.masked_fill(empty[:, :, None, None], 0.0)

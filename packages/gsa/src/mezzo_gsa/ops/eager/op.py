@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mezzo_core.ops.gradients import saveable
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
@@ -61,8 +62,9 @@ def eager_op(name: str, form: EagerForm) -> EagerForm:
         scale: float,
         between: str,
     ) -> list[Tensor]:
-        take = op if torch.compiler.is_compiling() else run
-        return take(inputs, states, cu_seqlens, scale, between)
+        if torch.compiler.is_compiling():
+            return op(inputs, states, cu_seqlens, scale, between)
+        return run(inputs, [saveable(x) for x in states], cu_seqlens, scale, between)
 
     return dispatch
 
