@@ -1,6 +1,7 @@
 """Chunks in files of a folder; a host or a disk that is full is an error, and harms no state."""
 
 import errno
+import math
 import os
 import pickle
 from dataclasses import replace
@@ -91,6 +92,12 @@ def test_a_host_that_is_too_small_is_an_error_and_harms_no_state(stack, tmp_path
     stack.offload_to(tmp_path)
     y, _ = run(stack, x[:, 8 * L :], state)
     assert_close("in a folder", y, stack(x)[0][:, 8 * L :], rtol=1e-5)
+
+
+def test_memory_that_the_process_may_not_have_is_an_error_in_our_words(monkeypatch):
+    monkeypatch.setattr(store, "available_memory", lambda: math.inf)  # no limit is seen there
+    with pytest.raises(UserError, match=r"GiB .* what this process may have .*: give a folder"):
+        store.in_memory((2**60,), torch.int8)
 
 
 @torch.no_grad()

@@ -20,15 +20,19 @@ def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make a tensor in pageable memory.
 
     Raises:
-        UserError: if the host has not so much memory left.
+        UserError: if the host has not so much memory left, or this process may not have it.
     """
     needed, free = math.prod(sizes) * dtype.itemsize, available_memory()
-    if needed > free:
-        raise UserError(
-            f"offload needs {needed / 2**30:.1f} GiB more of the host's memory, which has "
-            f"{free / 2**30:.1f} GiB left: give a folder for files by offload_to(folder)"
-        )
-    return torch.empty(*sizes, dtype=dtype, device="cpu")
+    left = f"which has {free / 2**30:.1f} GiB left"
+    if needed <= free:
+        try:
+            return torch.empty(*sizes, dtype=dtype, device="cpu")
+        except RuntimeError:
+            left = "beyond what this process may have (see ulimit -v)"
+    raise UserError(
+        f"offload needs {needed / 2**30:.1f} GiB more of the host's memory, {left}: "
+        "give a folder for files by offload_to(folder)"
+    )
 
 
 def in_folder(folder: Path) -> Allocate:

@@ -37,6 +37,21 @@ def test_each_argument_replaced_is_named_or_right(impl):
 
 
 @pytest.mark.parametrize(
+    ("indices", "S", "message"),
+    [
+        (None, 4, "readers_of: indices must be an int64 tensor, got NoneType"),
+        (torch.ones(2, 3, 2), 4, "indices must be an int64 tensor, got torch.float32"),
+        (torch.ones(2, 3).long(), 4, r"indices must be \(B, N, R\), got \(2, 3\)"),
+        (torch.ones(2, 3, 2).long(), None, "S must be an int, got NoneType"),
+        (torch.ones(2, 3, 2).long(), -1, "S must be 0 or more, got -1"),
+    ],
+)
+def test_what_has_no_readers_is_named(indices, S, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        readers_of(indices, S)
+
+
+@pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
         (ValueError, r"q must be \(B, N, M, H, D\), got \(3, 5\)", {"q": torch.ones(3, 5)}),

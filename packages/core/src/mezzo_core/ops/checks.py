@@ -25,7 +25,8 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> N
 
     Raises:
         TypeError: if it is not an int or float; bools and tensors are refused.
-        ValueError: if it is NaN or infinite, or not above 0 although `positive` is set.
+        ValueError: if it is NaN or infinite, an int of 64 bits or more, or not above 0 although
+            `positive` is set.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
@@ -35,6 +36,8 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> N
         raise ValueError(
             f"{op}: {name} must be {'positive and ' if positive else ''}finite, got {value}"
         )
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # torch takes no larger ones
+        raise ValueError(f"{op}: {name} must be a float beyond 2^63, got the int {value}")
 
 
 def check_size(op: str, name: str, value: Any, least: int = 1) -> None:

@@ -160,7 +160,7 @@ def replacements(value: Any) -> list[Replacement]:
     elif isinstance(value, int) and not isinstance(value, bool):
         found += [Replacement(str(n), n, True) for n in (0, -1, 1.5, math.nan, True)]
     elif isinstance(value, float):
-        found += [Replacement(str(x), x, True) for x in (math.nan, math.inf, -math.inf)]
+        found += [Replacement(str(x), x, True) for x in (math.nan, math.inf, -math.inf, 10**30)]
         found += [Replacement(str(x), x, False) for x in (0.0, -1.0, 1e-3, 2)]
     return found
 

@@ -10,7 +10,7 @@ from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.op import differentiable_attention
-from mezzo_drt.ops.grouped_cross_attention.readers import Readers
+from mezzo_drt.ops.grouped_cross_attention.readers import Readers, check_indices
 from mezzo_drt.ops.grouped_cross_attention.reference import grouped_cross_attention_reference
 
 OP = "grouped_cross_attention"
@@ -111,9 +111,7 @@ def _unsupported(k: Tensor) -> str | None:
 def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) -> None:
     for name, x in {"q": q, "k": k, "v": v, "weights": weights}.items():
         check_floating(OP, name, x)
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
-        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise TypeError(f"{OP}: indices must be an int64 tensor, got {got}")
+    check_indices(OP, indices)
     if not isinstance(softmax1, bool):
         raise TypeError(f"{OP}: softmax1 must be a bool, got {type(softmax1).__name__}")
     if not q.dtype == k.dtype == v.dtype:
@@ -127,7 +125,7 @@ def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) ->
         raise ValueError(f"{OP}: k must be ({B}, S, L, {H}, {D}), got {tuple(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"{OP}: v must be {tuple(k.shape)} as k, got {tuple(v.shape)}")
-    if indices.ndim != 3 or indices.shape[:2] != (B, N):
+    if indices.shape[:2] != (B, N):
         raise ValueError(f"{OP}: indices must be ({B}, {N}, R), got {tuple(indices.shape)}")
     if weights.shape != indices.shape:
         raise ValueError(

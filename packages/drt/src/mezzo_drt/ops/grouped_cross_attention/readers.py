@@ -1,8 +1,9 @@
 """Who reads each chunk: the lists by which gradients of keys and values are summed in order."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.checks import check_size
 from torch import Tensor
 
 
@@ -27,7 +28,14 @@ class Readers(NamedTuple):
 
 
 def readers_of(indices: Tensor, S: int) -> Readers:
-    """List the readers of S chunks in each row of the indices (B, N, R)."""
+    """List the readers of S chunks in each row of the indices (B, N, R).
+
+    Raises:
+        TypeError: if `indices` is no int64 tensor, or S no int.
+        ValueError: if `indices` does not have three axes, or S is negative.
+    """
+    check_indices("readers_of", indices)
+    check_size("readers_of", "S", S, 0)
     B, _, R = indices.shape
     size = part_size(R)
     rows = torch.arange(B, device=indices.device)[:, None, None]
@@ -43,6 +51,15 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     most = torch.arange(max(0, indices.numel() - 1) // size, device=indices.device)
     chunks = torch.searchsorted(ends, most, right=True)
     return Readers(order.to(torch.int32), offsets, parts, chunks, size)
+
+
+def check_indices(op: str, indices: Any) -> None:
+    """Raise a TypeError if the indices are no int64 tensor, a ValueError if not (B, N, R)."""
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"{op}: indices must be an int64 tensor, got {got}")
+    if indices.ndim != 3:
+        raise ValueError(f"{op}: indices must be (B, N, R), got {tuple(indices.shape)}")
 
 
 def part_size(R: int) -> int:
