@@ -107,6 +107,21 @@ def test_the_laws_hold_across_many_blocks(mixer):
     check_step(mixer, (0, 8, 21), 15)
 
 
+def test_all_weights_learn_from_segments_as_from_the_whole(mixer):
+    x, dy = torch.randn(2, 2, 13, C)
+    whole, state = mixer(x)[0], mixer.init_state(2)
+    parts = []
+    for part in x.split([4, 0, 9], 1):
+        y, state = mixer(part, state)
+        parts.append(y)
+    weights = dict(mixer.named_parameters())
+    found, wanted = (
+        torch.autograd.grad(y, list(weights.values()), dy) for y in (torch.cat(parts, 1), whole)
+    )
+    for name, got, right in zip(weights, found, wanted, strict=True):
+        assert_close(name, got, right, rtol=1e-4)
+
+
 def test_arguments_replaced_are_refused_by_name(mixer):
     check_module_arguments(mixer)
 

@@ -265,7 +265,9 @@ class BlockRecurrent(AbstractMixer):
         block = torch.arange(num_blocks, device=seen.device)
         slot = inside[:, None] + torch.arange(num_tokens, device=seen.device)
         ends = (seen // L * L)[:, None] + (block + 1) * L
-        return _Blocks(slot, torch.zeros_like(ends, dtype=torch.bool), ends <= after[:, None])
+        # Where a row begins, the weights themselves are its first states, so that they learn.
+        is_first = (seen[:, None] == 0) & (block == 0)
+        return _Blocks(slot, is_first, ends <= after[:, None])
 
     def _packed_blocks(self, cu_seqlens: Tensor, num_tokens: int) -> _Blocks:
         """Lay out packed sequences, each from a new block on."""
@@ -294,10 +296,7 @@ class BlockRecurrent(AbstractMixer):
         return torch.where(index >= 0, taken, ring)
 
     def init_state(self, batch: int) -> BlockRecurrentState:
-        """Return the state before the first token: an empty window and the first states.
-
-        These do not learn from it: in training, where no state is given, they do.
-        """
+        """Return the state before the first token: an empty window and the first states."""
         shape = (batch, self.config.window_size, self.num_heads, self.config.head_dim)
         k, v = (self.first_states.new_zeros(shape) for _ in range(2))
         seen = torch.zeros(batch, dtype=torch.int64, device=k.device)
