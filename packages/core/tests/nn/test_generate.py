@@ -164,6 +164,14 @@ def test_top_p_draws_from_the_fewest_tokens_that_hold_p(top_p, kept):
     assert_drawn_from(found, expected / expected.sum())
 
 
+@pytest.mark.parametrize("top_p", [0.8, 0.9])  # sums that float32 misses by a rounding
+def test_top_p_draws_no_more_tokens_than_hold_p_exactly(top_p):
+    probs = torch.tensor([0.1, 0.5, 0.1, 0.3])
+    expected = torch.tensor([0.1 * (top_p > 0.8), 0.5, 0.0, 0.3], dtype=torch.float64)
+    found = frequencies(Sampler(1.0, top_p=top_p), probs.log())
+    assert_drawn_from(found, expected / expected.sum())
+
+
 def test_with_top_k_and_top_p_both_hold():
     probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
     # Of the three that top_k leaves, the first two hold 7/9 of the mass.

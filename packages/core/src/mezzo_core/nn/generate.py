@@ -45,7 +45,8 @@ def generate(
             token is sampled.
         top_k: sample among the k most likely tokens only.
         top_p: sample among the fewest tokens whose probabilities sum to p or more (Holtzman et
-            al., "The Curious Case of Neural Text Degeneration", 2020). With `top_k`, both apply.
+            al., "The Curious Case of Neural Text Degeneration", 2020). A sum may miss p by a
+            millionth of it: float32 is no more exact. With `top_k`, both apply.
         stop_tokens: a prompt stops at the first of these tokens, which is not returned.
         seed: makes sampling repeatable; None draws from torch's global generator.
         prefill_tokens: run this many tokens of the prompts at a time, to bound the memory of long
@@ -149,7 +150,7 @@ class Sampler:
         probs = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             before = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(before >= self.top_p, 0)
+            probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
         rank = _sample(probs, generator)
         return tokens.gather(-1, rank[:, None])[:, 0]
 
