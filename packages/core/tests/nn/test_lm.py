@@ -1,3 +1,4 @@
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.generate import generate
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.testing import assert_close
@@ -254,6 +256,45 @@ def test_a_head_that_does_more_is_asked_for_its_logits(model):
         model.loss(tokens, targets), torch.nn.functional.cross_entropy(logits, targets.flatten())
     )
     assert model.loss(tokens, targets) != plain
+
+
+def test_a_wrapped_embedding_and_head_are_known_by_their_model(model):
+    """As an adapter wraps them."""
+    tokens = tokens_of(2, 5)
+    logits, tied = model(tokens).logits, model.head.weight is model.embed.weight
+    model.embed, model.head = torch.nn.Sequential(model.embed), torch.nn.Sequential(model.head)
+    assert torch.equal(model(tokens).logits, logits)
+    assert model.loss(tokens, tokens).isfinite()
+    assert len(generate(model, [[1, 2]], max_new_tokens=3)[0]) == 3
+    with pytest.raises(ValueError, match=r"tokens must be in \[0, 37\)"):
+        model(tokens + 37)
+    whole, rest = model.num_parameters(), model.num_parameters(embeddings=False)
+    assert whole - rest == (1 if tied else 2) * 37 * model.stack.d_model
+    assert model.flops_per_token(5) == model.stack.flops_per_token(5) + 2 * 37 * model.stack.d_model
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("tie", [True, False])
+def test_weights_that_are_loaded_or_made_anew_stay_tied(config, tie, assign):
+    config = replace(config, tie_embeddings=tie)
+    source = config.build()
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    assert (model.head.weight is model.embed.weight) == tie
+    outer = torch.nn.ModuleList([deepcopy(model)])  # as a wrapper loads its parts
+    outer.load_state_dict({f"0.{k}": w for k, w in source.state_dict().items()}, assign=assign)
+    assert (outer[0].head.weight is outer[0].embed.weight) == tie
+    tokens = tokens_of(1, 5)
+    assert torch.equal(outer[0](tokens).logits, source(tokens).logits)
+
+
+def test_a_head_that_was_untied_stays_so(config):
+    model = config.build()
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    model.load_state_dict(config.build().state_dict(), assign=True)
+    model.to(torch.float64)
+    assert model.head.weight is not model.embed.weight
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def _new_tokens(
     seed: int | None,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, (B,), also of rows that have stopped."""
-    device = model.embed.weight.device
+    device = next(model.parameters()).device
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
     tokens, lengths = _pad(prompts, device)
     logits, state = _prefill(model, tokens, lengths, prefill_tokens or tokens.shape[1])

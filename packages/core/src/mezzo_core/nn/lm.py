@@ -1,6 +1,6 @@
 """The language model: embedding, stack, final norm, head; one class for every paper."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -119,6 +119,8 @@ class LM(nn.Module):
     everything bf16. The loss is always computed in float32.
     """
 
+    _is_tied: bool
+
     def __init__(
         self, embed: nn.Embedding, stack: AbstractStack, norm: nn.Module, head: nn.Linear
     ) -> None:
@@ -127,11 +129,17 @@ class LM(nn.Module):
         self.stack = stack
         self.norm = norm
         self.head = head
-
-    @property
-    def vocab_size(self) -> int:
+        self.vocab_size = embed.num_embeddings
         """The number of tokens that the model knows."""
-        return self.embed.num_embeddings
+        self.register_load_state_dict_pre_hook(_note_tie)
+        self.register_load_state_dict_post_hook(_tie_again)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LM":
+        # Some conversions, such as `to_empty` of a model on the meta device, make new weights.
+        _note_tie(self)
+        super()._apply(fn, recurse)
+        _tie_again(self)
+        return self
 
     def forward(
         self,
@@ -335,8 +343,8 @@ class LM(nn.Module):
         Args:
             embeddings: whether the matrices with a row a token (embedding and head) count.
         """
-        left_out = () if embeddings else (self.embed.weight, self.head.weight)
-        skip = {id(weight) for weight in left_out}
+        left_out = () if embeddings else (self.embed, self.head)
+        skip = {id(weight) for part in left_out for weight in part.parameters()}
         return sum(weight.numel() for weight in self.parameters() if id(weight) not in skip)
 
     def flops_per_token(self, num_tokens: int) -> float:
@@ -345,11 +353,23 @@ class LM(nn.Module):
         A multiply and an add count as two. The head counts; norms and the embedding's look-up do
         not. Training takes three times as many.
         """
-        return self.stack.flops_per_token(num_tokens) + 2 * self.head.weight.numel()
+        head = sum(weight.numel() for weight in self.head.parameters())
+        return self.stack.flops_per_token(num_tokens) + 2 * head
 
     def units(self) -> Sequence[nn.Module]:
         """Return the parts of the stack that are sharded and compiled one at a time."""
         return self.stack.units()
+
+
+def _note_tie(model: LM, *_: Any) -> None:
+    """Note whether the head shares the embedding's weight, before the weights are replaced."""
+    weight = getattr(model.head, "weight", None)
+    model._is_tied = weight is not None and weight is getattr(model.embed, "weight", None)
+
+
+def _tie_again(model: LM, *_: Any) -> None:
+    if model._is_tied:
+        model.head.weight = model.embed.weight
 
 
 def _check_tensor(name: str, value: Any) -> None:
