@@ -31,7 +31,9 @@ from safetensors.torch import load_file, save_file
 def command(capsys, *arguments: str, main=main) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
-    return stop.value.code, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert not (stop.value.code and out), "a refused command prints no result"
+    return stop.value.code, err
 
 
 def rejected(capsys, *arguments: str, main=main) -> str:

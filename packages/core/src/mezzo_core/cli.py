@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,7 +22,6 @@ from rich.console import Console
 from mezzo_core.console import show
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.stream_decoder import StreamDecoder
-from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
@@ -260,17 +260,14 @@ def _add_generate(app: typer.Typer) -> None:
                 seed=seed,
                 prefill_tokens=prefill_tokens,
             )
-            _write(texts, prompts, kept, steps)
+            _write(texts, [StreamDecoder(kept, tokens) for tokens in prompts], steps)
 
 
 def _write(
-    texts: Sequence[str],
-    prompts: Sequence[Sequence[int]],
-    tokenizer: Tokenizer,
-    steps: Iterator[list[int | None]],
+    texts: Sequence[str], decoders: Sequence[StreamDecoder], steps: Iterator[list[int | None]]
 ) -> None:
     """Write the texts with their continuations; a single one as it comes, several at the end."""
-    decoders = [StreamDecoder(tokenizer, tokens) for tokens in prompts]
+    steps = chain(list(islice(steps, 1)), steps)  # the model may refuse: nothing is shown before
     if len(texts) == 1:
         _show(texts[0])
         try:
