@@ -76,8 +76,9 @@ def register_gradient(
 
 def saveable(x: Any) -> Any:
     """Return x, or a copy of a tensor made in inference mode, which autograd would not save."""
-    is_copied = torch.is_grad_enabled() and isinstance(x, Tensor) and x.is_inference()
-    return x.clone() if is_copied else x
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return x
+    return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 
 def refuse_second_gradient(result: Tensor) -> Tensor:
