@@ -60,6 +60,9 @@ class HGRN2(AbstractMixer):
     α = β + (1 - β) sigmoid(x Wg).
 
     The rows of `in_proj.weight` are those of Wq, Wg and Wv, by head; `out_proj` is Wo.
+
+    What the norm gets grows with the square of x. In float16 it overflows where x is about 30 times
+    as large as the norm of a block makes it.
     """
 
     state_type = GLAState

@@ -75,6 +75,9 @@ class RetNet(AbstractMixer):
 
     The rows of `in_proj.weight` are those of Wq, Wk, Wv and Wz (if there is an output gate), by
     head; `out_proj` is Wo.
+
+    What the norm gets grows with the cube of x. In float16 it overflows where x is about 15 times
+    as large as the norm of a block makes it.
     """
 
     state_type = RetNetState

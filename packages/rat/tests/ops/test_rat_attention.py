@@ -566,6 +566,12 @@ def test_a_gpu_gives_what_the_cpu_gives():
         assert_close(f"d{name}", found[name].cpu(), grad, rtol=1e-5)
 
 
+@pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
+def test_large_logits_do_not_overflow_in_float16(op):
+    inputs = {name: (1000 * x).half() for name, x in draw(1, 9, 2, 1, 16).items()}
+    assert op(**inputs, chunk_size=4).out.isfinite().all()
+
+
 @pytest.mark.gpu
 def test_decoding_runs_in_a_cuda_graph():
     inputs = draw(2, 20, 4, 2, 32, device="cuda")

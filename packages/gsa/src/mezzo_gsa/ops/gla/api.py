@@ -82,8 +82,9 @@ def chunk_gla(
             to 512 and V up to 1024.
 
     Returns:
-        out: (B, T, HQ, V) in the dtype of q. final_state: the state after each sequence's last
-        token, float32 (float64 for float64); a sequence without tokens keeps its initial state.
+        out: (B, T, HQ, V) in the dtype of q, so infinite in float16 where it exceeds 65,504.
+        final_state: the state after each sequence's last token, float32 (float64 for float64); a
+        sequence without tokens keeps its initial state.
 
     Raises:
         TypeError: if an argument or a tensor's dtype is not of the kinds above.

@@ -21,6 +21,7 @@ from mezzo_rat.ops.rat_attention.chunks import (
     packed_chunks,
     plain_chunks,
 )
+from mezzo_rat.ops.rat_attention.reference import widened
 from mezzo_rat.ops.rat_attention.request import Parts, Request
 from mezzo_rat.ops.rat_attention.state import RATState
 
@@ -122,7 +123,7 @@ def _attend(
     own = (k_run.unflatten(2, (-1, G)) * q.unsqueeze(2)).sum(-1).flatten(2).transpose(1, 2)
     keys = k_ends.unflatten(2, (-1, G)).permute(0, 2, 3, 4, 1)  # (B, R, G, D, N)
     queries = q_rotated.transpose(1, 2).unsqueeze(1)  # (B, 1, G, T, D)
-    past = torch.matmul(queries, keys).flatten(1, 2)  # (B, H, T, N)
+    past = torch.matmul(*widened(queries, keys)).flatten(1, 2)  # (B, H, T, N)
     slots = torch.arange(N, device=q.device)
     hidden = slots >= chunks.slot[..., None]
     if chunks.first is not None:

@@ -47,7 +47,8 @@ def recurrent_reference(
         slot = n[:, None, None, None].expand(-1, 1, *v.shape[2:])
         k_ends = state.k_ends.scatter(1, slot, k_t.to(k.dtype))
         v_ends = state.v_ends.scatter(1, slot, v_run[:, None].to(v.dtype))
-        logits = torch.einsum("bthd,bnhd->bhn", q_t, k_ends).to(k_run.dtype) * form.scale
+        logits = torch.einsum("bthd,bnhd->bhn", *widened(q_t, k_ends))
+        logits = logits.to(k_run.dtype) * form.scale
         future = torch.arange(k_ends.shape[1], device=v.device) > n[:, None]
         weights = logits.masked_fill(future[:, None], float("-inf")).softmax(-1)
         seen = v_ends.masked_fill(future[..., None, None], 0.0)  # 0 times NaN would be NaN
@@ -55,6 +56,11 @@ def recurrent_reference(
         after = RATState(k_run, v_run, k_ends, v_ends, state.lengths + 1)
         state = after if lengths is None else _where(t < lengths, after, state)
     return torch.stack(outputs, dim=1), state
+
+
+def widened(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k in float32 where they are float16, whose product could overflow there."""
+    return (q.float(), k.float()) if q.dtype == torch.float16 else (q, k)
 
 
 def _where(row: Tensor, after: RATState, before: RATState) -> RATState:
