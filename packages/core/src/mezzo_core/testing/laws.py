@@ -210,12 +210,12 @@ def check_training(module: AbstractSequenceModule, *, num_tokens: int = 9, seed:
     And that the gradient of a gradient is there, or is refused in our words.
     """
     x = _normal(module, (2, num_tokens, module.d_model), seed).requires_grad_()
-    found = []
+    found: list[Tensor] = []
     for made in (torch.inference_mode, torch.no_grad):
         with made():
             _, state = module(x, module.init_state(2))
         found += torch.autograd.grad(module(x, state)[0].square().sum(), x, create_graph=True)
-    assert_close("dx after inference mode", *found, rtol=1e-6)
+    assert_close("dx after inference mode", *found, rtol=1e-5)
     told = "no second gradient"
     try:
         torch.autograd.grad(found[1].square().sum(), x)
