@@ -214,12 +214,13 @@ def test_the_gradient_of_torch_func_is_that_of_autograd(options):
     assert per_row.shape == (2, 1, 9, 4, 8)
 
 
-def test_a_second_gradient_of_torch_func_is_refused_rather_than_zero():
+@pytest.mark.parametrize("impl", ["blocked", "sdpa"])
+def test_a_second_gradient_of_torch_func_is_refused_rather_than_zero(impl):
     inputs, _ = problem(T=5)
     q, k, v = inputs.values()
 
     def slope(k):
-        return torch.func.grad(lambda x: attention(q, x, v, impl="blocked").out.sum())(k).sum()
+        return torch.func.grad(lambda x: attention(q, x, v, impl=impl).out.sum())(k).sum()
 
     with pytest.raises(RuntimeError, match="no second gradient"):
         torch.func.grad(slope)(k)

@@ -112,6 +112,8 @@ class _Last(torch.autograd.Function):
     Without this, a second gradient would silently be zero.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.view_as(gradient)
