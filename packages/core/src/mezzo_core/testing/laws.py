@@ -209,7 +209,7 @@ def check_training(module: AbstractSequenceModule, *, num_tokens: int = 9, seed:
 
     And that the gradient of a gradient is there, or is refused in our words.
     """
-    x = _normal(module, (2, num_tokens, module.d_model), seed).requires_grad_()
+    x = normal(module, (2, num_tokens, module.d_model), seed).requires_grad_()
     found: list[Tensor] = []
     for made in (torch.inference_mode, torch.no_grad):
         with made():
