@@ -150,16 +150,9 @@ def open_told_data(
             validation_fraction=1.0 if whole else config.validation_fraction,
             validation_source=None if source or whole else config.validation_source,
         )
-        identity = extra.get("tokenizer_identity")
-        fitting_tokenizer(config.tokenizer, vocab_size, identity, add_bos=config.add_bos)
-        text = config.build(length, None)
-        is_same = extra.get("fingerprint") in (None, text.fingerprint)
-        if source is None and not whole and not is_same:
-            raise UserError(
-                f"{config.source!r} is not the text that the model was trained on: it has changed, "
-                "and what was held out is not known. Restore it, or give a text by --data"
-            )
-        return config.source, text
+        fingerprint = None if source or whole else extra.get("fingerprint")
+        text = _open_text(config, length, vocab_size, extra.get("tokenizer_identity"), fingerprint)
+        return config.validation_source or config.source, text
     try:
         of_texts = source or tokenizer or text_column or skip_bad or whole
         rows = None if of_texts else config.build(length, None)
@@ -168,6 +161,20 @@ def open_told_data(
     if not isinstance(rows, BatchSource):
         raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
     return type(config).__name__, rows
+
+
+def _open_text(
+    config: DataConfig, seq_len: int, vocab_size: int, identity: object, fingerprint: object
+) -> BatchSource:
+    """Open a text; its tokenizer and its training part must be the told ones, unless None."""
+    fitting_tokenizer(config.tokenizer, vocab_size, identity, add_bos=config.add_bos)
+    text = config.build(seq_len, None)
+    if fingerprint not in (None, text.fingerprint):
+        raise UserError(
+            f"{config.source!r} is not the text that the model was trained on: it has changed, "
+            "and what was held out is not known. Restore it, or give a text by --data"
+        )
+    return text
 
 
 def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> TrainConfig:

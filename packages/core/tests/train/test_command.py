@@ -130,6 +130,7 @@ def test_a_text_under_another_name_with_bad_records_is_trained_on_when_told(comm
     code, shown, _ = command.eval(out)
     assert code == 0
     assert json.loads(shown)["tokens"] == 13
+    assert json.loads(shown)["data"] == str(tmp_path / "b.txt")
     assert "no text in" in one_line(command.eval(out, "--text-column", "x"))
     assert command.eval(out, "--data", corpus, "--all")[0] == 0
 

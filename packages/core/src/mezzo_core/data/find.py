@@ -45,7 +45,7 @@ def find_files(source: str) -> list[Path]:
     else:
         raise UserError(
             f'no file or folder {source!r}; a source is "embedded", a file, a folder or a glob of '
-            f'{", ".join(FORMATS)}, or "hub:NAME"'
+            f'{", ".join(FORMATS)}, or "hub:OWNER/NAME"'
         )
     named_json = path is None and ".json" in Path(source).name
     once: dict[Path, Path] = {}  # a link may give a file a second name

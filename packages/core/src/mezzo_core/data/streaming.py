@@ -48,9 +48,11 @@ class StreamedText(TextData):
     """A stream that is cut into windows while it is read, epoch after epoch.
 
     A document is a row of the data set, or a file (a file of more than `PIECE_CHARACTERS` counts as
-    several documents). The held-out documents are the first `VALIDATION_DOCUMENTS` of the stream,
-    or of the split "validation" of a hub data set that has one. With masked documents a window has
-    at most T // 16 + 2 documents; if more would fit, the rest of the window is padding.
+    several documents). The held-out documents are those of a text of its own, or the first
+    `text_stream.VALIDATION_DOCUMENTS` of the split "validation" of a hub data set, or of the stream
+    itself. Over any number of processes each other document is seen once an epoch. With masked
+    documents a window has at most T // 16 + 2 documents; if more would fit, the rest of the window
+    is padding.
 
     Batches come in order: `train_batch` must be called for one step after the other, starting from
     step 0, or in a resumed run from the step at which `state_dict` was called. See `BatchSource`
