@@ -48,7 +48,7 @@ def test_what_is_left_out_of_a_folder_is_said(folder, caplog):
     expected = ["a.txt", "b.jsonl.zst", "d.csv.gz", "part/b.txt", "part/deep/c.txt"]
     assert names(folder) == expected
     (line,) = caplog.messages
-    assert "3 files are not read, by their names: c.json, e.bz2, notes.md" in line
+    assert "left out 3 of its files: c.json, e.bz2, notes.md" in line
     assert names(folder, "*.json") == names(folder, "c.json") == ["c.json"]
 
 

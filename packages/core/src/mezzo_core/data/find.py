@@ -49,19 +49,19 @@ def find_files(source: str) -> list[Path]:
         )
     named_json = path is None and ".json" in Path(source).name
     once: dict[Path, Path] = {}  # a link may give a file a second name
-    others: set[str] = set()
+    others: list[str] = []
     for file in sorted(found):
         if file.is_file() and file.stat().st_size > 0:
             form = split_suffix(file)[0]
             if form in FORMATS and (form != ".json" or named_json):
                 once.setdefault(file.resolve(), file)
             else:
-                others.add(file.name)
+                others.append(file.name)
     if not once:
         raise UserError(f"no {', '.join(FORMATS)} file with text in {source!r}")
     if others:
         logger.warning(
-            "%s: %d files are not read, by their names: %s (a glob of *.json has .json files read)",
+            "%s: left out %d of its files: %s (a glob that ends in .json reads .json files)",
             source,
             len(others),
             ", ".join(sorted(others)[:5]),
