@@ -1,5 +1,7 @@
 """Optional libraries: imports them where they are used, and turns their errors into one line."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -44,10 +46,40 @@ def library_errors(failed: str) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:
-        # The panic of a Rust library is not an Exception, and its class cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not _is_panic(error):
             raise
         raise UserError(f"{failed}: {first_line(error)}") from error
+
+
+@contextmanager
+def panics_unprinted() -> Iterator[None]:
+    """Keep off standard error what Rust prints before Python gets its panic as an exception.
+
+    Whatever else the process prints there meanwhile is only delayed, so use it for short work.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # standard error is closed
+        yield
+        return
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if _is_panic(error):
+                printed.truncate(0)
+            raise
+        finally:
+            os.dup2(kept, 2)
+            printed.seek(0)
+            os.write(2, printed.read())
+            os.close(kept)
+
+
+def _is_panic(error: BaseException) -> bool:
+    # The panic of a Rust library is not an Exception, and its class cannot be imported.
+    return type(error).__name__ == "PanicException"
 
 
 def first_line(error: BaseException) -> str:

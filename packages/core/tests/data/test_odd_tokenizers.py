@@ -10,7 +10,7 @@ import pytest
 import torch
 from mezzo_core.data import NO_TARGET, DataConfig, load_tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.libraries import library_errors
+from mezzo_core.libraries import library_errors, panics_unprinted
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_two_tokens_of_one_number_are_refused(change):
         change(set_number(5))
 
 
-def test_a_panic_of_the_library_is_one_line(change):
+def test_a_panic_of_the_library_is_one_line(change, capfd):
     class PanicException(BaseException):
         """As pyo3 makes it."""
 
@@ -231,6 +231,10 @@ def test_a_panic_of_the_library_is_one_line(change):
         raise KeyboardInterrupt
     with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer"):
         change(lambda content: content["model"].update(continuing_subword_prefix="ééé"))
+    assert capfd.readouterr().err == ""
+    with panics_unprinted():
+        os.write(2, b"a word of another thread")
+    assert capfd.readouterr().err == "a word of another thread"
 
 
 def test_dropout_and_templates_do_not_change_the_tokens(change, names, sentences):

@@ -16,7 +16,7 @@ from mezzo_core.data.find import existing_path
 from mezzo_core.data.hub import HUB_PREFIX, load_hub_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
-from mezzo_core.libraries import import_library, library_errors
+from mezzo_core.libraries import import_library, library_errors, panics_unprinted
 
 # Usual names of the token that ends a document, tried where no file beside the tokenizer names it.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -111,7 +111,7 @@ class HFTokenizer:
         Raises:
             UserError: if two of its tokens share a number, or it does not have the end token.
         """
-        with library_errors(f"{name} cannot be used"):
+        with library_errors(f"{name} cannot be used"), panics_unprinted():
             backend.no_padding()
             backend.no_truncation()
             template = backend.encode("").ids  # what is put around a text
@@ -122,13 +122,13 @@ class HFTokenizer:
                 model.dropout = None  # else the same text could get other tokens each time
             vocabulary = backend.get_vocab(with_added_tokens=True)
             added = backend.get_added_tokens_decoder()
+            self._may_drop = _may_drop(backend, vocabulary)
         numbers = set(vocabulary.values())
         if len(numbers) < len(vocabulary):
             raise UserError(f"{name} gives two tokens the same number")
         if eos_token not in numbers:
             raise UserError(f"{name} has no token {eos_token!r} to end a document")
         self._backend, self._name = backend, name
-        self._may_drop = _may_drop(backend, vocabulary)
         self._known: set[str] = set()  # characters that are not dropped
         self.eos_token = eos_token
         self.stop_tokens = tuple(dict.fromkeys((eos_token, *stops)))
@@ -307,7 +307,7 @@ def _checksum(*paths: Path) -> str:
 
 def _load_json(path: Path) -> HFTokenizer:
     tokenizers = import_library("tokenizers", "train")
-    with library_errors(f"{path} is no tokenizer of the tokenizers library"):
+    with library_errors(f"{path} is no tokenizer of the tokenizers library"), panics_unprinted():
         backend = tokenizers.Tokenizer.from_file(str(path))
         checksum = _checksum(path)
     named = _named_end_token(path)
@@ -362,7 +362,7 @@ def _load_bpe(vocab: Path, merges: Path) -> HFTokenizer:
     # The library skips a value that is not a number and truncates one that is too large.
     if not all(type(number) is int and 0 <= number < 2**32 for number in numbers.values()):
         raise UserError(f"{vocab} must hold a number from 0 to 2^32 - 1 for each token")
-    with library_errors(f"{name} is no byte-level BPE"):
+    with library_errors(f"{name} is no byte-level BPE"), panics_unprinted():
         backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
