@@ -8,8 +8,10 @@ import pytest
 import torch
 from mezzo_core.bench import OOM, Header, Result, Timing, origin
 from mezzo_core.bench import result as result_module
+from mezzo_core.bench.result import EntryFields
 from mezzo_core.errors import UserError
 from mezzo_core.files import write_whole
+from mezzo_core.testing.arguments import check_fields
 
 HEADER = Header(
     kind="speed",
@@ -248,6 +250,11 @@ def test_an_entry_is_added_once_and_is_a_number(tmp_path):
 def test_a_header_is_checked():
     with pytest.raises(UserError, match=r"Header\.how"):
         replace(HEADER, how="somehow")
+
+
+def test_each_field_of_a_header_and_an_entry_replaced_is_named_or_right():
+    for valid in (HEADER, EntryFields("Attention", "64", 1.0, steps={"train": [[1, 2.0]]})):
+        check_fields(valid, lambda _: torch.zeros(()))
 
 
 def test_a_folder_that_cannot_be_is_named_before_anything_is_measured(tmp_path):
