@@ -234,7 +234,7 @@ def test_what_breaks_settles_nothing_and_hides_nothing(paper, tmp_path, error):
     ids = ["p.claim.speed", "p.claim.layers", "p.check.one"]
     speed, setup, check = bad.reproduce(ids, "small", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
-    assert speed.details[-1] == f"beside it, this run: {told}"
+    assert speed.details[-1] == f"beside it: {told}"
     assert (setup.kind, setup.how, setup.summary) == ("claim", How.SCALED_DOWN, told)
     assert (check.kind, check.summary) == ("check", told)
     assert setup.outcome is check.outcome is Outcome.NOT_SETTLED

@@ -154,7 +154,7 @@ def find(answer: Answer, published: Published, run: Run) -> Finding:
         first.outcome,
         f"{describe_source(decisive)}: {first.summary}{note}",
         tuple(measurement for _, measurement, _ in judged),
-        (*first.details, *beside, *(f"beside it, this run: {words}" for words in failed)),
+        (*first.details, *beside, *(f"beside it: {words}" for words in failed)),
     )
 
 
