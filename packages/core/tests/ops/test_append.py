@@ -249,6 +249,12 @@ def test_a_bad_rotation_is_refused_before_anything_is_written(impl):
         append_token_(**problem([3, 8], S=8, D=5), rope_base=BASE)
 
 
+def test_negative_lengths_are_refused_on_a_cpu():
+    inputs = {name: x.cpu() for name, x in problem([3, -1], S=8).items()}
+    with pytest.raises(ValueError, match="lengths must be 0 or more, got -1"):
+        append_token_(**inputs, rope_base=None)
+
+
 @pytest.mark.parametrize(("D", "dtype"), [(48, torch.float32), (32, torch.float64)])
 def test_what_triton_cannot_do_is_refused_when_asked_for_by_name(D, dtype):
     inputs = problem([3, 8], S=8, D=D, dtype=dtype)

@@ -215,6 +215,12 @@ def test_bad_arguments_are_named(error, message, changes):
         decode_attention(**inputs)
 
 
+def test_negative_lengths_are_refused_on_a_cpu():
+    inputs = {name: x.cpu() for name, x in problem([3, -1], S=8).items() if x is not None}
+    with pytest.raises(ValueError, match="lengths must be 0 or more, got -1"):
+        decode_attention(**inputs)
+
+
 @pytest.mark.parametrize(("D", "dtype"), [(48, torch.float32), (32, torch.float64)])
 def test_what_triton_cannot_do_is_refused_when_asked_for_by_name(D, dtype):
     inputs = problem([3, 8], S=8, D=D, dtype=dtype)

@@ -72,18 +72,25 @@ def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
     check_counts(op, "lengths", lengths, "T", x.shape[1])
 
 
-def check_counts(op: str, name: str, counts: Tensor, symbol: str, most: int) -> None:
+def check_counts(
+    op: str, name: str, counts: Tensor, symbol: str = "", most: int | None = None
+) -> None:
     """Check the values, on a CPU only: reading them would wait for a GPU or break a compiled graph.
 
     Raises:
         ValueError: if one is below 0 or above `most`, which the message calls `symbol`.
     """
-    if counts.device.type != "cpu" or torch.compiler.is_compiling() or counts.numel() == 0:
+    if not is_read(counts) or counts.numel() == 0:
         return
     low, high = (int(end) for end in counts.aminmax())  # `tolist` fails in torch.func of torch 2.8
-    if low < 0 or high > most:
-        got = low if low < 0 else high
-        raise ValueError(f"{op}: {name} must be from 0 to {symbol} = {most}, got {got}")
+    if low < 0 or (most is not None and high > most):
+        allowed = "0 or more" if most is None else f"from 0 to {symbol} = {most}"
+        raise ValueError(f"{op}: {name} must be {allowed}, got {low if low < 0 else high}")
+
+
+def is_read(x: Tensor) -> bool:
+    """Tell whether checks read the values of x, on a CPU: else it would wait, or break a graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def in_transform() -> bool:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.checks import check_counts, check_floating, check_number
 from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype
@@ -40,7 +40,7 @@ def append_token_(
         k_cache: overwritten: in a row of n tokens, the new key goes to slot n % S.
         v_cache: overwritten likewise by the new value.
         lengths: n, the number of tokens of each row before this one, int32 or int64; one is added
-            in place.
+            in place. The values are checked on the CPU only.
         rope_base: base of RoPE, which rotates q and k to position n
             (`mezzo_core.positions.rope_angles`); None for no rotation.
         impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
@@ -51,8 +51,9 @@ def append_token_(
 
     Raises:
         TypeError: if a dtype is not as above.
-        ValueError: if shapes or devices disagree, there is no slot, D is odd, `rope_base` is not
-            positive, an input requires gradients, or `impl` cannot do the request.
+        ValueError: if shapes or devices disagree, there is no slot, a length is negative, D is odd,
+            `rope_base` is not positive, an input requires gradients, or `impl` cannot do the
+            request.
     """
     _check_append(q, k, v, k_cache, v_cache, lengths)
     if rope_base is not None:
@@ -87,7 +88,8 @@ def decode_attention(
         k: keys; in a row of n tokens, token p is in slot p % S. Other slots are not used.
         v: values, in the same slots as the keys.
         lengths: n, the number of tokens of each row, int32 or int64. A row with n = 0 gets output
-            0. With n > S the cache is a ring that holds the last S tokens.
+            0. With n > S the cache is a ring that holds the last S tokens. The values are checked
+            on the CPU only.
         alibi_slopes: slope of each query head (`mezzo_core.positions.alibi_slopes`).
         scale: factor of the products q·k; None for D^-0.5.
         impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
@@ -95,8 +97,8 @@ def decode_attention(
 
     Raises:
         TypeError: if a dtype is not as above.
-        ValueError: if shapes or devices disagree, an input requires gradients, or `impl` cannot do
-            the request.
+        ValueError: if shapes or devices disagree, a length is negative, an input requires
+            gradients, or `impl` cannot do the request.
     """
     _check_dtypes(q, k, v, lengths, alibi_slopes)
     if scale is not None:
@@ -142,6 +144,7 @@ def _check_lengths(op: str, lengths: Any) -> None:
         raise TypeError(f"{op}: lengths must be a tensor, got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: lengths must be int32 or int64, got {lengths.dtype}")
+    check_counts(op, "lengths", lengths)
 
 
 def _check_shapes(
