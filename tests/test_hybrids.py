@@ -10,6 +10,7 @@ from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.retnet import RetNetConfig
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
+from torch.utils._pytree import tree_leaves
 
 SWA = AttentionConfig(head_dim=8, window_size=5)
 GSA = GSAConfig(num_heads=2, num_slots=4)
@@ -56,6 +57,20 @@ def test_a_hybrid_decodes_what_it_computes_in_full(model):
         logits, state = model(segment, state)
         parts.append(logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_step_beyond_the_room_moves_no_layer(model):
+    """Only some layers lack the room: a recurrent state has it for ever, a chunk's end for long."""
+    tokens = torch.ones(2, 1, dtype=torch.int64)
+    for room in (3, 4):
+        state = model.reserve(model.init_state(2), room)
+        for _ in range(room):
+            model.step(tokens, state)
+        before = [part.clone() for part in tree_leaves(state)]
+        with pytest.raises(ValueError, match="reserve more"):
+            model.step(tokens, state)
+        assert all(map(torch.equal, before, tree_leaves(state)))
 
 
 def test_prompts_of_different_lengths_continue_as_each_alone(model):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.nn import BlocksConfig, LMConfig
+from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.generate import generate
 from mezzo_recurrent_transformer import (
     RecurrentBlockConfig,
@@ -13,6 +14,7 @@ from mezzo_recurrent_transformer import (
     TransformerBlockConfig,
     scaled,
 )
+from mezzo_recurrent_transformer.stack import RecurrentStack
 from torch.utils._pytree import tree_leaves
 
 C, VOCAB = 16, 37
@@ -72,12 +74,35 @@ def test_blocks_of_tokens_do_not_decode():
     block = RecurrentBlockConfig(head_dim=8, hidden=24, block_size=4).build(C)
     stack = RecurrentStackConfig(2, replace(BLOCK, block_size=4)).build(C)
     x, keeps_none = torch.zeros(1, 1, C), "block_size 4 keeps no state: it reads whole sequences"
-    with torch.no_grad(), pytest.raises(ValueError, match=keeps_none):
-        block.step(x, block.reserve(block.init_state(1), 2))
+    mixed = BlocksConfig((BLOCK, replace(BLOCK, block_size=4))).build(C)
+    for part in (block, mixed):
+        state = part.reserve(part.init_state(1), 2)
+        with torch.no_grad(), pytest.raises(ValueError, match=keeps_none):
+            part.step(x, state)
+        assert not any(leaf.any() for leaf in tree_leaves(state)), "no layer has moved"
     for part in (block, stack):
         part(x)
         with pytest.raises(ValueError, match=keeps_none):
             part(x, part.init_state(1))
+
+
+@torch.no_grad()
+def test_a_state_whose_layers_do_not_hold_the_same_tokens_is_refused(model):
+    """All layers of a `RecurrentStack` run at once; those of a plain one know their own alone."""
+    stack, x = model.stack, torch.randn(2, 6, C)
+    *others, last = stack.reserve(stack(x, stack.init_state(2))[1], 1)
+    cut = [
+        KVCache(last.k[:, 2:], last.v[:, 2:], last.lengths),
+        last._replace(lengths=last.lengths + 2),
+    ]
+    if isinstance(stack, RecurrentStack):
+        cut.append(last._replace(lengths=last.lengths - 1))
+    for bad in cut:
+        before = [part.clone() for part in tree_leaves([*others, bad])]
+        for call in (stack, stack.step):
+            with pytest.raises(ValueError, match=r"state(\[\d\])?\.(k|lengths) must be"):
+                call(x[:, :1], (*others, bad))
+        assert all(map(torch.equal, before, tree_leaves([*others, bad])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

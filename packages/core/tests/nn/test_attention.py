@@ -327,6 +327,39 @@ def test_bad_calls_are_named():
         mixer(x, cu_seqlens=torch.tensor([0, 3]))
 
 
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("rope", lambda k, n: (k[:, 1:], n)),
+        ("window", lambda k, n: (k[:, 1:], n)),
+        ("rope", lambda k, n: (k[:, :0], n)),
+        ("window", lambda k, n: (torch.cat([k, k], 1), n)),
+        ("rope", lambda k, n: (k, n + torch.tensor([0, 1]))),
+        ("window", lambda k, n: (k, n - torch.tensor([0, 99]))),
+    ],
+)
+@torch.no_grad()
+def test_a_state_that_does_not_hold_its_tokens_is_refused(name, cut):
+    mixer, x = build(name), torch.randn(2, 6, C)
+    _, state = mixer(x, mixer.init_state(2))
+    (k, lengths), (v, _) = (cut(part, state.lengths) for part in state[:2])
+    for call in (mixer, mixer.step, lambda x, cache: mixer.reserve(cache, 1)):
+        with pytest.raises(
+            ValueError, match=r"state\.(k|lengths) must (have at most|be from 0|be 0 or)"
+        ):
+            call(x[:, :1], type(state)(k, v, lengths))
+
+
+@torch.no_grad()
+def test_rows_may_be_mapped_with_their_states():
+    mixer, x = build("window"), torch.randn(3, 1, 6, C)
+    states = [mixer(row, mixer.init_state(1))[1] for row in x]
+    together = type(states[0])(*map(torch.stack, zip(*states, strict=True)))
+    found = torch.vmap(lambda row, state: mixer(row, state)[0])(x, together)
+    alone = [mixer(row, state)[0] for row, state in zip(x, states, strict=True)]
+    assert_close("y", found, torch.stack(alone), rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [16, 32])  # by the references, and by the kernels
 @pytest.mark.parametrize("name", ["rope", "window", "alibi"])

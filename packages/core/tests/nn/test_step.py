@@ -7,6 +7,7 @@ import pytest
 import torch
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.testing import assert_close
+from torch.utils._pytree import tree_leaves
 
 
 def tokens_of(*shape):
@@ -42,6 +43,21 @@ def test_a_bad_step_is_refused(model):
         model.reserve(state, -1)
     with pytest.raises(ValueError, match="batch must be 0 or more, got -1"):
         model.init_state(-1)
+
+
+@torch.no_grad()
+def test_a_step_that_one_layer_refuses_moves_none(config):
+    """A ring has room for ever, and a layer without a window has not."""
+    layers = (AttentionConfig(head_dim=8, window_size=2), AttentionConfig(head_dim=8))
+    model, tokens = replace(config, mixers=layers).build(), tokens_of(2, 1)
+    state = model.reserve(model.init_state(2), 2)
+    for _ in range(2):
+        model.step(tokens, state)
+    before = [part.clone() for part in tree_leaves(state)]
+    for bad, words in ((state, "room for 2 tokens"), ((state[0], None), "KVCache")):
+        with pytest.raises((TypeError, ValueError), match=words):
+            model.step(tokens, bad)
+        assert all(map(torch.equal, before, tree_leaves(state)))
 
 
 @pytest.mark.parametrize("count", [1.5, "3", None, True])

@@ -77,13 +77,17 @@ class OwnKeysBlock(AbstractBlock):
         self.check_step(x, state)
         z = self._token(x[:, 0], state.k, state.v, state.real)
         here = torch.arange(state.k.shape[1], device=x.device) == state.filled[:, None]
-        if not here.is_cuda and not here.any(1).all():
-            raise ValueError(f"state has room for {here.shape[1]} tokens: reserve more")
         for cache, new in zip(state[:2], self._pair(z), strict=True):
             cache.copy_(torch.where(here[..., None], new[:, None], cache))
         state.real.logical_or_(here)
         state.filled.add_(1)
         return z[:, None]
+
+    def check_step(self, x, state):
+        super().check_step(x, state)
+        slots = state.k.shape[1]
+        if not x.is_cuda and (state.filled >= slots).any():
+            raise ValueError(f"state has room for {slots} tokens: reserve more")
 
     def reserve(self, state, num_tokens):
         B, S = state.real.shape

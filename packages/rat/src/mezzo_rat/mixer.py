@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
@@ -125,6 +125,13 @@ class RAT(AbstractMixer):
         self.check_step(x, state)
         y = step_rat_attention_(self._project(x), state, **self._form())
         return self.out_proj(y.flatten(2))
+
+    def check_step(self, x: Tensor, state: RATState) -> None:
+        """Check the arguments of `step`, and that each row has a slot for the token's chunk."""
+        super().check_step(x, state)
+        num_slots, lengths = state.k_ends.shape[1], state.lengths
+        if is_read(lengths) and (lengths // self.config.chunk_size >= num_slots).any():
+            raise ValueError("state has no slot left for another token: reserve more")
 
     def reserve(self, state: RATState, num_tokens: int) -> RATState:
         """Return the state with slots for `num_tokens` more tokens, in buffers of its own."""

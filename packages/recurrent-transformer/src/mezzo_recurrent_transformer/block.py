@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.attention import KVCache, check_alike, check_cache
 from mezzo_core.nn.linear import Linear, is_unchanged
 from mezzo_core.nn.mlp import GELUMLP
 from mezzo_core.nn.norm import RMSNorm
@@ -68,9 +68,7 @@ class RecurrentBlock(AbstractLayer):
 
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
-        _check_keeps_state(self.config)
         self.check_step(x, state)
-        self._check_room(state)
         q, k, v = (part[:, 0] for part in self._project(self.attention_norm(x)))
         # The temporary pair takes the token's slot until its persistent pair is known.
         q = append_token_(q, k, v, *state, rope_base=None)
@@ -80,6 +78,11 @@ class RecurrentBlock(AbstractLayer):
         state.lengths.sub_(1)
         append_token_(q, k, v, *state, rope_base=None)
         return z
+
+    def check_step(self, x: Tensor, state: KVCache) -> None:
+        """Check the arguments of `step`, the room in the cache included."""
+        _check_keeps_state(self.config)
+        super().check_step(x, state)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs per token: 2 a weight, and 4C for each key that it sees.
@@ -106,6 +109,8 @@ def run_layers(
     past = None
     if states is not None:
         _check_keeps_state(config)
+        check_cache(states[0])
+        check_alike(states)
         k = torch.stack([state.k for state in states])
         v = torch.stack([state.v for state in states])
         past = Past(k, v, states[0].lengths)

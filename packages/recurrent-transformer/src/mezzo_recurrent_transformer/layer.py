@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractBlock, MLPConfig
-from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.attention import KVCache, check_cache, check_room
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.ops.checks import check_number, check_size
@@ -104,8 +104,14 @@ class AbstractLayer(AbstractBlock):
         empty = torch.zeros(shape, dtype=dtype, device=device)
         return KVCache(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))
 
+    def check_step(self, x: Tensor, state: KVCache) -> None:
+        """Check the arguments of `step`, the room in the cache included."""
+        super().check_step(x, state)
+        check_room(state)
+
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
+        check_cache(state)
         longest = int(state.lengths.max()) if state.lengths.numel() else 0
         kept = min(longest, state.k.shape[1])
         k, v = (
@@ -131,11 +137,6 @@ class AbstractLayer(AbstractBlock):
         if self.config.norm == "layer":
             return nn.LayerNorm(self.d_model, self.config.norm_eps, bias=False)
         return RMSNorm(self.d_model, self.config.norm_eps)
-
-    def _check_room(self, state: KVCache) -> None:
-        S = state.k.shape[1]
-        if not state.lengths.is_cuda and (state.lengths >= S).any():
-            raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v (B, T, H, D) of normalized x."""

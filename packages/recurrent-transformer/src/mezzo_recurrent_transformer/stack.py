@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack
-from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.attention import KVCache, check_alike
 from mezzo_core.nn.linear import is_unchanged
 from mezzo_core.nn.stack import Stack
 from mezzo_core.ops.checks import check_size
@@ -102,6 +102,11 @@ class RecurrentStack(Stack):
                     "because the stack uses its weights and does not call it"
                 )
         return run_layers(layers, x, state, cu_seqlens, lengths)
+
+    def check_step(self, x: Tensor, state: tuple[KVCache, ...]) -> None:
+        """Check the arguments of every layer's `step`, and that the layers have the same tokens."""
+        super().check_step(x, state)
+        check_alike(state)
 
     def units(self) -> Sequence[AbstractStack]:
         """Return the stack itself: its layers run together, so it is sharded as a whole."""

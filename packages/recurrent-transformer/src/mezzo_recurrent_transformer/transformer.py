@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.attention import KVCache, check_cache
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.padding import without_padding
@@ -44,6 +44,7 @@ class TransformerBlock(AbstractLayer):
         q_positions, k_positions, after = None, None, None
         slots_k, slots_v = k, v
         if state is not None:
+            check_cache(state)
             after = state.lengths + (T if lengths is None else lengths)
             if state.k.shape[1] > 0:
                 slots_k, slots_v, k_positions = _appended(state, k, v)
@@ -63,7 +64,6 @@ class TransformerBlock(AbstractLayer):
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         self.check_step(x, state)
-        self._check_room(state)
         q, k, v = (part[:, 0] for part in self._project(self.attention_norm(x)))
         q = append_token_(q, k, v, *state, rope_base=None)
         out = decode_attention(q, *state, alibi_slopes=self.slopes())

@@ -1,5 +1,6 @@
 """Softmax attention as a mixer: RoPE, ALiBi or neither, grouped heads, windows, a KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -10,7 +11,7 @@ from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
-from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.checks import check_counts, check_number, check_size, is_read
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
@@ -108,6 +109,8 @@ class Attention(AbstractMixer):
             ValueError: if an argument breaks the mixer's contract.
         """
         self.check_input(x, state, cu_seqlens, lengths)
+        if state is not None:
+            check_cache(state, self.config.window_size)
         T = x.shape[1]
         x = without_padding(x, lengths)
         start = None if state is None else state.lengths
@@ -146,19 +149,20 @@ class Attention(AbstractMixer):
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
         self.check_step(x, state)
-        k, _, lengths = state
-        S = k.shape[1]
-        is_ring = self.config.window_size == S
-        if not is_ring and not lengths.is_cuda and (lengths >= S).any():
-            raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
         q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
         out = decode_attention(q, *state, alibi_slopes=self._slopes(new_q))
         # Attention ran in the cache's dtype; the projection runs in the token's.
         return self.wo(out.to(new_q.dtype).flatten(1)[:, None])
 
+    def check_step(self, x: Tensor, state: KVCache) -> None:
+        """Check the arguments of `step`, the room in the cache included."""
+        super().check_step(x, state)
+        check_room(state, self.config.window_size)
+
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
+        check_cache(state, self.config.window_size)
         longest = int(state.lengths.max()) if state.lengths.numel() else 0
         S = self._num_slots(longest + num_tokens)
         # If a row has more tokens than slots, the slots are a full ring of W, which stays as it is.
@@ -216,6 +220,52 @@ class Attention(AbstractMixer):
         # Token t sees min(t + 1, W) keys: 1 + 2 + ... + W, then W for each of the other T - W.
         keys = window * (window + 1) / 2 + (num_tokens - window) * window
         return 2 * weights + 4 * self.d_model * keys / max(num_tokens, 1)
+
+
+def check_cache(state: KVCache, window_size: int | None = None) -> None:
+    """Check that each row's tokens are in the slots: lengths on a CPU only.
+
+    Raises:
+        ValueError: if a row has more tokens than slots, and they are no ring of a whole window; if
+            there are more slots than the window has; or if a length is negative.
+    """
+    S = state.k.shape[1]
+    if window_size is not None and window_size < S:
+        raise ValueError(f"state.k must have at most {window_size} slots, the window, got {S}")
+    check_counts("KVCache", "state.lengths", state.lengths, "S", None if window_size == S else S)
+
+
+def check_room(state: KVCache, window_size: int | None = None) -> None:
+    """Check as `check_cache`, and that each row has room for another token.
+
+    Raises:
+        ValueError: if not, on a CPU.
+    """
+    check_cache(state, window_size)
+    S, lengths = state.k.shape[1], state.lengths
+    if window_size != S and is_read(lengths) and (lengths == S).any():
+        raise ValueError(f"state has room for {S} tokens, and a row has them all: reserve more")
+
+
+def check_alike(caches: Sequence[KVCache], name: str = "state") -> None:
+    """Check that the caches of all layers have the same slots, and on a CPU the same lengths.
+
+    Raises:
+        ValueError: if not.
+    """
+    first = caches[0]
+    for i, cache in enumerate(caches):
+        if cache.k.shape != first.k.shape:
+            raise ValueError(
+                f"{name}[{i}].k must be {tuple(first.k.shape)} as {name}[0].k, "
+                f"got {tuple(cache.k.shape)}"
+            )
+        if is_read(first.lengths) and not torch.equal(cache.lengths, first.lengths):
+            row = int((cache.lengths != first.lengths).nonzero()[0])
+            raise ValueError(
+                f"{name}[{i}].lengths must be those of {name}[0], "
+                f"got {int(cache.lengths[row])} and {int(first.lengths[row])} in row {row}"
+            )
 
 
 def _slot_positions(lengths: Tensor, num_slots: int) -> Tensor:

@@ -49,6 +49,10 @@ class AbstractMixerBlock(AbstractBlock):
         """Do what the mixer's next step needs of the host."""
         self.mixer.before_step(state, run)
 
+    def check_step(self, x: Tensor, state: Any) -> None:
+        """Check the arguments of `step` as the mixer does."""
+        self.mixer.check_step(x, state)
+
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
         return self.mixer.reserve(state, num_tokens)

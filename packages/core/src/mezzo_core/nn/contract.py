@@ -124,7 +124,8 @@ class AbstractSequenceModule(nn.Module, ABC):
         bounds, but its outputs are meaningless.
 
         This default is for states of fixed size. A module whose state grows must override
-        `reserve` and `step`.
+        `reserve` and `step`, and check its room in `check_step`: where that raises, in any layer,
+        no layer has moved.
 
         Args:
             x: (B, 1, C).
@@ -190,12 +191,13 @@ class AbstractSequenceModule(nn.Module, ABC):
             check_lengths(type(self).__name__, lengths, x)
 
     def check_step(self, x: Tensor, state: Any) -> None:
-        """Check the arguments of `step`.
+        """Check the arguments of `step`, without a wait for a GPU; the state stays as it is.
 
         Raises:
             RuntimeError: if gradients are on, since an overwritten state has none.
             TypeError: as in `check_input`.
-            ValueError: as in `check_input`, or if x does not have one token in each row.
+            ValueError: as in `check_input`, if x does not have one token in each row, or, where a
+                module's state grows, if a row has no room for it.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(

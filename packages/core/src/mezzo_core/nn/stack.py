@@ -72,10 +72,16 @@ class Stack(AbstractStack):
 
     def step(self, x: Tensor, state: tuple[Any, ...]) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
-        self._check_depth(state)
+        self.check_step(x, state)
         for block, its_state in zip(self.blocks, state, strict=True):
             x = block.step(x, its_state)
         return x
+
+    def check_step(self, x: Tensor, state: tuple[Any, ...]) -> None:
+        """Check the arguments of every block's `step`, so that none moves where another cannot."""
+        self._check_depth(state)
+        for block, its_state in zip(self.blocks, state, strict=True):
+            block.check_step(x, its_state)
 
     def before_step(self, state: tuple[Any, ...], run: Run = run_eagerly) -> None:
         """Call `before_step` of every block."""

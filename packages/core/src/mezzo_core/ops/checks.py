@@ -89,8 +89,13 @@ def check_counts(
 
 
 def is_read(x: Tensor) -> bool:
-    """Tell whether checks read the values of x, on a CPU: else it would wait, or break a graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Tell whether checks read the values of x, on a CPU: else it would wait, or break a graph.
+
+    Under torch.vmap an element has no value.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not torch._C._functorch.is_batchedtensor(x)
 
 
 def in_transform() -> bool:
