@@ -210,6 +210,50 @@ def test_gradients_flow_through_the_memory_of_segments(stack):
     assert_close("dx", found, wanted, rtol=1e-5)
 
 
+def test_gradients_flow_through_reserve(stack):
+    with torch.enable_grad():
+        x = torch.randn(2, 9 * L, C, requires_grad=True)
+        dy = torch.randn(2, 3 * L, C)
+        _, state = run(stack, x[:, : 6 * L], 7)
+        y, _ = stack(x[:, 6 * L :], stack.reserve(state, 5))
+        (found,) = torch.autograd.grad(y, x, dy)
+        (wanted,) = torch.autograd.grad(stack(x)[0][:, 6 * L :], x, dy)
+    assert_close("dx", found, wanted, rtol=1e-5)
+
+
+def shorter(cache):
+    return cache._replace(k=cache.k[:, 1:], v=cache.v[:, 1:])
+
+
+CUT = {
+    "memory": lambda s: s._replace(memory=type(s.memory)(*(part[:, :6] for part in s.memory))),
+    "indices": lambda s: s._replace(indices=s.indices + 5),
+    r"caches\[1\]\.k": lambda s: s._replace(caches=(s.caches[0], shorter(s.caches[1]))),
+    "lengths": lambda s: s._replace(caches=tuple(map(shorter, s.caches))),
+    r"caches\[1\]\.lengths": lambda s: s._replace(
+        caches=(s.caches[0], s.caches[1]._replace(lengths=s.caches[1].lengths - 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", CUT)
+def test_a_state_whose_parts_do_not_belong_together_is_refused_and_left_alone(stack, cut):
+    x = torch.randn(2, 7 * L, C)
+    state = stack.reserve(run(stack, x, L)[1], L)
+    bad = CUT[cut](state)
+    kept = [leaf.clone() for leaf in tree_leaves(bad)]
+    calls = [
+        lambda: stack(x, bad),
+        lambda: stack.before_step(bad),
+        lambda: stack.step(x[:, :1], bad),
+        lambda: stack.reserve(bad, 1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"state\.{cut} must"):
+            call()
+    assert all(map(torch.equal, kept, tree_leaves(bad)))
+
+
 @pytest.mark.parametrize("way", ["forward", "steps", "steps of a state from before"])
 def test_what_a_backward_may_need_is_not_overwritten(way, monkeypatch):
     """The kernels save the buffers that they read, as torch does by its count of versions."""

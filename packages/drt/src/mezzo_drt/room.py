@@ -196,8 +196,9 @@ def _new_buffers(like: Memory, capacity: int, allocate: Allocate | None) -> Memo
     if allocate is None:
         return Memory(*(on_device(part) for part in like))
     # Both at once: of memory that is not written yet, a host does not say that it is taken.
-    k, v = allocate((2, len(like.k), capacity, *like.k.shape[2:]), like.k.dtype)
-    return Memory(on_device(like.keys), k, v)
+    both = allocate((2, len(like.k), capacity, *like.k.shape[2:]), like.k.dtype)
+    # Not by unpacking: autograd lets nothing be written into several views of one call.
+    return Memory(on_device(like.keys), both[0], both[1])
 
 
 def _copy(buffer: Tensor, old: Tensor, new: Tensor, continued: Continued) -> None:

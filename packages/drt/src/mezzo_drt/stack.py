@@ -13,7 +13,7 @@ from mezzo_core.nn.block import Block
 from mezzo_core.nn.contract import Run, run_eagerly
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from mezzo_drt.outside import OutsideConfig, divide, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
 from mezzo_drt.room import append, buffers, check_room
-from mezzo_drt.state import DRTState, Due, initial_state, next_state, reserved, with_open_chunk
+from mezzo_drt.state import DRTState, Due, check_state, initial_state, next_state, reserved
 from mezzo_drt.store import Allocate, in_folder, in_memory
 
 Retriever = Literal["learned", "random", "fixed"]
@@ -156,6 +156,7 @@ class DRT(AbstractStack):
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
+            check_state(self, state)
             continued = continued_places(state.num_places, x.shape[1], lengths, L)
             places = continued.places
         elif cu_seqlens is not None:
@@ -174,7 +175,7 @@ class DRT(AbstractStack):
         parts = [places.spread(part, part.new_zeros(1, part.shape[-1])) for part in beside]
         chunks = places.to_chunks(torch.cat([h, *parts], -1) if parts else h)
         if state is not None:
-            chunks = with_open_chunk(chunks, state)
+            chunks = state.with_open_chunk(chunks)
         encoded = memory = readable = self._encode(chunks)
         if state is not None and continued is not None:
             memory, room = append(state.memory, state.room, encoded, continued, self._allocate)
@@ -205,10 +206,15 @@ class DRT(AbstractStack):
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
         x, *beside = divide(x, self.d_model, self.outside)
         self.check_step(x, state)
-        L = self.config.chunk_size
-        if not x.is_cuda and (state.num_places % (L + 1) == L).any():
-            raise ValueError("state has a chunk whose landmark is to come: call before_step first")
         return self._step_place(x, beside, state)[0]
+
+    def check_step(self, x: Tensor, state: DRTState) -> None:
+        """Check the arguments of `step`; the caches are alike, so the first layer's tells room."""
+        super().check_step(x, state)
+        check_state(self, state)
+        L, places = self.config.chunk_size, state.num_places
+        if is_read(places) and (places % (L + 1) == L).any():
+            raise ValueError("state has a chunk whose landmark is to come: call before_step first")
 
     @torch.no_grad()
     def before_step(self, state: DRTState, run: Run = run_eagerly) -> None:
@@ -224,6 +230,7 @@ class DRT(AbstractStack):
         if (state.wait > 0).all():
             state.wait.sub_(1)
             return
+        check_state(self, state)
         num_places = state.num_places.cpu()
         place, stored = num_places % (L + 1), num_places // (L + 1)
         is_due = place == L

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from mezzo_core.nn.attention import KVCache
+from mezzo_core.nn.attention import KVCache, check_alike, check_cache
+from mezzo_core.ops.checks import is_read
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -50,6 +51,13 @@ class DRTState(NamedTuple):
         """(B,), the places of each row so far."""
         return self.caches[0].lengths
 
+    def with_open_chunk(self, chunks: Tensor) -> Tensor:
+        """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
+        M = chunks.shape[2]
+        is_old = torch.arange(M, device=chunks.device) < (self.num_places % M)[:, None]
+        first = torch.where(is_old[..., None], self.lower.to(chunks.dtype), chunks[:, 0])
+        return torch.cat([first[:, None], chunks[:, 1:]], 1)
+
 
 class Due(NamedTuple):
     """Which rows run a landmark.
@@ -73,14 +81,6 @@ class Due(NamedTuple):
         slot = self.stored.clamp(max=memory.shape[1] - 1)  # of a row that is full and runs none
         here = self.here.view(-1, *[1] * (new.ndim - 1))
         memory[rows, slot] = torch.where(here, new.to(memory.dtype), memory[rows, slot])
-
-
-def with_open_chunk(chunks: Tensor, state: DRTState) -> Tensor:
-    """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
-    M = chunks.shape[2]
-    is_old = torch.arange(M, device=chunks.device) < (state.num_places % M)[:, None]
-    first = torch.where(is_old[..., None], state.lower.to(chunks.dtype), chunks[:, 0])
-    return torch.cat([first[:, None], chunks[:, 1:]], 1)
 
 
 def next_state(
@@ -129,8 +129,34 @@ def initial_state(stack: "DRT", batch: int) -> DRTState:
     )
 
 
+def check_state(stack: "DRT", state: DRTState) -> None:
+    """Check that the parts of a state belong together; values are read on a CPU only.
+
+    Raises:
+        ValueError: if the layers' caches do not hold the same places, or if a row has more complete
+            chunks than its memory, or reads others than these.
+    """
+    check_alike(state.caches, "state.caches")
+    check_cache(state.caches[0], stack.config.window_size)
+    if not is_read(state.num_places):
+        return
+    stored, S = state.num_places // (stack.config.chunk_size + 1), state.memory.keys.shape[1]
+    if (stored > S).any():
+        raise ValueError(
+            f"state.memory must have all complete chunks, {int(stored.max())} of a row, got {S}"
+        )
+    beyond = (state.indices < -1) | (state.indices >= stored[:, None, None])
+    if beyond.any():
+        row = int(beyond.nonzero()[0, 0])
+        raise ValueError(
+            f"state.indices must be from -1 to {int(stored[row]) - 1}, the last complete chunk "
+            f"of row {row}, got {state.indices[row].tolist()}"
+        )
+
+
 def reserved(stack: "DRT", state: DRTState, num_tokens: int, allocate: Allocate | None) -> DRTState:
     """Return a copy with room for `num_tokens` more tokens of every row, for `DRT.step`."""
+    check_state(stack, state)
     L = stack.config.chunk_size
     M = L + 1
     most = int(state.num_places.max()) if state.num_places.numel() else 0
