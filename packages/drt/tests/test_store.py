@@ -124,6 +124,66 @@ def test_a_stack_that_writes_files_can_be_pickled(stack, tmp_path):
     assert_close("outputs", y, stack(x)[0], rtol=1e-5)
 
 
+def in_fork(work):
+    """Return the text that `work` returns in a forked process, or its error's one line."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # the parent's other threads are not here
+        try:
+            told = work()
+        except Exception as error:
+            told = str(error)
+        os.write(write, told.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return told
+
+
+USES = {
+    "forward": lambda stack, x, state: stack(x, state),
+    "step": lambda stack, x, state: stack.step(x, state),
+    "before_step": lambda stack, x, state: stack.before_step(state),
+    "reserve": lambda stack, x, state: stack.reserve(state, 3),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@torch.no_grad()
+def test_a_forked_process_is_refused_what_the_files_of_another_hold(stack, use, tmp_path):
+    """The file is shared, but not what the states know about its room."""
+    x = torch.randn(2, 12 * L, C)
+    stack.offload_to(tmp_path)
+    _, state = run(stack, x[:, : 8 * L])
+    steps = stack.reserve(state, 2 * L)
+    given = steps if "step" in use else state
+    told = in_fork(lambda: f"accepted {USES[use](stack, x[:, :1], given)}")
+    assert told.startswith("state has chunks in files of the process that forked this one")
+    assert "\n" not in told
+    y, _ = run(stack, x[:, 8 * L :], state)
+    assert_close("in the process itself", y, stack(x)[0][:, 8 * L :], rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_forked_process_goes_on_alone_from_the_hosts_memory_and_writes_own_files(stack, tmp_path):
+    x, other = torch.randn(2, 1, 12 * L, C)
+    other[:, : 8 * L] = x[:, : 8 * L]
+    _, state = run(stack, x[:, : 8 * L])
+
+    def go_on():
+        y, _ = run(stack, other[:, 8 * L :], state)
+        assert_close("the other", y, stack(other)[0][:, 8 * L :], rtol=1e-5)
+        stack.offload_to(tmp_path)
+        assert_close("in files", run(stack, other)[0], stack(other)[0], rtol=1e-5)
+        return "right"
+
+    assert in_fork(go_on) == "right"
+    y, _ = run(stack, x[:, 8 * L :], state)
+    assert_close("in the process itself", y, stack(x)[0][:, 8 * L :], rtol=1e-5)
+
+
 def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
     with pytest.raises(UserError, match="is no folder"):
         stack.offload_to(tmp_path / "missing")

@@ -323,7 +323,8 @@ class DRT(AbstractStack):
     def offload_to(self, folder: str | Path | None) -> None:
         """Keep what is offloaded in files of a folder from now on; None for the host's memory.
 
-        The files have no names and go with the states. Gradients need the host's memory.
+        The files have no names and go with the states. A process that is forked off, such as a
+        worker of a DataLoader, cannot go on from these. Gradients need the host's memory.
 
         Raises:
             UserError: if the folder is missing, or cannot be written.

@@ -15,7 +15,7 @@ from mezzo_drt.offload import Fetched
 from mezzo_drt.places import Continued, take
 from mezzo_drt.retrieval import Reads
 from mezzo_drt.room import claim, make_leaf
-from mezzo_drt.store import Allocate
+from mezzo_drt.store import Allocate, check_process
 
 if TYPE_CHECKING:
     from mezzo_drt.stack import DRT
@@ -133,9 +133,11 @@ def check_state(stack: "DRT", state: DRTState) -> None:
     """Check that the parts of a state belong together; values are read on a CPU only.
 
     Raises:
+        UserError: if its chunks are in files of the process that forked this one.
         ValueError: if the layers' caches do not hold the same places, or if a row has more complete
             chunks than its memory, or reads others than these.
     """
+    check_process(state.memory.k)
     check_alike(state.caches, "state.caches")
     check_cache(state.caches[0], stack.config.window_size)
     if not is_read(state.num_places):

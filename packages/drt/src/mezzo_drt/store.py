@@ -4,6 +4,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes a tensor, whose values are anything, on the host."""
+_MAPPED: dict[int, int] = {}
+"""The process that mapped a file, by the address in memory."""
 
 
 def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -63,7 +66,26 @@ def _in_file(folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
             f"{folder} cannot take {num_bytes / 2**30:.1f} GiB of offloaded chunks: "
             f"{error.strerror or error}"
         ) from error
-    return torch.frombuffer(mapped, dtype=dtype).view(*sizes)
+    found = torch.frombuffer(mapped, dtype=dtype).view(*sizes)
+    _MAPPED[found.data_ptr()] = os.getpid()
+    weakref.finalize(mapped, _MAPPED.pop, found.data_ptr())
+    return found
+
+
+def check_process(part: Tensor) -> None:
+    """Check that no other process may write what the tensor holds.
+
+    A forked process shares the files, but not what the states know about the room in them.
+
+    Raises:
+        UserError: if it lies in a file that this process has from the one that forked it.
+    """
+    here = os.getpid()
+    if _MAPPED.get(part.untyped_storage().data_ptr(), here) != here:
+        raise UserError(
+            "state has chunks in files of the process that forked this one, which may still write "
+            "them: start a state here, or keep chunks in memory by offload_to(None)"
+        )
 
 
 def available_memory() -> float:
