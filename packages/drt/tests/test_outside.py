@@ -93,6 +93,24 @@ def test_segments_and_steps_are_the_whole(encoder):
 
 
 @encoders
+@torch.no_grad()
+def test_repeated_chunks_are_read_alike_in_any_segmentation(encoder):
+    """Their vectors are the same, and what is read of them is not."""
+    model, draws = build(encoder), torch.Generator().manual_seed(0)
+    kinds = torch.randint(VOCAB, (3, L), generator=draws)
+    tokens = kinds[torch.randint(3, (2, 15), generator=draws)].flatten(1)
+    outputs, state = [], model.init_state(2)
+    for segment in tokens[:, :45].split([11, 3, 1, 22, 8], 1):
+        y, state = model(segment, state)
+        outputs.append(y)
+    state = model.reserve(state, 15)
+    for t in range(45, 60):
+        model.before_step(state)
+        outputs.append(model.step(tokens[:, t : t + 1], state))
+    assert_close("logits", torch.cat(outputs, 1), model(tokens).logits, rtol=1e-5)
+
+
+@encoders
 def test_packed_documents_are_as_alone(encoder):
     model = build(encoder)
     documents = [torch.randint(VOCAB, (1, n)) for n in (21, 9, 30)]

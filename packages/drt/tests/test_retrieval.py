@@ -46,6 +46,21 @@ def test_the_best_chunks_are_chosen_and_weighed(tiles, monkeypatch):
         assert (weights[indices < 0] == 0).all()
 
 
+@pytest.mark.parametrize("tile", [100, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_chunks_with_equal_keys_the_earliest_are_chosen(tile, dtype, monkeypatch):
+    """A product of matrices rounds its columns each in its own way, and `topk` orders them so."""
+    monkeypatch.setattr(retrieval, "TILE_KEYS", tile)
+    draws = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 40, generator=draws)[torch.arange(50) % 2][None].to(dtype)
+    queries = torch.randn(1, 50, 40, generator=draws, dtype=dtype)
+    hi = torch.arange(50)[None]
+    found = retrieve(queries, keys, hi * 0, hi, R, noise=False, ties=True).indices
+    better = (queries[0] @ keys[0, :2].T).argmax(-1)
+    for n in range(2 * R, 50):
+        assert found[0, n].tolist() == [int(better[n]) + 2 * r for r in range(R)]
+
+
 def test_what_may_not_be_read_may_be_no_number():
     queries, keys, lo, hi = inputs()
     clean = retrieve(queries, keys, lo, hi.clamp(max=5), R, noise=False)

@@ -17,7 +17,9 @@ class AbstractOutsideEncoder(nn.Module, ABC):
     """Makes a vector of each chunk, which is compared with others by its cosine.
 
     It runs without gradients, so no training changes its weights. It is always in evaluation mode:
-    dropout would draw other vectors of the same chunk.
+    dropout would draw other vectors of the same chunk. Of chunks with equal vectors the earliest is
+    read first. Where rounding makes the vectors of repeated chunks differ from call to call, which
+    of them is read may depend on how a sequence is cut into segments.
     """
 
     width: int

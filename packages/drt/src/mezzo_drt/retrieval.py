@@ -36,6 +36,7 @@ def retrieve(
     *,
     noise: bool,
     random_group: int | None = None,
+    ties: bool = False,
 ) -> Reads:
     """Choose the chunks j with the R largest scores r, and weigh them by the softmax of r.
 
@@ -55,10 +56,12 @@ def retrieve(
         random_group: if given, choose without r: at random with `noise`, else by fixed random
             numbers, others in each group. Then they depend only on how many chunks may be read, so
             that a sequence has the same in any segmentation.
+        ties: whether equal keys are likely. Their scores are then equal too, in any segmentation,
+            and of equal scores that of the earliest chunk is taken first. This takes longer.
     """
     lo, hi = (x.expand(len(queries), -1) for x in (lo, hi))
     with torch.no_grad():
-        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group)
+        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group, ties)
     return Reads(indices, _weigh(queries, keys, indices))
 
 
@@ -70,10 +73,12 @@ def _choose(
     num_retrieved: int,
     noise: bool,
     random_group: int | None,
+    ties: bool,
 ) -> Tensor:
     """Return (B, N, R), the chosen chunks, -1 where there are fewer; in tiles of both."""
     (B, N), S, R = queries.shape[:2], keys.shape[1], num_retrieved
     rows = max(1, TILE_SCORES // max(1, B * min(S, TILE_KEYS)))
+    largest = _earliest_largest if ties else torch.topk
     found = []
     # Counted by tiles: compiled, a loop is unrolled, and its graph is for so many tiles alone.
     for i in range(ceil_div(N, rows)):
@@ -86,7 +91,7 @@ def _choose(
             tile = keys[:, b : b + TILE_KEYS]
             chunk = torch.arange(b, b + tile.shape[1], device=q.device)
             if random_group is None:
-                scores = _products(q, tile)
+                scores = _products(q, tile, exact=ties)
             elif noise:
                 scores = q.new_zeros(B, q.shape[1], tile.shape[1], dtype=dtype)
             else:
@@ -94,19 +99,34 @@ def _choose(
             if noise:  # -log of an exponential variable is a Gumbel variable
                 scores = scores - torch.empty_like(scores).exponential_().log()
             scores = scores.masked_fill((chunk < b_lo) | (chunk >= b_hi), float("-inf"))
-            top, place = scores.topk(min(R, tile.shape[1]), -1)
+            top, place = largest(scores, min(R, tile.shape[1]))
             top, index = torch.cat([best, top], -1), torch.cat([index, place + b], -1)
-            best, place = top.topk(R, -1)
+            best, place = largest(top, R)
             index = index.gather(-1, place)
         found.append(index.masked_fill(best == float("-inf"), -1))
     return torch.cat(found, 1) if found else lo.new_empty(B, 0, R)
 
 
-def _products(q: Tensor, keys: Tensor) -> Tensor:
-    """Return (B, N, S) scores in float32: rounded to bf16, the best of many chunks would tie."""
-    dtype = accumulation_dtype(q.dtype)
+def _products(q: Tensor, keys: Tensor, exact: bool) -> Tensor:
+    """Return (B, N, S) scores in float32: rounded to bf16, the best of many chunks would tie.
+
+    If `exact`, they are rounded from float64: then they do not depend on the order of the sums.
+    """
+    dtype = torch.float64 if exact else accumulation_dtype(q.dtype)
     with without_autocast(q.device):
-        return q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
+        scores = q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
+    return scores.float() if exact else scores
+
+
+def _earliest_largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Do `topk` along the last axis; of equal values take the earliest, as `topk` need not do."""
+    S = x.shape[-1]
+    least = x.topk(count, -1).values[..., -1:]
+    early = torch.arange(S, 0, -1, device=x.device)
+    order = torch.where(x > least, S, 0) + torch.where(x >= least, early, 0)
+    place = order.topk(count, -1).indices.sort(-1).values
+    values, by_value = x.gather(-1, place).sort(dim=-1, descending=True, stable=True)
+    return values, place.gather(-1, by_value)
 
 
 def _weigh(queries: Tensor, keys: Tensor, indices: Tensor) -> Tensor:

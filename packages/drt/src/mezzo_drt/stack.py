@@ -395,4 +395,5 @@ class DRT(AbstractStack):
             c.num_retrieved,
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
+            ties=c.outside is not None or c.retriever == "random",
         )
