@@ -210,12 +210,13 @@ def test_gradients_flow_through_the_memory_of_segments(stack):
     assert_close("dx", found, wanted, rtol=1e-5)
 
 
-def test_gradients_flow_through_reserve(stack):
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_gradients_flow_through_reserve(stack, num_tokens):
     with torch.enable_grad():
         x = torch.randn(2, 9 * L, C, requires_grad=True)
         dy = torch.randn(2, 3 * L, C)
         _, state = run(stack, x[:, : 6 * L], 7)
-        y, _ = stack(x[:, 6 * L :], stack.reserve(state, 5))
+        y, _ = stack(x[:, 6 * L :], stack.reserve(state, num_tokens))
         (found,) = torch.autograd.grad(y, x, dy)
         (wanted,) = torch.autograd.grad(stack(x)[0][:, 6 * L :], x, dy)
     assert_close("dx", found, wanted, rtol=1e-5)

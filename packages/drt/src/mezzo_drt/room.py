@@ -197,8 +197,9 @@ def _new_buffers(like: Memory, capacity: int, allocate: Allocate | None) -> Memo
         return Memory(*(on_device(part) for part in like))
     # Both at once: of memory that is not written yet, a host does not say that it is taken.
     both = allocate((2, len(like.k), capacity, *like.k.shape[2:]), like.k.dtype)
-    # Not by unpacking: autograd lets nothing be written into several views of one call.
-    return Memory(on_device(like.keys), both[0], both[1])
+    # Autograd does not let several views of one tensor be written.
+    k, v = (part.detach() for part in both)
+    return Memory(on_device(like.keys), k, v)
 
 
 def _copy(buffer: Tensor, old: Tensor, new: Tensor, continued: Continued) -> None:
