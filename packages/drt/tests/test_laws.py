@@ -48,8 +48,10 @@ def test_every_law_is_kept(stack, law):
     LAWS[law](stack)
 
 
-def test_arguments_replaced_are_refused_by_name(stack):
-    check_module_arguments(stack)
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_replaced_are_refused_by_name(form):
+    few = {"num_layers": 2 * FORMS[form].num_groups}
+    check_module_arguments(build(replace(FORMS[form], **few)))
 
 
 def test_fields_replaced_are_refused_by_name():

@@ -90,6 +90,7 @@ class OwnKeysBlock(AbstractBlock):
             raise ValueError(f"state has room for {slots} tokens: reserve more")
 
     def reserve(self, state, num_tokens):
+        self.check_reserve(state, num_tokens)
         B, S = state.real.shape
         k, v = (
             torch.cat([x, x.new_zeros(B, num_tokens, self.d_model)], 1) for x in (state.k, state.v)

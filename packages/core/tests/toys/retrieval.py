@@ -96,6 +96,7 @@ class RetrievalStack(AbstractStack):
             old.copy_(new)
 
     def reserve(self, state, num_tokens):
+        self.check_reserve(state, num_tokens)
         return self._with_room(
             RetrievalState(*(x.clone() for x in state)), num_tokens // self.chunk_size + 1
         )

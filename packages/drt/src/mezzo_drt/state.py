@@ -158,6 +158,7 @@ def check_state(stack: "DRT", state: DRTState) -> None:
 
 def reserved(stack: "DRT", state: DRTState, num_tokens: int, allocate: Allocate | None) -> DRTState:
     """Return a copy with room for `num_tokens` more tokens of every row, for `DRT.step`."""
+    stack.check_reserve(state, num_tokens)
     check_state(stack, state)
     L = stack.config.chunk_size
     M = L + 1

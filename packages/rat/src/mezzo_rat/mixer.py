@@ -135,6 +135,7 @@ class RAT(AbstractMixer):
 
     def reserve(self, state: RATState, num_tokens: int) -> RATState:
         """Return the state with slots for `num_tokens` more tokens, in buffers of its own."""
+        self.check_reserve(state, num_tokens)
         grown = reserve(state, num_tokens, self.config.chunk_size)
         # Tensors that grew are new buffers already; copying them would need twice their memory.
         return RATState(

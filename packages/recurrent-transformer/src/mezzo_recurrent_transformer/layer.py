@@ -111,6 +111,7 @@ class AbstractLayer(AbstractBlock):
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
+        self.check_reserve(state, num_tokens)
         check_cache(state)
         longest = int(state.lengths.max()) if state.lengths.numel() else 0
         kept = min(longest, state.k.shape[1])

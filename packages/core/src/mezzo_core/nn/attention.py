@@ -162,6 +162,7 @@ class Attention(AbstractMixer):
 
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
+        self.check_reserve(state, num_tokens)
         check_cache(state, self.config.window_size)
         longest = int(state.lengths.max()) if state.lengths.numel() else 0
         S = self._num_slots(longest + num_tokens)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mezzo_core.ops.checks import check_floating, check_lengths
+from mezzo_core.ops.checks import check_floating, check_lengths, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
 Run = Callable[[Callable[[Any], Any], Any], Any]
@@ -98,7 +98,12 @@ class AbstractSequenceModule(nn.Module, ABC):
 
         Its buffers are new, so `step` may overwrite them. The call may wait for the GPU, to read
         lengths.
+
+        Raises:
+            TypeError: if the state is of another kind of module, or `num_tokens` is no int.
+            ValueError: if the state breaks the contract, or `num_tokens` is negative.
         """
+        self.check_reserve(state, num_tokens)
         return tree_map(torch.clone, state)
 
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
@@ -210,6 +215,12 @@ class AbstractSequenceModule(nn.Module, ABC):
                 f"x must hold one token of each row, (B, 1, {self.d_model}), got {tuple(x.shape)}"
             )
         self._check_state(state, x)
+
+    def check_reserve(self, state: Any, num_tokens: int) -> None:
+        """Check the arguments of `reserve`; raises as it does."""
+        check_size(type(self).__name__, "num_tokens", num_tokens, 0)
+        parts = [part for part in tree_leaves(state) if isinstance(part, Tensor) and part.ndim]
+        self._check_state(state, parts[0] if parts else torch.empty(0))
 
     def _check_state(self, state: Any, x: Tensor) -> None:
         if not isinstance(state, self.state_type):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.numerics import assert_close
@@ -121,7 +122,9 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
 def check_module_arguments(
     module: AbstractSequenceModule, *, batch: int = 2, num_tokens: int = 5
 ) -> None:
-    """Replace each argument of the `forward` and `step` of a mixer, a block or a stack.
+    """Replace each argument of the `forward`, `step` and `reserve` of a mixer, a block or a stack.
+
+    States have seen tokens. One with a part replaced is refused, or gives what it gave before.
 
     Args:
         module: the module, on a CPU, in float32.
@@ -131,21 +134,51 @@ def check_module_arguments(
     Raises:
         AssertionError: as in `check_arguments`.
     """
-    optional = frozenset({"state", "lengths", "cu_seqlens"})
     x = torch.randn(batch, num_tokens, module.d_model, generator=torch.Generator().manual_seed(0))
     borders, lengths = torch.tensor([0, 2, num_tokens]), torch.full((batch,), num_tokens - 1)
-    for function, arguments in (
-        (module, lambda: {"x": x}),
-        (module, lambda: {"x": x[:1], "cu_seqlens": borders}),
-        (module, lambda: {"x": x, "state": module.init_state(batch), "lengths": lengths}),
-        (
-            module.step,
-            lambda: {"x": x[:, :1], "state": module.reserve(module.init_state(batch), 3)},
+    with torch.no_grad():
+        _, grown = module(x, module.init_state(batch))
+        ready = module.reserve(grown, 3)
+        module.before_step(ready)
+
+    def forward(**given: Any) -> Tensor:
+        return module(**given)[0]
+
+    def step(**given: Any) -> Tensor:
+        leaves = [leaf for leaf in tree_leaves(given["state"]) if isinstance(leaf, Tensor)]
+        before = [leaf.clone() for leaf in leaves]
+        try:
+            return module.step(**given)
+        finally:  # replacements share what they do not replace
+            for leaf, old in zip(leaves, before, strict=True):
+                leaf.copy_(old)
+
+    def reserve(state: Any, num_tokens: int = 1) -> Tensor:
+        reserved = module.reserve(state, num_tokens)
+        module.before_step(reserved)
+        return module.step(x[:, :1], reserved)
+
+    optional = frozenset({"state", "lengths", "cu_seqlens"})
+    for call in (
+        Call(forward, lambda: {"x": x}),
+        Call(forward, lambda: {"x": x[:1], "cu_seqlens": borders}, optional),
+        Call(
+            forward,
+            lambda: {"x": x, "state": grown, "lengths": lengths},
+            optional,
+            lambda **given: forward(**given | {"state": grown}),
         ),
+        Call(
+            step,
+            lambda: {"x": x[:, :1], "state": ready},
+            definition=lambda **given: step(**given | {"state": ready}),
+        ),
+        Call(reserve, lambda: {"state": grown}, definition=lambda state: reserve(grown)),
     ):
-        # The state is optional for `forward` only.
-        may = optional if function is module else frozenset[str]()
-        check_arguments(Call(function, arguments, may))
+        check_arguments(call)
+    call = Call(reserve, lambda: {"state": grown, "num_tokens": 1})
+    counts = [part for part in replacements(1) if part.what != "0"]
+    _assert_none([find_fault(call, {"num_tokens": part}) for part in counts])
 
 
 def replacements(value: Any) -> list[Replacement]:
@@ -157,6 +190,8 @@ def replacements(value: Any) -> list[Replacement]:
         found += _other_tensors(value)
     elif hasattr(value, "_fields"):
         found += _other_states(value)
+    elif isinstance(value, tuple):
+        found += _other_parts(value, dict(enumerate(value)))
     elif isinstance(value, int) and not isinstance(value, bool):
         found += [Replacement(str(n), n, True) for n in (0, -1, 1.5, math.nan, True)]
     elif isinstance(value, float):
@@ -221,7 +256,6 @@ def _other_tensors(x: Tensor) -> list[Replacement]:
     found = [
         Replacement("a number", 3, True),
         Replacement("an array", x.numpy(), True),
-        Replacement("bool", torch.ones_like(x, dtype=torch.bool), x.dtype != torch.bool),
         Replacement("complex", x.to(torch.complex64), True),
         Replacement(str(other), x.to(other), True),
         Replacement("a scalar", x.new_ones(()), True, True),
@@ -230,6 +264,8 @@ def _other_tensors(x: Tensor) -> list[Replacement]:
         Replacement("with an axis less", x[0], True, True),
         Replacement("strided", x.repeat_interleave(2, -1)[..., ::2], False),
     ]
+    if x.dtype != torch.bool:
+        found.append(Replacement("bool", torch.ones_like(x, dtype=torch.bool), True))
     if x.is_floating_point():
         found.append(Replacement("float8", x.to(torch.float8_e4m3fn), True))
     for axis in range(x.ndim):
@@ -241,14 +277,18 @@ def _other_tensors(x: Tensor) -> list[Replacement]:
 
 
 def _other_states(state: Any) -> list[Replacement]:
-    found = [Replacement("a plain tuple", tuple(state), True)]
-    for name, value in state._asdict().items():
-        others = _other_tensors(value) if isinstance(value, Tensor) else replacements(value)
-        parts = [*others, Replacement("None", None, True)]
-        found += [
-            Replacement(f"with {name} {what}", state._replace(**{name: other}), must, relative)
-            for what, other, must, relative in parts
-        ]
+    parts = _other_parts(state, state._asdict())
+    return [Replacement("a plain tuple", tuple(state), True), *parts]
+
+
+def _other_parts(whole: Any, parts: Mapping[Any, Any]) -> list[Replacement]:
+    found = []
+    for i, (name, value) in enumerate(parts.items()):
+        others = [*replacements(value), Replacement("None", None, True)]
+        for what, other, must, relative in others:
+            changed = (*whole[:i], other, *whole[i + 1 :])
+            made = whole._make(changed) if hasattr(whole, "_make") else changed
+            found.append(Replacement(f"with {name} {what}", made, must, relative))
     return found
 
 

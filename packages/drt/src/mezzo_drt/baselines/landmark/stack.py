@@ -173,6 +173,7 @@ class LandmarkStack(AbstractStack):
 
     def reserve(self, state: LandmarkState, num_tokens: int) -> LandmarkState:
         """Return a copy of the state with room for `num_tokens` more tokens of every row."""
+        self.check_reserve(state, num_tokens)
         return LandmarkState(*self._grown(state, num_tokens), state.seen.clone())
 
     def _run(
