@@ -93,7 +93,7 @@ def chunk_rat_attention(
     op = "chunk_rat_attention"
     parts = Parts(z, v, g, q, k)
     form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_rows(op, v, initial_state, lengths, cu_seqlens)
+    check_rows(op, v, form, initial_state, lengths, cu_seqlens)
     request = Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
     if resolve_impl(op, impl, v.device, unsupported(request)) == "triton":
         zvgqk = torch.cat([part.flatten(2) for part in parts if part is not None], dim=-1)
@@ -124,7 +124,7 @@ def chunk_rat_attention_projected(
     op = "chunk_rat_attention_projected"
     parts = _split(op, zvgqk, num_heads, num_groups)
     form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_rows(op, parts.v, initial_state, lengths, cu_seqlens)
+    check_rows(op, parts.v, form, initial_state, lengths, cu_seqlens)
     request = Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
     if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
         return _by_kernels(zvgqk, request)
@@ -155,7 +155,7 @@ def recurrent_rat_attention(
     op = "recurrent_rat_attention"
     parts = Parts(z, v, g, q, k)
     form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_rows(op, v, initial_state, lengths, None)
+    check_rows(op, v, form, initial_state, lengths, None)
     resolve_impl(op, impl, v.device, _NO_STEPS)
     B, T, H, D = v.shape
     if T == 0:  # there is no step to take; the chunk form's empty results have gradients
@@ -200,7 +200,7 @@ def step_rat_attention_(
     op = "step_rat_attention_"
     parts = _split(op, zvgqk, num_heads, num_groups)
     form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_state(op, "state", state, parts.v)
+    check_state(op, "state", state, parts.v, form)
     if zvgqk.shape[1] != 1:
         raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
     request = Request(parts, gate_bias, form, state, None, None)

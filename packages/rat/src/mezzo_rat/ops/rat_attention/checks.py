@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.form import Form
 from mezzo_rat.ops.rat_attention.request import Parts
-from mezzo_rat.ops.rat_attention.state import RATState
+from mezzo_rat.ops.rat_attention.state import RATState, check_slots
 
 LONGEST = 2**31 - 1
 """The longest chunk that kernels can count in 32 bits; no row has more tokens."""
@@ -68,13 +68,14 @@ def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
 def check_rows(
     op: str,
     v: Tensor,
+    form: Form,
     initial_state: RATState | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
     """Check the state, the lengths and the packing borders against the rows of v."""
     if initial_state is not None:
-        check_state(op, "initial_state", initial_state, v)
+        check_state(op, "initial_state", initial_state, v, form)
     if lengths is not None:
         if initial_state is None:
             raise ValueError(f"{op}: lengths needs an initial_state: start from init_state")
@@ -88,7 +89,7 @@ def check_rows(
         check_cu_seqlens(op, cu_seqlens, v)
 
 
-def check_state(op: str, argument: str, state: RATState, v: Tensor) -> None:
+def check_state(op: str, argument: str, state: RATState, v: Tensor, form: Form) -> None:
     """Check a state against the rows of v that continue it; messages use the argument's name."""
     if not isinstance(state, RATState):
         raise TypeError(f"{op}: {argument} must be a RATState, got {type(state).__name__}")
@@ -111,3 +112,4 @@ def check_state(op: str, argument: str, state: RATState, v: Tensor) -> None:
     for name, field in zip(RATState._fields, state, strict=True):
         if field.device != v.device:
             raise ValueError(f"{op}: {argument}.{name} must be on {v.device}, got {field.device}")
+    check_slots(op, argument, state, form.chunk_size)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_counts, check_size
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -46,6 +46,16 @@ def init_state(
     )
 
 
+def check_slots(op: str, argument: str, state: RATState, chunk_size: int) -> None:
+    """Check that each row's closed chunks are in the slots; lengths are read on a CPU only.
+
+    Raises:
+        ValueError: if a row has seen more tokens, or fewer than none.
+    """
+    most = state.k_ends.shape[1] * chunk_size + chunk_size - 1
+    check_counts(op, f"{argument}.lengths", state.lengths, "N L + L - 1", most)
+
+
 def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
     """Return the state with slots for `num_tokens` more tokens in every row.
 
@@ -56,12 +66,14 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
 
     Raises:
         TypeError: if the state is no RATState, or a number is not an int.
-        ValueError: if `num_tokens` is negative, or `chunk_size` below 1.
+        ValueError: if `num_tokens` is negative, `chunk_size` below 1, or, on a CPU, the state does
+            not have the slots of a row's closed chunks.
     """
     if not isinstance(state, RATState):
         raise TypeError(f"reserve: state must be a RATState, got {type(state).__name__}")
     check_size("reserve", "num_tokens", num_tokens, 0)
     check_size("reserve", "chunk_size", chunk_size)
+    check_slots("reserve", "state", state, chunk_size)
     slots = state.k_ends.shape[1]
     if num_tokens == 1 and slots > 0 and _must_not_wait(state.lengths):
         return state
