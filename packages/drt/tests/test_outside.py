@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from mezzo_core.nn import LMConfig, generate
+from mezzo_core.testing.arguments import check_fields
 from mezzo_core.testing.numerics import assert_close
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
@@ -156,6 +157,65 @@ def loaded():
     encoder = Ordered()
     encoder.load()
     return encoder.mix.weight
+
+
+@dataclass(frozen=True)
+class Builds:
+    """Builds whatever it is given."""
+
+    encoder: object
+
+    def build(self):
+        return self.encoder
+
+
+class Odd(Ordered):
+    """An encoder of which one part is wrong."""
+
+    def __init__(self, width=K, embed=None, forward=None):
+        super().__init__()
+        self.width, self.odd = width, {"embed": embed, "forward": forward}
+
+    def embed(self, tokens):
+        return (self.odd["embed"] or super().embed)(tokens)
+
+    def forward(self, chunks):
+        return (self.odd["forward"] or super().forward)(chunks)
+
+
+@pytest.mark.parametrize("method", ["embed", "forward"])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda x: None, TypeError),
+        (lambda x: x.long(), TypeError),
+        (lambda x: x.tolist(), TypeError),
+        (lambda x: x[..., :-1], ValueError),
+        (lambda x: x[:1], ValueError),
+        (lambda x: x.mean(1), ValueError),
+    ],
+)
+def test_what_an_encoder_returns_is_checked(method, change, error):
+    right = getattr(Ordered(), method)
+    encoder = Odd(**{method: lambda x: change(right(x))})
+    model = build(Builds(encoder))
+    with pytest.raises(error, match=f"Odd: what {method} returns must be"):
+        model(torch.zeros(2, 9, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("encoder", [None, 3, nn.Linear(2, 2), *map(Odd, (None, 0, 2.5, True))])
+def test_what_is_no_encoder_is_refused(encoder):
+    with pytest.raises((TypeError, ValueError), match=r"outside must build an Abs|Odd: width must"):
+        replace(STACK, outside=Builds(encoder)).build(32)
+
+
+def test_fields_replaced_are_refused_by_name():
+    tokens = torch.arange(9)[None]
+    check_fields(ENCODERS["bag"], lambda bag: bag.build().embed(tokens))
+    check_fields(
+        replace(STACK, outside=ENCODERS["bag"], num_layers=2, num_groups=1),
+        lambda stack: stack.build(32)(torch.ones(1, 9, 64 if stack.outside else 32))[0],
+    )
 
 
 def test_what_does_not_fit_is_refused():

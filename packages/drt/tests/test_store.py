@@ -185,8 +185,12 @@ def test_a_forked_process_goes_on_alone_from_the_hosts_memory_and_writes_own_fil
 
 
 def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
-        stack.offload_to(tmp_path / "missing")
+    for bad in (tmp_path / "missing", "nul\0", "x" * 300, Path(__file__)):
+        with pytest.raises(UserError, match="is no folder"):
+            stack.offload_to(bad)
+    for bad in (3, True, b"bytes", [tmp_path], object()):
+        with pytest.raises(TypeError, match="folder must be a path or None, got"):
+            stack.offload_to(bad)
     plain = replace(CONFIG, offload=False).build(C)
     with pytest.raises(ValueError, match="offload=True"):
         plain.offload_to(tmp_path)

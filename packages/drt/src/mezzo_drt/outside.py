@@ -5,7 +5,7 @@ So the baseline RPT with Contriever retrieves (appendix E), and DRT "w/ contriev
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from mezzo_core.config_json import check_fields
@@ -88,6 +88,46 @@ class BagOfTokens(AbstractOutsideEncoder):
         return chunks.mean(2)
 
 
+def build_outside(config: OutsideConfig | None) -> AbstractOutsideEncoder | None:
+    """Build an outside encoder, without gradients; None for none.
+
+    Raises:
+        TypeError: if the configuration builds something else, or its width is no int.
+        ValueError: if its width is below 1.
+    """
+    if config is None:
+        return None
+    encoder = config.build()
+    if not isinstance(encoder, AbstractOutsideEncoder):
+        raise TypeError(
+            f"outside must build an AbstractOutsideEncoder, got {type(encoder).__name__} "
+            f"from {type(config).__name__}"
+        )
+    check_size(type(encoder).__name__, "width", getattr(encoder, "width", None))
+    return encoder.requires_grad_(False).eval()
+
+
+def _check_vectors(encoder: AbstractOutsideEncoder, method: str, x: Any, *sizes: int) -> None:
+    """Check what a method of the encoder has returned."""
+    name = type(encoder).__name__
+    check_floating(name, f"what {method} returns", x)
+    if x.shape != (*sizes, encoder.width):
+        raise ValueError(
+            f"{name}: what {method} returns must be {(*sizes, encoder.width)}, got {tuple(x.shape)}"
+        )
+
+
+def embed(tokens: Tensor, encoder: AbstractOutsideEncoder) -> Tensor:
+    """Return the encoder's vectors of tokens (B, T), (B, T, K).
+
+    Raises:
+        TypeError, ValueError: if the encoder returns something else.
+    """
+    found = encoder.embed(tokens)
+    _check_vectors(encoder, "embed", found, *tokens.shape)
+    return found
+
+
 def divide(x: Tensor, d_model: int, encoder: AbstractOutsideEncoder | None) -> list[Tensor]:
     """Divide a stack's input (B, T, C + K) into the embedding and, with an encoder, its part.
 
@@ -106,6 +146,11 @@ def divide(x: Tensor, d_model: int, encoder: AbstractOutsideEncoder | None) -> l
 
 @torch.no_grad()
 def outside_keys(chunks: Tensor, encoder: AbstractOutsideEncoder) -> Tensor:
-    """Return the keys of retrieval (B, N, K) of chunks (B, N, L + 1, K), normalized."""
+    """Return the keys of retrieval (B, N, K) of chunks (B, N, L + 1, K), normalized.
+
+    Raises:
+        TypeError, ValueError: if the encoder returns something else.
+    """
     keys = encoder(chunks[:, :, :-1])
+    _check_vectors(encoder, "forward", keys, *chunks.shape[:2])
     return nn.functional.rms_norm(keys, keys.shape[-1:], eps=1e-6)

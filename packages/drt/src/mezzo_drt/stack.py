@@ -23,7 +23,7 @@ from mezzo_drt.encoder import ChunkEncoder, Memory
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.offload import fetch, fetch_open, fetch_open_, slots, store_
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
-from mezzo_drt.outside import OutsideConfig, divide, outside_keys
+from mezzo_drt.outside import OutsideConfig, build_outside, divide, embed, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
 from mezzo_drt.room import append, buffers, check_room
@@ -125,8 +125,7 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key, eps)
-        outside = config.outside
-        self.outside = None if outside is None else outside.build().requires_grad_(False).eval()
+        self.outside = build_outside(config.outside)
         upper = (
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
@@ -328,15 +327,16 @@ class DRT(AbstractStack):
 
         Raises:
             UserError: if the folder is missing, or cannot be written.
+            TypeError: if the folder is no path.
             ValueError: if the stack does not offload.
         """
         if not self.config.offload:
             raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
-        self._allocate = in_memory if folder is None else in_folder(Path(folder))
+        self._allocate = in_memory if folder is None else in_folder(folder)
 
     def beside(self, tokens: Tensor) -> Tensor | None:
         """Return what the outside encoder needs of the tokens."""
-        return None if self.outside is None else self.outside.embed(tokens)
+        return None if self.outside is None else embed(tokens, self.outside)
 
     def init_own_weights(self) -> None:
         """Let the outside encoder load its weights."""

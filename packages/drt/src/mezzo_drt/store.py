@@ -38,7 +38,7 @@ def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     )
 
 
-def in_folder(folder: Path) -> Allocate:
+def in_folder(folder: str | Path) -> Allocate:
     """Return what makes tensors in files of a folder.
 
     A file has no name and goes with its tensor, also if the process is killed. Its room on the disk
@@ -46,8 +46,12 @@ def in_folder(folder: Path) -> Allocate:
 
     Raises:
         UserError: if the folder is missing or cannot be written; later, if the disk is full.
+        TypeError: if it is no path.
     """
-    if not folder.is_dir():
+    if not isinstance(folder, str | Path):
+        raise TypeError(f"folder must be a path or None, got {type(folder).__name__}")
+    folder = Path(folder)
+    if not os.path.isdir(folder):  # noqa: PTH112, since `is_dir` raises for a name that is too long
         raise UserError(f"{folder} is no folder: offload_to needs one that is there")
     _in_file(folder, (1,), torch.int64)
     return partial(_in_file, folder)  # which can be pickled with the stack

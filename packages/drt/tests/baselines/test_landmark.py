@@ -132,6 +132,17 @@ def test_arguments_replaced_are_refused_by_name(stack):
     check_module_arguments(stack)
 
 
+@torch.no_grad()
+def test_a_state_without_all_chunks_of_its_tokens_is_refused(stack):
+    x = torch.randn(2, 3 * L + 1, C)
+    _, state = stack(x, stack.init_state(2))
+    cut = state._replace(k=state.k[:, :, :-1], v=state.v[:, :, :-1])
+    for bad in (cut, state._replace(seen=-state.seen)):
+        for call in (lambda bad: stack(x, bad), lambda bad: stack.reserve(bad, 3)):
+            with pytest.raises(ValueError, match=r"state\.seen must be from 0 to N L"):
+                call(bad)
+
+
 def test_a_token_of_far_behind_is_seen_only_if_its_chunk_is_chosen(stack):
     """A chunk that is not chosen by any head of any layer cannot matter, and a chosen one does."""
     x = torch.randn(1, 60, C, generator=torch.Generator().manual_seed(3))

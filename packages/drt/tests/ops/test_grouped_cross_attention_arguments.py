@@ -36,6 +36,11 @@ def test_each_argument_replaced_is_named_or_right(impl):
     check_arguments(call)
 
 
+@pytest.mark.any_shapes
+def test_each_argument_of_readers_of_replaced_is_named_or_right():
+    check_arguments(Call(readers_of, lambda: {"indices": problem()["indices"], "S": S}))
+
+
 @pytest.mark.parametrize(
     ("indices", "S", "message"),
     [

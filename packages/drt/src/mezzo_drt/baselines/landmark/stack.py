@@ -12,7 +12,7 @@ import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, MLPConfig
 from mezzo_core.nn.linear import Linear
-from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.checks import check_counts, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import sequence_ids
 from torch import Tensor, nn
@@ -234,6 +234,7 @@ class LandmarkStack(AbstractStack):
     def _grown(self, state: LandmarkState, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return copies of the grids with room for `num_tokens` more tokens of every row."""
         N, L = state.k.shape[2], self.config.chunk_size
+        check_counts("LandmarkStack", "state.seen", state.seen, "N L", N * L)
         longest = int(state.seen.max()) if N and len(state.seen) else 0
         more = max(-(-(longest + num_tokens) // L) - N, 0)
         pad = (0, 0, 0, 0, 0, 0, 0, more)

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_size, in_transform
 from torch import Tensor
 
 
@@ -31,11 +31,11 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     """List the readers of S chunks in each row of the indices (B, N, R).
 
     Raises:
-        TypeError: if `indices` is no int64 tensor, or S no int.
-        ValueError: if `indices` does not have three axes, or S is negative.
+        TypeError: if the indices are no int64 tensor, or S is no int.
+        ValueError: if an index is not from -1 to S - 1 (on a CPU), or a shape is another.
     """
-    check_indices("readers_of", indices)
     check_size("readers_of", "S", S, 0)
+    check_indices("readers_of", indices, S)
     B, _, R = indices.shape
     size = part_size(R)
     rows = torch.arange(B, device=indices.device)[:, None, None]
@@ -53,13 +53,22 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     return Readers(order.to(torch.int32), offsets, parts, chunks, size)
 
 
-def check_indices(op: str, indices: Any) -> None:
-    """Raise a TypeError if the indices are no int64 tensor, a ValueError if not (B, N, R)."""
+def check_indices(op: str, indices: Any, S: int) -> None:
+    """Check indices (B, N, R) of S chunks; raises as `readers_of` does."""
     if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
         got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise TypeError(f"{op}: indices must be an int64 tensor, got {got}")
     if indices.ndim != 3:
         raise ValueError(f"{op}: indices must be (B, N, R), got {tuple(indices.shape)}")
+    # Looking at values would stop a GPU's stream or break a graph. Fake tensors have none, and in
+    # torch.func's transforms they cannot be read.
+    is_plain = type(indices) is Tensor and not in_transform()
+    if is_plain and indices.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = indices[(indices < -1) | (indices >= S)]
+        if wrong.numel() > 0:
+            raise ValueError(
+                f"{op}: indices must be from -1 to S - 1 = {S - 1}, got {int(wrong[0])}"
+            )
 
 
 def part_size(R: int) -> int:
