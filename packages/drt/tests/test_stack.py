@@ -274,16 +274,32 @@ def test_the_papers_128m_model_has_its_number_of_weights(projections, millions):
     assert round(model.num_parameters() / 1e6) == millions
 
 
-def test_flops_are_those_that_torch_counts():
-    """Torch does not see the products of attention here, and counts scores that are masked."""
-    config = replace(CONFIG, chunk_size=16, num_layers=4, num_groups=2, hidden=40)
-    stack, T = config.build(48), 1280
-    places = T + T // config.chunk_size
-    attention = AttentionConfig(D, window_size=W, rope_base=None, alibi="olmo").build(48)
+@pytest.mark.parametrize(("fields", "T"), [({}, 1280), ({"num_retrieved": 9}, 128), ({}, 16)])
+def test_flops_are_those_that_torch_counts(fields, T):
+    """Torch does not see the products of attention here, and counts those that are masked.
+
+    It also counts how what is read is weighed, which is told no more than other sums.
+    """
+    config = replace(CONFIG, chunk_size=16, num_layers=4, num_groups=2, hidden=40, **fields)
+    stack, (C, L, R) = config.build(48), (48, 16, config.num_retrieved)
+    N = T // L
+    places = T + N
+    attention = AttentionConfig(D, window_size=W, rope_base=None, alibi="olmo").build(C)
     weights = 2 * sum(weight.numel() for weight in attention.parameters())
     unseen = config.num_layers * (attention.flops_per_token(places) - weights) * places
-    unseen += config.num_encoder_layers * 4 * 48 * 17 * places
+    unseen += config.num_encoder_layers * 4 * C * (L + 1) * places
+    read = [min(R, max(n - 1, 0)) for n in range(N)]
+    masked = 2 * 4 * C * L * (L + 1) * sum(R - r for r in read)
+    masked += 2 * 2 * C * sum(N - n for n in range(N))
+    weighed = 2 * 2 * C * R * places
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        stack(torch.randn(1, T, 48))
-    told = stack.flops_per_token(T) * T - unseen
-    assert abs(counter.get_total_flops() / told - 1) < 0.01
+        stack(torch.randn(1, T, C))
+    products = counter.get_total_flops() + unseen - masked - weighed
+    assert stack.flops_per_token(T) * T == pytest.approx(products, rel=1e-9)
+
+
+def test_flops_of_a_chunk_that_is_open_are_those_of_its_tokens():
+    stack = replace(CONFIG, chunk_size=16, num_retrieved=2).build(C)
+    told = [stack.flops_per_token(T) * T for T in range(47, 50)]
+    before, landmark, after = told[0], told[1] - told[0], told[2] - told[1]
+    assert before > landmark > after > 0

@@ -1,6 +1,6 @@
 """What a `DRT` costs: the bytes of its state, on the device and in the host's memory, and FLOPs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -31,24 +31,35 @@ def host_state_bytes(stack: "DRT", num_tokens: int) -> int:
 def flops_per_token(stack: "DRT", num_tokens: int) -> float:
     """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
 
-    Landmarks are counted with the tokens before them. A chunk scores half of all chunks on
-    average, and reads R. An outside encoder is not counted.
+    Of the encoder, complete chunks are counted; an outside encoder is not.
     """
     c, C, L = stack.config, stack.d_model, stack.config.chunk_size
-    N = num_tokens / L
-    places = (L + 1) / L
-    attention = sum(a.flops_per_token(round(num_tokens * places)) for a in stack.attentions())
-    rest = [block.mlp for block in stack.lower]
-    rest += [m for layer in stack.upper for m in (layer.wq, layer.wo, layer.mlp)]
-    reading = len(stack.upper) * 4 * C * L * min(c.num_retrieved, N / 2)
-    encoder = stack.encoder
-    encoding = 2 * _weights([encoder.layers]) + len(encoder.layers) * 4 * C * (L + 1)
-    every_place = attention + 2 * _weights(rest) + reading + encoding
-    every_chunk = 2 * _weights([stack.queries, *([] if encoder.wl is None else [encoder.wl])])
-    scores = c.num_groups * 2 * C * N / 2
-    every_token = 2 * _weights([encoder.wk, encoder.wv])
-    return places * every_place + every_token + (every_chunk + scores) / L
+    N, rest = divmod(num_tokens, L)
+    places = num_tokens + N
+    attention = sum(a.flops_per_token(places) for a in stack.attentions()) * places
+    others = [block.mlp for block in stack.lower]
+    others += [m for layer in stack.upper for m in (layer.wq, layer.wo, layer.mlp)]
+    # A chunk reads up to R of those before the last one.
+    reads = (L + 1) * _sum_of_smaller(N - 1, c.num_retrieved)
+    reads += rest * min(max(N - 1, 0), c.num_retrieved)
+    reading = len(stack.upper) * 4 * C * L * reads
+    encoder, layers = stack.encoder, stack.encoder.layers
+    encoding = N * (L + 1) * (2 * _weights(layers) + len(layers) * 4 * C * (L + 1))
+    encoding += N * L * 2 * _weights([encoder.wk, encoder.wv])
+    landmarks = N * 2 * _weights([*stack.queries, *([] if encoder.wl is None else [encoder.wl])])
+    K = C if stack.outside is None else stack.outside.width
+    scores = c.num_groups * 2 * K * N * (N - 1) / 2
+    total = attention + 2 * _weights(others) * places + reading + encoding
+    return (total + landmarks + scores) / max(num_tokens, 1)
 
 
-def _weights(modules: Sequence[nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in module.parameters())
+def _sum_of_smaller(count: int, most: int) -> int:
+    """Return the sum of min(n, most) for n = 0, 1, ..., count - 1."""
+    few = max(min(count, most), 0)
+    return few * (few - 1) // 2 + most * (max(count, 0) - few)
+
+
+def _weights(modules: Iterable[nn.Module]) -> int:
+    """Return the number of weights of the matrices; norms are not counted."""
+    parts = [part for module in modules for part in module.modules()]
+    return sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
