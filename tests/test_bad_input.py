@@ -412,9 +412,7 @@ def test_a_package_that_the_user_names_is_imported(capsys, copied, tmp_path, mon
 
 def test_every_package_of_ours_may_be_named_in_a_model():
     folders = (Path(__file__).parents[1] / "packages").iterdir()
-    assert {f"mezzo_{path.name.replace('-', '_')}" for path in folders if path.is_dir()} == set(
-        OUR_PACKAGES
-    )
+    assert {f"mezzo_{path.name}" for path in folders if path.is_dir()} == set(OUR_PACKAGES)
 
 
 def test_an_unknown_device_is_refused(capsys, run):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAPERS = ("rat", "gsa", "recurrent-transformer", "drt")
+PAPERS = ("rat", "gsa", "recurrent_transformer", "drt")
 
 
 def module(paper: str) -> str:
     """Return the name under which a paper's package is imported."""
-    return f"mezzo_{paper.replace('-', '_')}"
+    return f"mezzo_{paper}"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ LAYERS = {
         "HGRN2Config(head_dim=8)",
         "RetNetConfig(num_heads=2)",
     ],
-    "recurrent-transformer": [
+    "recurrent_transformer": [
         "RecurrentBlockConfig(head_dim=8)",
         "TransformerBlockConfig(head_dim=8)",
         "RecurrentStackConfig(2)",

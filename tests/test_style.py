@@ -40,11 +40,11 @@ def test_references_fit_on_one_screen_and_import_no_triton():
 
 
 def test_papers_depend_on_core_and_not_on_each_other():
-    packages = {p.name.replace("-", "_") for p in (ROOT / "packages").iterdir() if p.is_dir()}
+    packages = {p.name for p in (ROOT / "packages").iterdir() if p.is_dir()}
     for path in SOURCES:
         if "packages" not in path.parts:
             continue
-        own = path.parts[path.parts.index("packages") + 1].replace("-", "_")
+        own = path.parts[path.parts.index("packages") + 1]
         allowed = {f"mezzo_{own}", "mezzo_core"}
         for other in packages:
             if f"mezzo_{other}" not in allowed:

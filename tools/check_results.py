@@ -35,7 +35,7 @@ def documents(folder: Path) -> dict[Path, str]:
 
     texts = {readme: TABLE.sub(write, readme.read_text(encoding="utf-8"))}
     if folder != ROOT:
-        path, title = folder / "results", f"mezzo-{folder.name}"
+        path, title = folder / "results", f"mezzo-{folder.name.replace('_', '-')}"
         texts[folder / "RESULTS.md"] = results_markdown(path, title, published(folder))
     return texts
 

@@ -1,8 +1,8 @@
 """Measure the paper's Table 2, latency over length, training throughputs, and decoding.
 
-    python packages/recurrent-transformer/experiments/speed.py \
-        --out packages/recurrent-transformer/results/nvidia-h200
-    python packages/recurrent-transformer/experiments/speed.py --out DIR --dry-run    # on a CPU
+    python packages/recurrent_transformer/experiments/speed.py \
+        --out packages/recurrent_transformer/results/nvidia-h200
+    python packages/recurrent_transformer/experiments/speed.py --out DIR --dry-run    # on a CPU
 
 Writes speed_graphs.json, speed_length.json, speed_throughput.json and speed_decoding.json;
 `--models length decoding` measures a part. `mezzo-recurrent-transformer reproduce --scale gpu`

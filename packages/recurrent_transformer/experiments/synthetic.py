@@ -1,8 +1,8 @@
 """Train one recurrent layer and one Transformer layer on synthetic tasks (Figure synth).
 
-    python packages/recurrent-transformer/experiments/synthetic.py \
-        --out packages/recurrent-transformer/results/nvidia-h200
-    python packages/recurrent-transformer/experiments/synthetic.py --dry-run --out DIR  # on a CPU
+    python packages/recurrent_transformer/experiments/synthetic.py \
+        --out packages/recurrent_transformer/results/nvidia-h200
+    python packages/recurrent_transformer/experiments/synthetic.py --dry-run --out DIR  # on a CPU
 
 First whole runs, of 20,000 steps at most, with one rate: they give synthetic.json, the figure. Then
 short runs, of 4,000 steps at most, with all rates of the paper's protocol: they give

@@ -1,8 +1,8 @@
 """Train 6 and 12 layers of both architectures, and the RMSNorm ablation, at a small size.
 
-    python packages/recurrent-transformer/experiments/train_small.py --data 'texts/*.jsonl' \
-        --tokenizer gpt2/ --out packages/recurrent-transformer/results/nvidia-h200
-    python packages/recurrent-transformer/experiments/train_small.py --out DIR --dry-run
+    python packages/recurrent_transformer/experiments/train_small.py --data 'texts/*.jsonl' \
+        --tokenizer gpt2/ --out packages/recurrent_transformer/results/nvidia-h200
+    python packages/recurrent_transformer/experiments/train_small.py --out DIR --dry-run
 
 Writes train_small.json: 6 and 12 layers of about equal weights on the same tokens, the recurrent
 ones also in blocks of 8 and 32 tokens. Writes train_rates.json: 12 recurrent layers at three

@@ -53,7 +53,7 @@ EXACT, TOKENS = "exact match", "token accuracy"
 COMPRESSION = "compression"
 """A synthetic task whose rows are hardly ever right as a whole: its letters count."""
 
-_SCRIPTS = "python packages/recurrent-transformer/experiments"
+_SCRIPTS = "python packages/recurrent_transformer/experiments"
 _SPEED = f"needs a GPU: {_SCRIPTS}/speed.py"
 _SMALL = f"needs a GPU: {_SCRIPTS}/train_small.py"
 _300M = "needs the 300M models trained on 6.6B tokens of C4 (recipes 300m_...)"
