@@ -389,15 +389,18 @@ def test_the_future_and_other_rows_change_nothing(at, block_size):
     assert_close("alone", alone[0], z[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_broken_token_breaks_itself_and_what_follows(bad):
-    inputs, options, _ = problem((2, 37, {}))
-    clean, *_ = layers("eager", **options)(**inputs)
-    inputs["x"][0, 20] = bad
-    z, *_ = layers("eager", **options)(**inputs)
-    assert torch.equal(z[0, :20], clean[0, :20])
-    assert torch.equal(z[1], clean[1])
-    assert not z[0, 20:].isfinite().any()
+@pytest.mark.parametrize("block_size", [1, 4, 64])
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_a_broken_token_breaks_itself_and_what_follows(impl, block_size):
+    inputs, options, _ = problem((2, 37, {}), dtype=torch.float32)
+    options["block_size"] = block_size
+    clean, *_ = layers(impl, **options)(**inputs)
+    for bad in (torch.nan, torch.inf, 1e38):
+        inputs["x"][0, 18] = bad
+        z, *_ = layers(impl, **options)(**inputs)
+        assert torch.equal(z[0, :18], clean[0, :18])
+        assert torch.equal(z[1], clean[1])
+        assert bad == 1e38 or not z[0, 18:].isfinite().any()
 
 
 @cases

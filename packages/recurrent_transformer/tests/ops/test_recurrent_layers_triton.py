@@ -98,6 +98,20 @@ def test_outputs_and_all_gradients_equal_eager_and_repeats_are_bit_equal(case, d
             assert torch.equal(value, found[name]), name
 
 
+@torch.no_grad()
+def test_a_broken_token_of_a_block_leaves_earlier_tokens_and_other_rows_bit_equal():
+    (inputs, _, options), found = problem((1, 2, 8, 1, 32, "rms", 4)), []
+    x = inputs.pop("x")
+    for value in (x[0, 6].clone(), torch.nan, 1e38):
+        x[0, 6] = value
+        found.append(recurrent_layers(x, LayerWeights(**inputs), impl="triton", **options).z)
+    clean, spoilt, large = found
+    for z in (spoilt, large):
+        assert torch.equal(z[0, :6], clean[0, :6])
+        assert torch.equal(z[1], clean[1])
+    assert spoilt[0, 6:].isnan().all()
+
+
 def test_strides_do_not_matter():
     inputs, pull, options = problem((2, 2, 2, 2, 16, "layer", 1))
     k, v = torch.randn(2, 2, 2, 4, 2, 16, device=DEVICE)

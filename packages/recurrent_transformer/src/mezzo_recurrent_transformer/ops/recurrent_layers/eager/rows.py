@@ -79,10 +79,16 @@ def add_normed(
 
 
 def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tensor) -> None:
-    """Split Wk n and Wv n (m, ..., 2C) into normalized keys and values (m, ..., C)."""
+    """Split Wk n and Wv n (m, ..., 2C) into normalized keys and values (m, ..., C).
+
+    A value that is not finite becomes 0, and its key NaN: a weight of 0 times NaN is NaN, also for
+    a query that must not see it, but its logit is masked by selection.
+    """
     raw, values = kv.chunk(2, -1)
     normed(raw, weight, form, k)
-    v.copy_(values)
+    lost = ~values.isfinite()
+    k.masked_fill_(lost, torch.nan)
+    v.copy_(values.masked_fill(lost, 0))
 
 
 def split_qkv(

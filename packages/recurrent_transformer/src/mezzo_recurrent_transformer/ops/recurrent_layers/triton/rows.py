@@ -235,7 +235,7 @@ def split_pair_kernel(
     stride_km, stride_ks, stride_kb, stride_vm, stride_vs, stride_vb,
     eps, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a row's key, and copy its value."""
+    """Normalize a row's key, and copy its value; what is not finite goes into the key."""
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
@@ -245,6 +245,8 @@ def split_pair_kernel(
     if NORM != "none":
         weight += i_m * C
     b_k = _normed(b_k, weight, o_c, m, eps, C, NORM)
+    m_finite = tl.abs(b_v.to(tl.float32)) < float("inf")
+    b_k, b_v = tl.where(m_finite, b_k, float("nan")), tl.where(m_finite, b_v, 0.0)
     p_k = k + row_offset(i_m, i_row, B, stride_km, stride_ks, stride_kb) + o_c
     p_v = v + row_offset(i_m, i_row, B, stride_vm, stride_vs, stride_vb) + o_c
     tl.store(p_k, b_k.to(k.dtype.element_ty), mask=m)
