@@ -125,6 +125,10 @@ def test_the_laws_hold_across_many_chunks(stack):
     check_segments(stack, num_tokens=50, splits=(7, 0, 1, 30, 12))
     check_causal(stack, num_tokens=40)
     check_packed(stack, (23, 0, 3, 17, 1))
+    x, borders = torch.randn(1, 44, C), torch.tensor([0, 23, 23, 26, 43, 44])
+    # Transforms and graphs, which cannot look at the borders, run all sequences at once.
+    found, _ = torch.func.vjp(lambda x: stack(x, cu_seqlens=borders)[0], x)
+    torch.testing.assert_close(found, stack(x, cu_seqlens=borders)[0], rtol=1e-4, atol=1e-5)
     check_step(stack, (0, 8, 21), 15)
 
 

@@ -12,7 +12,7 @@ import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, MLPConfig
 from mezzo_core.nn.linear import Linear
-from mezzo_core.ops.checks import check_counts, check_number, check_size
+from mezzo_core.ops.checks import can_look, check_counts, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import sequence_ids
 from torch import Tensor, nn
@@ -151,6 +151,10 @@ class LandmarkStack(AbstractStack):
             return x, state
         x = without_padding(x, lengths)
         L = self.config.chunk_size
+        if cu_seqlens is not None and can_look(x, cu_seqlens):
+            # Apart, so that a NaN of one sequence cannot reach the gradients of others.
+            sequences = x.split(cu_seqlens.diff().tolist(), 1)
+            return torch.cat([self(part)[0] for part in sequences if part.shape[1]], 1), None
         if cu_seqlens is not None:
             places, num_chunks = self._packed_places(cu_seqlens, T)
             return self._run(x, *self._room(B, num_chunks), places)[0], None
