@@ -19,6 +19,7 @@ from mezzo_core.testing.laws import (
     check_step,
     check_training,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 C = 32
 CONFIGS = {
@@ -348,6 +349,14 @@ def test_a_state_that_does_not_hold_its_tokens_is_refused(name, cut):
             ValueError, match=r"state\.(k|lengths) must (have at most|be from 0|be 0 or)"
         ):
             call(x[:, :1], type(state)(k, v, lengths))
+
+
+@torch.no_grad()
+def test_shapes_of_a_continued_state_can_be_had_from_fake_tensors():
+    with FakeTensorMode():
+        mixer, x = CONFIGS["window"].build(C), torch.randn(2, 6, C)
+        _, state = mixer(x, mixer(x, mixer.init_state(2))[1])
+        assert mixer.step(x[:, :1], state).shape == (2, 1, C)
 
 
 @torch.no_grad()

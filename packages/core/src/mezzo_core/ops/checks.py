@@ -91,9 +91,9 @@ def check_counts(
 def is_read(x: Tensor) -> bool:
     """Tell whether checks read the values of x, on a CPU: else it would wait, or break a graph.
 
-    Under torch.vmap an element has no value.
+    Fake tensors have none, and those under torch.vmap cannot be read.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     return not torch._C._functorch.is_batchedtensor(x)
 
