@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.ops.checks import check_size, in_transform
+from mezzo_core.ops.checks import can_look, check_size
 from torch import Tensor
 
 
@@ -60,10 +60,7 @@ def check_indices(op: str, indices: Any, S: int) -> None:
         raise TypeError(f"{op}: indices must be an int64 tensor, got {got}")
     if indices.ndim != 3:
         raise ValueError(f"{op}: indices must be (B, N, R), got {tuple(indices.shape)}")
-    # Looking at values would stop a GPU's stream or break a graph. Fake tensors have none, and in
-    # torch.func's transforms they cannot be read.
-    is_plain = type(indices) is Tensor and not in_transform()
-    if is_plain and indices.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_look(indices):
         wrong = indices[(indices < -1) | (indices >= S)]
         if wrong.numel() > 0:
             raise ValueError(
