@@ -1,7 +1,6 @@
 """The definition of attention, in eager PyTorch: any device, any float dtype, any request."""
 
 import torch
-from torch import Tensor
 
 from mezzo_core.ops.attention.blocked import isolate_gradient
 from mezzo_core.ops.attention.request import (
@@ -12,6 +11,7 @@ from mezzo_core.ops.attention.request import (
     visible_keys,
 )
 from mezzo_core.ops.checks import can_look
+from mezzo_core.ops.online_softmax import softmax_with_lse
 
 
 def attention_reference(r: Request) -> AttentionOutput:
@@ -45,7 +45,7 @@ def attention_reference(r: Request) -> AttentionOutput:
         scores = scores.masked_fill(lost_q[:, None, :, None], float("nan"))
     if lost is not None:
         scores = scores.masked_fill(lost[:, None, None], float("nan"))
-    lse, probabilities = _softmax(scores.masked_fill(~visible, float("-inf")))
+    probabilities, lse = softmax_with_lse(scores.masked_fill(~visible, float("-inf")))
     # Hidden once more for the backward, where a gradient that is not finite would meet the zeros.
     probabilities = probabilities.masked_fill(~visible, 0)
     probabilities = probabilities.to(r.v.dtype).unflatten(1, (H, HQ // H))
@@ -53,18 +53,3 @@ def attention_reference(r: Request) -> AttentionOutput:
     if can_look(r.q, r.k, r.v):
         out = isolate_gradient(out, r)
     return AttentionOutput(out, lse.transpose(1, 2) if r.return_lse else None)
-
-
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and probabilities over the keys; a row without keys gets zeros."""
-    if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], float("-inf")), scores
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == float("-inf"), 0.0)
-    exponentials = (scores - top).exp()
-    total = exponentials.sum(-1, keepdim=True)
-    # In an empty row take the log of 1, which is then replaced: log 0 would have a NaN gradient.
-    empty = total == 0
-    total = total.masked_fill(empty, 1.0)
-    lse = (total.log() + top).masked_fill(empty, float("-inf"))
-    return lse.squeeze(-1), exponentials / total

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.online_softmax.triton import add_scores, merge
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from mezzo_core.positions import RADIANS, rope_steps
 
@@ -64,15 +65,10 @@ def decode_attention_fwd_kernel(
             distance += tl.where(distance < 0, S, 0)
             b_scores -= b_slopes * distance[None, :].to(tl.float32)
         b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
-        # Every tile has at least one token, so the new maximum is finite.
-        b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
-        b_scores = tl.exp2(b_scores - b_new[:, None])
-        b_decay = tl.exp2(b_top - b_new)
-        b_sum = b_sum * b_decay + tl.sum(b_scores, axis=1)
+        # Every tile has at least one token, so the maximum is finite.
+        b_p, b_out, b_top, b_sum = add_scores(b_out, b_top, b_sum, b_scores, 1.0)
         b_v = tl.load(p_v, mask=m_s[:, None], other=0.0)
-        b_out *= b_decay[:, None]
-        b_out += tl.dot(b_scores.to(b_v.dtype), b_v, input_precision="ieee")
-        b_top = b_new
+        b_out += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
 
     empty = b_sum == 0.0
     b_sum = tl.where(empty, 1.0, b_sum)
@@ -94,14 +90,9 @@ def decode_attention_fwd_kernel_combine(
     o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
     m_n = o_n < NUM_SPLITS
     b_lse = tl.load(lse + i_q * NUM_SPLITS + o_n, mask=m_n, other=float("-inf"))
-    b_top = tl.max(b_lse, axis=0)
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_w = tl.exp2(b_lse - b_top)
-    b_sum = tl.sum(b_w, axis=0)
-    b_w /= tl.where(b_sum == 0.0, 1.0, b_sum)
     p_parts = parts + (i_q * NUM_SPLITS + o_n[:, None]) * D + o_d[None, :]
     b_parts = tl.load(p_parts, mask=m_n[:, None], other=0.0)
-    b_out = tl.sum(b_w[:, None] * b_parts, axis=0)
+    b_out, _ = merge(b_parts, b_lse)
     tl.store(out + i_q * D + o_d, b_out.to(out.dtype.element_ty))
 
 
