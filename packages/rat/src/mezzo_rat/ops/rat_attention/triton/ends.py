@@ -7,6 +7,7 @@ descriptors (the GPU's bulk copies) of (B, T or N, heads · D).
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.online_softmax.triton import add_scores
 
 
 @triton.jit
@@ -50,15 +51,10 @@ def _attend(
         o_j = j + tl.arange(0, BN)
         seen = (o_j[None, :] >= b_low[:, None]) & (o_j[None, :] < b_high[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
-    # The scale is positive, so it can be applied after the maximum, at no extra multiplication.
-    b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
-    b_p = tl.exp2(b_s * scale2 - b_new[:, None])
-    b_shrink = tl.exp2(b_m - b_new)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
-    b_acc = b_acc * b_shrink[:, None]
+    b_p, b_acc, b_m, b_l = add_scores(b_acc, b_m, b_l, b_s, scale2)
     b_v = v_ends.load([i_b, j, i_h * D]).reshape(BN, D)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_acc, b_new, b_l
+    return b_acc, b_m, b_l
 
 
 @triton.jit(do_not_specialize=["T"])
