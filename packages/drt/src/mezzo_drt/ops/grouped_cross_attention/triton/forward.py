@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.online_softmax.triton import add_scores
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
@@ -81,12 +82,8 @@ def attend_fwd_kernel(
                 b_k = load_keys(k, index, first, j, i_h, BN, D)
                 b_v = load_keys(v, index, first, j, i_h, BN, D)
                 b_s = logits(b_q, b_k, j, L, BN, 1, PRECISION)
-                b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
-                b_p, b_shrink = tl.exp2(b_s * scale2 - b_new[:, None]), tl.exp2(b_m - b_new)
-                b_l = b_l * b_shrink + tl.sum(b_p, 1)
-                b_o = b_o * b_shrink[:, None]
+                b_p, b_o, b_m, b_l = add_scores(b_o, b_m, b_l, b_s, scale2)
                 b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)
-                b_m = b_new
             b_acc += b_o * (weight / b_l)[:, None]
             b_lse = (b_m + tl.log2(b_l)) * LN_2
         tl.store(p_lse + o_m, b_lse, mask=m_m)
