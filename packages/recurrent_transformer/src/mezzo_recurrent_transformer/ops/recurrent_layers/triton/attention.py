@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.online_softmax.triton import add_scores
 from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
@@ -89,12 +90,9 @@ def add_keys(
     """Add keys to an online softmax. Each query sees one of these keys or of those before."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
     b_s = tl.where(m_seen, b_s - slope2 * b_distance.to(tl.float32), float("-inf"))
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_p, b_shrink = tl.exp2(b_s - b_new[:, None]), tl.exp2(b_m - b_new)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
-    b_acc = b_acc * b_shrink[:, None]
+    b_p, b_acc, b_m, b_l = add_scores(b_acc, b_m, b_l, b_s, 1.0)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_acc, b_new, b_l
+    return b_acc, b_m, b_l
 
 
 @triton.jit
