@@ -15,6 +15,7 @@ from mezzo_core.config_json import OUR_PACKAGES
 from mezzo_core.nn import AttentionConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
+from mezzo_core.ops.scan import linear_scan
 from mezzo_gsa.__main__ import main as gsa_main
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gsa import GSAConfig
@@ -23,7 +24,6 @@ from mezzo_gsa.ops.gla import chunk_gla
 from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_rat import RATConfig
 from mezzo_rat.__main__ import main
-from mezzo_rat.ops import linear_scan
 from mezzo_rat.ops.rat_attention import chunk_rat_attention
 from safetensors.torch import load_file, save_file
 

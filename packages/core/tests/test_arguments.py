@@ -10,6 +10,7 @@ from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
+from mezzo_core.ops.scan import linear_scan
 from mezzo_core.positions import (
     alibi_slopes,
     apply_rope,
@@ -109,6 +110,17 @@ CALLS = [
         of_any_rank=frozenset({"x"}),
     ),
     Call(linear_cross_entropy, head),
+    Call(
+        linear_scan,
+        lambda: {"a": draw(B, T, D), "x": draw(B, T, D), "initial_state": draw(B, D)}
+        | {"chunk_size": 2, "impl": "auto"},
+        frozenset({"initial_state", "chunk_size"}),
+    ),
+    Call(
+        linear_scan,
+        lambda: {n: draw(1, T, D) for n in ("a", "x")} | {"cu_seqlens": torch.tensor([0, 2, T])},
+        frozenset({"cu_seqlens"}),
+    ),
     Call(
         rope_angles,
         lambda: {"positions": torch.arange(T)[None], "dim": 4, "base": 10_000.0},

@@ -23,13 +23,13 @@ from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.scan import linear_scan
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
 from mezzo_rat.ops.divide import floor_divide
 from mezzo_rat.ops.forget_gate import forget_gate
-from mezzo_rat.ops.linear_scan import linear_scan
 from mezzo_rat.ops.rat_attention.chunks import packed_chunks
 
 

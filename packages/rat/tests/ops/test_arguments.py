@@ -10,7 +10,6 @@ from mezzo_rat.ops import (
     chunk_rat_attention_projected,
     gated_scan,
     init_state,
-    linear_scan,
     recurrent_rat_attention,
     reserve,
     step_rat_attention_,
@@ -49,12 +48,6 @@ def scan(rows=B, **more):
     return {n: torch.randn(shape, generator=draws) for n, shape in given.items()} | more
 
 
-def linear(rows=B, **more):
-    draws = torch.Generator().manual_seed(1)
-    given = {n: torch.randn(rows, T, D, generator=draws) for n in ("a", "x")}
-    return given | more
-
-
 def definition(**arguments):
     return recurrent_rat_attention(**arguments).out  # unused slots of a state may hold anything
 
@@ -89,13 +82,6 @@ CALLS = [
         (gated_scan, lambda: scan(lengths=LENGTHS.clone()), set(), None),
         (gated_scan, lambda: scan(rows=1, cu_seqlens=BORDERS.clone()), set(), None),
     ]
-]
-CALLS += [
-    Call(linear_scan, arguments, OPTIONAL | {"chunk_size"})
-    for arguments in (
-        lambda: linear(initial_state=torch.ones(B, D), chunk_size=2, impl="auto"),
-        lambda: linear(rows=1, cu_seqlens=BORDERS.clone()),
-    )
 ]
 
 

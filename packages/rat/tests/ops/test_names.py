@@ -6,17 +6,14 @@ import sys
 import pytest
 
 FUNCTIONS = """
-from mezzo_rat.ops import gated_scan, linear_scan
+from mezzo_rat.ops import gated_scan
 """
 FOLDERS = """
 import mezzo_rat.ops.gated_scan.api
-import mezzo_rat.ops.linear_scan.api
 from mezzo_rat.ops.gated_scan import api as gated
-from mezzo_rat.ops.linear_scan import api as linear
 """
 SAME = """
 assert gated_scan is gated.gated_scan is mezzo_rat.ops.gated_scan
-assert linear_scan is linear.linear_scan is mezzo_rat.ops.linear_scan
 """
 
 

@@ -1,10 +1,10 @@
 """The definition of the gated scan, in eager PyTorch; autograd differentiates it."""
 
 import torch
+from mezzo_core.ops.scan import linear_scan
 from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
-from mezzo_rat.ops.linear_scan import linear_scan
 
 
 def gated_scan_reference(

@@ -12,9 +12,9 @@ from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.impl import Impl
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.packed import check_borders
+from mezzo_core.ops.scan import linear_scan
 from torch import Tensor
 
-from mezzo_rat.ops.linear_scan import linear_scan
 from mezzo_rat.ops.rat_attention.chunks import (
     Chunks,
     continued_chunks,

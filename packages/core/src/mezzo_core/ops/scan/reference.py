@@ -11,8 +11,9 @@ multiply-add in place, over all rows, chunks and channels at once.
 from collections.abc import Iterator
 
 import torch
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
+
+from mezzo_core.ops.precision import accumulation_dtype
 
 
 def linear_scan_fwd(

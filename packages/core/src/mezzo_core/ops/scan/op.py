@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
-from torch import Tensor
-
-from mezzo_rat.ops.linear_scan import reference
+from mezzo_core.ops.scan import reference
 
 
 class Saved(NamedTuple):
@@ -20,7 +20,7 @@ class Saved(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-@torch.library.custom_op("mezzo_rat::linear_scan", mutates_args=())
+@torch.library.custom_op("mezzo::linear_scan", mutates_args=())
 def _linear_scan(
     a: Tensor,
     x: Tensor,
@@ -33,7 +33,7 @@ def _linear_scan(
     if cu_seqlens is not None:  # torch.compile does not trace an op, so the CPU can read values
         check_borders("linear_scan", cu_seqlens, x.shape[1])
     if impl == "triton":
-        from mezzo_rat.ops.linear_scan import triton
+        from mezzo_core.ops.scan import triton
 
         return triton.linear_scan_fwd(a, x, initial_state, chunk_size, cu_seqlens)
     return reference.linear_scan_fwd(a, x, initial_state, chunk_size, cu_seqlens)
@@ -53,7 +53,7 @@ def _(
     return x.new_empty(x.shape), final
 
 
-@torch.library.custom_op("mezzo_rat::linear_scan_bwd", mutates_args=())
+@torch.library.custom_op("mezzo::linear_scan_bwd", mutates_args=())
 def _linear_scan_bwd(
     dout: Tensor,
     dfinal: Tensor,
@@ -66,7 +66,7 @@ def _linear_scan_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return da, dx and the gradient of the initial state."""
     if impl == "triton":
-        from mezzo_rat.ops.linear_scan import triton
+        from mezzo_core.ops.scan import triton
 
         return triton.linear_scan_bwd(dout, dfinal, a, out, initial_state, chunk_size, cu_seqlens)
     return reference.linear_scan_bwd(dout, dfinal, a, out, initial_state, chunk_size, cu_seqlens)

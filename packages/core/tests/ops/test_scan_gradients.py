@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from mezzo_core.ops.scan import linear_scan
 from mezzo_core.testing import assert_close, grads
-from mezzo_rat.ops import linear_scan
 
 SHAPES = {"a": (2, 6, 3), "x": (2, 6, 3), "h": (2, 3)}
 

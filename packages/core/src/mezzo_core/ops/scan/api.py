@@ -4,13 +4,13 @@ import math
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
+from torch import Tensor
+
 from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
-from torch import Tensor
-
-from mezzo_rat.ops.linear_scan.op import differentiable_linear_scan
+from mezzo_core.ops.scan.op import differentiable_linear_scan
 
 
 class ScanOutput(NamedTuple):
@@ -21,7 +21,7 @@ class ScanOutput(NamedTuple):
 
 
 def linear_scan(
-    a: Float[Tensor, "B T *D"],
+    a: Float[Tensor, "B T *#D"],
     x: Float[Tensor, "B T *D"],
     *,
     initial_state: Float[Tensor, "S *D"] | None = None,
@@ -29,17 +29,18 @@ def linear_scan(
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
 ) -> ScanOutput:
-    """Compute h[t] = a[t] ⊙ h[t-1] + x[t], the gated linear recurrence inside RAT and linear RNNs.
+    """Compute h[t] = a[t] ⊙ h[t-1] + x[t]: a state that decays, and to which tokens add.
 
     Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
     in `a`, `x` and `initial_state`, through both results, but only once: there is no double
     backward. With a chunk_size it is the recurrence inside RAT's chunks (equation 3 of the RAT
     paper). A NaN reaches only later tokens of its own sequence; the Triton form may carry it past
-    the start of a chunk.
+    the start of a chunk. Decays in log space, g, are given as `g.exp()`.
 
     Args:
-        a: (B, T, *) decays: any real numbers, in any floating-point dtype.
-        x: (B, T, *) inputs in the shape of `a`, in any floating-point dtype.
+        a: (B, T, *) decays: any real numbers, in any floating-point dtype. An axis of 1 after T is
+            repeated: (B, T, H, 1) has one decay for all channels of a head.
+        x: (B, T, *) inputs, in any floating-point dtype.
         initial_state: (B, *), or (S, *) when packed: the state before the first token. None: zeros.
         chunk_size: L. The state becomes zero again before every token t with t % L == 0, t > 0.
             Chunks are counted from the start of each packed sequence; its last may be short. None:
@@ -65,7 +66,7 @@ def linear_scan(
     if initial_state is not None:
         initial_state = initial_state.to(accumulation_dtype(x.dtype)).reshape(num_states, D)
     out, final_state = differentiable_linear_scan(
-        a.reshape(B, T, D),
+        (a if a.shape == x.shape else a.expand(x.shape)).reshape(B, T, D),
         x.reshape(B, T, D),
         initial_state,
         None if cu_seqlens is None else cu_seqlens.contiguous(),
@@ -86,10 +87,11 @@ def _check(
     check_floating("linear_scan", "x", x)
     if initial_state is not None:
         check_floating("linear_scan", "initial_state", initial_state)
-    if x.ndim < 2 or a.shape != x.shape:
+    fits = a.ndim == x.ndim >= 2 and a.shape[:2] == x.shape[:2]
+    if not fits or any(n not in (1, m) for n, m in zip(a.shape[2:], x.shape[2:], strict=True)):
         raise ValueError(
-            "linear_scan: a and x must have one shape (B, T, *), "
-            f"got a {tuple(a.shape)} and x {tuple(x.shape)}"
+            "linear_scan: a and x must have one shape (B, T, *), where a may have axes of 1 "
+            f"after T, got a {tuple(a.shape)} and x {tuple(x.shape)}"
         )
     if chunk_size is not None:
         check_size("linear_scan", "chunk_size", chunk_size)

@@ -10,16 +10,18 @@ channels, and scanning a tile needs no shuffle.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
-from torch import Tensor
 
 # About how many tokens a span has: enough to be worth starting a program.
 SPAN = 256
 
 
 @triton.jit
-def _combine(a_left, h_left, a_right, h_right):
+def combine(a_left, h_left, a_right, h_right):
+    """Compose two steps h -> a h + x, the left one first: for `tl.associative_scan`."""
     return a_left * a_right, h_left * a_right + h_right
 
 
@@ -70,7 +72,7 @@ def linear_scan_fwd_kernel(
             fresh = ((o_t - bos).to(tl.int32) % L == 0) & (o_t > bos) & (o_t < end)
             b_a = tl.where(fresh[:, None], 0.0, b_a)
         b_x += tl.where((o_i == 0)[:, None], b_a * b_state[None, :], 0.0)
-        _, b_h = tl.associative_scan((b_a, b_x), 0, _combine)
+        _, b_h = tl.associative_scan((b_a, b_x), 0, combine)
         p_out = out + (i_b * T + o_t[:, None]) * D + o_d[None, :]
         tl.store(p_out, b_h.to(out.dtype.element_ty), mask=m)
         b_state = tl.sum(tl.where((o_i == BT - 1)[:, None], b_h, 0.0), axis=0)
@@ -117,7 +119,7 @@ def linear_scan_bwd_kernel(
             b_next = tl.where(last[:, None], 0.0, b_next)
             b_prev = tl.where(fresh[:, None], 0.0, b_prev)
         b_dout += tl.where((o_i == 0)[:, None], b_next * b_dstate[None, :], 0.0)
-        _, b_dx = tl.associative_scan((b_next, b_dout), 0, _combine)
+        _, b_dx = tl.associative_scan((b_next, b_dout), 0, combine)
         tl.store(dx + o_out, b_dx.to(dx.dtype.element_ty), mask=m)
         tl.store(da + o_out, (b_dx * b_prev).to(da.dtype.element_ty), mask=m)
         b_dstate = tl.sum(tl.where((o_i == BT - 1)[:, None], b_dx, 0.0), axis=0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mezzo_core.ops.scan import linear_scan
 from mezzo_core.testing import assert_close, grads
-from mezzo_rat.ops.linear_scan import linear_scan
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +29,7 @@ CASES = {
     "one token": (3, 1, None, None, True),
     "no token": (2, 0, 4, None, True),
 }
+WHOLE = {"chunk_size": None, "cu_seqlens": None}
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -249,6 +250,14 @@ def test_trailing_axes_are_channels():
     assert scalar.final_state.shape == (2,)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_decay_of_a_head_is_for_all_its_channels(impl):
+    a, x = torch.rand(2, 9, 3, 1).double().to(DEVICE), torch.randn(2, 9, 3, 4).double().to(DEVICE)
+    inputs, pull = {"a": a, "x": x, "initial_state": x[:, 0]}, (x.sin(), x[:, 1].cos())
+    expected = grads(lambda **given: recurrence(**given, **WHOLE), inputs, pull)
+    assert_same(grads(scan(impl), inputs, pull), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_accumulate_in_float32(dtype):
     inputs, _, _ = problem((1, 200, None, None, True), dtype=dtype)
@@ -275,9 +284,9 @@ def test_opcheck(name, impl):
         if value is not None:
             value.requires_grad_()
     args = (*inputs.values(), options["cu_seqlens"], options["chunk_size"] or 0, impl)
-    torch.library.opcheck(torch.ops.mezzo_rat.linear_scan.default, args)
+    torch.library.opcheck(torch.ops.mezzo.linear_scan.default, args)
     a, x, *rest = (v.detach() if isinstance(v, Tensor) else v for v in args)
-    torch.library.opcheck(torch.ops.mezzo_rat.linear_scan_bwd.default, (*dout, a, x, *rest))
+    torch.library.opcheck(torch.ops.mezzo.linear_scan_bwd.default, (*dout, a, x, *rest))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -304,6 +313,7 @@ def bad(**changes):
             r"a and x must have one shape.*\(2, 6, 3\) and x \(2, 5, 3\)",
             {"x": torch.ones(2, 5, 3)},
         ),
+        (ValueError, r"axes of 1 after T.*\(1, 6, 3\)", {"a": torch.ones(1, 6, 3)}),
         (ValueError, "one shape", {"a": torch.ones(6), "x": torch.ones(6)}),
         (TypeError, "x must be floating-point .* got int64", {"x": torch.ones(2, 6, 3).long()}),
         (TypeError, "initial_state must be floating", {"initial_state": torch.ones(2, 3).int()}),
