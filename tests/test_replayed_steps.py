@@ -14,7 +14,7 @@ from mezzo_recurrent_transformer.synthetic.sweep import LAYERS, SweepConfig
 
 TINY = {
     "mezzo_rat": ("tiny_rnn", "tiny_rat_l16", "tiny_attention", "tiny_attention_swa"),
-    "mezzo_gsa": ("tiny_gsa", "tiny_gla", "tiny_hgrn2", "tiny_retnet", "tiny_abc"),
+    "mezzo_gsa": ("tiny_gsa", "tiny_gla", "tiny_hgrn2", "tiny_retnet", "tiny_abc", "tiny_mamba"),
     "mezzo_recurrent_transformer": ("tiny_recurrent", "tiny_recurrent_b8", "tiny_transformer"),
     "mezzo_drt": ("tiny_drt2", "tiny_no_gumbel", "tiny_random", "tiny_fixed", "tiny_outside"),
 }

@@ -17,6 +17,7 @@ from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.mamba import MambaConfig
 from mezzo_gsa.ops.abc import ABCState, chunk_abc, recurrent_abc, step_abc_
 from mezzo_gsa.ops.gla import LayerForm, chunk_gla, recurrent_gla, step_gla_, step_gla_layer_
 from mezzo_gsa.ops.gsa import (
@@ -138,6 +139,7 @@ CONFIGS = [
     GLAConfig(2, num_kv_heads=1),
     HGRN2Config(4, lower_bound=0.5),
     RetNetConfig(2, num_kv_heads=1),
+    MambaConfig(dt_rank=2),
 ]
 
 

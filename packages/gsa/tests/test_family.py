@@ -1,4 +1,4 @@
-"""What all mixers of the family share: GSA, ABC, GLA, HGRN2 and RetNet keep one contract."""
+"""What all mixers of the family share: GSA, ABC, GLA, HGRN2, RetNet and Mamba keep one contract."""
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.mamba import MambaConfig
 from mezzo_gsa.retnet import RetNetConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +59,8 @@ CONFIGS = {  # on a CPU, C channels wide
     "gla, defaults": GLAConfig(),
     **RETNET,
     "retnet, defaults": RetNetConfig(),
+    "mamba": MambaConfig(state_size=4),
+    "mamba, no convolution": MambaConfig(1, state_size=3, conv_width=1, dt_rank=2),
 }
 PLAIN = ["gsa", "abc", "gla", "hgrn2", "retnet"]
 ON_GPU = {  # 128 channels wide
@@ -72,6 +75,7 @@ ON_GPU = {  # 128 channels wide
     "hgrn2, bound 0.75": HGRN2Config(64, lower_bound=0.75),
     **GLA,
     **RETNET,
+    "mamba": MambaConfig(),
 }
 LAWS = {
     "segments": lambda mixer: check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5]),
@@ -144,9 +148,11 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_decoding_step_multiplies_its_input_once(mixer, rows):
-    """Then comes the output, before it the second matrix of GLA's gate; forward does the same."""
-    rank = [mixer.config.gate_rank] if isinstance(mixer.config, GLAConfig) else []
-    expected = [C, *rank, mixer.out_proj.in_features]
+    """Then comes the output; before it the matrices of gates of low rank. Forward does the same."""
+    low = [
+        getattr(mixer, n).in_features for n in ("x_proj", "g_proj", "dt_proj") if hasattr(mixer, n)
+    ]
+    expected = [C, *low, mixer.out_proj.in_features]
     x, state = torch.randn(rows, 1, C), mixer.init_state(rows)
     with torch.no_grad(), Products() as step:
         mixer.step(x, state)
@@ -251,7 +257,7 @@ def test_a_norm_with_another_eps_or_without_a_weight_is_what_is_computed(name, o
     check_step(mixer, [2, 0, 1, 4, 9], 6)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, "mamba"])
 def test_autocast_is_near_full_precision(name):
     mixer, x = build(CONFIGS[name]), torch.randn(2, 11, C)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -259,7 +265,7 @@ def test_autocast_is_near_full_precision(name):
     assert_close("autocast", low, mixer(x)[0].detach(), rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, "mamba"])
 def test_a_compiled_forward_is_one_graph(name):
     torch._dynamo.reset()
     mixer, x = build(CONFIGS[name]), torch.randn(2, 9, C)
@@ -292,6 +298,7 @@ def test_a_step_refuses_what_it_cannot_do(mixer):
         GLAConfig(2),
         HGRN2Config(32),
         RetNetConfig(2),
+        MambaConfig(),
     ],
     ids=str,
 )
@@ -323,6 +330,7 @@ def test_a_small_model_learns(config):
         HGRN2Config(128),
         RetNetConfig(8),
         RetNetConfig(16, 4),
+        MambaConfig(),
     ],
     ids=str,
 )

@@ -10,6 +10,8 @@ from mezzo_gsa.hgrn2 import HGRN2 as HGRN2
 from mezzo_gsa.hgrn2 import HGRN2Config as HGRN2Config
 from mezzo_gsa.hgrn2_stack import HGRN2Stack as HGRN2Stack
 from mezzo_gsa.hgrn2_stack import HGRN2StackConfig as HGRN2StackConfig
+from mezzo_gsa.mamba import Mamba as Mamba
+from mezzo_gsa.mamba import MambaConfig as MambaConfig
 from mezzo_gsa.retnet import RetNet as RetNet
 from mezzo_gsa.retnet import RetNetConfig as RetNetConfig
 

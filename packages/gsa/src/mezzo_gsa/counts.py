@@ -36,7 +36,7 @@ def state_size(claim: Claim) -> Measurement:
                 found += entries({name: (printed[name], ours)}, columns, size)
     setting = (
         "floating-point numbers in the states of all layers over L d, counted in their tensors; "
-        "Mamba is not in this package"
+        "Mamba has no recipe of these sizes"
     )
     return Measurement(tuple(found), columns, setting, How.PAPER, unit="Ld")
 

@@ -35,6 +35,7 @@ from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import SPANS, GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
+from mezzo_gsa.mamba import MambaConfig
 from mezzo_gsa.retnet import RetNetConfig
 
 
@@ -82,6 +83,7 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]
     "gla": lambda s: (GLAConfig(num_heads=s.d_model // (2 * s.key_width)),),
     "hgrn2": lambda s: (HGRN2Config(s.hgrn2_width),),
     "retnet": lambda s: (RetNetConfig(num_heads=s.d_model // s.key_width),),
+    "mamba": lambda s: (MambaConfig(),),
     "attention": lambda s: (s.attention(),),
     "gsa_attention": lambda s: (s.gsa(), s.attention()),
 }
@@ -169,8 +171,8 @@ def paper(
     )
 
 
-_EVERY = tuple(ARCHITECTURES)
-_TINY = tuple(name for name in _EVERY if name not in ("gsa_m32", "gsa_m128"))
+_EVERY = tuple(name for name in ARCHITECTURES if name != "mamba")  # which has no kernel yet
+_TINY = tuple(name for name in ARCHITECTURES if name not in ("gsa_m32", "gsa_m128"))
 _MAIN = (*PAPER_NAMES, "gsa_m32", "gsa_m128", "gsa_attention")
 SIZES: Mapping[str, tuple[Callable[[], Hyperparameters], tuple[str, ...]]] = {
     "tiny": (tiny, _TINY),
@@ -215,11 +217,12 @@ def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfi
 
 
 def mlp(d_model: int, architecture: str) -> MLPConfig:
-    """Return SwiGLU, 8C/3 wide; half of that for RetNet.
+    """Return SwiGLU, 8C/3 wide; half of that for RetNet and Mamba.
 
-    RetNet's mixer has 8C² weights where the others have 4C²; so all blocks have about 12C².
+    RetNet's mixer has 8C² weights and Mamba's 7C² where the others have 4C²; so all blocks have
+    about 12C². (Mamba's own models have twice the layers, and no MLP.)
     """
-    if architecture != "retnet":
+    if architecture not in ("retnet", "mamba"):
         return MLPConfig("swiglu")
     return MLPConfig("swiglu", hidden=256 * -(-4 * d_model // (3 * 256)))
 
