@@ -5,17 +5,7 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.nn import LMConfig, MLPConfig, init_weights
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.laws import (
-    check_causal,
-    check_isolated,
-    check_packed,
-    check_plain_state,
-    check_ragged,
-    check_segments,
-    check_state_bytes,
-    check_step,
-    check_training,
-)
+from mezzo_core.testing.laws import LAWS
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
@@ -23,17 +13,6 @@ from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 
 C, L = 16, 3
 CONFIG = HGRN2StackConfig(L, HGRN2Config(8), MLPConfig("swiglu", hidden=24))
-LAWS = {
-    "segments": lambda stack: check_segments(stack, num_tokens=14, splits=[3, 0, 5, 1, 5]),
-    "causal": lambda stack: check_causal(stack, num_tokens=14),
-    "isolated": lambda stack: check_isolated(stack, 70),
-    "packed": lambda stack: check_packed(stack, [5, 0, 1, 4, 9, 0]),
-    "ragged": lambda stack: check_ragged(stack, [2, 0, 1, 4, 9], 6),
-    "step": lambda stack: check_step(stack, [2, 0, 1, 4, 9], 6),
-    "state bytes": lambda stack: check_state_bytes(stack, 7),
-    "plain state": check_plain_state,
-    "training": check_training,
-}
 
 
 @pytest.fixture

@@ -1,19 +1,11 @@
-"""The RAT mixer: the contract of a mixer, its start, its sizes and its costs."""
+"""The RAT mixer: its start, its sizes and its costs."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.laws import (
-    check_causal,
-    check_packed,
-    check_ragged,
-    check_segments,
-    check_state_bytes,
-    check_step,
-    check_training,
-)
+from mezzo_core.testing.laws import LAWS, check_segments
 from mezzo_rat import LinearRNNConfig, RATConfig
 from mezzo_rat.mixer import mean_logits
 from torch import nn
@@ -40,30 +32,6 @@ def mixer(request):
     return mixer
 
 
-def test_any_segmentation_and_single_steps_equal_the_whole(mixer):
-    check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5])
-
-
-def test_a_change_leaves_the_past_bit_equal(mixer):
-    check_causal(mixer, num_tokens=14)
-
-
-def test_packed_sequences_equal_each_alone(mixer):
-    check_packed(mixer, [5, 0, 1, 4, 9, 0])
-
-
-def test_prompts_of_different_lengths_decode_as_each_alone(mixer):
-    check_ragged(mixer, [2, 0, 1, 4, 9], 6)  # most are shorter than a chunk
-
-
-def test_decoding_in_place_equals_the_whole(mixer):
-    check_step(mixer, [2, 0, 1, 4, 9], 6)
-
-
-def test_training_goes_on_from_a_state_of_inference_mode(mixer):
-    check_training(mixer)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
@@ -75,23 +43,15 @@ def test_training_goes_on_from_a_state_of_inference_mode(mixer):
     ],
     ids=str,
 )
-def test_kernels_keep_every_law(config):
+@pytest.mark.parametrize("law", [law for law in LAWS if law != "isolated"])
+def test_kernels_keep_every_law(config, law):
     torch.manual_seed(0)
     with torch.device("cuda"):
         mixer = config.build(128)
     for part in mixer.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.2)
-    check_segments(mixer, num_tokens=14, splits=[3, 0, 5, 1, 5])
-    check_causal(mixer, num_tokens=14)
-    check_packed(mixer, [5, 0, 1, 4, 9, 0])
-    check_ragged(mixer, [2, 0, 1, 4, 9], 6)
-    check_step(mixer, [2, 0, 1, 4, 9], 6)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, 14])
-def test_state_bytes_are_those_of_the_state(mixer, num_tokens):
-    check_state_bytes(mixer, num_tokens)
+    LAWS[law](mixer)
 
 
 @settings(max_examples=15, deadline=None)

@@ -5,16 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.testing.laws import (
-    check_causal,
-    check_isolated,
-    check_packed,
-    check_ragged,
-    check_segments,
-    check_state_bytes,
-    check_step,
-    check_training,
-)
+from mezzo_core.testing.laws import LAWS, check_segments
 from torch import Tensor, nn
 
 C = 4
@@ -35,7 +26,7 @@ class RunningMean(AbstractMixer):
     def __init__(self, mistake: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.proj = nn.Linear(C, C)
+        self.proj, self.score = nn.Linear(C, C), nn.Parameter(torch.zeros(C))
         self.mistake = mistake
 
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
@@ -60,7 +51,11 @@ class RunningMean(AbstractMixer):
         if self.mistake == "lengths ignored":
             real = torch.full((B,), T)
         padding = (torch.arange(T) >= real[:, None]).unsqueeze(-1)
+        if self.mistake == "padding masked late":
+            x = x * self.score.exp()
         x = x * ~padding if self.mistake == "padding times zero" else x.masked_fill(padding, 0)
+        score = self.score.sigmoid()
+        x = x * (score.detach() if self.mistake == "score detached" else score)
         h = given.h[:, None] + x.cumsum(1)
         if self.mistake == "past times zero":
             h = given.h[:, None] + torch.ones(T, T).tril() @ x
@@ -72,6 +67,10 @@ class RunningMean(AbstractMixer):
             h = given.h[:, None] + torch.ones(T, T).tril() @ x
         if self.mistake == "states times zero":
             h = h + 0 * given.h.sum(0)
+        if self.mistake == "forgets after 64 tokens" and T > 64:
+            h = torch.cat([h[:, :64], h[:, 64:] - h[:, 63:64]], 1)
+        if self.mistake == "future leaks after 64 tokens":
+            h = torch.cat([h[:, :64], h[:, 64:] + 1e-7 * h[:, -1:]], 1)
         if self.mistake == "NaN swallowed":
             h = h.nan_to_num()
         if self.mistake == "future leaks":
@@ -83,6 +82,8 @@ class RunningMean(AbstractMixer):
         if self.mistake == "words of torch":
             y = nn.functional.scaled_dot_product_attention(y[:, None], h[:, None], h[:, None])[:, 0]
         last = h[:, -1] if T else given.h
+        if self.mistake == "no tokens forget" and not T:
+            last = last * 0
         if self.mistake == "state overwritten" and state is not None:
             given.h.copy_(last)
         if self.mistake == "state grows" and state is not None:
@@ -104,30 +105,22 @@ class RunningMean(AbstractMixer):
 
     def init_state(self, batch):
         lengths, room = torch.zeros(batch, dtype=torch.int64), torch.full((batch, 1), torch.nan)
-        return SumState(torch.zeros(batch, C), lengths, room)
+        dtype = self.proj.weight.dtype
+        if self.mistake == "float32 state" and dtype == torch.float64:
+            dtype = torch.float32
+        return SumState(torch.zeros(batch, C, dtype=dtype), lengths, room)
 
     def state_bytes(self, num_tokens):
         return 4 * (C + 1) * (2 if self.mistake == "bytes miscounted" else 1)
 
     def flops_per_token(self, num_tokens):
-        return 2.0 * C * C
+        wrong = {"no FLOPs": 0.0, "five times the FLOPs": 5.0}
+        return wrong.get(self.mistake, 1.0) * 2 * C * C
 
 
-CHECKS = {
-    "segments": lambda m: check_segments(m, num_tokens=9, splits=[4, 0, 5]),
-    "causal": lambda m: check_causal(m, num_tokens=9),
-    "isolated": lambda m: check_isolated(m, 9),
-    "packed": lambda m: check_packed(m, [0, 3, 1, 0, 5]),
-    "ragged": lambda m: check_ragged(m, [5, 0, 1, 9], 3),
-    "step": lambda m: check_step(m, [5, 0, 1, 9], 3),
-    "state bytes": lambda m: check_state_bytes(m, 9),
-    "training": check_training,
-}
-
-
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", LAWS)
 def test_a_correct_mixer_passes(name):
-    CHECKS[name](RunningMean())
+    LAWS[name](RunningMean())
 
 
 @pytest.mark.parametrize(
@@ -143,8 +136,8 @@ def test_a_correct_mixer_passes(name):
         ("isolated", "past times zero", "nan in token 1 reached the past"),
         ("isolated", "rows times zero", "nan in token 0 reached another row"),
         ("isolated", "large rows times zero", r"1e\+38 in token 0 reached another row"),
-        ("isolated", "past times zero with a state", "nan in token 4 reached the past by"),
-        ("isolated", "states times zero", "nan in token 4 reached another row by"),
+        ("isolated", "past times zero with a state", "nan in token 6 reached the past by"),
+        ("isolated", "states times zero", "nan in token 6 reached another row by"),
         ("isolated", "gradients times zero", "in a packed sequence reached another one's grad"),
         ("isolated", "gradients added", "sequence's gradient reached another one's grad"),
         ("isolated", "NaN swallowed", "nan in token 0 does not show there"),
@@ -159,11 +152,19 @@ def test_a_correct_mixer_passes(name):
         ("step", "reserve shares", "that reserve was given"),
         ("step", "state overwritten", "overwrote field 0"),
         ("state bytes", "bytes miscounted", "state_bytes"),
+        ("gradients", "score detached", "the gradients say"),
+        ("padding's gradients", "padding masked late", "nan in padding reached the gradient of sc"),
+        ("empty", "no tokens forget", "no tokens changed the state"),
+        ("precision", "float32 state", "float64, step by step"),
+        ("long", "forgets after 64 tokens", "61, 0 and 16 tokens"),
+        ("isolated", "future leaks after 64 tokens", "nan in token 68 reached the past"),
+        ("flops", "no FLOPs", r"flops_per_token\(19\) = 0"),
+        ("flops", "five times the FLOPs", r"flops_per_token\(19\) = 160"),
     ],
 )
 def test_a_mistake_is_caught(name, mistake, message):
     with pytest.raises(AssertionError, match=message):
-        CHECKS[name](RunningMean(mistake))
+        LAWS[name](RunningMean(mistake))
 
 
 def test_a_state_that_grows_is_refused_by_the_default_step():

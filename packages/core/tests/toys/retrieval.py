@@ -13,6 +13,7 @@ from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.contract import run_eagerly
 from mezzo_core.ops.gradients import saveable
 from mezzo_core.ops.named import replaced  # torch 2.8 does not compile `_replace`
+from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
 
@@ -60,6 +61,7 @@ class RetrievalStack(AbstractStack):
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
         self.check_input(x, state, cu_seqlens, lengths)
         B, T, _ = x.shape
+        x = without_padding(x, lengths)
         device = self.w_in.weight.device
         begin = self._moved(self.init_state(B), device)
         s = begin if state is None else self._moved(state, device)

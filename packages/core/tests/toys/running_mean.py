@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn import AbstractMixer
+from mezzo_core.ops.padding import without_padding
 from mezzo_core.positions import sequence_ids
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ class RunningMean(AbstractMixer):
 
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
         self.check_input(x, state, cu_seqlens, lengths)
-        v = self.value(x) * self.gain
+        v = self.value(without_padding(x, lengths)) * self.gain
         place = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
             ids = sequence_ids(x.shape[1], cu_seqlens)

@@ -145,6 +145,7 @@ class BoundedBlock(Block):
         log_bounds: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Map (B, T, C) to (B, T, C); as `AbstractBlock.forward` says, `log_bounds` as `HGRN2`."""
+        x = self.without_padding(x, state, lengths)
         mixed, state = self.mixer(
             self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths, log_bounds=log_bounds
         )

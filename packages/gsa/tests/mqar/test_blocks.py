@@ -16,7 +16,7 @@ PARTS = {
     "convolution": ShortConvConfig(),
     "narrow convolution": ShortConvConfig(width=1),
     "wide convolution": ShortConvConfig(width=6),
-    "positions": PositionsConfig(20),
+    "positions": PositionsConfig(100),
     "layer": MixerOnlyConfig(ATTENTION, fan_in=True),
     "layer of a convolution": MixerOnlyConfig(ShortConvConfig()),
     "layer with an identity": MixerOnlyConfig(ATTENTION, identity_mlp=True),
@@ -39,18 +39,6 @@ def test_every_law_is_kept(part, law):
 @pytest.mark.parametrize("name", ["convolution", "positions"])  # a layer leaves it to its mixer
 def test_arguments_replaced_are_refused_by_name(name):
     check_module_arguments(PARTS[name].build(C))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_padding_does_not_reach_the_gradients_of_a_convolution(value):
-    conv = ShortConvConfig().build(C)
-    x, lengths, found = torch.randn(2, 6, C), torch.tensor([6, 2]), []
-    for filler in (0.0, value):
-        x[1, 2:] = filler
-        y, _ = conv(x, conv.init_state(2), lengths=lengths)
-        loss = y[0].square().sum() + y[1, :2].square().sum()
-        found.append(torch.autograd.grad(loss, conv.weight)[0])
-    assert torch.equal(*found)
 
 
 def test_a_layer_is_its_input_and_the_mixer_of_its_norm():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.ops.padding import without_padding
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class AbstractMixerBlock(AbstractBlock):
         """Return the bytes of state that the mixer keeps in the host's memory."""
         return self.mixer.host_state_bytes(num_tokens)
 
+    def without_padding(self, x: Tensor, state: Any, lengths: Tensor | None) -> Tensor:
+        """Return x with zeros as padding, because a NaN there would reach the norms' gradients."""
+        if lengths is not None:
+            self.check_input(x, state, None, lengths)
+        return without_padding(x, lengths)
+
 
 class Block(AbstractMixerBlock):
     """`x + mixer(norm x)`, then `x + mlp(norm x)`.
@@ -97,6 +104,7 @@ class Block(AbstractMixerBlock):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
+        x = self.without_padding(x, state, lengths)
         mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
         x = x + mixed
         x = x + self.mlp(self.mlp_norm(x))

@@ -1,6 +1,7 @@
 """The law of isolation: what one token may reach, if it is NaN, infinite or very large."""
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ _BAD = (float("nan"), float("inf"), float("-inf"), 1e38)  # the last: finite, bu
 
 
 def check_isolated(
-    module: AbstractSequenceModule, num_tokens: int, *, batch: int = 2, seed: int = 0
+    module: AbstractSequenceModule,
+    num_tokens: int,
+    *,
+    long: int = 0,
+    batch: int = 2,
+    seed: int = 0,
 ) -> None:
     """Assert that a NaN, an infinity or a large number stays where causality lets it be.
 
@@ -24,31 +30,43 @@ def check_isolated(
     Args:
         module: the module under test.
         num_tokens: length T of the sequences, at least 3.
+        long: if not 0, the tokens of a longer sequence, in which a NaN in the last
+            token but one is tried.
         batch: number of sequences, at least 2.
         seed: of the inputs.
     """
     x = normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
-        y, _ = module(x)
+        _check_isolated_tokens(module, x, sorted({0, 1, num_tokens // 2, num_tokens - 1}), _BAD)
+        if long:
+            longer = normal(module, (batch, long, module.d_model), seed)
+            _check_isolated_tokens(module, longer, [long - 2], _BAD[:1])
         decoded = _forward_and_steps(module, x)
         for bad in _BAD:
-            for t in sorted({0, 1, num_tokens // 2, num_tokens - 1}):
-                other = x.clone()
-                other[0, t] = bad
-                found, _ = module(other)
-                where = f"{bad} in token {t}"
-                assert torch.equal(found[0, :t], y[0, :t]), f"{where} reached the past"
-                assert torch.equal(found[1:], y[1:]), f"{where} reached another row"
-                hidden = bad != bad and bool(found[0, t].isfinite().all())
-                assert not hidden, f"{where} does not show there"
-                if t == num_tokens // 2:
-                    found = _forward_and_steps(module, other)
-                    where = f"{where} reached"
-                    assert torch.equal(found[0, :t], decoded[0, :t]), f"{where} the past by a state"
-                    assert torch.equal(found[1:], decoded[1:]), f"{where} another row by a state"
+            t, other = num_tokens // 2, x.clone()
+            other[0, t] = bad
+            found, where = _forward_and_steps(module, other), f"{bad} in token {t} reached"
+            assert torch.equal(found[0, :t], decoded[0, :t]), f"{where} the past by a state"
+            assert torch.equal(found[1:], decoded[1:]), f"{where} another row by a state"
             _check_isolated_packing(module, x[:1], bad)
             _check_isolated_padding(module, x, bad)
     _check_isolated_gradients(module, x[:1])
+
+
+def _check_isolated_tokens(
+    module: AbstractSequenceModule, x: Tensor, tokens: Sequence[int], values: Sequence[float]
+) -> None:
+    """Spoil one token of the first row after the other."""
+    y, _ = module(x)
+    for bad, t in product(values, tokens):
+        other = x.clone()
+        other[0, t] = bad
+        found, _ = module(other)
+        where = f"{bad} in token {t}"
+        assert torch.equal(found[0, :t], y[0, :t]), f"{where} reached the past"
+        assert torch.equal(found[1:], y[1:]), f"{where} reached another row"
+        hidden = bad != bad and bool(found[0, t].isfinite().all())
+        assert not hidden, f"{where} does not show there"
 
 
 def _check_isolated_packing(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:

@@ -75,7 +75,7 @@ class MixerOnly(AbstractMixerBlock):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
-        x = self.dropout(x)
+        x = self.dropout(self.without_padding(x, state, lengths))
         mixed, state = self.mixer(self.norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
         return self._with_mlp(x + mixed), state
 
