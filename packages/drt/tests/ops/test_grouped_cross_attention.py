@@ -8,6 +8,7 @@ from mezzo_core.testing import assert_close, grads
 from mezzo_drt.ops import grouped_cross_attention
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -178,6 +179,34 @@ def test_a_row_of_a_batch_is_computed_as_if_alone(impl):
     for name, x in alone.items():
         # Products of the reference are batched, which may change their last bits.
         assert_close(name, both[name][1:2], x, rtol=1e-6)
+
+
+@pytest.mark.any_shapes
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_reference_converts_only_what_is_read_but_for_gradients(gradients):
+    """Chunks are in bf16. Converting all of them is slow, but gradients are summed in float32."""
+    inputs = draw(S=40, dtype=torch.bfloat16)
+    inputs["indices"] %= 2
+    k = inputs["k"].requires_grad_(gradients)
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **kwargs or {})
+            if op is torch.ops.aten._to_copy.default:
+                converted.append(out.numel())
+            return out
+
+    converted = []
+    with Sizes():
+        out = grouped_cross_attention(**inputs, impl="reference")
+    assert (max(converted) == k.numel()) == gradients
+    if gradients:
+        (found,) = torch.autograd.grad(out.sum(), k)
+        high = inputs | {name: inputs[name].float() for name in "qkv"}
+        (wanted,) = torch.autograd.grad(
+            grouped_cross_attention(**high, impl="reference").bfloat16().sum(), high["k"]
+        )
+        assert torch.equal(found, wanted.bfloat16())
 
 
 @pytest.mark.any_shapes

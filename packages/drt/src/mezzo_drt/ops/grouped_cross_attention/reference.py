@@ -1,6 +1,7 @@
 """The definition of grouped cross-attention, in eager PyTorch."""
 
 import torch
+from mezzo_core.ops.checks import in_transform
 from torch import Tensor
 
 
@@ -27,7 +28,9 @@ def grouped_cross_attention_reference(
     high = torch.promote_types(q.dtype, torch.float32)
     rows = torch.arange(len(q), device=q.device)[:, None, None]
     is_read = indices >= 0
-    k, v = (x.to(high)[rows, indices.clamp(min=0)] for x in (k, v))  # (B, N, R, L, H, D)
+    if k.requires_grad or v.requires_grad or in_transform():
+        k, v = k.to(high), v.to(high)  # so that the readers' gradients are summed in `high`
+    k, v = (x[rows, indices.clamp(min=0)].to(high) for x in (k, v))  # (B, N, R, L, H, D)
     # What is not read may hold anything, NaN too.
     k, v = (x.masked_fill(~is_read[..., None, None, None], 0) for x in (k, v))
     logits = torch.einsum("bnmhd,bnrlhd->bnrhml", q.to(high), k) * scale
