@@ -28,7 +28,7 @@ TILE = 64
 PREFERENCE = 1e-4
 """What a landmark's logit loses for each chunk of distance, where chunks are chosen. In the first
 layer all landmarks have one key, so that far ones tie: the nearest of them is then taken, and not
-what rounding says."""
+what rounding says. `LandmarkConfig` says what this is in long texts."""
 
 
 class Places(NamedTuple):
