@@ -117,29 +117,48 @@ def whole_places(num_tokens: int, chunk_size: int, device: torch.device) -> Plac
     return Places(chunk_size, num_tokens, N, N * (chunk_size + 1), torch.zeros_like(hi), hi)
 
 
-def packed_places(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Places:
-    """Return the places of packed sequences: each is padded to whole chunks of its own.
+class PackedChunks(NamedTuple):
+    """How T tokens of S packed sequences lie in chunks: each sequence begins with a chunk."""
 
-    The number of chunks is a bound that holds for all borders, so that reading them does not wait
-    for a GPU and one compiled graph fits all. The chunks that are left over belong to no sequence.
-    """
+    num_chunks: int
+    """Enough for any borders, so that nobody waits for a GPU to read them, and one graph fits all.
+    The chunks that are left over belong to no sequence."""
+    starts: Tensor
+    """(S + 1,), the first chunk of each sequence; lastly how many chunks are used."""
+    chunk: Tensor
+    """(T,), the chunk of each token."""
+    offset: Tensor
+    """(T,), its place in the chunk."""
+
+    def first(self, chunk: Tensor) -> Tensor:
+        """Return the first chunk of the sequence that each chunk belongs to."""
+        return self.starts[torch.searchsorted(self.starts, chunk, right=True) - 1]
+
+
+def packed_chunks(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> PackedChunks:
+    """Cut T tokens by the borders (S + 1,) of packed sequences into chunks of L tokens."""
     T, L, S = num_tokens, chunk_size, len(cu_seqlens) - 1
-    N = min(T, (T + S * (L - 1)) // L)
     borders = cu_seqlens.to(torch.int64)
-    counts = -(borders.diff() // -L)  # chunks of each sequence, rounded up
-    starts = F.pad(counts.cumsum(0), (1, 0))  # its first chunk; lastly how many chunks are used
-    tokens = torch.arange(T, device=cu_seqlens.device)
+    starts = F.pad((-(borders.diff() // -L)).cumsum(0), (1, 0))
     owner = sequence_ids(T, cu_seqlens)
-    t = tokens - borders[owner]
-    place_of = starts[owner] * (L + 1) + t + t // L
+    t = torch.arange(T, device=cu_seqlens.device) - borders[owner]
+    return PackedChunks(min(T, (T + S * (L - 1)) // L), starts, starts[owner] + t // L, t % L)
+
+
+def packed_places(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Places:
+    """Return the places of packed sequences: each is padded to whole chunks of its own."""
+    T, L = num_tokens, chunk_size
+    chunks = packed_chunks(T, L, cu_seqlens)
+    N, starts = chunks.num_chunks, chunks.starts
+    place_of = chunks.chunk * (L + 1) + chunks.offset
     source = torch.full((N * (L + 1),), T + 1, device=cu_seqlens.device)
     source[L :: L + 1] = T
-    source = source.scatter(0, place_of, tokens)
+    source = source.scatter(0, place_of, torch.arange(T, device=cu_seqlens.device))
     # Reader n + 1 must be of the sequence of chunk n, and reads from its first chunk up to n - 1.
     readers = torch.arange(1, N + 1, device=cu_seqlens.device)
-    lo = starts[torch.searchsorted(starts, readers, right=True) - 1]
     return Places(
-        L, T, N, N * (L + 1), lo[None], readers[None] - 1, source[None], place_of[None],
+        L, T, N, N * (L + 1), chunks.first(readers)[None], readers[None] - 1,
+        source[None], place_of[None],
         # Not by `pad`: compiled, its value is a constant, so each number of sequences had a graph.
         cu_seqlens=torch.cat([starts * (L + 1), starts.new_full((1,), N * (L + 1))]),
     )  # fmt: skip

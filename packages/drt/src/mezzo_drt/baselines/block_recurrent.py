@@ -24,9 +24,10 @@ from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
-from mezzo_core.positions import AlibiFormula, alibi_slopes, sequence_ids, sequence_positions
+from mezzo_core.positions import AlibiFormula, alibi_slopes, sequence_positions
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from mezzo_drt.places import packed_chunks
 
 
 class BlockRecurrentState(NamedTuple):
@@ -272,17 +273,14 @@ class BlockRecurrent(AbstractMixer):
     def _packed_blocks(self, cu_seqlens: Tensor, num_tokens: int) -> _Blocks:
         """Lay out packed sequences, each from a new block on."""
         L = self.config.block_size
-        borders = cu_seqlens.long()
-        num_blocks = num_tokens // L + len(borders) - 1  # at least; depends on no value
-        sizes = (borders.diff() + L - 1) // L
-        begins = F.pad(sizes.cumsum(0), (1, 0))
-        ids = sequence_ids(num_tokens, cu_seqlens)
-        position = torch.arange(num_tokens, device=borders.device) - borders[ids]
-        block = torch.arange(num_blocks, device=borders.device)
-        is_first = (block[:, None] == begins[:-1]).any(1)
+        blocks = packed_chunks(num_tokens, L, cu_seqlens)
+        block = torch.arange(blocks.num_chunks, device=cu_seqlens.device)
+        is_first = (block[:, None] == blocks.starts[:-1]).any(1)
         # The states of a block that is not complete go nowhere: a sequence begins behind it.
         return _Blocks(
-            (begins[ids] * L + position)[None], is_first[None], torch.ones_like(is_first)[None]
+            (blocks.chunk * L + blocks.offset)[None],
+            is_first[None],
+            torch.ones_like(is_first)[None],
         )
 
     def _keep(self, ring: Tensor, new: Tensor, seen: Tensor, after: Tensor) -> Tensor:

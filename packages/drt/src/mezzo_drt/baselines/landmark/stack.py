@@ -14,11 +14,11 @@ from mezzo_core.nn import AbstractStack, MLPConfig
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import can_look, check_counts, check_number, check_size
 from mezzo_core.ops.padding import without_padding
-from mezzo_core.positions import sequence_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention, rotate_keys
+from mezzo_drt.places import packed_chunks
 
 
 class LandmarkState(NamedTuple):
@@ -217,18 +217,12 @@ class LandmarkStack(AbstractStack):
     def _packed_places(self, cu_seqlens: Tensor, num_tokens: int) -> tuple[Places, int]:
         """Return the places of packed sequences, each with chunks of its own, and all chunks."""
         L = self.config.chunk_size
-        borders = cu_seqlens.long()
-        num_chunks = num_tokens // L + len(borders) - 1  # at least; the number depends on no value
-        sizes = (borders.diff() + L - 1) // L
-        begins = F.pad(sizes.cumsum(0), (1, 0))
-        ids = sequence_ids(num_tokens, cu_seqlens)
-        position = torch.arange(num_tokens, device=borders.device) - borders[ids]
-        landmarks = torch.arange(num_chunks, device=borders.device)
-        owners = torch.searchsorted(begins, landmarks, right=True) - 1
-        first = torch.cat([begins[ids], begins[owners.clamp(max=len(sizes))]])
-        chunk = torch.cat([begins[ids] + position // L, landmarks])
-        offset = torch.cat([position % L, torch.full_like(landmarks, L)])
-        return Places(chunk[None], offset[None], first[None]), num_chunks
+        chunks = packed_chunks(num_tokens, L, cu_seqlens)
+        num_chunks = num_tokens // L + len(cu_seqlens) - 1  # at least; depends on no value
+        landmarks = torch.arange(num_chunks, device=cu_seqlens.device)
+        chunk = torch.cat([chunks.chunk, landmarks])
+        offset = torch.cat([chunks.offset, torch.full_like(landmarks, L)])
+        return Places(chunk[None], offset[None], chunks.first(chunk)[None]), num_chunks
 
     def _room(self, batch: int, num_chunks: int) -> tuple[Tensor, Tensor]:
         """Return empty grids for keys and values."""
