@@ -11,8 +11,8 @@ import pytest
 import torch
 from mezzo_core.testing.compile_only import compile_apart, compile_only, run_compiling
 from mezzo_gsa.ops.gsa import GSAState, op
-from mezzo_gsa.ops.gsa.form import Form, StepForm
-from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
+from mezzo_gsa.ops.gsa.arguments import Form, StepForm
+from mezzo_gsa.ops.gsa.step import gsa_step_, gsa_step_projected_
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 TRAINED = {"gate_kernel", "segment_states_kernel", "slots_fwd_kernel", "slots_bwd_kernel"}
@@ -32,19 +32,19 @@ def apart(
     borders = torch.tensor([0, 3, T]) if packed else None
     S = 2 if packed else B
     first = [torch.zeros(S, H, M, D) if state else None for D in (K, V)]
-    tensors, form = (q, k, v, g, s, *first, borders), Form(1.0, between, None, False, keep)
+    tensors, form = op.Tensors(None, q, k, v, g, s, *first, borders), Form(1.0, between, keep)
     out, k_last, v_last, *saved = op.gsa(*tensors, *form)
     last = (k_last, v_last) if state else (None, None)
     if keep != "nothing":
-        op.gsa_bwd(out, *last, *tensors, saved, *form)
+        op.gsa_bwd(out, *last, saved, *tensors, *form)
 
 
 def projection(T, D, M, dtype, *, B=1, HQ=4, H=4, swish=True, keep="weights"):
     """Launch a forward and a backward on a projection."""
     x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
-    form = Form(1.0, "softmax", 8.0, swish, keep)
-    out, _, _, *saved = op.gsa_projected(x, None, None, None, HQ, H, M, *form)
-    op.gsa_projected_bwd(out, None, None, x, None, None, None, saved, HQ, H, M, *form)
+    form = Form(1.0, "softmax", keep, 8.0, swish, HQ, H, M)
+    out, _, _, *saved = op.gsa(*op.Tensors(x), *form)
+    op.gsa_bwd(out, None, None, saved, *op.Tensors(x), *form)
 
 
 def step(B, HQ, H, M, K, V, dtype, *, gate=True, strength=False, between="softmax"):

@@ -1,9 +1,10 @@
-"""Fields of named tuples are replaced, also in compiled code."""
+"""Named tuples: fields are replaced, also in compiled code, and make a part of an op's schema."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.named import replaced
 from torch import Tensor
 
@@ -32,3 +33,29 @@ def test_it_compiles_into_one_graph():
 
     compiled = torch.compile(double, fullgraph=True, backend="eager")
     assert torch.equal(compiled(Pair(torch.ones(2))), torch.full((2,), 2.0))
+
+
+class Form(NamedTuple):
+    size: int
+    scale: float
+    is_new: bool
+    name: str
+    way: Literal["there", "back"] | None
+    dtype: torch.dtype | None = None
+
+
+def test_fields_become_a_part_of_a_schema_that_torch_reads():
+    declared = schema_of(Pair, Form)
+    assert declared == (
+        "Tensor first, Tensor? second, SymInt size, float scale, bool is_new, str name, "
+        "str? way, ScalarType? dtype"
+    )
+    torch._C.parse_schema(f"mezzo::op({declared}) -> Tensor")
+
+
+def test_a_field_that_no_op_takes_is_refused():
+    class Wrong(NamedTuple):
+        sizes: dict
+
+    with pytest.raises(KeyError, match="dict"):
+        schema_of(Wrong)

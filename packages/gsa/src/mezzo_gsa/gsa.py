@@ -141,7 +141,15 @@ class GSA(AbstractMixer):
             "keep_states": self.config.keep_states,
         }
         if self.gate_logits is None and lengths is None:
-            out, after = chunk_gsa_projected(qkvg, **self._form(), **op)
+            out, after = chunk_gsa_projected(
+                qkvg,
+                num_heads=self.config.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                num_slots=self.config.num_slots,
+                damping=self.config.damping,
+                swish=self.config.feature_map == "swish",
+                **op,
+            )
         else:
             q, k, v, g = self._split(qkvg)
             out, after = chunk_gsa(q, *skip_padding(lengths, k, v, g), **op)
@@ -175,16 +183,6 @@ class GSA(AbstractMixer):
         return decode_linear(
             y, out_proj.weight, out_proj.bias, norm_weight=weight, norm_eps=config.norm_eps
         )
-
-    def _form(self) -> dict[str, Any]:
-        """Return the arguments by which the op reads the projection."""
-        return {
-            "num_heads": self.config.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "num_slots": self.config.num_slots,
-            "damping": self.config.damping,
-            "swish": self.config.feature_map == "swish",
-        }
 
     def _split(self, qkvg: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k, v (B, T, H, D) and g (B, T, H, M), the log of the gates."""

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, op
+from mezzo_gsa.ops.gsa.arguments import Form
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
-from mezzo_gsa.ops.gsa.form import Form
-from mezzo_gsa.ops.gsa.projection import Projection
+from mezzo_gsa.ops.gsa.op import Tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -30,6 +30,10 @@ def draw(B, T, HQ=4, H=2, D=12, M=10, *, dtype=torch.float32, state=False):
     return {"x": x, "k0": k0, "v0": v0}, {"num_heads": HQ, "num_kv_heads": H, "num_slots": M}
 
 
+def split(x, heads):
+    return Form(1.0, "softmax", "nothing", **heads).split(x)
+
+
 def call(function, k0=None, v0=None, **x):
     """Call an op with the memories apart; return its three results."""
     out, last = function(**x, initial_state=None if k0 is None else GSAState(k0, v0))
@@ -40,7 +44,7 @@ def definition(
     x, k0, v0, heads, *, dtype, damping, swish, scale=1.0, between="softmax", cu_seqlens
 ):
     """Run the reference on the parts of a projection with every number in one dtype."""
-    q, k, v, logits = Projection(*heads).split(x.to(dtype))
+    q, k, v, logits = split(x.to(dtype), heads)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = F.logsigmoid(logits) / damping
@@ -55,19 +59,19 @@ def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torc
     """Compare results and gradients, those of x by its parts, by the numerics rule."""
     dtype, has_state = inputs["x"].dtype, inputs["k0"] is not None
     form = {"damping": damping, "swish": swish, "cu_seqlens": cu_seqlens, **form}
-    (B, T), D = inputs["x"].shape[:2], Projection(*heads.values()).split(inputs["x"])[0].shape[3]
+    (B, T), D = inputs["x"].shape[:2], split(inputs["x"], heads).q.shape[3]
     dout = normal(B, T, heads["num_heads"], D, seed=20).to(dtype)
     last = [normal(*inputs[n].shape, seed=21) if has_state else None for n in ("k0", "v0")]
 
     def run(fn, out, wide):
         douts = (dout.to(out), *(x if x is None else x.to(wide) for x in last))
         results, found = grads(fn, inputs, douts)
-        parts = Projection(*heads.values()).split(found.pop("x"))
+        parts = split(found.pop("x"), heads)
         named = dict(zip(("out", "final k", "final v", *"qkvg"), (*results, *parts), strict=True))
         return {**named, **(found if has_state else {})}
 
     def eager(to):
-        fn = lambda **x: definition(**x, heads=heads.values(), dtype=to, **form)  # noqa: E731
+        fn = lambda **x: definition(**x, heads=heads, dtype=to, **form)  # noqa: E731
         return run(fn, to, to)
 
     ours = run(
@@ -145,39 +149,39 @@ def test_kept_memories_and_repeats_change_no_bit():
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
-def opcheck(checked, backward, inputs, borders, heads, form, keep):
-    """Check an op with and without gradients to come, and its backward."""
-    tensors, has_state = [*inputs.values(), borders], inputs["k0"] is not None
-    torch.library.opcheck(checked, (*tensors, *heads, *form._replace(keep="nothing")))
+def opcheck(tensors, form, keep):
+    """Check the op with and without gradients to come, and its backward."""
+    torch.library.opcheck(op.gsa, (*tensors, *form._replace(keep="nothing")))
     form = form._replace(keep=keep)
-    leaves = [x if x is None or x is borders else x.requires_grad_() for x in tensors]
-    torch.library.opcheck(checked, (*leaves, *heads, *form))
+    for x in tensors:
+        if x is not None and x.is_floating_point():
+            x.requires_grad_()
+    torch.library.opcheck(op.gsa, (*tensors, *form))
     still = [x if x is None else x.detach() for x in tensors]
-    out, k, v, *saved = checked(*still, *heads, *form)
-    last = (k, v) if has_state else (None, None)
-    torch.library.opcheck(backward, (torch.ones_like(out), *last, *still, saved, *heads, *form))
+    out, k, v, *saved = op.gsa(*still, *form)
+    last = (None, None) if tensors.k0 is None else (k, v)
+    torch.library.opcheck(op.gsa_bwd, (torch.ones_like(out), *last, saved, *still, *form))
 
 
 CONTRACTS = [(False, True, "states"), (True, False, "weights")]
 
 
 @pytest.mark.parametrize(("packed", "state", "keep"), CONTRACTS)
-def test_registered_ops_keep_their_contract(packed, state, keep):
+def test_the_registered_op_keeps_its_contract(packed, state, keep):
     x, heads = draw(1, 5, 2, 1, state=state)
-    q, k, v, g = (part.contiguous() for part in Projection(*heads.values()).split(x["x"]))
+    q, k, v, g = (part.contiguous() for part in split(x.pop("x"), heads))
     s = torch.ones_like(g) if state else None
-    inputs = {"q": q, "k": k, "v": v, "g": -g.abs(), "s": s, "k0": x["k0"], "v0": x["v0"]}
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
-    form = Form(0.5, "softmax", None, False, keep)
-    opcheck(op.gsa, op.gsa_bwd, inputs, borders, (), form, keep)
+    tensors = Tensors(q=q, k=k, v=v, g=-g.abs(), s=s, **x, cu_seqlens=borders)
+    opcheck(tensors, Form(0.5, "softmax", keep), keep)
 
 
 @pytest.mark.parametrize(("packed", "state", "keep"), CONTRACTS)
-def test_registered_ops_on_projections_keep_their_contract(packed, state, keep):
+def test_the_registered_op_on_a_projection_keeps_its_contract(packed, state, keep):
     inputs, heads = draw(1, 5, 2, 1, state=state)
     borders = torch.tensor([0, 3, 5], device=DEVICE) if packed else None
-    form = Form(0.5, "softmax", 8.0, True, keep)
-    opcheck(op.gsa_projected, op.gsa_projected_bwd, inputs, borders, heads.values(), form, keep)
+    form = Form(0.5, "softmax", keep, 8.0, True, **heads)
+    opcheck(Tensors(**inputs, cu_seqlens=borders), form, keep)
 
 
 def assert_compiles(fn, inputs, douts):
@@ -194,7 +198,7 @@ def assert_compiles(fn, inputs, douts):
 @pytest.mark.any_shapes
 def test_separate_tensors_compile_in_one_graph(packed):
     x, heads = draw(1, 20, 2, 1, state=2 if packed else 1)
-    q, k, v, g = Projection(*heads.values()).split(x.pop("x"))
+    q, k, v, g = split(x.pop("x"), heads)
     inputs = {"q": q, "k": k, "v": v, "g": -g.abs(), "s": g.sigmoid(), **x}
     borders = torch.tensor([0, 13, 20], device=DEVICE) if packed else None
     assert_compiles(

@@ -9,8 +9,8 @@ import triton
 from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
-from mezzo_gsa.ops.gsa.tiling import chunk_length
-from mezzo_gsa.ops.gsa.triton.settings import BAND
+from mezzo_gsa.ops.gsa.op import chunk_length
+from mezzo_gsa.ops.gsa.triton.launches import BAND
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -222,7 +222,7 @@ def test_where_all_else_is_forgotten_a_token_reads_its_own_value(dtype):
 @pytest.mark.parametrize("part", [1, 2, 3, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_on_the_borders_of_bands_belong_to_one(dtype, part):
-    from mezzo_gsa.ops.gsa.triton.settings import BAND
+    from mezzo_gsa.ops.gsa.triton.launches import BAND
 
     inputs = draw(1, 80, dtype=dtype, strength=True, state=True)
     jumps = torch.arange(80, device=DEVICE) % 5 == 0

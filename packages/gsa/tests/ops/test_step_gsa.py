@@ -6,7 +6,7 @@ from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
 from mezzo_gsa.ops.decoding.triton import tile
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
-from mezzo_gsa.ops.gsa.form import StepForm
+from mezzo_gsa.ops.gsa.arguments import StepForm
 from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_projected_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,8 +16,7 @@ from mezzo_gsa.ops.abc.strengths import Reading, check_reading, gates_and_streng
 from mezzo_gsa.ops.decoding.checks import check_state
 from mezzo_gsa.ops.eager.op import eager_op
 from mezzo_gsa.ops.gsa.api import chunk_gsa
-from mezzo_gsa.ops.gsa.checks import check_inputs
-from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.arguments import GSAState, check_inputs
 
 
 def recurrent_abc(

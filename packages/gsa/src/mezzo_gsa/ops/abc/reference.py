@@ -5,8 +5,8 @@ from torch import Tensor
 
 from mezzo_gsa.ops.abc.state import ABCState
 from mezzo_gsa.ops.abc.strengths import Reading, gates_and_strengths
+from mezzo_gsa.ops.gsa.arguments import GSAState
 from mezzo_gsa.ops.gsa.reference import gsa_step
-from mezzo_gsa.ops.gsa.state import GSAState
 
 
 def recurrent_abc_reference(

@@ -11,8 +11,7 @@ from mezzo_gsa.ops.abc.checks import check_parts
 from mezzo_gsa.ops.abc.state import ABCState
 from mezzo_gsa.ops.abc.strengths import Reading, check_reading, gates_and_strengths
 from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.gsa.checks import check_inputs
-from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.arguments import GSAState, check_inputs
 from mezzo_gsa.ops.gsa.step import step_gsa_
 
 

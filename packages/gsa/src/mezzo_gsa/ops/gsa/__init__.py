@@ -3,8 +3,8 @@
 from mezzo_gsa.ops.gsa.api import chunk_gsa as chunk_gsa
 from mezzo_gsa.ops.gsa.api import chunk_gsa_projected as chunk_gsa_projected
 from mezzo_gsa.ops.gsa.api import recurrent_gsa as recurrent_gsa
-from mezzo_gsa.ops.gsa.between import Between as Between
-from mezzo_gsa.ops.gsa.state import GSAOutput as GSAOutput
-from mezzo_gsa.ops.gsa.state import GSAState as GSAState
+from mezzo_gsa.ops.gsa.arguments import Between as Between
+from mezzo_gsa.ops.gsa.arguments import GSAOutput as GSAOutput
+from mezzo_gsa.ops.gsa.arguments import GSAState as GSAState
 from mezzo_gsa.ops.gsa.step import step_gsa_ as step_gsa_
 from mezzo_gsa.ops.gsa.step import step_gsa_projected_ as step_gsa_projected_

@@ -7,22 +7,28 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
 from mezzo_gsa.ops.gates.elementwise import log_gate
-from mezzo_gsa.ops.gsa.between import Between
-from mezzo_gsa.ops.gsa.checks import check_inputs, check_projection, check_state, unsupported
+from mezzo_gsa.ops.gsa.arguments import (
+    Between,
+    Form,
+    GSAOutput,
+    GSAState,
+    Keep,
+    check_inputs,
+    check_state,
+    split_projection,
+    unsupported,
+)
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
-from mezzo_gsa.ops.gsa.form import Form, Keep
-from mezzo_gsa.ops.gsa.op import differentiable_gsa, differentiable_gsa_projected
-from mezzo_gsa.ops.gsa.projection import Projection
+from mezzo_gsa.ops.gsa.op import Tensors, differentiable_gsa
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
-from mezzo_gsa.ops.gsa.state import GSAOutput, GSAState
 
 
 def recurrent_gsa(
@@ -46,10 +52,9 @@ def recurrent_gsa(
 
     Arguments, results and errors are those of `chunk_gsa`. Use `chunk_gsa` for training.
     """
-    _check("recurrent_gsa", q, k, v, g, s, scale, between, initial_state, cu_seqlens)
-    g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
-    out, *last = _recurrent([q, k, v, g, s], [*state], cu_seqlens, scale, between)
-    return GSAOutput(out, GSAState(*last))
+    gates = check_inputs("recurrent_gsa", q, k, v, g, s, scale, between)
+    check_state("recurrent_gsa", initial_state, q, k, v, gates, cu_seqlens)
+    return _by_eager(_recurrent, q, k, v, g, s, scale, between, initial_state, cu_seqlens)
 
 
 def chunk_gsa(
@@ -106,21 +111,14 @@ def chunk_gsa(
         ValueError: if a shape, a device, `scale`, `between`, `cu_seqlens` or `impl` is not as
             above, or neither g nor s is given.
     """
-    _check("chunk_gsa", q, k, v, g, s, scale, between, initial_state, cu_seqlens)
-    gates = s if g is None else g
-    assert gates is not None
-    sizes = gates.shape[3], k.shape[3], v.shape[3]
-    no = unsupported(q.dtype, q.shape[:2], *sizes, on_gpu=q.is_cuda)
-    if resolve_impl("chunk_gsa", impl, q.device, no) == "reference":
-        g, s, state = _fill_in(q, k, v, g, s, initial_state, cu_seqlens)
-        out, *last = _chunked([q, k, v, g, s], [*state], cu_seqlens, scale, between)
-        return GSAOutput(out, GSAState(*last))
+    gates = check_inputs("chunk_gsa", q, k, v, g, s, scale, between)
+    check_state("chunk_gsa", initial_state, q, k, v, gates, cu_seqlens)
+    if resolve_impl("chunk_gsa", impl, q.device, unsupported(q, k, v, gates)) == "reference":
+        return _by_eager(_chunked, q, k, v, g, s, scale, between, initial_state, cu_seqlens)
     g = torch.zeros_like(gates, dtype=torch.float32) if g is None else g.float()
     s = None if s is None else s.float()
-    first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
-    form = Form(scale, between, None, False, _kept(keep_states, q, k, v, g, s, *first))
-    out, k_last, v_last, *_ = differentiable_gsa(q, k, v, g, s, *first, cu_seqlens, *form)
-    return GSAOutput(out, GSAState(k_last, v_last))
+    form = Form(scale, between, "states" if keep_states else "weights")
+    return _by_kernels(form, initial_state, cu_seqlens, q=q, k=k, v=v, g=g, s=s)
 
 
 def chunk_gsa_projected(
@@ -166,80 +164,58 @@ def chunk_gsa_projected(
         ValueError: as `chunk_gsa`; also if W does not fit the heads, or a number of heads or slots
             or the damping is not positive.
     """
-    check_floating("chunk_gsa_projected", "x", x)
-    check_projection(
-        "chunk_gsa_projected",
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_slots=num_slots,
-        damping=damping,
-    )
-    heads = num_heads + 2 * num_kv_heads
-    width = x.shape[-1] - num_kv_heads * num_slots if x.ndim == 3 else 0
-    if width < heads or width % heads:
-        raise ValueError(
-            "chunk_gsa_projected: x must be (B, T, W) with W = "
-            f"({num_heads} + 2 · {num_kv_heads}) D + {num_kv_heads} · {num_slots}, "
-            f"got {tuple(x.shape)}"
-        )
-    projection = Projection(num_heads, num_kv_heads, num_slots)
-    q, k, v, logits = projection.split(x)
-    _check("chunk_gsa_projected", q, k, v, logits, None, scale, between, initial_state, cu_seqlens)
-    D = q.shape[3]
-    no = unsupported(x.dtype, x.shape[:2], num_slots, D, D, on_gpu=x.is_cuda)
-    if resolve_impl("chunk_gsa_projected", impl, x.device, no) == "reference":
-        if swish:
-            q, k, v = (F.silu(part) for part in (q, k, v))
-        return chunk_gsa(
-            q, k, v, log_gate(logits, damping), scale=scale, between=between,
-            initial_state=initial_state, cu_seqlens=cu_seqlens, impl="reference",
-        )  # fmt: skip
+    op = "chunk_gsa_projected"
+    keep: Keep = "states" if keep_states else "weights"
+    form = Form(scale, between, keep, damping, swish, num_heads, num_kv_heads, num_slots)
+    q, k, v, logits = split_projection(op, x, form)
+    check_inputs(op, q, k, v, logits, None, scale, between)
+    check_state(op, initial_state, q, k, v, logits, cu_seqlens)
+    if resolve_impl(op, impl, x.device, unsupported(q, k, v, logits)) == "triton":
+        return _by_kernels(form, initial_state, cu_seqlens, x=x)
+    if swish:
+        q, k, v = (F.silu(part) for part in (q, k, v))
+    g = log_gate(logits, damping)
+    return _by_eager(_chunked, q, k, v, g, None, scale, between, initial_state, cu_seqlens)
+
+
+def _by_kernels(
+    form: Form, initial_state: GSAState | None, cu_seqlens: Tensor | None, **inputs: Tensor | None
+) -> GSAOutput:
     first = (None, None) if initial_state is None else tuple(h.float() for h in initial_state)
-    form = Form(scale, between, damping, swish, _kept(keep_states, x, *first))
-    out, k_last, v_last, *_ = differentiable_gsa_projected(
-        x, *first, cu_seqlens, *projection, *form
-    )
+    t = Tensors(**inputs, k0=first[0], v0=first[1], cu_seqlens=cu_seqlens)
+    if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in t):
+        form = replaced(form, keep="nothing")
+    out, k_last, v_last, *_ = differentiable_gsa(*t, *form)
     return GSAOutput(out, GSAState(k_last, v_last))
 
 
-def _check(
-    op: str,
+def _by_eager(
+    compute: EagerForm,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     s: Tensor | None,
     scale: float,
-    between: str,
+    between: Between,
     initial_state: GSAState | None,
     cu_seqlens: Tensor | None,
-) -> None:
-    check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, T, HQ, K)")
-    H, M = (g if g is not None else s).shape[2:]  # type: ignore[union-attr]
-    check_state(op, initial_state, q, cu_seqlens, (H, M, k.shape[3], v.shape[3]))
-
-
-def _fill_in(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    s: Tensor | None,
-    initial_state: GSAState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, GSAState]:
-    """Return g, s and the initial state in the reference's precision, with defaults filled in."""
+) -> GSAOutput:
+    """Compute in the reference's precision, with defaults filled in."""
     dtype = accumulation_dtype(q.dtype)
     if g is None:
         assert s is not None
         g = torch.zeros_like(s)
     g = g.to(dtype)
     s = -torch.expm1(g) if s is None else s.to(dtype)
-    if initial_state is not None:
-        return g, s, GSAState(*(x.to(dtype) for x in initial_state))
     S = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    H, M = g.shape[2:]
-    return g, s, GSAState(*(x.new_zeros(S, H, M, x.shape[3], dtype=dtype) for x in (k, v)))
+    if initial_state is None:
+        shape = (S, *g.shape[2:])
+        states = [x.new_zeros(*shape, x.shape[3], dtype=dtype) for x in (k, v)]
+    else:
+        states = [x.to(dtype) for x in initial_state]
+    out, *last = compute([q, k, v, g, s], states, cu_seqlens, scale, between)
+    return GSAOutput(out, GSAState(*last))
 
 
 def _eager(name: str, compute: Callable[..., tuple[Tensor, GSAState]]) -> EagerForm:
@@ -260,10 +236,3 @@ def _eager(name: str, compute: Callable[..., tuple[Tensor, GSAState]]) -> EagerF
 
 _recurrent = _eager("recurrent_gsa", recurrent_gsa_reference)
 _chunked = _eager("chunk_gsa", chunked_gsa)
-
-
-def _kept(keep_states: bool, *tensors: Tensor | None) -> Keep:
-    """Return what the forward must save: nothing, if no gradient is needed."""
-    if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors):
-        return "nothing"
-    return "states" if keep_states else "weights"

@@ -13,8 +13,8 @@ from mezzo_gsa.ops.chunking.halves import (
     right_halves,
 )
 from mezzo_gsa.ops.gla.chunked import CHUNK, read_chunks
-from mezzo_gsa.ops.gsa.between import Between, apply_between
-from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.arguments import Between, GSAState
+from mezzo_gsa.ops.gsa.reference import apply_between
 
 
 def chunked_gsa(

@@ -1,333 +1,190 @@
-"""The registered ops of gated slot attention's kernels: schemas, fakes and gradients.
+"""The registered op of gated slot attention's kernels: its schema, its fake and its gradient.
 
-`gsa` takes separate tensors. `gsa_projected` takes a projection with q, k, v and the gates' logits
-side by side. It reads the projection in place and gives it one gradient, so nothing is split or
-concatenated.
+It takes separate tensors, or a projection with q, k, v and the gates' logits side by side. It reads
+a projection in place and gives it one gradient, so nothing is split or concatenated.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
-from mezzo_gsa.ops.chunking.chunks import place_chunks
-from mezzo_gsa.ops.gsa.form import FORM_SCHEMA, Form
-from mezzo_gsa.ops.gsa.projection import PROJECTION_SCHEMA, Parts, Projection
-from mezzo_gsa.ops.gsa.request import NUM_SAVED, Inputs, Memory, Request, Saved, make_request
-from mezzo_gsa.ops.gsa.tiling import chunk_length, gate_tiles
-
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? s"
-FIRST = "Tensor? k0, Tensor? v0, Tensor? cu_seqlens"
-UPSTREAM = "Tensor? do, Tensor? dk_last, Tensor? dv_last"
+from mezzo_gsa.ops.chunking.by_token import by_token
+from mezzo_gsa.ops.chunking.chunks import Chunks, place_chunks
+from mezzo_gsa.ops.gsa.arguments import Form, Parts
 
 
-def tensors(count: int) -> str:
-    """Return the type of a tuple of `count` tensors, as a schema declares it."""
-    return f"({', '.join(['Tensor'] * count)})"
+class Tensors(NamedTuple):
+    """The tensors of a call: a projection x, or q, k, v, g and maybe s."""
+
+    x: Tensor | None = None
+    """(B, T, W): q, k, v and the gates' logits side by side, see `Form.split`."""
+    q: Tensor | None = None
+    """(B, T, HQ, K)."""
+    k: Tensor | None = None
+    """(B, T, H, K)."""
+    v: Tensor | None = None
+    """(B, T, H, V)."""
+    g: Tensor | None = None
+    """(B, T, H, M) float32."""
+    s: Tensor | None = None
+    """(B, T, H, M) float32; None: 1 - exp(g)."""
+    k0: Tensor | None = None
+    """(S, H, M, K), the initial K~; None: zeros."""
+    v0: Tensor | None = None
+    """(S, H, M, V), the initial V~; None: zeros."""
+    cu_seqlens: Tensor | None = None
+    """(S + 1,) borders of packed sequences."""
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """x, q, k, v, g and s."""
+        return self[:6]
+
+    def parts(self, form: Form) -> Parts:
+        """Return q, k, v and g, which may be views of the projection."""
+        separate: Any = self[1:5]
+        return Parts(*separate) if self.x is None else form.split(self.x)
 
 
-RESULTS = tensors(3 + NUM_SAVED)
-"""Results of a forward: out, the last K~ and V~, and the tensors of `Saved.as_tensors`."""
+class Inputs(NamedTuple):
+    """The inputs of a call, or their gradients; q, k, v, g may be views into one projection."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    s: Tensor | None = None
 
 
-def _gsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    s: Tensor | None,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *form: Any,
-) -> tuple[Tensor, ...]:
-    """Run the forward; see `chunk_gsa` for the tensors."""
-    from mezzo_gsa.ops.gsa.triton import forward
+class Request(NamedTuple):
+    """One call of the kernels."""
 
-    _check_borders(cu_seqlens, q)
-    with torch.cuda.device_of(q):
-        request = make_request(Parts(q, k, v, g), s, k0, v0, cu_seqlens, Form(*form))
-        results = forward.run_forward(request)
-    return results.out, results.k_last, results.v_last, *results.saved.as_tensors(q)
+    x: Inputs
+    k0: Tensor | None
+    v0: Tensor | None
+    chunks: Chunks
+    form: Form
+    raw: Parts | None
+    """The parts of the projection before swish, if swish is applied; `x` has them after it."""
 
 
-def _gsa_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    s: Tensor | None,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *form: Any,
-) -> tuple[Tensor, ...]:
-    *results, saved = _fake_forward(Parts(q, k, v, g), k0, cu_seqlens, Form(*form))
-    return *results, *saved.as_tensors(q)
+def chunk_length(dtype: torch.dtype, num_slots: int) -> int:
+    """Return L, the largest for which the data that a program needs of a chunk fits on chip."""
+    if dtype == torch.float32:
+        return 64 if num_slots <= 64 else 32
+    return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
 
 
-def _gsa_bwd(
-    do: Tensor | None,
-    dk_last: Tensor | None,
-    dv_last: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    s: Tensor | None,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    *form: Any,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g, s (empty if s is None), k0 and v0."""
-    from mezzo_gsa.ops.gsa.triton import backward
-
-    parts = Parts(q, k, v, g)
-    dq, dk, dv, dg = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts)
-    ds = None if s is None else torch.empty(s.shape, device=s.device)
-    with torch.cuda.device_of(q):
-        request = make_request(parts, s, k0, v0, cu_seqlens, Form(*form))
-        upstream = backward.Upstream(do, dk_last, dv_last)
-        dk0, dv0 = backward.run_backward(
-            request, Saved.from_tensors(saved), upstream, Inputs(dq, dk, dv, dg, ds)
-        )
-    return dq, dk, dv, dg, g.new_empty(0) if ds is None else ds, dk0, dv0
+def gate_tiles(num_slots: int) -> int:
+    """Return how many tiles of 32 slots the gates of a chunk make, as a power of two."""
+    return 1 << (-(-num_slots // 32) - 1).bit_length()
 
 
-def _gsa_bwd_fake(
-    do: Tensor | None,
-    dk_last: Tensor | None,
-    dv_last: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    s: Tensor | None,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    ds = g.new_empty(0 if s is None else s.shape, dtype=torch.float32)
-    dq, dk, dv, dg = (x.new_empty(x.shape) for x in (q, k, v, g))
-    return dq, dk, dv, dg, ds, *_fake_memories(k, v, g, cu_seqlens)
+class Memory(NamedTuple):
+    """The memories at the borders of chunks, and sums and products of the gates."""
+
+    running: Tensor
+    """(B, T, H, M): running sums of log gates, from the chunk's start."""
+    strength: Tensor | None
+    """(B, T, H, M): write strengths; only the backward needs them."""
+    write: Tensor
+    """(B, T, H, M): write strengths, decayed to the chunk's end."""
+    decay: Tensor
+    """(chunks, H, M): the share of the memory before it that a chunk keeps."""
+    bands: Tensor
+    """(chunks, H, tiles): how many bands the running sums reach (see `triton/slots.py`)."""
+    kept: Tensor
+    """(chunks, H, M): the share of its segment's first memory that is left at a chunk's start."""
+    k_states: Tensor
+    """(chunks, H, M, K): K~ where each chunk begins, if its segment starts from zero."""
+    v_states: Tensor
+    """(chunks, H, M, V): the same for V~."""
+    k_starts: Tensor | None
+    """(segments, H, M, K): K~ where each segment begins; None: zeros."""
+    v_starts: Tensor | None
+    """(segments, H, M, V): the same for V~."""
 
 
-gsa = torch.library.custom_op(
-    "mezzo_gsa::gsa",
-    _gsa,
-    mutates_args=(),
-    schema=f"({INPUTS}, {FIRST}, {FORM_SCHEMA}) -> {RESULTS}",
-)
-gsa.register_fake(_gsa_fake)
-gsa_bwd = torch.library.custom_op(
-    "mezzo_gsa::gsa_bwd",
-    _gsa_bwd,
-    mutates_args=(),
-    schema=f"({UPSTREAM}, {INPUTS}, {FIRST}, Tensor[] saved, {FORM_SCHEMA}) -> {tensors(7)}",
-)
-gsa_bwd.register_fake(_gsa_bwd_fake)
+class Saved(NamedTuple):
+    """The tensors that a forward saves for the backward; None: not saved (see `Form.keep`)."""
+
+    logits: Tensor | None = None
+    """(B, T, HQ, M) float32: the inputs of the softmax."""
+    weights: Tensor | None = None
+    """(B, T, HQ, M): the weights with which tokens read the memory at their chunk's start."""
+    swished: Tensor | None = None
+    """(B, T, W): a projection after swish."""
+    memory: Memory | None = None
+
+    def as_tensors(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Return all fields as tensors, which an op can return; None becomes an empty tensor."""
+        memory = (None,) * len(Memory._fields) if self.memory is None else self.memory
+        tensors = (self.logits, self.weights, self.swished, *memory)
+        # The results of an op must be different tensors, even if they are empty.
+        return tuple([like.new_empty(0) if x is None else x for x in tensors])
+
+    @classmethod
+    def from_tensors(cls, tensors: list[Tensor]) -> "Saved":
+        """Return the object from the tensors that `as_tensors` returned."""
+        parts: list[Any] = [x if x.numel() else None for x in tensors]
+        logits, weights, swished, running, *rest = parts
+        return cls(logits, weights, swished, None if running is None else Memory(running, *rest))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, g, s, k0, v0, cu_seqlens, *ctx.form = inputs
-    _out, _k_last, _v_last, *saved = output
-    ctx.save_for_backward(q, k, v, g, s, k0, v0, cu_seqlens, *saved)
-    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
-    # is made for it.
-    ctx.set_materialize_grads(False)
+def _read(arguments: tuple[Any, ...]) -> tuple[Tensors, Form]:
+    """Return the arguments of the op by name; the projection is contiguous."""
+    n = len(Tensors._fields)
+    t = Tensors(*arguments[:n])
+    return t._replace(x=None if t.x is None else t.x.contiguous()), Form(*arguments[n:])
 
 
-def _backward(
-    ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *unused: None
-) -> tuple[Tensor | None, ...]:
-    q, k, v, g, s, k0, v0, cu_seqlens, *saved = ctx.saved_tensors
-    dq, dk, dv, dg, ds, dk0, dv0 = gsa_bwd(
-        do, dk_last, dv_last, q, k, v, g, s, k0, v0, cu_seqlens, saved, *ctx.form
-    )
-    ds, dk0, dv0 = _wanted((ds, s), (dk0, k0), (dv0, v0))
-    return dq, dk, dv, dg, ds, dk0, dv0, None, *(None,) * len(ctx.form)
+def _request(t: Tensors, form: Form, swished: Tensor | None) -> Request:
+    """Return the request, with inputs that kernels can read; `swished` is x after swish."""
+    parts, raw = t.parts(form), None
+    if swished is not None:
+        parts, raw = form.split(swished)._replace(g=parts.g), parts
+    q, k, v, g = (by_token(part) for part in parts)
+    x = Inputs(q, k, v, g, None if t.s is None else t.s.contiguous())
+    B, T, _, M = g.shape
+    chunks = place_chunks(B, T, chunk_length(q.dtype, M), t.cu_seqlens)
+    return Request(x, t.k0, t.v0, chunks, form, raw)
 
 
-differentiable_gsa = register_gradient(gsa, _backward, _save)
+def _gsa(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return out, the last K~ and V~, and the tensors of `Saved`; see `chunk_gsa`."""
+    from mezzo_gsa.ops.gsa.triton import launches
 
-
-def _projected(
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    *form_fields: Any,
-) -> tuple[Tensor, ...]:
-    """Run the forward on a projection; see `chunk_gsa_projected`."""
-    from mezzo_gsa.ops.gsa.triton import forward
-
-    x, form = x.contiguous(), Form(*form_fields)
-    projection = Projection(num_heads, num_kv_heads, num_slots)
-    _check_borders(cu_seqlens, x)
-    with torch.cuda.device_of(x):
-        y = forward.apply_swish(x) if form.swish else x
-        request = _projected_request(projection, x, y, k0, v0, cu_seqlens, form)
-        results = forward.run_forward(request)
-    saved = results.saved
-    if form.swish and form.keep == "states":
-        saved = saved._replace(swished=y)
-    return results.out, results.k_last, results.v_last, *saved.as_tensors(x)
-
-
-def _projected_fake(
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    *form_fields: Any,
-) -> tuple[Tensor, ...]:
-    form, parts = Form(*form_fields), Projection(num_heads, num_kv_heads, num_slots).split(x)
-    *results, saved = _fake_forward(parts, k0, cu_seqlens, form)
-    if form.swish and form.keep == "states":
-        saved = saved._replace(swished=x.new_empty(x.shape))
-    return *results, *saved.as_tensors(x)
-
-
-def _projected_bwd(
-    do: Tensor | None,
-    dk_last: Tensor | None,
-    dv_last: Tensor | None,
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    *form_fields: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, in one tensor, and of k0 and v0."""
-    from mezzo_gsa.ops.gsa.triton import backward, forward
-
-    x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    projection = Projection(num_heads, num_kv_heads, num_slots)
-    form, kept = Form(*form_fields), Saved.from_tensors(saved)
-    with torch.cuda.device_of(x):
-        y = x if kept.swished is None else kept.swished
-        if form.swish and kept.swished is None:
-            y = forward.apply_swish(x)
-        request = _projected_request(projection, x, y, k0, v0, cu_seqlens, form)
-        upstream = backward.Upstream(do, dk_last, dv_last)
-        grads = Inputs(*projection.split(dx), s=None)
-        dk0, dv0 = backward.run_backward(request, kept, upstream, grads)
-    return dx, dk0, dv0
-
-
-def _projected_bwd_fake(
-    do: Tensor | None,
-    dk_last: Tensor | None,
-    dv_last: Tensor | None,
-    x: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: list[Tensor],
-    num_heads: int,
-    num_kv_heads: int,
-    num_slots: int,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    _, k, v, g = Projection(num_heads, num_kv_heads, num_slots).split(x)
-    return x.new_empty(x.shape), *_fake_memories(k, v, g, cu_seqlens)
-
-
-def _projected_request(
-    projection: Projection,
-    x: Tensor,
-    y: Tensor,
-    k0: Tensor | None,
-    v0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    form: Form,
-) -> Request:
-    """Return the request of a projection x; y is x after swish, or x itself without swish."""
-    raw = projection.split(x)
-    parts = projection.split(y)._replace(g=raw.g) if form.swish else raw
-    return make_request(parts, None, k0, v0, cu_seqlens, form, raw if form.swish else None)
-
-
-gsa_projected = torch.library.custom_op(
-    "mezzo_gsa::gsa_projected",
-    _projected,
-    mutates_args=(),
-    schema=f"(Tensor x, {FIRST}, {PROJECTION_SCHEMA}, {FORM_SCHEMA}) -> {RESULTS}",
-)
-gsa_projected.register_fake(_projected_fake)
-gsa_projected_bwd = torch.library.custom_op(
-    "mezzo_gsa::gsa_projected_bwd",
-    _projected_bwd,
-    mutates_args=(),
-    schema=f"({UPSTREAM}, Tensor x, {FIRST}, Tensor[] saved, {PROJECTION_SCHEMA}, {FORM_SCHEMA}) "
-    f"-> {tensors(3)}",
-)
-gsa_projected_bwd.register_fake(_projected_bwd_fake)
-
-
-def _save_projected(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, k0, v0, cu_seqlens, *ctx.form = inputs
-    _out, _k_last, _v_last, *saved = output
-    ctx.save_for_backward(x, k0, v0, cu_seqlens, *saved)
-    ctx.set_materialize_grads(False)  # as in `_save`
-
-
-def _backward_projected(
-    ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *unused: None
-) -> tuple[Tensor | None, ...]:
-    x, k0, v0, cu_seqlens, *saved = ctx.saved_tensors
-    dx, dk0, dv0 = gsa_projected_bwd(do, dk_last, dv_last, x, k0, v0, cu_seqlens, saved, *ctx.form)
-    dk0, dv0 = _wanted((dk0, k0), (dv0, v0))
-    return dx, dk0, dv0, None, *(None,) * len(ctx.form)
-
-
-differentiable_gsa_projected = register_gradient(
-    gsa_projected, _backward_projected, _save_projected
-)
-
-
-def _check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
+    t, form = _read(arguments)
+    q = next(x for x in t.inputs if x is not None)  # or the projection
     # torch.compile does not trace an op, so the CPU can read the values here.
-    if cu_seqlens is not None:
-        check_borders("chunk_gsa", cu_seqlens, x.shape[1])
+    if t.cu_seqlens is not None:
+        check_borders("chunk_gsa", t.cu_seqlens, q.shape[1])
+    with torch.cuda.device_of(q):
+        swished = launches.apply_swish(t.x) if t.x is not None and form.swish else None
+        out, k_last, v_last, saved = launches.run_forward(_request(t, form, swished))
+    if form.keep == "states":
+        saved = saved._replace(swished=swished)
+    return out, k_last, v_last, *saved.as_tensors(q)
 
 
-def _wanted(*pairs: tuple[Tensor, Tensor | None]) -> list[Tensor | None]:
-    """Return the gradient of each (gradient, input) pair, or None if the input is None."""
-    return [None if x is None else dx for dx, x in pairs]
-
-
-def _fake_forward(
-    parts: Parts, k0: Tensor | None, cu_seqlens: Tensor | None, form: Form
-) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """Return empty results of the right shapes, for tracing."""
-    q, k, v, g = parts
+def _gsa_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    t, form = _read(arguments)
+    q, k, v, g = t.parts(form)
     (B, T, HQ, K), (H, V, M) = q.shape, (*v.shape[2:], g.shape[3])
     fp32, dtype = torch.float32, q.dtype
-    results = (q.new_empty(B, T, HQ, V), *_fake_memories(k, v, g, cu_seqlens))
+    results = (q.new_empty(B, T, HQ, V), *_fake_memories(k, v, g, t.cu_seqlens))
     if form.keep == "nothing":
-        return *results, Saved()
+        return *results, *Saved().as_tensors(q)
     saved = Saved(q.new_empty(B, T, HQ, M, dtype=fp32), q.new_empty(B, T, HQ, M))
     if form.keep == "weights":
-        return *results, saved
-    chunks = place_chunks(B, T, chunk_length(dtype, M), cu_seqlens)
+        return *results, *saved.as_tensors(q)
+    chunks = place_chunks(B, T, chunk_length(dtype, M), t.cu_seqlens)
     N, NS = chunks.num_chunks, chunks.num_segments
-    has_starts = chunks.is_split or k0 is not None
+    has_starts = chunks.is_split or t.k0 is not None
     memory = Memory(
         running=q.new_empty(B, T, H, M, dtype=torch.float64 if dtype == fp32 else fp32),
         strength=q.new_empty(B, T, H, M, dtype=fp32),
@@ -340,7 +197,45 @@ def _fake_forward(
         k_starts=q.new_empty(NS, H, M, K) if has_starts else None,
         v_starts=q.new_empty(NS, H, M, V) if has_starts else None,
     )
-    return *results, saved._replace(memory=memory)
+    swished = t.x.new_empty(t.x.shape) if t.x is not None and form.swish else None
+    return *results, *saved._replace(swished=swished, memory=memory).as_tensors(q)
+
+
+def _gsa_bwd(
+    do: Tensor | None,
+    dk_last: Tensor | None,
+    dv_last: Tensor | None,
+    saved: list[Tensor],
+    *arguments: Any,
+) -> list[Tensor]:
+    """Return the gradients of the inputs that are given, then those of k0 and v0."""
+    from mezzo_gsa.ops.gsa.triton import launches
+
+    t, form = _read(arguments)
+    kept = Saved.from_tensors(saved)
+    given = [x for x in t.inputs if x is not None]
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+    into = Inputs(*grads) if t.x is None else Inputs(*form.split(grads[0]))
+    with torch.cuda.device_of(grads[0]):
+        swished = kept.swished
+        if t.x is not None and form.swish and swished is None:
+            swished = launches.apply_swish(t.x)
+        upstream = launches.Upstream(do, dk_last, dv_last)
+        first = launches.run_backward(_request(t, form, swished), kept, upstream, into)
+    return [*grads, *first]
+
+
+def _gsa_bwd_fake(
+    do: Tensor | None,
+    dk_last: Tensor | None,
+    dv_last: Tensor | None,
+    saved: list[Tensor],
+    *arguments: Any,
+) -> list[Tensor]:
+    t, form = _read(arguments)
+    _, k, v, g = t.parts(form)
+    grads = [x.new_empty(x.shape) for x in t.inputs if x is not None]
+    return [*grads, *_fake_memories(k, v, g, t.cu_seqlens)]
 
 
 def _fake_memories(
@@ -351,3 +246,48 @@ def _fake_memories(
     H, M = g.shape[2:]
     slots_k, slots_v = (x.new_empty(S, H, M, x.shape[3], dtype=torch.float32) for x in (k, v))
     return slots_k, slots_v
+
+
+ARGUMENTS = schema_of(Tensors, Form)
+NUM_SAVED = len(Saved._fields) - 1 + len(Memory._fields)
+"""How many tensors `Saved.as_tensors` returns."""
+
+gsa = torch.library.custom_op(
+    "mezzo_gsa::gsa",
+    _gsa,
+    mutates_args=(),
+    schema=f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * (3 + NUM_SAVED))})",
+)
+gsa.register_fake(_gsa_fake)
+gsa_bwd = torch.library.custom_op(
+    "mezzo_gsa::gsa_bwd",
+    _gsa_bwd,
+    mutates_args=(),
+    schema="(Tensor? do, Tensor? dk_last, Tensor? dv_last, Tensor[] saved, "
+    f"{ARGUMENTS}) -> Tensor[]",
+)
+gsa_bwd.register_fake(_gsa_bwd_fake)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    n = len(Tensors._fields)
+    ctx.form = inputs[n:]
+    _out, _k_last, _v_last, *saved = output
+    ctx.save_for_backward(*inputs[:n], *saved)
+    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
+    # is made for it.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *unused: None
+) -> tuple[Tensor | None, ...]:
+    n = len(Tensors._fields)
+    t, saved = Tensors(*ctx.saved_tensors[:n]), [*ctx.saved_tensors[n:]]
+    *found, dk0, dv0 = gsa_bwd(do, dk_last, dv_last, saved, *t, *ctx.form)
+    grads = [None if x is None else found.pop(0) for x in t.inputs]
+    first = [None if x is None else dx for dx, x in ((dk0, t.k0), (dv0, t.v0))]
+    return *grads, *first, None, *(None,) * len(ctx.form)
+
+
+differentiable_gsa = register_gradient(gsa, _backward, _save)

@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mezzo_gsa.ops.gsa.between import Between, apply_between
-from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.arguments import Between, GSAState
 
 
 def recurrent_gsa_reference(
@@ -77,3 +77,14 @@ def gsa_step(
     logits = scale * torch.einsum("bhmk,bhgk->bhgm", slots_k, groups)
     out = torch.einsum("bhgm,bhmv->bhgv", apply_between(logits, between), slots_v)
     return out.flatten(1, 2), GSAState(slots_k, slots_v)
+
+
+def apply_between(logits: Tensor, between: Between) -> Tensor:
+    """Return the second pass's queries from the first pass's outputs (..., M)."""
+    if between == "softmax":
+        return torch.softmax(logits, dim=-1)
+    if between == "swish":
+        return F.silu(logits)
+    if between == "relu":
+        return F.relu(logits)
+    return F.relu(logits).square() if between == "relu_squared" else logits

@@ -1,23 +1,31 @@
-"""One decoding step of gated slot attention, in place: from q, k, v, g, or from a projection."""
+"""One decoding step of gated slot attention, in place: from q, k, v, g, or from a projection.
+
+First the public functions, then the registered ops, which kernels compute.
+"""
 
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from mezzo_core.ops.checks import FLOATING, check_floating, check_number, check_size
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
 from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
-from mezzo_gsa.ops.gsa.api import recurrent_gsa
-from mezzo_gsa.ops.gsa.between import Between
-from mezzo_gsa.ops.gsa.checks import check_between, check_inputs, unsupported
-from mezzo_gsa.ops.gsa.form import StepForm
-from mezzo_gsa.ops.gsa.projection import split_step
-from mezzo_gsa.ops.gsa.state import GSAState
-from mezzo_gsa.ops.gsa.step_op import gsa_step_, gsa_step_projected_
+from mezzo_gsa.ops.gsa.arguments import (
+    Between,
+    GSAState,
+    StepForm,
+    check_between,
+    check_inputs,
+    split_step,
+    unsupported,
+)
+from mezzo_gsa.ops.gsa.reference import gsa_step
 
 
 def step_gsa_(
@@ -60,28 +68,14 @@ def step_gsa_(
             g nor s is given.
     """
     op = "step_gsa_"
-    check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, HQ, K)")
-    gates = g if g is not None else s
-    assert gates is not None
-    B, H, M = gates.shape
-    _check_state(op, state, q, (B, H, M, k.shape[2]), (B, H, M, v.shape[2]))
+    gates = check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, HQ, K)")
+    _check_state(op, state, q, *((*gates.shape, x.shape[2]) for x in (k, v)))
     check_no_gradients(op, q, k, v, g, s, *state)
-    if resolve_impl(op, impl, q.device, _unsupported(q.dtype, state)) == "triton":
+    no = _scattered(state) or unsupported(q, k, v, gates)
+    if resolve_impl(op, impl, q.device, no) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
         return gsa_step_(q, k, v, g, s, *state, scale, between)
-    out, after = recurrent_gsa(
-        q[:, None],
-        k[:, None],
-        v[:, None],
-        None if g is None else g[:, None],
-        None if s is None else s[:, None],
-        scale=scale,
-        between=between,
-        initial_state=state,
-    )
-    for old, new in zip(state, after, strict=True):
-        old.copy_(new)
-    return out[:, 0]
+    return _reference(q, k, v, g, s, state, scale, between)
 
 
 def step_gsa_projected_(
@@ -136,15 +130,39 @@ def step_gsa_projected_(
         raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {out_dtype!r}")
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
-    if resolve_impl(op, impl, x.device, _unsupported(x.dtype, state)) == "triton":
+    q, k, v, logits = split_step(x, state, num_heads, gate_logits)
+    no = _scattered(state) or unsupported(q, k, v, logits)
+    if resolve_impl(op, impl, x.device, no) == "triton":
         form = StepForm(scale, between, damping, swish, norm_eps, out_dtype)
         return gsa_step_projected_(x, gate_logits, norm_weight, *state, num_heads, *form)
-    q, k, v, logits = split_step(x, state, num_heads, gate_logits)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
-    g = log_gate(logits, damping)
-    out = step_gsa_(q, k, v, g, None, state, scale=scale, between=between, impl="reference")
+    out = _reference(q, k, v, log_gate(logits, damping), None, state, scale, between)
     return gated_norm(out.flatten(1), norm_weight, norm_eps, out_dtype)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    state: GSAState,
+    scale: float,
+    between: Between,
+) -> Tensor:
+    """Process one token in eager PyTorch; return out (B, HQ, V) in the dtype of q."""
+    if g is None:
+        assert s is not None
+        g = torch.zeros_like(s)
+    g = g.to(state.k.dtype)
+    s = -torch.expm1(g) if s is None else s.to(g.dtype)
+    # Autocast would compute the products of a float32 state in 16 bits.
+    with without_autocast(q.device):
+        out, after = gsa_step(q, k, v, g, s, scale, between, state)
+    for old, new in zip(state, after, strict=True):
+        old.copy_(new)
+    return out.to(q.dtype)
 
 
 def _projected_sizes(
@@ -199,9 +217,81 @@ def _check_state(
     check_memory(op, "state.v", state.v, shape_v, x)
 
 
-def _unsupported(dtype: torch.dtype, state: GSAState) -> str | None:
-    """Return why the kernels do not support this call, or None if they do."""
-    if not all(part.is_contiguous() for part in state):
-        return "a state that is not contiguous"
-    _, _, M, K = state.k.shape
-    return unsupported(dtype, state.k.shape[:1], M, K, state.v.shape[3])
+def _scattered(state: GSAState) -> str | None:
+    """Return why the kernels cannot overwrite this state, or None if they can."""
+    whole = all(part.is_contiguous() for part in state)
+    return None if whole else "a state that is not contiguous"
+
+
+SLOTS = "Tensor(a!) slots_k, Tensor(b!) slots_v"
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    s: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    scale: float,
+    between: Any,
+) -> Tensor:
+    """Process one token by kernels; return out (B, HQ, V)."""
+    from mezzo_gsa.ops.gsa.triton import step
+
+    state = GSAState(slots_k, slots_v)
+    return step.run_step(q, k, v, g, s, state, StepForm(scale, between))
+
+
+def _step_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+gsa_step_ = torch.library.custom_op(
+    "mezzo_gsa::gsa_step_",
+    _step,
+    mutates_args=("slots_k", "slots_v"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? s, "
+    f"{SLOTS}, float scale, str between) -> Tensor",
+)
+gsa_step_.register_fake(_step_fake)
+
+
+def _step_projected(
+    x: Tensor,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    num_heads: int,
+    *form: Any,
+) -> Tensor:
+    """Process one token by kernels; return the input of the output projection, (B, C)."""
+    from mezzo_gsa.ops.gsa.triton import step
+
+    state = GSAState(slots_k, slots_v)
+    parts = split_step(x, state, num_heads, gate_logits)
+    return step.run_layer_step(parts, norm_weight, state, StepForm(*form))
+
+
+def _step_projected_fake(
+    x: Tensor,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    num_heads: int,
+    *form: Any,
+) -> Tensor:
+    return x.new_empty(x.shape[0], num_heads * slots_v.shape[3], dtype=StepForm(*form).out_dtype)
+
+
+gsa_step_projected_ = torch.library.custom_op(
+    "mezzo_gsa::gsa_step_projected_",
+    _step_projected,
+    mutates_args=("slots_k", "slots_v"),
+    schema="(Tensor x, Tensor? gate_logits, Tensor? norm_weight, "
+    f"{SLOTS}, int num_heads, {schema_of(StepForm)}) -> Tensor",
+)
+gsa_step_projected_.register_fake(_step_projected_fake)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
 from mezzo_gsa.ops.gates.triton import log_sigmoid, swish, write_strength
-from mezzo_gsa.ops.gsa.form import StepForm
-from mezzo_gsa.ops.gsa.projection import Parts
-from mezzo_gsa.ops.gsa.state import GSAState
+from mezzo_gsa.ops.gsa.arguments import GSAState, Parts, StepForm
 from mezzo_gsa.ops.gsa.triton.slots import weights_of
 
 

@@ -1,0 +1,40 @@
+"""Named tuples as the arguments of a registered op, and as a part of its schema.
+
+A registered op takes only tensors, numbers, strings and dtypes. So the fields of its form, a named
+tuple, are its last arguments: `op(*tensors, *form)`. The schema declares them by `schema_of(Form)`,
+and the op builds the form again from what it gets.
+"""
+
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+_DECLARED = {
+    Tensor: "Tensor",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+
+def schema_of(*records: type) -> str:
+    """Return the fields of named tuples, as the schema of a registered op declares them.
+
+    Raises:
+        KeyError: if a field has a type that no op takes.
+    """
+    fields = (field for record in records for field in get_type_hints(record).items())
+    return ", ".join(f"{_declared(kind)} {name}" for name, kind in fields)
+
+
+def _declared(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "str"
+    if NoneType in get_args(kind):
+        (kind,) = (part for part in get_args(kind) if part is not NoneType)
+        return _declared(kind) + "?"
+    return _DECLARED[kind]
