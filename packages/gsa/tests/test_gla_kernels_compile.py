@@ -10,7 +10,7 @@ import pytest
 import torch
 from mezzo_core.testing.compile_only import compile_apart, compile_only, run_compiling
 from mezzo_gsa.ops.gla import LayerForm, op
-from mezzo_gsa.ops.gla.step_op import gla_step_, gla_step_layer_
+from mezzo_gsa.ops.gla.step import gla_step_, gla_step_layer_
 
 TRAINED = {"gate_kernel", "scores_kernel", "outputs_kernel", "keys_bwd_kernel"}
 STEPPED = {"step_state_kernel", "step_norm_kernel"}
@@ -40,7 +40,7 @@ def gla_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
     weight = torch.zeros(V, dtype=dtype)
     form = LayerForm(0.1, feature_map, damping=16.0)
     inputs = step_inputs(B, H, H, K, V, dtype, K)
-    gla_step_layer_(*inputs, weight, z, None, *form.as_arguments())
+    gla_step_layer_(*inputs, weight, z, None, *form)
 
 
 def hgrn2_layer(B, H, D, dtype, *, bound=0.0):
@@ -48,7 +48,7 @@ def hgrn2_layer(B, H, D, dtype, *, bound=0.0):
     q, _, v, logits, state = step_inputs(B, H, H, D, D, dtype, D)
     weight = torch.zeros(H * D, dtype=dtype)
     form = LayerForm(1.0, "swish", damping=1.0, lower_bound=bound)
-    gla_step_layer_(q, None, v, logits, state, weight, None, None, *form.as_arguments())
+    gla_step_layer_(q, None, v, logits, state, weight, None, None, *form)
 
 
 def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
@@ -57,7 +57,7 @@ def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
     places, weight = torch.zeros(B, dtype=torch.int64), torch.zeros(V, dtype=dtype)
     z = torch.zeros(B, H * V, dtype=dtype) if gated else None
     form = LayerForm(0.1, feature_map, rope_base=10_000.0)
-    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, *form.as_arguments())
+    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, *form)
 
 
 def step_inputs(B, HQ, H, K, V, dtype, KG):

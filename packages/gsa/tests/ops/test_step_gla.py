@@ -3,8 +3,6 @@
 The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from mezzo_core.testing import assert_close
@@ -30,11 +28,11 @@ HGRN2 = LayerForm(feature_map="swish", damping=1.0, lower_bound=0.25)
 RETNET = LayerForm(0.3, rope_base=10_000.0)
 FORMS = {
     "gla": GLA,
-    "gla, t2r": replace(GLA, feature_map="relu"),
+    "gla, t2r": GLA._replace(feature_map="relu"),
     "hgrn2": HGRN2,
-    "hgrn2, unbounded": replace(HGRN2, lower_bound=0.0),
+    "hgrn2, unbounded": HGRN2._replace(lower_bound=0.0),
     "retnet": RETNET,
-    "retnet, t2r": replace(RETNET, feature_map="relu"),
+    "retnet, t2r": RETNET._replace(feature_map="relu"),
 }
 
 
@@ -210,7 +208,7 @@ def test_registered_ops_are_sound():
     for name in ("gla", "hgrn2", "retnet"):
         x = draw_layer(name, sizes, torch.float32)
         tensors = [x[n] for n in ("q", "k", "v", "gates", "state", "norm_weight", "z", "places")]
-        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *x["form"].as_arguments()))
+        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *x["form"]))
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "retnet"])
@@ -266,7 +264,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ({"norm_weight": torch.ones(3)}, r"norm_weight must be \(32,\) or \(64,\), got \(3,\)"),
         ({"z": torch.ones(1, 32)}, r"z must be \(1, 64\), got \(1, 32\)"),
         ({"k": None, "gates": torch.ones(1, 2, 1)}, "without k, gates must have the width"),
-        ({"places": None}, "places and rope_base must be given both or neither"),
+        ({"places": None}, "places and form.rope_base must be given both or neither"),
         ({"places": torch.ones(1)}, r"places must be int32 or int64 \(1,\), got torch.float32"),
         (
             {"places": torch.ones(2).long()},
@@ -293,8 +291,9 @@ def test_a_layer_that_does_not_fit_is_named(change, message):
     ],
 )
 def test_a_form_that_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        LayerForm(**fields)
+    inputs = draw_layer("retnet", (1, 2, 2, 16, 32), torch.float32)
+    with pytest.raises(ValueError, match=f"step_gla_layer_: form.{message}"):
+        step_gla_layer_(**{**inputs, "form": RETNET._replace(**fields)})
 
 
 def test_keys_of_an_odd_width_are_not_turned():

@@ -13,7 +13,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -282,9 +283,10 @@ def _other_states(state: Any) -> list[Replacement]:
 
 
 def _other_parts(whole: Any, parts: Mapping[Any, Any]) -> list[Replacement]:
-    found = []
+    found, kinds = [], get_type_hints(type(whole))
     for i, (name, value) in enumerate(parts.items()):
-        others = [*replacements(value), Replacement("None", None, True)]
+        is_optional = NoneType in get_args(kinds.get(name))
+        others = [*replacements(value), Replacement("None", None, not is_optional)]
         for what, other, must, relative in others:
             changed = (*whole[:i], other, *whole[i + 1 :])
             made = whole._make(changed) if hasattr(whole, "_make") else changed

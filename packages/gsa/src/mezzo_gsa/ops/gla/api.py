@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mezzo_gsa.ops.decoding.checks import check_state
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
-from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
+from mezzo_gsa.ops.gla.arguments import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
 from mezzo_gsa.ops.gla.op import differentiable_gla
 from mezzo_gsa.ops.gla.reference import recurrent_gla_reference
@@ -108,7 +108,7 @@ def _prepare(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments; return g and the initial state in float32 (float64 for float64)."""
-    check_inputs(op, q, k, v, g, scale, sizes="(B, T, HQ, K)")
+    check_inputs(op, q, k, v, g, scale)
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, q)
     dtype = accumulation_dtype(q.dtype)

@@ -1,8 +1,14 @@
-"""One decoding step of gated linear attention, in place: from q, k, v, g, or from projections."""
+"""One decoding step of gated linear attention, in place: from q, k, v, g, or from projections.
+
+First the public functions, then the registered ops, which kernels compute.
+"""
+
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.positions import apply_rope, rope_angles
@@ -11,10 +17,8 @@ from torch.nn import functional as F
 
 from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
 from mezzo_gsa.ops.gates.elementwise import bounded_gate, log_gate
-from mezzo_gsa.ops.gla.checks import check_inputs, unsupported
-from mezzo_gsa.ops.gla.form import LayerForm
+from mezzo_gsa.ops.gla.arguments import LayerForm, check_form, check_inputs, unsupported
 from mezzo_gsa.ops.gla.reference import gla_step
-from mezzo_gsa.ops.gla.step_op import gla_step_, gla_step_layer_
 
 PLACES = (torch.int32, torch.int64)
 
@@ -101,8 +105,7 @@ def step_gla_layer_(
         RuntimeError, TypeError, ValueError: as `step_gla_`, naming the argument.
     """
     op = "step_gla_layer_"
-    if not isinstance(form, LayerForm):
-        raise TypeError(f"{op}: form must be a LayerForm, got {type(form).__name__}")
+    check_form(op, form)
     check_floating(op, "q", q)
     check_floating(op, "gates", gates)
     if k is None and (gates.shape[-1] != q.shape[-1] or gates.dtype != q.dtype):
@@ -114,8 +117,7 @@ def step_gla_layer_(
     _check_layer(op, q, v, norm_weight, z, places, form)
     check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
-        tensors = (q, k, v, gates, state, norm_weight, z, places)
-        return gla_step_layer_(*tensors, *form.as_arguments())
+        return gla_step_layer_(q, k, v, gates, state, norm_weight, z, places, *form)
     g = gates.to(state.dtype) if form.damping is None else log_gate(gates, form.damping)
     left, g = bounded_gate(g, form.lower_bound)
     q, k = _featured(q, places, form), left if k is None else _featured(k, places, form)
@@ -185,7 +187,7 @@ def _check_layer(
     if z is not None and z.shape != (B, HQ * V):
         raise ValueError(f"{op}: z must be {(B, HQ * V)}, got {tuple(z.shape)}")
     if (places is None) != (form.rope_base is None):
-        raise ValueError(f"{op}: places and rope_base must be given both or neither")
+        raise ValueError(f"{op}: places and form.rope_base must be given both or neither")
     if places is not None and q.shape[2] % 2:
         raise ValueError(f"{op}: q must have an even width to be turned, got {tuple(q.shape)}")
     if places is not None and not isinstance(places, Tensor):
@@ -202,3 +204,47 @@ def _check_layer(
 def _unsupported(q: Tensor, v: Tensor, state: Tensor) -> str | None:
     """Return why the kernels do not support this call, or None if they do."""
     return unsupported(q, v) if state.is_contiguous() else "a state that is not contiguous"
+
+
+@torch.library.custom_op("mezzo_gsa::gla_step_", mutates_args=("state",))
+def gla_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    """Process one token by a kernel; return out (B, HQ, V)."""
+    from mezzo_gsa.ops.gla.triton import step
+
+    return step.run_step(q, k, v, g, state, LayerForm(scale))
+
+
+@gla_step_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+def _step_layer(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    gates: Tensor,
+    state: Tensor,
+    norm_weight: Tensor,
+    z: Tensor | None,
+    places: Tensor | None,
+    *form: Any,
+) -> Tensor:
+    """Process one token by kernels; return the input of the output projection, (B, C)."""
+    from mezzo_gsa.ops.gla.triton import step
+
+    return step.run_layer_step(q, k, v, gates, state, norm_weight, z, places, LayerForm(*form))
+
+
+def _step_layer_fake(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
+
+
+gla_step_layer_ = torch.library.custom_op(
+    "mezzo_gsa::gla_step_layer_",
+    _step_layer,
+    mutates_args=("state",),
+    schema="(Tensor q, Tensor? k, Tensor v, Tensor gates, Tensor(a!) state, Tensor norm_weight, "
+    f"Tensor? z, Tensor? places, {schema_of(LayerForm)}) -> Tensor",
+)
+gla_step_layer_.register_fake(_step_layer_fake)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mezzo_gsa.ops.decoding.triton import load_mapped, norm_heads, rows, tile
 from mezzo_gsa.ops.gates.triton import log_sigmoid, write_strength
-from mezzo_gsa.ops.gla.form import LayerForm
+from mezzo_gsa.ops.gla.arguments import LayerForm
 from mezzo_gsa.ops.gla.triton.gate import gate_columns
 
 # Numbers of a tile: more would not fit a program's registers.

@@ -1,11 +1,50 @@
-"""Checks of the arguments of gated linear attention, and the limits of its kernels."""
+"""The arguments of gated linear attention: a layer's form, checks, and the kernels' limits."""
+
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from mezzo_core.ops.checks import check_floating, check_number
 from torch import Tensor
 
+StepMap = Literal["relu", "swish"]
+
 MAX_K, MAX_V = 512, 1024
 """The widest heads that the kernels support."""
+
+
+class LayerForm(NamedTuple):
+    """What a GLA, HGRN2 or RetNet layer does between its projections, for `step_gla_layer_`."""
+
+    scale: float = 1.0
+    """Multiplies the queries."""
+    feature_map: StepMap | None = None
+    """Applied to queries and keys."""
+    damping: float | None = None
+    """τ of the gates exp(g) = sigmoid(logits)^(1 / τ). None: the gates are given as g."""
+    lower_bound: float = 0.0
+    """β of the forget gates β + (1 - β) exp(g)."""
+    rope_base: float | None = None
+    """Base of RoPE, which rotates queries and keys (`mezzo_core.positions`); None: no RoPE."""
+    norm_eps: float = 1e-5
+
+
+def check_form(op: str, form: Any) -> None:
+    """Raise a ValueError or TypeError that names the field of a `LayerForm` which is not valid."""
+    if not isinstance(form, LayerForm):
+        raise TypeError(f"{op}: form must be a LayerForm, got {type(form).__name__}")
+    maps = get_args(StepMap)
+    if form.feature_map is not None and form.feature_map not in maps:
+        raise ValueError(
+            f"{op}: form.feature_map must be None or one of {maps}, got {form.feature_map!r}"
+        )
+    check_number(op, "form.norm_eps", form.norm_eps, positive=True)
+    for name in ("damping", "rope_base"):
+        if getattr(form, name) is not None:
+            check_number(op, f"form.{name}", getattr(form, name), positive=True)
+    check_number(op, "form.scale", form.scale)
+    check_number(op, "form.lower_bound", form.lower_bound)
+    if not 0 <= form.lower_bound < 1:
+        raise ValueError(f"{op}: form.lower_bound must be in [0, 1), got {form.lower_bound}")
 
 
 def check_inputs(
@@ -16,7 +55,7 @@ def check_inputs(
     g: Tensor,
     scale: float,
     *,
-    sizes: str,
+    sizes: str = "(B, T, HQ, K)",
     gates: str = "g",
 ) -> None:
     """Raise a ValueError or TypeError that names the argument which does not fit the others.
