@@ -9,8 +9,7 @@ from mezzo_core.papers.claims import check_complete, find
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.measurement import Entry, How, Measurement, read_results
 from mezzo_core.testing.claims import check_claims
-from mezzo_gsa import checks, counts
-from mezzo_gsa import gsa as mixer
+from mezzo_gsa import counts
 from mezzo_gsa.claims import (
     ABC_CODE,
     ANSWERS,
@@ -170,22 +169,6 @@ def test_every_committed_result_answers_a_claim():
         assert "needs" in found[id].summary
 
 
-@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.id)
-def test_an_op_that_is_slightly_wrong_differs(monkeypatch, check):
-    assert check.work().outcome is Outcome.AGREES
-
-    def slightly_wrong(right):
-        def wrong(*inputs, **options):
-            output = right(*inputs, **options)
-            return output._replace(out=output.out * (1 + 1e-4))
-
-        return wrong
-
-    for place, op in ((checks, "chunk_gsa"), (mixer, "chunk_gsa_projected")):
-        monkeypatch.setattr(place, op, slightly_wrong(getattr(place, op)))
-    assert check.work().outcome is Outcome.DIFFERS
-
-
 @pytest.mark.parametrize(
     ("id", "recipe", "change"),
     [
@@ -211,7 +194,7 @@ def test_a_smoke_run_reports_every_id_once(tmp_path):
     REPRODUCTION.reproduce(None, "smoke", tmp_path)
     content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["papers"][0]
     findings = {entry["id"]: entry for entry in content["findings"]}
-    assert list(findings) == [*PUBLISHED.ids, *(check.id for check in checks.CHECKS)]
+    assert list(findings) == list(PUBLISHED.ids)
     assert not any("failed: " in entry["summary"] for entry in findings.values())
     # One seed and three steps: an order may come out, but it may not be called settled.
     beside = findings["gsa.claim.ablation_gating"]["details"][-1]

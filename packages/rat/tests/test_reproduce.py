@@ -34,15 +34,13 @@ def test_a_smoke_run_answers_everything_once(tmp_path, capsys):
     assert stop.value.code == 0
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["papers"][0]
     findings = {entry["id"]: entry for entry in report["findings"]}
-    assert list(findings) == [*PUBLISHED.ids, *(check.id for check in REPRODUCTION.checks)]
+    assert list(findings) == list(PUBLISHED.ids)
     assert "failed: " not in (tmp_path / "report.json").read_text(encoding="utf-8")
     attempted = {id for id, each in findings.items() if each["outcome"] is not None}
-    checks = {check.id for check in REPRODUCTION.checks}
     evidence = {answer.id for answer in REPRODUCTION.answers if answer.evidence}
     # Some evidence is a result file that only a GPU can write.
     sure = {each.id for each in REPRODUCTION.answers if each.evidence and not each.otherwise}
-    assert sure | checks <= attempted <= evidence | checks
-    assert {findings[check.id]["outcome"] for check in REPRODUCTION.checks} == {"agrees"}
+    assert sure <= attempted <= evidence
     # One seed and three steps: an order may come out, but it may not be called settled.
     beside = " ".join(findings["rat.claim.ppl_between"]["details"])
     assert "beside it, this run: not settled" in beside

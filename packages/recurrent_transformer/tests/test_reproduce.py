@@ -35,15 +35,13 @@ def test_a_smoke_run_answers_everything_once(tmp_path):
     assert stop.value.code == 0
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["papers"][0]
     findings = {entry["id"]: entry for entry in report["findings"]}
-    assert list(findings) == [*PUBLISHED.ids, *(check.id for check in REPRODUCTION.checks)]
+    assert list(findings) == list(PUBLISHED.ids)
     assert "failed: " not in (tmp_path / "report.json").read_text(encoding="utf-8")
     attempted = {id for id, each in findings.items() if each["outcome"] is not None}
     # At this scale no speed is measured; committed results answer more.
     sure = {"rt.claim.tile_size", "rt.claim.simulate_transformer", "rt.claim.delta_ce_6"}
     evidence = {answer.id for answer in REPRODUCTION.answers if answer.evidence}
-    checks = {check.id for check in REPRODUCTION.checks}
-    assert sure | checks <= attempted <= evidence | checks
-    assert {findings[id]["outcome"] for id in checks} == {"agrees"}
+    assert sure <= attempted <= evidence
     # One seed and three steps: an order may come out, but it may not be called settled.
     tiny = findings["rt.claim.delta_ce_6"]
     assert "not settled" in " ".join([tiny["outcome"], *tiny["details"]])

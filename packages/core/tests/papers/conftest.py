@@ -1,5 +1,7 @@
 """A report with everything that a report can hold, and many signs that HTML escapes."""
 
+from dataclasses import replace
+
 import pytest
 from mezzo_core.papers.claims import Finding
 from mezzo_core.papers.criteria import Outcome
@@ -32,7 +34,6 @@ FINDINGS = [
     Finding("p.t1", "table", How.SCALED_DOWN, Outcome.AGREES, "as <printed>", (OURS,), ("a & b",)),
     Finding("p.c1", "claim", How.OTHER_HARDWARE, Outcome.DIFFERS, "the other way"),
     Finding("p.c2", "claim", How.NOT_ATTEMPTED, None, "too large"),
-    Finding("p.check.x", "check", How.PAPER, Outcome.AGREES, "equal"),
 ]
 
 
@@ -49,8 +50,11 @@ def folder(tmp_path):
     for name in ("p", "q"):
         path = prepare_folder(out, name) / "figures" / "dots.png"
         draw_result(OURS, path)
-        rows = [Finding(f"{name}{f.id[1:]}", *list(vars(f).values())[1:]) for f in FINDINGS]
-        published = Published(f"The {name} paper", "A & B", "", (TABLE,), (CLAIM, OTHER))
+        rows = [replace(f, id=f"{name}{f.id[1:]}") for f in FINDINGS]
+        table, *claims = (
+            replace(each, id=f"{name}{each.id[1:]}") for each in (TABLE, CLAIM, OTHER)
+        )
+        published = Published(f"The {name} paper", "A & B", "", (table,), tuple(claims))
         papers.append(
             PaperReport(
                 name,

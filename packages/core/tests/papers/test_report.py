@@ -9,7 +9,7 @@ import pytest
 from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.markdown import table
 from mezzo_core.papers.measurement import Entry, How, Measurement
-from mezzo_core.papers.published import Published
+from mezzo_core.papers.published import Published, Table
 from mezzo_core.papers.report import PaperReport, Report, tally
 from mezzo_core.papers.report_files import prepare_folder, write_report
 from mezzo_core.papers.tables import Grid
@@ -67,7 +67,8 @@ def test_json_has_null_for_what_is_no_number(findings, tmp_path):
     """NaN is no JSON: other programs refuse the whole file."""
     ours = Measurement((Entry("x", "a", math.nan, details={"loss": [math.inf, 1.0]}),), ("a",), "")
     finding = replace(findings[0], measurements=(ours,))
-    published = Published("The p paper", "A & B", "", (), ())
+    table = Table("p.t1", "A title", "perplexity", "ppl", "lower", "big", ("T=8",), ())
+    published = Published("The p paper", "A & B", "", (table,), ())
     paper = PaperReport("p", published, [finding], [])
     write_report(Report([paper], "smoke", "reproduce", 1.0, {}), tmp_path)
     content = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)

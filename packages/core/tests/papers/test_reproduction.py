@@ -10,10 +10,9 @@ from mezzo_core.data import DataConfig
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.papers.checks import beside_printed, decode_equals_prefill, equality
+from mezzo_core.papers.checks import beside_printed
 from mezzo_core.papers.claims import (
     Answer,
-    Check,
     check_complete,
     counted,
     find,
@@ -21,7 +20,7 @@ from mezzo_core.papers.claims import (
     result,
     trained,
 )
-from mezzo_core.papers.criteria import Equal, InOrder, Judgement, Outcome
+from mezzo_core.papers.criteria import Equal, InOrder, Outcome
 from mezzo_core.papers.measurement import Entry, How, Measurement
 from mezzo_core.papers.published import Claim, load_published
 from mezzo_core.papers.reproduction import Reproduction, Scale, reproduce_papers
@@ -61,7 +60,6 @@ SPEED = {
     "columns": ["8"], "models": ["Window", "Attention"], "unit": "ms", "better": "lower",
     "gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31",
 }  # fmt: skip
-CHECK = Check("p.check.one", lambda: Judgement(Outcome.AGREES, "one is one"))
 
 
 def layers(number):
@@ -113,7 +111,6 @@ def paper(tmp_path):
             Answer("p.claim.speed", result("gpu/speed", InOrder()), measured("speed", InOrder())),
             Answer("p.claim.layers", layers(2)),
         ),
-        checks=(CHECK,),
         models=models,
         sample="Window",
         scales={
@@ -132,7 +129,7 @@ def answered(paper, *answers):
 
 def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
     before = torch.get_num_threads()
-    table, speed, setup, check = paper.reproduce(None, "small", tmp_path / "out")
+    table, speed, setup = paper.reproduce(None, "small", tmp_path / "out")
     assert torch.get_num_threads() == before
     assert (table.kind, table.how, table.outcome) == ("table", How.SCALED_DOWN, Outcome.NOT_SETTLED)
     assert table.summary.startswith("this run: ")
@@ -141,11 +138,9 @@ def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
     assert speed.summary.startswith("G, gpu/speed: ")
     assert (setup.how, setup.outcome) == (How.PAPER, Outcome.AGREES)
     assert "left out: GPUs" in setup.measurements[0].setting
-    assert (check.kind, check.outcome, check.summary) == ("check", Outcome.AGREES, "one is one")
     content = json.loads((tmp_path / "out/report.json").read_text())
-    assert [f["id"] for f in content["papers"][0]["findings"]] == [
-        "p.table1", "p.claim.speed", "p.claim.layers", "p.check.one"
-    ]  # fmt: skip
+    ids = ["p.table1", "p.claim.speed", "p.claim.layers"]
+    assert [f["id"] for f in content["papers"][0]["findings"]] == ids
     assert content["origin"]["torch"] == torch.__version__
     for name in ("trainings", "costs"):
         assert (tmp_path / f"out/p/figures/{name}.png").exists()
@@ -230,14 +225,12 @@ def test_what_breaks_settles_nothing_and_hides_nothing(paper, tmp_path, error):
     beside = Answer("p.claim.speed", result("gpu/speed", InOrder()), counted(broken, Equal()))
     unjudged = Answer("p.claim.layers", result("gpu/speed", broken))
     bad = answered(paper, paper.answers[0], beside, unjudged)
-    bad = replace(bad, checks=(Check("p.check.one", broken),))
-    ids = ["p.claim.speed", "p.claim.layers", "p.check.one"]
-    speed, setup, check = bad.reproduce(ids, "small", tmp_path / "out")
+    ids = ["p.claim.speed", "p.claim.layers"]
+    speed, setup = bad.reproduce(ids, "small", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
     assert speed.details[-1] == f"beside it: {told}"
     assert (setup.kind, setup.how, setup.summary) == ("claim", How.SCALED_DOWN, told)
-    assert (check.kind, check.summary) == ("check", told)
-    assert setup.outcome is check.outcome is Outcome.NOT_SETTLED
+    assert setup.outcome is Outcome.NOT_SETTLED
 
 
 def test_what_the_user_can_mend_stops(paper, tmp_path):
@@ -274,11 +267,11 @@ def test_a_training_that_diverges_takes_no_other_with_it(paper, tmp_path, monkey
     monkeypatch.setattr(Training, "run", run)
     alone = Answer("p.claim.speed", trained(InOrder(("Window",)), "Window"))
     bad = answered(paper, paper.answers[0], alone)
-    table, speed, *others = bad.reproduce(None, "small", tmp_path / "out")
+    table, speed, setup = bad.reproduce(None, "small", tmp_path / "out")
     assert table.summary == "failed: DivergenceError: training diverged at step 3"
     assert table.outcome is Outcome.NOT_SETTLED
     assert speed.summary.startswith("this run: ")
-    assert [each.outcome for each in others] == [Outcome.AGREES] * 2
+    assert setup.outcome is Outcome.AGREES
     page = (tmp_path / "out" / "report.html").read_text()
     assert "5 bytes by the tiny Window" in page
     assert (tmp_path / "out/p/figures/trainings.png").exists()
@@ -348,24 +341,6 @@ def test_an_installed_package_has_its_results_inside(paper, tmp_path):
     inside = tmp_path / "package/src/mezzo_p/results"
     inside.mkdir()
     assert paper.results_folder == inside
-
-
-def test_an_equality_holds_within_its_tolerance_only():
-    x = torch.ones(3, dtype=torch.float64)
-    assert equality("", x * (1 + 1e-7), x).outcome is Outcome.AGREES
-    assert equality("", x * (1 + 1e-7), x, 1e-8).outcome is Outcome.DIFFERS
-    assert equality("", x * torch.nan, x).outcome is Outcome.DIFFERS
-
-
-def test_a_model_that_decodes_something_else_differs(monkeypatch):
-    config = LMConfig(vocab_size=11, d_model=16, mixers=(AttentionConfig(head_dim=8),))
-    check = decode_equals_prefill("p.check.d", config, "attention")
-    assert check.work().outcome is Outcome.AGREES
-    step = torch.nn.Module.__call__
-    monkeypatch.setattr(
-        "mezzo_core.nn.lm.LM.step", lambda self, x, state: step(self, x).logits.roll(1, -1)
-    )
-    assert check.work().outcome is Outcome.DIFFERS
 
 
 def test_settings_are_compared_and_what_we_lack_is_named(paper):

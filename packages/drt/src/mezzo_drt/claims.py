@@ -37,7 +37,6 @@ from mezzo_core.papers.reproduction import Reproduction, Scale
 from mezzo_core.papers.trainings import SMOKE, Budget
 
 from mezzo_drt import counts, equations, settings, speed
-from mezzo_drt.checks import CHECKS
 from mezzo_drt.criteria import AtLeast, Gap, NearPrinted, Runs
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 from mezzo_drt.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
@@ -274,7 +273,6 @@ REPRODUCTION = Reproduction(
     name="drt",
     module=__file__,
     answers=ANSWERS,
-    checks=CHECKS,
     models={PAPER_NAMES[name]: RECIPES[f"tiny_{name}"]() for name in ("base", "drt1")},
     sample=DRT1,
     scales={

@@ -1,167 +1,91 @@
-"""The paper's equations beside what the stack computes: errors in float64 that only round.
-
-What the stack's parts are given and give is watched from outside. The equations are written once
-more, chunk by chunk.
-"""
+"""The paper's equations beside what DRT's parts compute: errors in float64 that only round."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim
-from torch import Tensor, nn
+from torch import Tensor
 
-from mezzo_drt.encoder import Memory
 from mezzo_drt.ops import grouped_cross_attention
-from mezzo_drt.retrieval import Reads
-from mezzo_drt.stack import DRT, DRTConfig
+from mezzo_drt.retrieval import Reads, retrieve
+from mezzo_drt.stack import DRTConfig
 
-C, D, L, R, CHUNKS = 24, 8, 4, 3, 9
+N, L, R, H, D, C = 9, 4, 3, 3, 8, 24  # N chunks
 ERROR = "error"
-CONFIG = DRTConfig(
-    num_layers=4,
-    num_groups=2,
-    chunk_size=L,
-    num_retrieved=R,
-    window_size=9,
-    head_dim=D,
-    hidden=32,
-    num_encoder_layers=1,
-)
-
-
-class Watched(NamedTuple):
-    """A forward of the stack: inputs and output of its parts, by their names."""
-
-    stack: DRT
-    inputs: dict[str, tuple[Any, ...]]
-    outputs: dict[str, Any]
-
-
-def watch(config: DRTConfig = CONFIG) -> Watched:
-    """Run a stack with random weights over CHUNKS chunks of noise, and watch it."""
-    torch.manual_seed(0)
-    stack = config.build(C).double().eval()
-    for module in stack.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.3)
-    inputs, outputs = dict[str, tuple[Any, ...]](), dict[str, Any]()
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            inputs[name], outputs[name] = args, out
-
-        return hook
-
-    for name, module in stack.named_modules():
-        module.register_forward_hook(keep(name))
-    with torch.no_grad():
-        stack(torch.randn(1, CHUNKS * L, C, dtype=torch.float64))
-    return Watched(stack, inputs, outputs)
-
-
-def reads_of(seen: Watched, layer: int) -> tuple[Memory, Reads]:
-    """Return what an upper layer could read, and what it read."""
-    return seen.inputs[f"upper.{layer}"][2:4]
 
 
 def relevance_score(claim: Claim) -> Measurement:
     """Equation 1: compare each chunk's choice and weights with those of the bilinear form."""
-    seen, errors = watch(), dict[str, float]()
-    weight_l = _weight(seen.stack.encoder.wl)
-    landmarks = seen.inputs["encoder.wl"][0][0]  # l, (N, C)
-    for g in range(CONFIG.num_groups):
-        weight_h = _weight(seen.stack.queries[g])
-        h = seen.inputs[f"queries.{g}"][0][0]
-        _, reads = reads_of(seen, g * len(seen.stack.upper) // CONFIG.num_groups)
-        worst = 0.0
-        for t in range(1, CHUNKS - 1):
-            r = [float((weight_h @ h[t]) @ (weight_l @ landmarks[k])) for k in range(t)]
-            r = [score / math.sqrt(C) for score in r]
-            chosen = sorted(range(t), key=r.__getitem__, reverse=True)[:R]
-            total = sum(math.exp(r[k]) for k in chosen)
-            ours = {
-                int(k): float(w)
-                for k, w in zip(reads.indices[0, t + 1], reads.weights[0, t + 1], strict=True)
-                if k >= 0
-            }
-            if ours.keys() != set(chosen):
-                worst = math.inf
-            else:
-                worst = max(worst, *(abs(ours[k] - math.exp(r[k]) / total) for k in chosen))
-        errors[f"chunks and weights of group {g + 1}"] = worst
-    return errors_of(errors, "the chunks that each chunk reads, and their weights")
+    torch.manual_seed(0)
+    h, landmarks, weight_h, weight_l = _noise(N, C), _noise(N, C), _noise(C, C), _noise(C, C)
+    reads = _retrieve(h @ weight_h.T, landmarks @ weight_l.T)
+    r = h @ weight_h.T @ weight_l @ landmarks.T / math.sqrt(C)
+    expected = torch.zeros_like(r)
+    for t in range(1, N):
+        best = r[t, :t].topk(min(R, t))
+        expected[t, best.indices] = best.values.softmax(0)
+    ours = torch.zeros_like(r).scatter_add(1, reads.indices[0].clamp(min=0), reads.weights[0])
+    return _errors({"chunks and their weights": _error(ours, expected)})
 
 
 def gca_fusion(claim: Claim) -> Measurement:
-    """Equation 2: compare what each chunk reads, and what follows, with sums over its chunks."""
-    seen, errors = watch(), dict[str, float]()
-    for i, layer in enumerate(seen.stack.upper):
-        memory, reads = reads_of(seen, i)
-        q = seen.outputs[f"upper.{i}.wq"].unflatten(1, (CHUNKS, L + 1))[0]
-        expected = torch.zeros_like(q)
-        for n in range(2, CHUNKS):
-            for k, w in zip(reads.indices[0, n], reads.weights[0, n], strict=True):
-                if k >= 0:
-                    each = [
-                        softmax1(q[n, :, head] @ memory.k[0, k, :, h].T / math.sqrt(D))
-                        @ memory.v[0, k, :, h]
-                        for h, head in enumerate(heads())
-                    ]
-                    expected[n] += w * torch.cat(each, -1)
-        fused = seen.inputs[f"upper.{i}.wo"][0].unflatten(1, (CHUNKS, L + 1))[0]
-        errors[f"layer {i + 1}, sum over chunks"] = error(fused, expected)
-        h_and_o = seen.inputs[f"upper.{i}.cross_norm"][0] + seen.outputs[f"upper.{i}.wo"]
-        normalized = seen.outputs[f"upper.{i}.mlp_norm"]
-        scale = (h_and_o.square().mean(-1, keepdim=True) + CONFIG.norm_eps).rsqrt()
-        wanted = h_and_o * scale * layer.mlp_norm.weight.detach()
-        errors[f"layer {i + 1}, Norm(H + O)"] = error(normalized, wanted)
-    return errors_of(errors, "each upper layer's cross-attention and the norm behind it")
+    """Equation 2: compare what each chunk reads with a sum over its chunks."""
+    torch.manual_seed(0)
+    q, k, v = _noise(N, L + 1, H, D), _noise(N, L, H, D), _noise(N, L, H, D)
+    reads = _retrieve(_noise(N, C), _noise(N, C))
+    fused = grouped_cross_attention(q[None], k[None], v[None], *reads, softmax1=True)[0]
+    expected = torch.zeros_like(q)
+    for n in range(N):
+        for chunk, weight in zip(reads.indices[0, n].tolist(), reads.weights[0, n], strict=True):
+            if chunk >= 0:
+                logits = torch.einsum("mhd,lhd->hml", q[n], k[chunk]) / math.sqrt(D)
+                expected[n] += weight * torch.einsum("hml,lhd->mhd", _softmax1(logits), v[chunk])
+    return _errors({"sum over chunks": _error(fused, expected)})
 
 
 def gca_head(claim: Claim) -> Measurement:
     """Equation 3: compare a head of the op with its formula, and the keys of all upper layers."""
     torch.manual_seed(0)
-    q = torch.randn(1, 1, L + 1, 1, D, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 1, L, 1, D, dtype=torch.float64)
+    q, k, v = _noise(1, 1, L, 1, D), _noise(1, 1, L, 1, D), _noise(1, 1, L, 1, D)
     index, one = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 1)
     ours = grouped_cross_attention(q, k, v, index, one, softmax1=True)[0, 0, :, 0]
     logits = q[0, 0, :, 0] @ k[0, 0, :, 0].T / math.sqrt(D)
-    errors = {"one head": error(ours, softmax1(logits) @ v[0, 0, :, 0])}
-    seen = watch()
-    first, _ = reads_of(seen, 0)
-    for i in range(1, len(seen.stack.upper)):
-        memory, _ = reads_of(seen, i)
-        errors[f"keys and values of layer {i + 1} are those of layer 1"] = max(
-            error(a, b) for a, b in zip(memory[1:], first[1:], strict=True)
-        )
-    return errors_of(errors, "a head of cross-attention, and what the upper layers share")
+    errors = {"one head": _error(ours, _softmax1(logits) @ v[0, 0, :, 0])}
+    config = DRTConfig(
+        num_layers=6, chunk_size=L, num_retrieved=R, head_dim=D, num_encoder_layers=1
+    )
+    stack, memories = config.build(C).double().eval(), []
+    for layer in stack.upper:
+        layer.register_forward_hook(lambda _, inputs, out: memories.append(inputs[2]))
+    with torch.no_grad():
+        stack(_noise(1, N * L, C))
+    for i, memory in enumerate(memories[1:], 2):
+        name = f"keys and values of upper layer {i} are those of the first"
+        pairs = zip(memory[1:], memories[0][1:], strict=True)
+        errors[name] = max(_error(a, b) for a, b in pairs)
+    return _errors(errors)
 
 
-def softmax1(s: Tensor) -> Tensor:
+def _retrieve(queries: Tensor, keys: Tensor) -> Reads:
+    """Let each chunk choose R of those before it."""
+    hi = torch.arange(N)[None]
+    return retrieve(queries[None], keys[None], hi * 0, hi, R, noise=False)
+
+
+def _softmax1(s: Tensor) -> Tensor:
     """Return the softmax off by one over the last axis."""
     return s.exp() / (1 + s.exp().sum(-1, keepdim=True))
 
 
-def _weight(linear: Any) -> Tensor:
-    assert isinstance(linear, nn.Linear)
-    return linear.weight.detach()
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
 
 
-def heads() -> list[slice]:
-    """Return where each head's channels are."""
-    return [slice(a, a + D) for a in range(0, C, D)]
-
-
-def error(ours: Tensor, expected: Tensor) -> float:
-    """Return the error of a tensor relative to what is expected."""
+def _error(ours: Tensor, expected: Tensor) -> float:
     return float((ours - expected).norm() / expected.norm())
 
 
-def errors_of(errors: dict[str, float], setting: str) -> Measurement:
-    """Return errors as a measurement."""
+def _errors(errors: dict[str, float]) -> Measurement:
     rows = {name: (value,) for name, value in errors.items()}
-    where = f"{setting}; random weights in float64"
-    return Measurement(entries(rows, (ERROR,)), (ERROR,), where, How.PAPER, unit=ERROR)
+    return Measurement(entries(rows, (ERROR,)), (ERROR,), "in float64", How.PAPER, unit=ERROR)

@@ -31,7 +31,6 @@ from mezzo_core.papers.reproduction import Reproduction, Scale
 from mezzo_core.papers.trainings import CPU, SMOKE
 
 from mezzo_gsa import counts
-from mezzo_gsa.checks import CHECKS
 from mezzo_gsa.mqar.protocols import SOLVED
 from mezzo_gsa.recipes import ABLATION, ARCHITECTURES, PAPER_NAMES, RECIPES, SIZES
 
@@ -239,7 +238,6 @@ REPRODUCTION = Reproduction(
     name="gsa",
     module=__file__,
     answers=ANSWERS,
-    checks=CHECKS,
     models={
         GSA: RECIPES["tiny_gsa"](),
         GATES[1]: RECIPES["tiny_gsa_constant_decay"](),

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.testing import assert_close, grads
+from mezzo_gsa.ops import chunk_gla
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, recurrent_gsa
 
 OPS = (chunk_gsa, recurrent_gsa)
@@ -298,6 +299,27 @@ def test_without_gates_the_memory_is_a_sum_of_what_was_written(op):
     assert_close("final k", last_k[:, 0], slots_k[:, -1], rtol=1e-10)
     zeros = call(op, **{**inputs, "g": torch.zeros_like(inputs["s"])})
     assert torch.equal(out, zeros[0])
+
+
+def test_with_a_slot_for_each_token_the_last_output_is_softmax_attention():
+    inputs = draw(1, 20, HQ=1, M=20) | {"g": None, "k0": None, "v0": None}
+    inputs["s"] = torch.eye(20, dtype=torch.float64)[None, :, None]
+    q, k, v = (inputs[name][0, :, 0] for name in "qkv")
+    out, *_ = call(chunk_gsa, **inputs)
+    assert_close("out", out[0, -1, 0], (k @ q[-1]).softmax(-1) @ v, rtol=1e-12)
+
+
+def test_the_second_pass_is_gated_linear_attention():
+    inputs = draw(1, 70, HQ=1)
+    k, v, g = (inputs[name] for name in "kvg")
+    slots, weights = inputs["k0"][0, 0], []
+    for t in range(70):
+        a = g[0, t, 0, :, None].exp()
+        slots = a * slots + (1 - a) * k[0, t]
+        weights.append((slots @ inputs["q"][0, t, 0]).softmax(-1))
+    queries = torch.stack(weights)[None, :, None]
+    expected = chunk_gla(queries, -torch.expm1(g), v, g, initial_state=inputs["v0"]).out
+    assert_close("out", call(chunk_gsa, **inputs)[0], expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("op", OPS)

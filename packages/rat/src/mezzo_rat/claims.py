@@ -24,7 +24,6 @@ from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.papers.reproduction import Reproduction, Scale
 
 from mezzo_rat import counts, speed
-from mezzo_rat.checks import CHECKS
 from mezzo_rat.criteria import change, grows, one_gpu_takes_as_long_as_four
 from mezzo_rat.recipes import PAPER_NAMES, RECIPES
 from mezzo_rat.trainings import (
@@ -347,7 +346,6 @@ REPRODUCTION = Reproduction(
     name="rat",
     module=__file__,
     answers=ANSWERS,
-    checks=CHECKS,
     models={model: RECIPES[f"tiny_{name}"]() for name, model in PAPER_NAMES.items()},
     sample=RAT,
     scales={

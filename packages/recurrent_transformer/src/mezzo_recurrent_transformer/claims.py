@@ -27,7 +27,6 @@ from mezzo_core.papers.trainings import SMOKE, Budget
 
 from mezzo_recurrent_transformer import counts, settings, speed, theory
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
-from mezzo_recurrent_transformer.checks import CHECKS
 from mezzo_recurrent_transformer.criteria import (
     BestColumn,
     BetterAtBest,
@@ -232,7 +231,6 @@ REPRODUCTION = Reproduction(
     name="recurrent-transformer",
     module=__file__,
     answers=ANSWERS,
-    checks=CHECKS,
     models={name: RECIPES[f"tiny_{recipe}"]() for recipe, name in PAPER_NAMES.items()},
     sample=RT,
     scales={

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.libraries import first_line
-from mezzo_core.papers.criteria import Criterion, Judgement, Outcome
+from mezzo_core.papers.criteria import Criterion, Outcome
 from mezzo_core.papers.measurement import How, Measurement, at_best
 from mezzo_core.papers.published import Claim, Published, Table
 
-Kind = Literal["table", "claim", "check"]
+Kind = Literal["table", "claim"]
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Check:
-    """A statement of the method that needs no training: two tensors are equal, or counts are."""
-
-    id: str  # PAPER.check.NAME
-    work: Callable[[], Judgement]
-
-
-@dataclass(frozen=True)
 class Finding:
-    """What is reported about one table, claim or check; `outcome` is None if not attempted."""
+    """What is reported about one table or claim; `outcome` is None if not attempted."""
 
     id: str
     kind: Kind

@@ -101,17 +101,16 @@ def to_html(report: Report) -> str:
 
 def _paper(paper: PaperReport) -> tuple[str, str]:
     """Return a paper's table of contents, and its parts."""
-    found = {"table": "", "claim": "", "check": ""}
+    found = {"table": "", "claim": ""}
     for finding in paper.findings:
-        found[finding.kind] += _finding(finding, paper.published.by_id.get(finding.id))
+        found[finding.kind] += _finding(finding, paper.published.by_id[finding.id])
     parts = {
         "What came out": _grid(tables.tally_grid(paper.findings)) + _lines(paper.notes),
-        "Every table, claim and check": _grid(tables.overview_grid(paper.findings), paper.findings),
+        "Every table and claim": _grid(tables.overview_grid(paper.findings), paper.findings),
         "Figures": "".join(map(_figure, paper.figures)),
         "A sample": "".join(map(_sample, paper.samples)),
         "Tables": found["table"],
         "Claims": found["claim"],
-        "Checks of the method": found["check"],
         "Committed results": "".join(
             f"<h3>{escape(f'{ours.source}: {ours.title}')}</h3>{_grid(tables.measured_grid(ours))}"
             for ours in paper.results.values()
@@ -127,11 +126,10 @@ def _paper(paper: PaperReport) -> tuple[str, str]:
     )
 
 
-def _finding(finding: Finding, printed: Table | Claim | None) -> str:
+def _finding(finding: Finding, printed: Table | Claim) -> str:
     """Return what the paper says, what came out, and our numbers beside the paper's."""
-    says = f"<blockquote>{escape(tables.statement(printed))}</blockquote>" if printed else ""
-    grids = [tables.published_grid(printed)] if printed else []
-    grids += map(tables.measured_grid, finding.measurements)
+    says = f"<blockquote>{escape(tables.statement(printed))}</blockquote>"
+    grids = (tables.published_grid(printed), *map(tables.measured_grid, finding.measurements))
     outcome = f"<b>{tables.describe_outcome(finding.outcome)}</b> ({finding.how.value}): "
     return (
         f'<section id="{escape(finding.id)}" {_data(finding)}><h3>{escape(finding.id)}</h3>{says}'

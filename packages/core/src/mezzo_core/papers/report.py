@@ -54,7 +54,7 @@ class Report:
 
 
 def tally(findings: Sequence[Finding]) -> dict[tuple[How, Outcome | None], int]:
-    """Count the findings about tables and claims by how they were run and what came out."""
-    found = [(f.how, f.outcome) for f in findings if f.kind != "check"]
+    """Count the findings by how they were run and what came out."""
+    found = [(f.how, f.outcome) for f in findings]
     order = [(how, outcome) for how in How for outcome in (*Outcome, None)]
     return {each: found.count(each) for each in order if each in found}

@@ -22,10 +22,9 @@ from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.contract import SequenceConfig
 from mezzo_core.papers.checks import layer_costs
-from mezzo_core.papers.claims import Answer, Check, Finding, Run, check_complete, failure, find
-from mezzo_core.papers.criteria import Judgement, Outcome
+from mezzo_core.papers.claims import Answer, Finding, Run, check_complete, find
 from mezzo_core.papers.figures import draw_result, model_names
-from mezzo_core.papers.measurement import How, Measurement, printed_measurement, read_results
+from mezzo_core.papers.measurement import Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Published, load_published
 from mezzo_core.papers.report import Figure, PaperReport, Report
 from mezzo_core.papers.report_files import prepare_folder, write_report
@@ -55,7 +54,6 @@ class Reproduction:
     name: str  # of the package, without "mezzo_"
     module: str  # the file of a module in the package's top folder, `__file__` of claims.py
     answers: Sequence[Answer]  # one for each table and claim, in the paper's order
-    checks: Sequence[Check]  # of the method
     models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
     sample: str  # the model that writes a sample text
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
@@ -75,13 +73,13 @@ class Reproduction:
         return installed if installed.exists() else Path(self.module).parents[2] / "results"
 
     def reproduce(self, only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
-        """Answer tables, claims and checks, and write report.html and .json into `out`.
+        """Answer tables and claims, and write report.html and .json into `out`.
 
         The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results
         of an earlier reproduction in `out` are replaced.
 
         Args:
-            only: ids of tables, claims or checks; None or empty means all.
+            only: ids of tables or claims; None or empty means all.
             scale: one of `scales`.
             out: the report's folder; it is made if needed.
 
@@ -96,10 +94,9 @@ class Reproduction:
         """Do what `reproduce` does, but return the report and do not write it."""
         published = self.published
         check_complete(published, self.answers)
-        known = (*published.ids, *(check.id for check in self.checks))
         for id in only or ():
-            if id not in known:
-                raise UserError(f"no table or claim is named {id!r}{nearest(id, known)}")
+            if id not in published.ids:
+                raise UserError(f"no table or claim is named {id!r}{nearest(id, published.ids)}")
         if scale not in self.scales:
             raise UserError(f"no scale is named {scale!r}{nearest(scale, self.scales)}")
         if self.scales[scale].needs_gpu and not torch.cuda.is_available():
@@ -107,7 +104,8 @@ class Reproduction:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.scales[scale].threads or threads)
         try:
-            return self._report(only or known, self.scales[scale], prepare_folder(out, self.name))
+            ids = only or published.ids
+            return self._report(ids, self.scales[scale], prepare_folder(out, self.name))
         finally:
             torch.set_num_threads(threads)
 
@@ -117,7 +115,7 @@ class Reproduction:
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as bars:
-            task = bars.add_task("counting and checking")
+            task = bars.add_task("counting")
 
             def watch(name: str, done: int, of: int) -> None:
                 bars.update(task, description=name, completed=done, total=of)
@@ -139,9 +137,7 @@ class Reproduction:
                 return ours
 
             run = Run(results, trainings.measurement, measured)
-            work = {each.id: partial(find, each, published, run) for each in self.answers}
-            work |= {check.id: partial(_judge, check) for check in self.checks}
-            findings = [work[id]() for id in work if id in ids]
+            findings = [find(each, published, run) for each in self.answers if each.id in ids]
             watch("figures", 1, 1)
             drawn: dict[str, Measurement] = {}
             if trainings.trained:
@@ -187,18 +183,10 @@ def reproduce_papers(
     return reports
 
 
-def _judge(check: Check) -> Finding:
-    try:
-        found = check.work()
-    except Exception as error:
-        found = Judgement(Outcome.NOT_SETTLED, failure(error))
-    return Finding(check.id, "check", How.PAPER, found.outcome, found.summary, (), found.details)
-
-
 def _show(report: PaperReport) -> None:
     """Print the findings, one line for each, without those that were not attempted."""
     shown = [f for f in report.findings if f.outcome is not None or len(report.findings) == 1]
     rows = [(f.id, f.how.value, f.outcome.value if f.outcome else "-", f.summary) for f in shown]
-    show_table(("table, claim or check", "how it was run", "outcome", "in one sentence"), rows)
+    show_table(("table or claim", "how it was run", "outcome", "in one sentence"), rows)
     if left_out := len(report.findings) - len(shown):
         show(f"{left_out} more were not attempted; the report says why.")
