@@ -36,6 +36,6 @@ def test_a_smoke_run_answers_everything_once(tmp_path):
     # One seed and three steps: an order may come out, but it may not be called settled.
     assert findings["drt.claim.beyond_16k"]["outcome"] == "not settled"
     folder = tmp_path / "drt"
-    assert {path.stem for path in (folder / "figures").iterdir()} == {"trainings", "costs"}
+    assert {path.stem for path in (folder / "figures").iterdir()} == {"trainings"}
     assert len(report["samples"]) == 1
     load_model(folder / "runs/tiny_drt1/model", device=torch.device("cpu"))

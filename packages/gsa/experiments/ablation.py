@@ -10,8 +10,7 @@ highest so far; the other seeds take the row's best. The rows beside Table 2 sho
 on: ABC as in the authors' program (the text has neither its running average nor its scale), and GSA
 whose slots start with memories of 2 to 2048 tokens (`GSAConfig.gate_spans`), as constant gates
 always do. The others are Table 1's models, with states of 128 (HGRN2, as GSA), 192 (GLA) and 256
-(RetNet) numbers a channel of a layer. It writes ablation_rates.json; the committed ablation.json is
-of an earlier program, with one rate and few steps.
+(RetNet) numbers a channel of a layer. It writes ablation_rates.json.
 """
 
 import sys

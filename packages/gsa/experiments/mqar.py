@@ -9,8 +9,7 @@ damping and with its scale, each at three rates and with three seeds: mqar_autho
 Then all models at all widths and six rates: mqar_authors.json. A run ends after 64 epochs or when
 it has solved the task, and is never cut by time.
 
-The committed results mqar, mqar_fan_in and mqar_conv are of an earlier program: their "setting"
-says what was different.
+The committed result mqar is of an earlier program: its "setting" says what was different.
 """
 
 import sys

@@ -45,6 +45,6 @@ def test_a_smoke_run_answers_everything_once(tmp_path, capsys):
     beside = " ".join(findings["rat.claim.ppl_between"]["details"])
     assert "beside it, this run: not settled" in beside
     drawn = {path.stem for path in (tmp_path / "rat/figures").iterdir()}
-    assert drawn == {"trainings", "costs", *REPRODUCTION.measurers}
+    assert drawn == {"trainings", *REPRODUCTION.measurers}
     assert len(report["samples"]) == 1
     load_model(tmp_path / "rat/runs/tiny_rat_l16/model", device=torch.device("cpu"))

@@ -46,6 +46,6 @@ def test_a_smoke_run_answers_everything_once(tmp_path):
     tiny = findings["rt.claim.delta_ce_6"]
     assert "not settled" in " ".join([tiny["outcome"], *tiny["details"]])
     folder = tmp_path / "recurrent-transformer"
-    assert {path.stem for path in (folder / "figures").iterdir()} == {"trainings", "costs"}
+    assert {path.stem for path in (folder / "figures").iterdir()} == {"trainings"}
     assert len(report["samples"]) == 1
     load_model(folder / "runs/tiny_recurrent/model", device=torch.device("cpu"))

@@ -62,7 +62,6 @@ def folder(tmp_path):
                 rows,
                 [Figure(path, "Dots", "What the dots show")],
                 [Sample("A sample", "Once ", "upon <a> time\x00 ```")],
-                {"m/r": Measurement(OURS.entries, OURS.columns, "a result", source="m/r")},
                 ["a note"],
             )
         )

@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.colors import to_hex
-from mezzo_core.papers.checks import LENGTHS, layer_costs
 from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.papers.published import Published, Row, Table
-from toys.running_mean import RunningMeanConfig
 
 COLUMNS = ("T=1024", "T=2048", "T=4096")
 
@@ -186,11 +184,3 @@ def test_colours_are_given_in_the_order_of_the_paper():
     rows = (Row("b", (1,)), Row("a/b", (1,), kind="ratio"), Row("a", (1,)))
     paper = Published("", "", "", (Table("t", "", "", "", "lower", "", ("x",), rows),), ())
     assert model_names(paper, [speed(c=(1, 2, 3), a=(1, 2, 3))]) == ["b", "a", "c"]
-
-
-def test_costs_are_computed_by_the_mixers_formulas(draw):
-    ours = layer_costs({"mean": RunningMeanConfig()}, 16)
-    mixer = RunningMeanConfig().build(16)
-    (first, *_) = ours.cell("mean", str(LENGTHS[0]), "forward MFLOPs a token")
-    assert first.value == mixer.flops_per_token(LENGTHS[0]) / 1e6
-    assert [axes.get_ylabel() for axes in draw(ours).axes] == ours.groups

@@ -57,7 +57,7 @@ def test_every_link_has_its_target_and_ids_are_unique(page):
     targets = {f"#{id}" for id in page.ids}
     assert set(page.links["nav"]) <= targets
     assert set(page.links["body"]) <= targets
-    assert {"#p", "#q", "#p-tables", "#q-claims", "#p-committed-results"} <= set(page.links["nav"])
+    assert {"#p", "#q", "#p-tables", "#q-claims"} <= set(page.links["nav"])
 
 
 def test_the_page_loads_nothing(folder, page):

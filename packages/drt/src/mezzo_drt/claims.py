@@ -18,7 +18,6 @@ The last three are `speed.py`'s, which a run at the scale "gpu" measures itself.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig, MLPConfig
 from mezzo_core.papers.claims import Answer, Evidence, Run, counted, measured, result, trained
 from mezzo_core.papers.criteria import (
     AsPrinted,
@@ -40,7 +39,6 @@ from mezzo_drt import counts, equations, settings, speed
 from mezzo_drt.criteria import AtLeast, Gap, NearPrinted, Runs
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 from mezzo_drt.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
-from mezzo_drt.stack import DRTConfig
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
 TIMED_ON = "nvidia-h200"
@@ -267,8 +265,6 @@ _CPU = Budget(
     eval_batches=20,
     test_lengths=(256, 1024, 4096),
 )
-_PLAIN = AttentionConfig(head_dim=64, window_size=512, rope_base=None, alibi="olmo")
-_MLP = MLPConfig("swiglu")
 REPRODUCTION = Reproduction(
     name="drt",
     module=__file__,
@@ -281,12 +277,6 @@ REPRODUCTION = Reproduction(
         "gpu": Scale(_CPU, speed.PAPER, sample_tokens=300, needs_gpu=True),
     },
     measurers=speed.MEASURERS,
-    layers={
-        BASE: BlocksConfig((MixerBlockConfig(_PLAIN, _MLP),) * 12),
-        "full attention": BlocksConfig((MixerBlockConfig(AttentionConfig(), _MLP),) * 12),
-        DRT1: DRTConfig(),
-        DRT2: DRTConfig(num_groups=2),
-    },
     notes=(
         "Both have the same data, schedule and learning rate, which was chosen by trying both. A "
         "byte model of this size learns spelling, which a window of 32 bytes holds: what it gains "

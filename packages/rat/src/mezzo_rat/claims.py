@@ -354,7 +354,6 @@ REPRODUCTION = Reproduction(
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
     measurers=speed.MEASURERS,
-    layers=speed.paper_layers(head_dim=128),
     notes=(
         "Learning rate, batch and warm-up are the same for all; batch 2 and a warm-up over a fifth "
         "of the steps were chosen on the embedded novels by trying the RNN, RAT(L=16) and "

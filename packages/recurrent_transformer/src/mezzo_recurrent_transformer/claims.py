@@ -26,7 +26,6 @@ from mezzo_core.papers.reproduction import Reproduction, Scale
 from mezzo_core.papers.trainings import SMOKE, Budget
 
 from mezzo_recurrent_transformer import counts, settings, speed, theory
-from mezzo_recurrent_transformer.block import RecurrentBlockConfig
 from mezzo_recurrent_transformer.criteria import (
     BestColumn,
     BetterAtBest,
@@ -37,7 +36,6 @@ from mezzo_recurrent_transformer.criteria import (
 from mezzo_recurrent_transformer.recipes import PAPER_NAMES, RECIPES
 from mezzo_recurrent_transformer.speed import EAGER, GRAPH, NAIVE
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
-from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
 
 CE = "Val CE"
 XFMR, RT = PAPER_NAMES.values()
@@ -239,7 +237,6 @@ REPRODUCTION = Reproduction(
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
     measurers=speed.MEASURERS,
-    layers={RT: RecurrentBlockConfig(), XFMR: TransformerBlockConfig()},
     notes=(
         "Both have the same data, schedule and learning rate, which was chosen by trying both. Two "
         "layers and 64 bytes of context leave recurrence little to do: so small a model says "

@@ -1,14 +1,9 @@
-"""What needs no training: values beside printed ones, what a layer costs."""
+"""What needs no training: values beside printed ones."""
 
 from collections.abc import Mapping
 
-import torch
-
-from mezzo_core.nn.contract import SequenceConfig
-from mezzo_core.papers.measurement import Entry, How, Measurement, entries
+from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim, Value
-
-LENGTHS = tuple(2**i for i in range(10, 19))
 
 
 def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Measurement:
@@ -27,18 +22,3 @@ def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str
     rows = {label: (value, ours[label]) for label, value in printed.items()}
     columns, setting = ("printed", "ours"), f"{setting}; nothing was trained"
     return Measurement(entries(rows, columns), columns, setting, How.PAPER)
-
-
-def layer_costs(layers: Mapping[str, SequenceConfig], width: int = 2048) -> Measurement:
-    """Compute what one layer of C = `width` of each kind costs by length, from its formulas."""
-    entries = []
-    for name, config in layers.items():
-        with torch.device("meta"):
-            mixer = config.build(width).bfloat16()
-        for T in LENGTHS:
-            flops, state = mixer.flops_per_token(T) / 1e6, mixer.state_bytes(T) / 2**20
-            entries.append(Entry(name, str(T), flops, "forward MFLOPs a token"))
-            entries.append(Entry(name, str(T), state, "MiB of state a sequence"))
-    setting = f"by the formulas of each mixer, C = {width}, the state in bfloat16"
-    columns = tuple(map(str, LENGTHS))
-    return Measurement(tuple(entries), columns, setting, title="What one layer costs by length")

@@ -111,10 +111,6 @@ def _paper(paper: PaperReport) -> tuple[str, str]:
         "A sample": "".join(map(_sample, paper.samples)),
         "Tables": found["table"],
         "Claims": found["claim"],
-        "Committed results": "".join(
-            f"<h3>{escape(f'{ours.source}: {ours.title}')}</h3>{_grid(tables.measured_grid(ours))}"
-            for ours in paper.results.values()
-        ),
     }
     ids = {title: _slug(f"{paper.name} {title}") for title, part in parts.items() if part}
     links = "".join(f'<li><a href="#{id}">{title}</a></li>' for title, id in ids.items())

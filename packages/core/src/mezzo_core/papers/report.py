@@ -7,7 +7,7 @@ from typing import Any
 
 from mezzo_core.papers.claims import Finding
 from mezzo_core.papers.criteria import Outcome
-from mezzo_core.papers.measurement import How, Measurement
+from mezzo_core.papers.measurement import How
 from mezzo_core.papers.published import Published
 
 
@@ -31,14 +31,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class PaperReport:
-    """The report of one package about its paper; `results` are its committed result files."""
+    """The report of one package about its paper."""
 
     name: str
     published: Published
     findings: Sequence[Finding]
     figures: Sequence[Figure] = ()
     samples: Sequence[Sample] = ()
-    results: Mapping[str, Measurement] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
 

@@ -20,8 +20,6 @@ from mezzo_core.bench.origin import origin
 from mezzo_core.console import show, show_table
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.nn.contract import SequenceConfig
-from mezzo_core.papers.checks import layer_costs
 from mezzo_core.papers.claims import Answer, Finding, Run, check_complete, find
 from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.measurement import Measurement, printed_measurement, read_results
@@ -58,7 +56,6 @@ class Reproduction:
     sample: str  # the model that writes a sample text
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
     measurers: Measurers = field(default_factory=dict)  # what else a run can measure
-    layers: Mapping[str, SequenceConfig] = field(default_factory=dict)  # whose costs are drawn
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 
     @property
@@ -142,9 +139,7 @@ class Reproduction:
             drawn: dict[str, Measurement] = {}
             if trainings.trained:
                 drawn["trainings"] = trainings.measurement(trainings.trained, by_length=False)
-            if self.layers:
-                drawn["costs"] = layer_costs(self.layers)
-            names = [*model_names(published, results.values()), *self.models, *self.layers]
+            names = [*model_names(published, results.values()), *self.models]
             printed = {table.id: printed_measurement(table) for table in published.tables}
             figures = []
             for name, ours in (drawn | timed).items():
@@ -152,7 +147,7 @@ class Reproduction:
                     path = folder / "figures" / f"{name}.png"
                     draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
                     figures.append(Figure(path, ours.title or name, ours.setting))
-            report = PaperReport(self.name, published, findings, figures, results=results)
+            report = PaperReport(self.name, published, findings, figures)
             if not trainings.trained:
                 return report
             samples = []
