@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from mezzo_core.ops.online_softmax.triton import add_scores, merge, merge_two
 from mezzo_core.ops.sizes import next_power_of_2
 from mezzo_core.positions import rope_angles
 from torch import Tensor
@@ -43,7 +42,7 @@ def _rotated(p_x, i_d, cos, sin, place, D: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def step_past_kernel(
-    x, k_ends, v_ends, lengths, cos, sin, parts, lse, seen,
+    x, k_ends, v_ends, lengths, cos, sin, parts, tops, sums, seen,
     N, stride_b, stride_eb, scale2,
     OQ: tl.constexpr, L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, ROPE: tl.constexpr,
@@ -74,22 +73,24 @@ def step_past_kernel(
         m = j + o_n < end
         o_j = o_end + (j + o_n)[:, None] * (H * D)
         b_k = tl.load(k_ends + o_j, mask=m[:, None], other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale2
         b_s = tl.where(m[None, :], b_s, float("-inf"))
-        # Every tile holds an end, so the maximum is finite.
-        b_p, b_acc, b_top, b_sum = add_scores(b_acc, b_top, b_sum, b_s, scale2)
+        b_new = tl.maximum(b_top, tl.max(b_s, 1))  # finite, as every tile holds an end
+        b_p, b_shrink = tl.exp2(b_s - b_new[:, None]), tl.exp2(b_top - b_new)
         b_v = tl.load(v_ends + o_j, mask=m[:, None], other=0.0)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+        b_acc = b_acc * b_shrink[:, None]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
-    b_sum = tl.where(begin < end, b_sum, 1.0)
+        b_top = b_new
     one = tl.arange(0, 16) == 0
-    b_out = tl.where(one[:, None], b_acc / b_sum[:, None], 0.0)
-    tl.store(parts + pid * D + o_d, tl.sum(b_out, axis=0))
-    tl.store(lse + pid, tl.max(b_top + tl.log2(b_sum), axis=0))
+    tl.store(parts + pid * D + o_d, tl.sum(tl.where(one[:, None], b_acc, 0.0), axis=0))
+    tl.store(sums + pid, tl.sum(tl.where(one, b_sum, 0.0), axis=0))
+    tl.store(tops + pid, tl.max(b_top, axis=0))
 
 
 @triton.jit(do_not_specialize=["N"])
 def step_new_kernel(
-    x, bias, k, v, k_ends, v_ends, lengths, cos, sin, parts, lse, seen, y,
+    x, bias, k, v, k_ends, v_ends, lengths, cos, sin, parts, tops, sums, seen, y,
     N, stride_b, stride_eb, scale2,
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr,
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
@@ -138,9 +139,13 @@ def step_new_kernel(
 
     own = tl.sum(b_k * b_q, axis=0) * scale2
     o_s = tl.arange(0, SPLITS)
+    b_top = tl.load(tops + pid * SPLITS + o_s)
+    top = tl.maximum(tl.max(b_top, axis=0), own)
+    b_w = tl.exp2(b_top - top)
+    w_own = tl.exp2(own - top)
     b_parts = tl.load(parts + (pid * SPLITS + o_s)[:, None] * D + o_d[None, :])
-    b_past, past = merge(b_parts, tl.load(lse + pid * SPLITS + o_s))
-    b_y, _ = merge_two(b_past, past, b_v, own)
+    b_y = tl.sum(b_w[:, None] * b_parts, axis=0) + w_own * b_v
+    b_y /= tl.sum(b_w * tl.load(sums + pid * SPLITS + o_s), axis=0) + w_own
     if HAS_Z:
         b_y *= tl.sigmoid(tl.load(p_x + o_d).to(tl.float32))
     tl.store(y + pid * D + o_d, b_y.to(y.dtype.element_ty))
@@ -166,7 +171,7 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
     BN = max(TILE // (D * x.element_size()), 16)
     splits = num_splits(B * H, N, BN)
     parts = torch.empty((B * H, splits, D), dtype=torch.float32, device=x.device)
-    lse = torch.empty((B * H, splits), dtype=torch.float32, device=x.device)
+    tops, sums = torch.empty((2, B * H, splits), dtype=torch.float32, device=x.device)
     seen = torch.empty_like(state.lengths)
     y = torch.empty((B, 1, H, D), dtype=x.dtype, device=x.device)
     angles: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -178,13 +183,13 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
     settings = {"L": form.chunk_size, "G": G, "H": H, "D": D, "SPLITS": splits, "ROPE": rope}
     with torch.cuda.device_of(x):
         step_past_kernel[(B * H * splits,)](
-            x, state.k_ends, state.v_ends, state.lengths, *angles, parts, lse, seen,
+            x, state.k_ends, state.v_ends, state.lengths, *angles, parts, tops, sums, seen,
             N, *strides, scale2, OQ=sizes.offsets["OQ"], BN=BN, num_warps=WARPS, num_stages=STAGES,
             **settings,
         )  # fmt: skip
         step_new_kernel[(B * H,)](
             x, bias, state.k, state.v, state.k_ends, state.v_ends, state.lengths, *angles,
-            parts, lse, seen, y, N, *strides, scale2,
+            parts, tops, sums, seen, y, N, *strides, scale2,
             HAS_Z=sizes.has_z, num_warps=1, **settings, **sizes.offsets,
         )  # fmt: skip
     return y
