@@ -9,9 +9,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from mezzo_core.config_json import MARKER
 
 ROOT = Path(__file__).parents[1]
-PAPERS = ("rat", "gsa", "recurrent_transformer", "drt")
+FOLDERS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+PAPERS = [folder.name for folder in FOLDERS if folder.name != "core"]
 
 
 def module(paper: str) -> str:
@@ -22,11 +24,9 @@ def module(paper: str) -> str:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
-    for name in ("core", *PAPERS):
+    for package in FOLDERS:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-        done = subprocess.run(
-            command, cwd=ROOT / "packages" / name, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return {wheel.name.split("-")[0]: wheel for wheel in folder.glob("*.whl")}
 
@@ -71,24 +71,6 @@ print(mezzo_core.__file__)
     assert run(code, tmp_path, (*HEAVY, *map(module, PAPERS))).startswith(str(tmp_path))
 
 
-LAYERS = {
-    "rat": ["RATConfig(chunk_size=4, head_dim=8)"],
-    "gsa": [
-        "GSAConfig(num_heads=2, num_slots=4)",
-        "ABCConfig(num_heads=2, num_slots=4)",
-        "GLAConfig(num_heads=2)",
-        "HGRN2Config(head_dim=8)",
-        "RetNetConfig(num_heads=2)",
-    ],
-    "recurrent_transformer": [
-        "RecurrentBlockConfig(head_dim=8)",
-        "TransformerBlockConfig(head_dim=8)",
-        "RecurrentStackConfig(2)",
-    ],
-    "drt": ["DRTConfig(2, chunk_size=4)", "DRTConfig(4, num_groups=2, chunk_size=3)"],
-}
-
-
 @pytest.mark.parametrize("paper", PAPERS)
 def test_with_only_core_a_paper_has_its_layers_and_its_commands_say_what_is_missing(
     wheels, tmp_path, paper
@@ -96,9 +78,10 @@ def test_with_only_core_a_paper_has_its_layers_and_its_commands_say_what_is_miss
     name = module(paper)
     unpack(tmp_path, wheels["mezzo_core"], wheels[name])
     others = tuple(module(other) for other in PAPERS if other != paper)
+    layers = (ROOT / "packages" / paper / "tests/layers.txt").read_text().splitlines()
     code = f"""
 import torch, {name}
-for layer in {LAYERS[paper]}:
+for layer in {layers}:
     y, _ = eval("{name}." + layer).build(64)(torch.randn(1, 10, 64))
     assert y.shape == (1, 10, 64)
 print({name}.__file__)
@@ -110,7 +93,7 @@ except SystemExit as stop:
 """
     place, message = run(code, tmp_path, (*HEAVY, *others)).split("\n", 1)
     assert place.startswith(str(tmp_path))
-    assert f"pip install 'mezzo-{paper}[train]'" in message
+    assert f"pip install '{name.replace('_', '-')}[train]'" in message
 
 
 def test_the_wheels_hold_what_the_commands_need(wheels):
@@ -124,7 +107,8 @@ def test_the_wheels_hold_what_the_commands_need(wheels):
         folder = ROOT / "packages" / paper / "results"
         committed = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.json*")}
         assert results == {f"{package}/results/{name}" for name in committed}
-    for listing in names.values():
+    for package, listing in names.items():
+        assert f"{package}/{MARKER}" in listing  # so that any saved model may name its classes
         assert any(name.endswith("LICENSE") for name in listing)
         assert any(name.endswith("py.typed") for name in listing)
         assert not any("/tests/" in name for name in listing)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, Protocol
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.config_json import check_fields, from_json, to_json
+from mezzo_core.config_json import MARKER, check_fields, from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
@@ -148,7 +148,9 @@ def test_a_whole_number_stays_one_where_both_kinds_are_allowed():
 
 
 def test_only_classes_of_allowed_packages_are_built():
-    assert_refused(leaf_json(), "Leaf", "not from an allowed package", allow=())
+    assert_refused(
+        leaf_json(), "Leaf", f"not from an allowed package: --allow-package {HERE}", allow=()
+    )
     assert_refused(leaf_json(), "Leaf", allow=(HERE[:-1],))  # a prefix is not the package
     assert_refused(leaf_json(), "Leaf", allow=(f"{HERE[:-1]}_",))
     assert_refused({"type": "subprocess:Popen", "args": "ls"}, "subprocess:Popen")
@@ -165,9 +167,9 @@ def test_a_package_of_ours_is_never_the_current_folders(kind, tmp_path, monkeypa
         target = here / "mezzo_new" if kind != "link" else tmp_path / "elsewhere"
         target.mkdir()
         (target / ("part.py" if kind == "namespace" else "__init__.py")).write_text(code)
+        (target / MARKER).touch()
         if kind == "link":
             (here / "mezzo_new").symlink_to(target)
-    monkeypatch.setattr("mezzo_core.config_json.OUR_PACKAGES", ("mezzo_new",))
     monkeypatch.chdir(here)
     for entry in ("", str(here)):  # as notebooks have it, and `python -m`
         with monkeypatch.context() as patch:
@@ -182,11 +184,13 @@ def test_a_package_of_ours_that_is_installed_elsewhere_is_imported(tmp_path, mon
     (tmp_path / "site/mezzo_new/__init__.py").write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    size: int"
     )
-    monkeypatch.setattr("mezzo_core.config_json.OUR_PACKAGES", ("mezzo_new",))
     monkeypatch.chdir(tmp_path)
     data = {"type": "mezzo_new:Config", "size": 3}
-    assert_refused(data, "config needs mezzo_new: pip install mezzo-new", allow=())
+    assert_refused(data, "needs mezzo_new, which is not installed", allow=())
     monkeypatch.syspath_prepend(tmp_path / "site")
+    assert_refused(data, "not from an allowed package: --allow-package mezzo_new", allow=())
+    (tmp_path / "site/mezzo_new" / MARKER).touch()
+    assert "mezzo_new" not in sys.modules
     assert from_json(data).size == 3
     del sys.modules["mezzo_new"]
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from mezzo_core.errors import UserError, nearest
 
-OUR_PACKAGES = ("mezzo_core", "mezzo_drt", "mezzo_gsa", "mezzo_rat", "mezzo_recurrent_transformer")
-"""Packages whose classes any file may name. Listed in full, because anybody can publish a package
-whose name begins with mezzo_."""
+MARKER = "mezzo.package"
+"""The empty file beside its `__init__.py` by which a package named mezzo_... says that any file may
+name its classes. The name alone says nothing, because anybody can publish such a package."""
 _SCALARS = (bool, int, float, str, type(None))
 _INFINITIES = {math.inf: "inf", -math.inf: "-inf"}
 _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -55,8 +55,8 @@ def from_json(data: Any, allow_packages: Sequence[str] = ()) -> Any:
 
     Args:
         data: the parsed JSON.
-        allow_packages: packages besides `OUR_PACKAGES` whose classes may be built. They are
-            imported from wherever Python finds them.
+        allow_packages: packages whose classes may be built, besides installed ones of mezzo (with
+            a `MARKER`). They are imported from wherever Python finds them.
 
     Raises:
         UserError: if a type is unknown or not allowed; if a field is unknown, missing or of the
@@ -136,17 +136,13 @@ def _find_class(name: str, where: str, allow: tuple[str, ...]) -> type:
     if not _TYPE.fullmatch(name):
         raise UserError(f'{where}: a type is written "module:ClassName", got {_short(name)}')
     module_name, _, class_name = name.partition(":")
-    allowed = (*OUR_PACKAGES, *allow)
-    if not any(_in_package(module_name, package) for package in allowed):
-        raise UserError(
-            f"{where}: type {_short(name)} is not from an allowed package ({', '.join(allowed)})"
-        )
-    if not any(_in_package(module_name, package) for package in allow):
-        _require_installed(module_name.partition(".")[0], where)
+    package = module_name.partition(".")[0]
+    if not any(_in_package(module_name, allowed) for allowed in allow):
+        _check_ours(package, f"{where}: type {_short(name)}")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        loaded = [m for m in sys.modules if any(_in_package(m, package) for package in allowed)]
+        loaded = [m for m in sys.modules if _in_package(m, package)]
         hint = nearest(module_name, get_close_matches(module_name, loaded))
         raise UserError(f"{where}: cannot import {module_name!r} ({error}){hint}") from error
     cls = getattr(module, class_name, None)
@@ -157,23 +153,28 @@ def _find_class(name: str, where: str, allow: tuple[str, ...]) -> type:
     return typing.cast(type, cls)
 
 
-def _require_installed(package: str, where: str) -> None:
-    """Refuse one of `OUR_PACKAGES` that is not installed, or that lies in the current folder.
+def _check_ours(package: str, name: str) -> None:
+    """Refuse a package that is no installed one of mezzo, or that lies in the current folder.
 
     `python -m` and notebooks make Python import from the current folder first. The author of the
     file being read may have put a folder with the package's name there.
     """
-    if sys.modules.get(package) is not None:  # imported already, so nothing new would be run
-        return
+    allow = f"--allow-package {package} (allow_packages in Python) allows it"
+    if not package.startswith("mezzo_"):
+        raise UserError(f"{name} is not from an allowed package: {allow}")
     spec = find_spec(package)
     if spec is None:
-        raise UserError(f"{where} needs {package}: pip install {package.replace('_', '-')}")
-    folders = [Path(folder).parent.resolve() for folder in spec.submodule_search_locations or ()]
-    if spec.origin is None or not folders or Path.cwd().resolve() in folders:
+        raise UserError(f"{name} needs {package}, which is not installed")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    places = [folder.parent.resolve() for folder in folders]
+    is_here = spec.origin is None or not folders or Path.cwd().resolve() in places
+    if is_here and package not in sys.modules:  # what is imported already would run nothing new
         raise UserError(
-            f"{where} needs {package}, and the one in the current folder is not imported: "
-            "change to another folder, or allow this package by its name"
+            f"{name} needs {package}, and the one in the current folder is not imported: change to "
+            f"another folder, or {allow}"
         )
+    if not any((folder / MARKER).exists() for folder in folders):
+        raise UserError(f"{name} is not from an allowed package: {allow}")
 
 
 def _fit(value: Any, hint: Any, where: str, *, from_file: bool = False) -> Any:
