@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from mezzo_core.config_json import from_json, to_json
+from mezzo_core.train.build import refused_later
 from mezzo_core.train.optim import build_optimizer
 from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
 from mezzo_recurrent_transformer.recipes import RECIPES, SIZES
@@ -101,3 +102,14 @@ def test_variants_change_their_own_option_alone():
     for name, change in changes.items():
         stack = RECIPES[f"small_12_recurrent_{name}"]().model.stack
         assert stack == replace(plain, block=replace(plain.block, **change))
+
+
+@pytest.mark.parametrize("name", ["tiny_recurrent", "tiny_recurrent_b8"])
+def test_what_generate_will_refuse_is_known_before_the_training(name):
+    config = RECIPES[name]()
+    found = refused_later(config, config.model.build())
+    assert [line.split(": it reads")[0] for line in found] == (
+        ["generate will refuse this model: a layer of block_size 8 keeps no state"]
+        if name.endswith("b8")
+        else []
+    )

@@ -20,6 +20,13 @@ def config(request, tiny):
     return tiny(model=model, seq_len=16, steps=6)
 
 
+def test_the_log_says_at_once_what_generate_will_refuse(config, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(replace(config, steps=1), tmp_path / "run", quiet=True)
+    assert "generate and eval will refuse this model" in caplog.text
+    assert "--allow-package toys" in caplog.text
+
+
 def test_it_learns(config, tmp_path):
     config = replace(config, seq_len=10, steps=250, eval_every=250, checkpoint_every=250)
     result = train(config, tmp_path / "run", quiet=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data import BatchSource, DataConfig
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
@@ -115,6 +116,23 @@ def build_model(
     # sharded model it is several graphs, because weights are gathered between them.
     whole = config.compile and (sharded or not large)
     return model, torch.compile(model.loss) if whole else model.loss
+
+
+def refused_later(config: TrainConfig, model: LM) -> list[str]:
+    """Return why `generate` will refuse the trained model, one line a reason; usually none."""
+    reasons = []
+    try:
+        from_json(to_json(config.model))
+    except UserError as error:
+        reasons.append(f"generate and eval will refuse this model: {error}")
+    weight, stack = next(model.parameters()), model.stack
+    x = torch.zeros(1, 1, stack.d_model, device=weight.device, dtype=weight.dtype)
+    try:
+        with torch.no_grad():
+            stack.check_step(x, stack.reserve(stack.init_state(1), 1))
+    except ValueError as error:
+        reasons.append(f"generate will refuse this model: {error}")
+    return reasons
 
 
 def _recompute_in_backward(unit: nn.Module) -> None:

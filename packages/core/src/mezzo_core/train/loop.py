@@ -24,17 +24,17 @@ from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
 from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.nn.lm import LM
-from mezzo_core.train.build import LossFunction, build_data, build_model, micro_batches
+from mezzo_core.train.build import (
+    LossFunction,
+    build_data,
+    build_model,
+    micro_batches,
+    refused_later,
+)
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World, backward, join_world
-from mezzo_core.train.folder import (
-    check_corpus,
-    check_folder,
-    claim_folder,
-    hold_folder,
-    in_words,
-)
+from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
 from mezzo_core.train.optim import build_optimizer, learning_rate, set_rate
@@ -174,7 +174,8 @@ def _prepare(
 def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) -> TrainResult:
     config, done = run.config, run.done
     meter = Meter(run.world, config.batch_size * config.seq_len, run.stop)
-    log.note(_describe(run))
+    for note in (_describe(run), *refused_later(config, run.model)):
+        log.note(note)
     end = done if _is_accurate(config, log, done) else max(done, config.steps)
     take_step: Callable[..., Sequence[Tensor]] = partial(_take_step, run)
     if config.cuda_graph:
