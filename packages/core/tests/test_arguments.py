@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mezzo_core.data import DataConfig
+from mezzo_core.data import DataConfig, MixtureConfig
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
@@ -176,4 +176,5 @@ def test_each_field_of_a_text_replaced_is_named_or_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 9)
     config = DataConfig(source=str(tmp_path / "a.jsonl"))
-    check_fields(config, lambda data: data.build(4, None).train_batch(0, 1).tokens)
+    for data in (config, MixtureConfig((config, config), (1.0, 1.0))):
+        check_fields(data, lambda data: data.build(4, None).train_batch(0, 1).tokens)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from mezzo_core.config_json import to_json
-from mezzo_core.data import DataConfig
+from mezzo_core.data import DataConfig, MixtureConfig
 from mezzo_core.errors import UserError
-from mezzo_core.inputs import open_told_data
+from mezzo_core.inputs import open_told_data, told_tokenizer
 
 
 def opened(config, folder, **options):
@@ -36,6 +36,29 @@ def test_a_text_shorter_than_a_row_can_be_read_as_a_whole(tmp_path):
     assert batch.targets.tolist() == [[*b"abc", 256, -100]]
     with pytest.raises(UserError, match="fewer than one window"):
         opened(DataConfig(), tmp_path, source=source)
+
+
+def test_the_texts_of_a_mixture_tell_that_documents_have_a_first_token(tmp_path):
+    mixture = to_json(MixtureConfig((DataConfig(add_bos=True),) * 2, (1, 1)))
+    with pytest.raises(UserError, match="add_bos: the tokenizer 'byte' has no token"):
+        told_tokenizer({"data": mixture, "tokenizer": "byte"}, tmp_path, 257)
+    for texts in ([], [3], [[]], "add_bos"):
+        told_tokenizer({"data": {"texts": texts}, "tokenizer": "byte"}, tmp_path, 257)
+
+
+def test_one_text_of_a_mixture_is_read_as_there(tmp_path):
+    texts = []
+    for name, fraction in (("a", 0.5), ("b", 0.2)):
+        (tmp_path / f"{name}.txt").write_text(name * 99)
+        texts.append(DataConfig(str(tmp_path / f"{name}.txt"), validation_fraction=fraction))
+    mixture = MixtureConfig(tuple(texts), (1, 1))
+    extra = {"data": to_json(mixture), "seq_len": 5}
+    for text in texts:
+        name, rows = open_told_data(extra, tmp_path, 257, text.source)
+        assert (name, rows.num_validation_bytes) == (
+            text.source,
+            text.build(5, None).num_validation_bytes,
+        )
 
 
 def test_a_stream_has_no_whole(tmp_path):

@@ -20,13 +20,14 @@ import typer
 from rich.console import Console
 
 from mezzo_core.console import show
-from mezzo_core.data.config import DataConfig
+from mezzo_core.data.mixture import TextConfig, change_texts
 from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import (
     check_writable,
+    choose_texts,
     expanded,
     open_told_data,
     read_prompts,
@@ -43,6 +44,7 @@ from mezzo_core.options import (
     SkipBad,
     TextColumn,
     TokenizerName,
+    TrainData,
     ValidationData,
 )
 from mezzo_core.train.distributed import launched_place
@@ -136,7 +138,7 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
     @app.command(name="train", help=f"Train a model by a recipe.\n\nRecipes: {listing}")
     def train_command(
         recipe: Annotated[str, typer.Argument(help="The recipe's name.")],
-        data: Data = None,
+        data: TrainData = None,
         validation_data: ValidationData = None,
         text_column: TextColumn = None,
         skip_bad: SkipBad = None,
@@ -172,23 +174,25 @@ def _add_train(app: typer.Typer, paper: Paper) -> None:
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     ) -> None:
         config = find_recipe(paper.recipes, recipe)
-        text: dict[str, Any] = {
-            "source": data,
+        options = {
             "validation_source": validation_data,
             "text_column": text_column,
             "skip_bad": skip_bad,
             "tokenizer": tokenizer,
         }
-        if not isinstance(config.data, DataConfig) and any(text.values()):
+        text = {name: value for name, value in options.items() if value is not None}
+        if not isinstance(config.data, TextConfig) and (data or text):
             raise UserError(
                 f"the recipe {recipe} reads no text: --data, --tokenizer and their like do not fit"
             )
         if init_from is not None:
             config = start_from(config, init_from, tokenizer)
+        if isinstance(config.data, TextConfig):
+            chosen = change_texts(config.data, **text)
+            config = replace(config, data=choose_texts(chosen, data) if data else chosen)
         with _values_of_the_user():
             config = _override(
                 config,
-                data=_override(config.data, **text),
                 model=_override(config.model, vocab_size=vocab_size),
                 steps=steps,
                 batch_size=batch_size,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mezzo_core.config_json import from_json
 from mezzo_core.data.batches import BatchSource
-from mezzo_core.data.config import DataConfig
+from mezzo_core.data.mixture import MixtureConfig, TextConfig, change_texts, texts_of
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import CONFIG, count_weights, describe_model, find_model
@@ -94,6 +94,8 @@ def told_tokenizer(
 
 def _adds_bos(extra: Mapping[str, Any]) -> bool:
     data = extra.get("data")
+    if isinstance(data, dict) and isinstance(data.get("texts"), list):  # a mixture, of equals
+        data = next(iter(data["texts"]), None)
     return isinstance(data, dict) and data.get("add_bos") is True
 
 
@@ -116,7 +118,8 @@ def open_told_data(
         extra: what it tells.
         folder: the model's, for messages.
         vocab_size: the model's.
-        source: another text in the place of that text.
+        source: another text in the place of that text. If it is one of a mixture's texts, it is
+            read as there.
         tokenizer: where the model's tokenizer is now, if it is not where it was.
         seq_len: tokens a row; as the model was trained by default.
         allow_packages: packages besides mezzo's own that may have defined the task.
@@ -138,21 +141,25 @@ def open_told_data(
     except UserError as error:
         raise UserError(f'{folder}/config.json, "data": {error}') from error
     length = seq_len or told(extra, "seq_len", int, folder)
-    if isinstance(config, DataConfig):
-        if whole and config.streaming:
+    if isinstance(config, MixtureConfig) and source:
+        config = next((text for text in config.texts if text.source == source), config.texts[0])
+    if isinstance(config, TextConfig):
+        if whole and any(text.streaming for text in texts_of(config)):
             raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
-        config = replace(
-            config,
-            source=source or config.source,
-            tokenizer=tokenizer or config.tokenizer,
-            text_column=text_column or config.text_column,
-            skip_bad=config.skip_bad if skip_bad is None else skip_bad,
-            validation_fraction=1.0 if whole else config.validation_fraction,
-            validation_source=None if source or whole else config.validation_source,
-        )
+        options: dict[str, Any] = {
+            "source": source,
+            "tokenizer": tokenizer,
+            "text_column": text_column,
+            "skip_bad": skip_bad,
+            "validation_fraction": 1.0 if whole else None,
+        }
+        changes = {name: value for name, value in options.items() if value is not None}
+        if source or whole:
+            changes["validation_source"] = None
+        config = change_texts(config, **changes)
         fingerprint = None if source or whole else extra.get("fingerprint")
         text = _open_text(config, length, vocab_size, extra.get("tokenizer_identity"), fingerprint)
-        return config.validation_source or config.source, text
+        return " + ".join(t.validation_source or t.source for t in texts_of(config)), text
     try:
         of_texts = source or tokenizer or text_column or skip_bad or whole
         rows = None if of_texts else config.build(length, None)
@@ -164,10 +171,11 @@ def open_told_data(
 
 
 def _open_text(
-    config: DataConfig, seq_len: int, vocab_size: int, identity: object, fingerprint: object
+    config: TextConfig, seq_len: int, vocab_size: int, identity: object, fingerprint: object
 ) -> BatchSource:
     """Open a text; its tokenizer and its training part must be the told ones, unless None."""
-    fitting_tokenizer(config.tokenizer, vocab_size, identity, add_bos=config.add_bos)
+    first = texts_of(config)[0]
+    fitting_tokenizer(first.tokenizer, vocab_size, identity, add_bos=first.add_bos)
     text = config.build(seq_len, None)
     if fingerprint not in (None, text.fingerprint):
         raise UserError(
@@ -193,12 +201,43 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
     model, extra = describe_model(folder)
     build_on_meta(model, folder / CONFIG, num_weights=count_weights(folder))
     data = config.data
-    if "tokenizer" in extra and isinstance(data, DataConfig):
+    if "tokenizer" in extra and isinstance(data, TextConfig):
         if tokenizer is None:  # the model's must be there
             told_tokenizer(extra, folder, model.vocab_size)
         known = tokenizer or told(extra, "tokenizer", str, folder)
-        data = replace(data, tokenizer=known, add_bos=_adds_bos(extra))
+        data = change_texts(data, tokenizer=known, add_bos=_adds_bos(extra))
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))
+
+
+def choose_texts(config: TextConfig, given: Sequence[str]) -> TextConfig:
+    """Return the configuration that reads other texts, with the settings of its first text.
+
+    Args:
+        config: the recipe's.
+        given: one source; or several, each as "WEIGHT:SOURCE".
+
+    Raises:
+        UserError: if a weight is missing or no weight, or all would have the same text to validate
+            on.
+    """
+    first = texts_of(config)[0]
+    if len(given) == 1:
+        return replace(first, source=given[0])
+    if first.validation_source is not None:
+        raise UserError(f"--validation-data goes with one --data, got {len(given)}")
+    weights, sources = [], []
+    for text in given:
+        weight, _, source = text.partition(":")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            raise UserError(
+                f"--data, given {len(given)} times, must be WEIGHT:TEXT each, such as "
+                f"0.7:words.txt, got {text!r}"
+            ) from None
+        sources.append(source)
+    texts = tuple(replace(first, source=source) for source in sources)
+    return MixtureConfig(texts, tuple(weights), first.seed)
 
 
 def expanded(path: Path | None) -> Path | None:

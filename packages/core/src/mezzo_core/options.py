@@ -14,7 +14,15 @@ Data = Annotated[
     str | None,
     typer.Option(
         help="Your text: a .txt, .jsonl, .json, .csv or .parquet file, a folder or a glob of them, "
-        "or hub:OWNER/NAME. Default: what the recipe says (the embedded novels for tiny recipes)."
+        "or hub:OWNER/NAME. Default: what the model was trained on."
+    ),
+]
+TrainData = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Your text: a .txt, .jsonl, .json, .csv or .parquet file, a folder or a glob of them, "
+        "or hub:OWNER/NAME. Several are mixed by weights: --data 0.7:a.txt --data 0.3:b.jsonl. "
+        "Default: what the recipe says (the embedded novels for tiny recipes)."
     ),
 ]
 ValidationData = Annotated[

@@ -135,6 +135,53 @@ def test_a_text_under_another_name_with_bad_records_is_trained_on_when_told(comm
     assert command.eval(out, "--data", corpus, "--all")[0] == 0
 
 
+def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
+    corpus, other, out = (tmp_path / name for name in ("words.txt", "other.txt", "run"))
+    corpus.write_text("half of the notes " * 50)
+    other.write_text("what else was there " * 30)
+    mixed = ["--data", f"3:{corpus}", "--data", f"0.5:{other}"]
+    told = [*mixed, "--out", out, "--quiet", "--steps"]
+    assert command(*told, 1)[0] == 0
+    assert command(*told, 2)[0] == 0  # goes on
+    assert "data.weights[1] is 0.5 there, 1.0 here" in one_line(
+        command(*mixed[:3], f"1:{other}", "--out", out, "--steps", 2)
+    )
+    found = {}
+    for asked in ((), ("--all",), ("--data", other), ("--data", corpus)):
+        code, shown, err = command.eval(out, *asked)
+        assert code == 0, err
+        found[asked] = json.loads(shown)
+    assert found[()]["data"] == found["--all",]["data"] == f"{corpus} + {other}"
+    assert found[()]["tokens"] == sum(found["--data", text]["tokens"] for text in (corpus, other))
+    texts = sum(len(text.read_text()) + 1 for text in (corpus, other))
+    assert found["--all",]["tokens"] == texts
+    other.write_text("it has changed " * 30)
+    assert "is not the text that the model was trained on" in one_line(command.eval(out))
+    assert f"the tokens of '{corpus} + {other}' are not those" in one_line(command(*told, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--data", "a.txt", "--data", "1:b.txt"), "must be WEIGHT:TEXT each, such as 0.7:words"),
+        (("--data", "1:a.txt", "--data", "hub:b/c"), "got 'hub:b/c'"),
+        (
+            ("--data", "1:a.txt", "--data", "0:b.txt"),
+            "weights[1] must be above 0 and below 2^63, got 0",
+        ),
+        (("--data", "1:a.txt", "--data", "1:"), "source must be text that is not empty"),
+        (("--data", "1:a.txt"), "no file or folder '1:a.txt'"),
+        (
+            ("--data", "1:a.txt", "--data", "1:b.txt", "--validation-data", "c.txt"),
+            "--validation-data goes with one --data, got 2",
+        ),
+    ],
+)
+def test_texts_that_cannot_be_mixed_are_one_line(command, tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    assert named in one_line(command(*arguments))
+
+
 def test_a_large_tokenizer_names_the_option_that_makes_room(command, tmp_path):
     code = one_line(command("--vocab-size", 100, "--out", tmp_path / "run"))
     assert "vocab_size = 100: --vocab-size 257 fits" in code

@@ -4,7 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from mezzo_core.data import DataConfig
+from mezzo_core.data import DataConfig, MixtureConfig
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import open_told_data, start_from, told_tokenizer
 from mezzo_core.nn.checkpoint import describe_model
@@ -87,6 +87,9 @@ def test_another_tokenizer_in_its_place_is_refused_and_a_moved_one_is_taken(tiny
     assert told_tokenizer(extra, folder, 257, moved).encode("notes")
     assert opened(folder, tokenizer=moved).num_validation_bytes > 0
     assert start_from(tiny(), folder, "byte").data == replace(tiny().data, tokenizer="byte")
+    mixed = replace(tiny(), data=MixtureConfig((tiny().data,) * 2, (1, 1)))
+    started = start_from(mixed, folder, moved).data
+    assert [text.tokenizer for text in started.texts] == [moved] * 2
 
 
 def test_a_model_of_before_knows_neither(trained):

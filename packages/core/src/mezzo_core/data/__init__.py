@@ -2,6 +2,7 @@
 
 from mezzo_core.data.batches import Batch, BatchSource, TextData
 from mezzo_core.data.config import DataConfig, SourceConfig
+from mezzo_core.data.mixture import MixtureConfig
 from mezzo_core.data.rows import Rows, RowsData
 from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
@@ -12,6 +13,7 @@ __all__ = [
     "Batch",
     "BatchSource",
     "DataConfig",
+    "MixtureConfig",
     "Rows",
     "RowsData",
     "SourceConfig",

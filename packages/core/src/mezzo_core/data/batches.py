@@ -73,7 +73,7 @@ class Batch(NamedTuple):
 def make_batch(
     rows: NDArray[np.int64],
     real: NDArray[np.bool_],
-    ends: NDArray[np.bool_] | None,
+    ends: NDArray[np.bool_],
     max_documents: int,
 ) -> Batch:
     """Cut windows into inputs and targets.
@@ -81,14 +81,14 @@ def make_batch(
     Args:
         rows: (B, T + 1) tokens.
         real: (B, T + 1), False for padding, which is never a target.
-        ends: (B, T), True at the last token of a document; None without document masking.
+        ends: (B, T), True at the last token of a document; not read without document masking.
         max_documents: the most documents in any window, where padding counts as a document. A
-            batch's `cu_seqlens` has B * max_documents + 1 entries.
+            batch's `cu_seqlens` has B * max_documents + 1 entries. 0 without document masking.
     """
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
-    wanted = real[:, 1:] if ends is None else real[:, 1:] & ~ends
+    wanted = real[:, 1:] & ~ends if max_documents else real[:, 1:]
     targets = torch.from_numpy(np.where(wanted, rows[:, 1:], NO_TARGET))
-    if ends is None:
+    if not max_documents:
         return Batch(tokens, targets)
     breaks = ends.copy()
     breaks[:, -1] = True
@@ -165,18 +165,56 @@ class Windows:
 
     def batch(self, windows: Sequence[int] | NDArray[np.int64]) -> Batch:
         """Return these windows as a batch. A window beyond the last one is all padding."""
+        return make_batch(*self.read(windows), self.max_documents)
+
+    def read(
+        self, windows: Sequence[int] | NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return the rows, what is real and the ends of documents, as `make_batch` takes them."""
         places = np.asarray(windows)[:, None] * self._seq_len + np.arange(self._seq_len + 1)
         real = places < self.num_tokens
         places = np.where(real, places, 0)
         runs = np.searchsorted(self._run_places, places, side="right") - 1
         rows = self._tokens[places + self._run_shifts[runs]].astype(np.int64)
         rows = np.where(real, rows, self._pad)
-        ends = None
+        ends = np.zeros((len(rows), self._seq_len), dtype=bool)
         if self.max_documents:
             after = places[:, :-1] + 1
             found = np.searchsorted(self._borders, after)
             ends = (self._borders[found] == after) & real[:, :-1]
-        return make_batch(rows, real, ends, self.max_documents)
+        return rows, real, ends
+
+
+def mixed_batch(
+    texts: Sequence[Windows], chosen: NDArray[np.int64], windows: NDArray[np.int64]
+) -> Batch:
+    """Return a batch of several texts: row i is window `windows[i]` of text `chosen[i]`."""
+    parts = [texts[i].read(windows[chosen == i]) for i in np.unique(chosen)]
+    back = np.argsort(np.argsort(chosen, kind="stable"))
+    rows, real, ends = (np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True))
+    return make_batch(rows, real, ends, max(text.max_documents for text in texts))
+
+
+class MixedWindows:
+    """All windows of several texts, spread evenly: the first n have each text's share of them."""
+
+    def __init__(self, texts: Sequence[Windows]) -> None:
+        """Order the windows of the texts."""
+        self._texts = texts
+        self.num_targets = sum(text.num_targets for text in texts)
+        places = [np.arange(text.num_padded) for text in texts]
+        shares = np.concatenate([(place + 0.5) / len(place) for place in places])
+        order = np.argsort(shares, kind="stable")
+        self.num_padded = len(order)
+        chosen = np.repeat(np.arange(len(texts)), [len(place) for place in places])
+        # What comes last stands for every window beyond them: one beyond those of the first text.
+        self._chosen = np.append(chosen[order], 0)
+        self._windows = np.append(np.concatenate(places)[order], len(places[0]))
+
+    def batch(self, windows: NDArray[np.int64]) -> Batch:
+        """Return these windows as a batch. A window beyond the last one is all padding."""
+        found = np.minimum(windows, self.num_padded)
+        return mixed_batch(self._texts, self._chosen[found], self._windows[found])
 
 
 class BatchSource(ABC):
@@ -251,15 +289,15 @@ class BatchSource(ABC):
 class TextData(BatchSource):
     """A text as tokens, split into a training and a validation part.
 
-    A corpus that is tokenized before training (`TokenizedText`) gives every process whole batches.
-    Its fingerprint is computed from all tokens, so it stays the same if a file is only moved or
-    touched. A stream (`StreamedText`) reads a shard in each process, and its fingerprint covers
-    only a part of the text.
+    A corpus that is tokenized before training (`TokenizedText`), or a mixture of several
+    (`MixedText`), gives every process whole batches. Its fingerprint is computed from all tokens,
+    so it stays the same if a file is only moved or touched. A stream (`StreamedText`) reads a shard
+    in each process, and its fingerprint covers only a part of the text.
     """
 
     tokenizer: Tokenizer
     num_validation_bytes: int
-    _validation: Windows
+    validation: Windows | MixedWindows
 
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
@@ -272,7 +310,7 @@ class TextData(BatchSource):
 
         With masked documents the first token of each document is not a target.
         """
-        return self._validation.num_targets
+        return self.validation.num_targets
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation part in order, with each token as a target exactly once.
@@ -281,6 +319,6 @@ class TextData(BatchSource):
         """
         check_batch_size(batch_size)
         return (
-            self._validation.batch(np.arange(first, first + batch_size))
-            for first in range(0, self._validation.num_padded, batch_size)
+            self.validation.batch(np.arange(first, first + batch_size))
+            for first in range(0, self.validation.num_padded, batch_size)
         )

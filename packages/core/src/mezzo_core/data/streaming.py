@@ -94,7 +94,7 @@ class StreamedText(TextData):
         held_out = Corpus(f"the validation documents of {stream.name}", "", lambda: iter(pieces))
         tokenized = tokenize_corpus(held_out, tokenizer, None)
         ranges = all_documents(tokenized.ends)
-        self._validation = Windows(
+        self.validation = Windows(
             tokenized.tokens,
             after_end_token(ranges, tokenized.ends),
             seq_len=seq_len,
@@ -126,7 +126,7 @@ class StreamedText(TextData):
         windows = [self._window() for _ in range(num_rows)]
         self._step += 1
         rows, real, ends = (np.stack(parts) for parts in zip(*windows, strict=True))
-        return make_batch(rows, real, ends if self._max_documents else None, self._max_documents)
+        return make_batch(rows, real, ends, self._max_documents)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next window, as a small dict of JSON values."""

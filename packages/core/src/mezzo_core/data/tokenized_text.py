@@ -19,6 +19,9 @@ class TokenizedText(TextData):
     The last window, which is filled up with padding without targets, ends each epoch.
     """
 
+    train: Windows
+    validation: Windows
+
     def __init__(
         self,
         tokenized: TokenizedCorpus,
@@ -55,7 +58,7 @@ class TokenizedText(TextData):
             validated, validation_fraction = held_out, 0.0
             self.fingerprint += f" {' '.join(held_out.checksums)}"
             train, validation = (all_documents(text.ends) for text in (tokenized, held_out))
-        self._train, self._validation = (
+        self.train, self.validation = (
             Windows(
                 text.tokens,
                 ranges,
@@ -68,12 +71,12 @@ class TokenizedText(TextData):
                 (validated, after_end_token(validation, validated.ends)),
             )
         )
-        if self._train.num_complete == 0 and validation_fraction < 1:
+        if self.train.num_complete == 0 and validation_fraction < 1:
             raise UserError(
-                f"the training part has {self._train.num_tokens} tokens, fewer than one window of "
+                f"the training part has {self.train.num_tokens} tokens, fewer than one window of "
                 f"{seq_len + 1}: give more text or a shorter seq_len"
             )
-        self.num_train_tokens = self._train.num_tokens
+        self.num_train_tokens = self.train.num_tokens
         self.num_validation_bytes = target_bytes(validated, validation, tokenizer, mask_documents)
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
@@ -83,25 +86,33 @@ class TokenizedText(TextData):
         check_batch_size(batch_size)
         if step < 0:
             raise ValueError(f"step must be 0 or more, got {step}")
-        num_windows = self._train.num_padded
+        samples = np.arange(step * batch_size, (step + 1) * batch_size)
+        return self.train.batch(self.windows_at(samples))
+
+    def windows_at(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which windows of `train` stand at these places of the order of training.
+
+        Raises:
+            ValueError: if there is nothing to train on.
+        """
+        num_windows = self.train.num_padded
         if num_windows == 0:
             raise ValueError(
                 "validation_fraction = 1 holds out all of the text: nothing to train on"
             )
-        samples = np.arange(step * batch_size, (step + 1) * batch_size)
         epochs, places = np.divmod(samples, num_windows)
         chosen = np.empty_like(places)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
             chosen[of_epoch] = self._order(int(epoch))[places[of_epoch]]
-        return self._train.batch(chosen)
+        return chosen
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
             if len(self._orders) > 1:
                 self._orders.clear()
             generator = np.random.default_rng((self._seed, _ORDER, epoch))
-            complete, padded = self._train.num_complete, self._train.num_padded
+            complete, padded = self.train.num_complete, self.train.num_padded
             order = generator.permutation(complete)
             # It is not shuffled, so that runs of up to an epoch stay as they were without it.
             self._orders[epoch] = np.append(order, np.arange(complete, padded))

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.data import BatchSource, DataConfig
+from mezzo_core.data import BatchSource
+from mezzo_core.data.mixture import TextConfig, texts_of
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import copy_weights
@@ -68,8 +69,8 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
         raise UserError("validation_fraction = 1 holds out all of the text: nothing to train on")
     if data.vocab_size > config.model.vocab_size:
         what: object = config.data
-        if isinstance(config.data, DataConfig):
-            what = f"the tokenizer {config.data.tokenizer!r}"
+        if isinstance(config.data, TextConfig):
+            what = f"the tokenizer {texts_of(config.data)[0].tokenizer!r}"
         raise UserError(
             f"{what} has {data.vocab_size} tokens, more than the model's vocab_size = "
             f"{config.model.vocab_size}: --vocab-size {data.vocab_size} fits"

@@ -14,7 +14,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mezzo_core.config_json import to_json
-from mezzo_core.data import DataConfig, SourceConfig
+from mezzo_core.data import SourceConfig
+from mezzo_core.data.mixture import TextConfig
 from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, read_json, write_whole
 from mezzo_core.train.config import TrainConfig
@@ -223,7 +224,7 @@ def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
         return
     found = read_json(out / _CORPUS).get("fingerprint")
     if found != fingerprint:
-        source = repr(data.source) if isinstance(data, DataConfig) else str(data)
+        source = repr(data.source) if isinstance(data, TextConfig) else str(data)
         raise UserError(
             f"the tokens of {source} are not those that the run in {out} was trained on: its "
             "text or its tokenizer has changed. Restore it, or go on with the new one by "

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
-from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig, TextData
+from mezzo_core.data import NO_TARGET, Batch, BatchSource, TextData
+from mezzo_core.data.mixture import TextConfig, texts_of
 from mezzo_core.device import autocast, move_batch
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
@@ -306,8 +307,8 @@ def _save_model(run: _Run, step: int) -> None:
         "seq_len": config.seq_len,
         "data": to_json(config.data),
     }
-    if isinstance(config.data, DataConfig) and isinstance(run.data, TextData):
-        extra["tokenizer"] = config.data.tokenizer
+    if isinstance(config.data, TextConfig) and isinstance(run.data, TextData):
+        extra["tokenizer"] = texts_of(config.data)[0].tokenizer
         extra["tokenizer_identity"] = run.data.tokenizer.identity
         extra["fingerprint"] = run.data.fingerprint
     run.world.first_only(
