@@ -72,8 +72,8 @@ def attention(
         q_positions: positions of the queries, in place of 0..T-1, with any values in any order.
             Must be given together with `k_positions`.
         k_positions: positions of the keys, likewise. A key with a negative position is hidden.
-        return_lse: also return the log-sum-exp of the scores. `ops.online_softmax.merge` needs it to
-            merge the results over several sets of keys; it can also add one to the denominator.
+        return_lse: also return the log-sum-exp of the scores, by which `ops.online_softmax.merge`
+            merges the results over several sets of keys. It can also add one to the denominator.
         impl: the backend. "auto" takes the fastest that supports the request; on a Hopper GPU that
             is "flash" where the package flash-attn-4 is installed. An explicit backend is used, or
             an error is raised; it is never replaced.
