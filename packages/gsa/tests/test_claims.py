@@ -175,8 +175,6 @@ def test_every_committed_result_answers_a_claim():
         ("gsa.claim.state_size", "2p7b_gsa", {"num_slots": 63}),
         ("gsa.claim.state_details", "1p3b_gsa", {"num_slots": 32}),
         ("gsa.claim.gate_params", "1p3b_gsa", {"num_heads": 8}),
-        ("gsa.claim.damping", "1p3b_gsa", {"damping": 16.0}),
-        ("gsa.setup.lm", "2p7b_gsa", {"num_heads": 4}),
     ],
 )
 def test_a_recipe_with_another_value_differs(monkeypatch, id, recipe, change):

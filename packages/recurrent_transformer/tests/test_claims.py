@@ -16,7 +16,6 @@ from mezzo_recurrent_transformer import (
     TransformerBlock,
     counts,
     schedule,
-    settings,
     theory,
 )
 from mezzo_recurrent_transformer.claims import (
@@ -29,7 +28,6 @@ from mezzo_recurrent_transformer.claims import (
     in_nats,
 )
 from mezzo_recurrent_transformer.criteria import BestColumn, BetterAtBest, Trains, by_layers
-from mezzo_recurrent_transformer.recipes import RECIPES
 from mezzo_recurrent_transformer.speed import EAGER, GRAPH, NAIVE
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
@@ -216,17 +214,6 @@ def test_the_naive_evaluation_is_not_taken_for_the_tiled_one(monkeypatch):
         claim = PUBLISHED.claim(answer.id)
         found = getattr(counts, name)(claim)
         assert answer.evidence[0].criterion(claim, found).outcome is Outcome.DIFFERS
-
-
-def test_a_recipe_with_another_value_differs_and_names_it(monkeypatch):
-    right = RECIPES["300m_12_recurrent"]()
-    wrong = replace(right, optim=replace(right.optim, lr=2e-3))
-    monkeypatch.setattr(settings, "RECIPES", {**RECIPES, right.name: lambda: wrong})
-    (answer,) = (each for each in ANSWERS if each.id == "rt.claim.hyper_optimizer")
-    claim = PUBLISHED.claim(answer.id)
-    judged = answer.evidence[0].criterion(claim, settings.hyper_optimizer(claim))
-    assert judged.outcome is Outcome.DIFFERS
-    assert judged.details == ("learning rate: printed 0.001, ours 0.002",)
 
 
 @pytest.mark.parametrize("done", [RATES[:1], RATES[::2]], ids=str)

@@ -10,7 +10,7 @@ from mezzo_core.data import DataConfig
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.papers.checks import beside_printed
+from mezzo_core.papers.beside import beside_printed, in_recipes
 from mezzo_core.papers.claims import (
     Answer,
     check_complete,
@@ -338,6 +338,25 @@ def test_an_installed_package_has_its_results_inside(paper, tmp_path):
     inside = tmp_path / "package/src/mezzo_p/results"
     inside.mkdir()
     assert paper.results_folder == inside
+
+
+def test_a_recipe_with_another_value_differs_and_names_it():
+    labels = ("layers", "width", "tokens", "beta", "weights", "GPUs")
+    paths = ("model.mixers", "one: model.d_model", "steps * batch_size * 2 + 1", "optim.betas.1")
+    paths = (*paths, "built.embed.weight", "")
+    claim = Claim("c", "", "", (1, 16, 13, 0.9, 11, 8), "", labels=labels, recipe="one", ours=paths)
+    model = LMConfig(vocab_size=11, d_model=16, mixers=(AttentionConfig(head_dim=8),))
+    right = TrainConfig(name="one", model=model, data=DataConfig(), steps=3, batch_size=2)
+    right = replace(right, optim=replace(right.optim, betas=(0.8, 0.9)))
+    for recipe, wrong in (
+        (right, ()),
+        (replace(right, steps=4), ("tokens: printed 13, ours 17",)),
+        (replace(right, model=replace(model, d_model=24)), ("width: printed 16, ours 24",)),
+    ):
+        evidence = in_recipes({"one": lambda recipe=recipe: recipe})
+        ours = evidence.find(None, claim)
+        assert ours.setting == "recipes one; left out: GPUs; nothing was trained"
+        assert evidence.criterion(claim, ours).details == wrong
 
 
 def test_settings_are_compared_and_what_we_lack_is_named(paper):

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig
-from mezzo_core.papers.checks import beside
+from mezzo_core.papers.beside import beside
 from mezzo_core.papers.growth import growing
 from mezzo_core.papers.measurement import Measurement
-from mezzo_core.papers.published import Claim
+from mezzo_core.papers.published import Claim, Value
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mezzo_drt.places import whole_places
+from mezzo_drt.recipes import RECIPES, attention_field
 from mezzo_drt.stack import DRT, DRTConfig
 
 LENGTHS = tuple(2**i for i in range(14, 25, 2))
@@ -22,6 +23,9 @@ LENGTHS = tuple(2**i for i in range(14, 25, 2))
 WIDTHS = (64, 128)
 PAPER = DRTConfig()
 OFFLOADED = replace(PAPER, offload=True)
+PAPER_DRT = "128m_pg19_drt1"
+NEAR = {"total attention field": 1e-3, "parameters": 0.08}
+"""658 x 14 is about 9216, as printed; and "comparable" parameters, of which none are printed."""
 SCORES, READING, WINDOW = "scores over G L^2/S^2", "reading over (N/2) L K S", "window over N L W"
 
 
@@ -193,6 +197,35 @@ def group_map(claim: Claim) -> Measurement:
     return beside(printed, ours, "the order of retrievals and layers in a forward")
 
 
+def baseline_field_768(claim: Claim) -> Measurement:
+    """Compare the attention fields of BaseLM with the wider window and of DRT."""
+    layers = _windows("128m_pg19_base_wide")
+    c: Any = RECIPES[PAPER_DRT]().model.stack
+    printed = {"BaseLM's field": 12 * 768, "DRT's field": 12 * 512 + 6 * 512}
+    ours = {"BaseLM's field": sum(layers), "DRT's field": attention_field(c)}
+    return beside(printed, ours, f"recipes 128m_pg19_base_wide, {PAPER_DRT}")
+
+
+def baseline_14_layers(claim: Claim) -> Measurement:
+    """Compare BaseLM with two layers more: its window, field and weights."""
+    name = "128m_pg19_base_deep"
+    layers = _windows(name)
+    printed: dict[str, Value] = {
+        "layers": claim.values[0],
+        "window": claim.values[1],
+        "total attention field": 12 * 512 + 6 * 512,
+        "parameters": _parameters(PAPER_DRT),
+    }
+    ours: dict[str, Value] = {
+        "layers": len(layers),
+        "window": layers[0],
+        "total attention field": sum(layers),
+        "parameters": _parameters(name),
+    }
+    setting = f"recipe {name}; its parameters beside those of {PAPER_DRT}"
+    return beside(printed, ours, setting)
+
+
 def _small(num_layers: int, num_groups: int, chunk_size: int) -> DRTConfig:
     """Describe a narrow stack."""
     return DRTConfig(
@@ -228,3 +261,17 @@ def _build(config: DRTConfig) -> tuple[DRT, list[int], list[int]]:
     for layer in stack.upper:
         layer.register_forward_hook(ran)
     return stack, groups, count
+
+
+def _windows(recipe: str) -> list[int]:
+    return [block.mixer.config.window_size for block in _model(recipe).stack.blocks]
+
+
+def _parameters(recipe: str) -> int:
+    return sum(weight.numel() for weight in _model(recipe).parameters())
+
+
+def _model(recipe: str) -> Any:
+    """Build a recipe's model without memory for its weights."""
+    with torch.device("meta"):
+        return RECIPES[recipe]().model.build()

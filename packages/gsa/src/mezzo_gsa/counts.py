@@ -1,26 +1,17 @@
-"""What the paper says of weights, states and hyperparameters, counted in our untrained recipes."""
+"""What the paper says of weights and states, counted in our untrained recipes."""
 
 import torch
 from mezzo_core.nn.lm import LM
-from mezzo_core.papers.checks import beside_printed
+from mezzo_core.papers.beside import beside_printed
 from mezzo_core.papers.measurement import Entry, How, Measurement, entries
 from mezzo_core.papers.published import Claim
 from mezzo_core.train.config import TrainConfig
 
-from mezzo_gsa.convert.recipe import t2r
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import PAPER_NAMES, RECIPES
 
 SIZES = {"1.3B": "1p3b", "2.7B": "2p7b"}
 """The paper's names of the sizes, with those of our recipes."""
-LM_ROUNDED = {
-    "tokens": 0.01,
-    "warm-up tokens": 0.01,
-    "small model parameters": 0.06,
-    "large model parameters": 0.02,
-}
-T2R_ROUNDED = {"warm-up steps": 1e-6, "training length": 0.03, "batch tokens": 0.05}
-"""Relative tolerances: the paper rounds counts of tokens, where the recipes use powers of two."""
 
 
 def state_size(claim: Claim) -> Measurement:
@@ -70,40 +61,10 @@ def gate_params(claim: Claim) -> Measurement:
     return beside_printed(claim, ours, "one layer of recipe 1p3b_gsa, its matrices")
 
 
-def damping(claim: Claim) -> Measurement:
-    """Compare the damping of the gate."""
-    return beside_printed(claim, {"tau": _gsa(RECIPES["1p3b_gsa"]()).damping}, "recipe 1p3b_gsa")
-
-
-def setup_lm(claim: Claim) -> Measurement:
-    """Compare the 1.3B and 2.7B recipes; their names count fewer weights than they have."""
-    small, large = (RECIPES[f"{prefix}_gsa"]() for prefix in SIZES.values())
-    tokens = small.steps * small.batch_size * small.seq_len
-    ours = {
-        "small model parameters": _model("1p3b_gsa").num_parameters(),
-        "large model parameters": _model("2p7b_gsa").num_parameters(),
-        "tokens": tokens,
-        "weight decay": small.optim.weight_decay,
-        "peak learning rate": small.optim.lr,
-        "final learning rate": small.optim.min_lr,
-        "warm-up tokens": small.optim.warmup_fraction * tokens,
-        "heads 1.3B": _gsa(small).num_heads,
-        "heads 2.7B": _gsa(large).num_heads,
-        "slots": _gsa(small).num_slots,
-    }
-    return beside_printed(claim, ours, "recipes 1p3b_gsa, 2p7b_gsa")
-
-
-def setup_t2r(claim: Claim) -> Measurement:
-    """Compare the recipe of fine-tuning from Mistral 7B."""
-    config = t2r("gsa")
-    ours = {
-        "peak learning rate": config.optim.lr,
-        "warm-up steps": config.optim.warmup_fraction * config.steps,
-        "training length": config.seq_len,
-        "batch tokens": config.batch_size * config.seq_len,
-    }
-    return beside_printed(claim, ours, "recipe t2r_gsa")
+def parameters(config: TrainConfig) -> int:
+    """Count the weights of a recipe's model."""
+    with torch.device("meta"):
+        return config.model.build().num_parameters()
 
 
 def _model(recipe: str) -> LM:

@@ -1,21 +1,18 @@
-"""What is counted or computed without training: FLOPs, states in memory, the recipes' settings."""
+"""What is counted or computed without training: FLOPs, states in memory."""
 
 from pathlib import Path
 
 import torch
-from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import AbstractMixer, MixerConfig
-from mezzo_core.papers.checks import beside_printed
+from mezzo_core.papers.beside import beside_printed
 from mezzo_core.papers.criteria import Judgement, Outcome
 from mezzo_core.papers.measurement import Entry, How, Measurement, entries
 from mezzo_core.papers.published import Claim, Table, Value, load_published
-from mezzo_core.train.config import TrainConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mezzo_rat.mixer import RATConfig
-from mezzo_rat.recipes import RECIPES
 from mezzo_rat.reversed import RATReversedConfig
 from mezzo_rat.speed import paper_layers
 
@@ -24,8 +21,6 @@ FLOPS_AT = (256, 512, 1024)
 GROWTH = ("growth, counted", "growth, formula")
 GPU_BYTES = 120e9
 """Memory of the paper's GPU."""
-ROUNDED = {"tokens": 0.01, "batch tokens": 0.05}
-"""The paper prints rounded counts of tokens (15B, 2M); the recipes use powers of two near them."""
 
 
 def flops(claim: Claim) -> Measurement:
@@ -120,56 +115,7 @@ def out_of_memory(claim: Claim) -> Measurement:
     )
 
 
-def setup_200m(claim: Claim) -> Measurement:
-    """Compare the 200M recipes, RAT(L=64) at its three contexts."""
-    names = [f"200m{size}_rat_l64" for size in ("", "_16k", "_32k")]
-    config = RECIPES[names[0]]()
-    ours: dict[str, Value] = {
-        **_shared(config),
-        "weight decay": config.optim.weight_decay,
-        "beta1": config.optim.betas[0],
-        "beta2": config.optim.betas[1],
-        "gradient clip": config.optim.clip,
-        **{f"context {i}": RECIPES[name]().seq_len for i, name in enumerate(names, 1)},
-    }
-    return beside_printed(claim, ours, f"recipes {', '.join(names)}")
-
-
-def setup_1p3b(claim: Claim) -> Measurement:
-    """Compare the 1.3B recipes, RAT(L=16)-SWA at 4K and its RoPE base at 16K."""
-    config = RECIPES["1p3b_rat_swa"]()
-    windows = [m.window_size for m in config.model.mixers if isinstance(m, AttentionConfig)]
-    ours: dict[str, Value] = {
-        **_shared(config),
-        "RoPE base at 16K": _rat(RECIPES["1p3b_16k_rat_swa"]()).rope_base,
-        "init std": config.model.init_std,
-        "context": config.seq_len,
-        "SWA window": windows[0] or 0,
-    }
-    return beside_printed(claim, ours, "recipes 1p3b_rat_swa, 1p3b_16k_rat_swa")
-
-
 def on_meta(config: MixerConfig, d_model: int) -> AbstractMixer:
     """Build a mixer without memory for its weights."""
     with torch.device("meta"):
         return config.build(d_model)
-
-
-def _shared(config: TrainConfig) -> dict[str, Value]:
-    rat = _rat(config)
-    batch_tokens = config.batch_size * config.seq_len
-    return {
-        "model dimension": config.model.d_model,
-        "layers": len(config.model.mixers),
-        "head dimension": rat.head_dim,
-        "RoPE base": rat.rope_base,
-        "tokens": config.steps * batch_tokens,
-        "peak learning rate": config.optim.lr,
-        "final learning rate": config.optim.min_lr,
-        "warm-up fraction": config.optim.warmup_fraction,
-        "batch tokens": batch_tokens,
-    }
-
-
-def _rat(config: TrainConfig) -> RATConfig:
-    return next(mixer for mixer in config.model.mixers if isinstance(mixer, RATConfig))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mezzo_core.papers.checks import beside
+from mezzo_core.papers.beside import beside
 from mezzo_core.papers.growth import growing
 from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim, Value

@@ -6,7 +6,7 @@
 | `measurement` | our numbers, of result files or of this run |
 | `criteria` | what a measurement must show for a claim to agree |
 | `claims` | what answers each table and claim: `Answer`, `Evidence`, `Finding` |
-| `trainings`, `checks` | tiny trainings; values beside printed ones |
+| `trainings`, `beside` | tiny trainings; our recipes' values beside printed ones |
 | `speeds` | the sizes, result files and script of a paper's speeds |
 | `reproduction` | `Reproduction`: all that the `reproduce` command is |
 | `report`, `tables`, `markdown`, `html`, `figures` | the report and RESULTS.md |

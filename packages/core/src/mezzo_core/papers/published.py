@@ -6,7 +6,8 @@ Such a file has only the paper's numbers, none of ours. Its rules are:
 - `column_better`, `column_metric` and `column_unit` have one entry for each column, and override
   the table's `better`, `metric` and `unit`.
 - A row with `kind = "ratio"` is derived from other rows, and is left out of orderings.
-- A claim's `ordering` names models, best first. Its `labels` has one entry for each value.
+- A claim's `ordering` names models, best first. Its `labels` has one entry for each value, and so
+  has `ours` of a set-up: where its `recipe` has the value (see `beside`), "" if it has none.
 """
 
 import dataclasses
@@ -103,6 +104,8 @@ class Claim:
     qualifier: str = ""
     ordering: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    recipe: str = ""
+    ours: tuple[str, ...] = ()
     notes: str = ""
 
     def labelled(self) -> dict[str, Value]:
@@ -195,6 +198,8 @@ def _claim(entry: dict[str, Any]) -> Claim:
     claim = _record(Claim, entry, entry.get("id", "a claim"))
     if claim.labels and len(claim.labels) != len(claim.values):
         raise UserError(f"{claim.id}: {len(claim.labels)} labels for {len(claim.values)} values")
+    if len(claim.ours) not in (0, len(claim.values)):
+        raise UserError(f"{claim.id}: {len(claim.ours)} of `ours` for {len(claim.values)} values")
     return claim
 
 

@@ -1,0 +1,78 @@
+"""What needs no training: our values beside printed ones, and where recipes have them."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from mezzo_core.papers.claims import Evidence, counted
+from mezzo_core.papers.criteria import Equal
+from mezzo_core.papers.measurement import How, Measurement, entries
+from mezzo_core.papers.published import Claim, Value
+
+
+def in_recipes(
+    recipes: Mapping[str, Callable[[], Any]],
+    rounded: Mapping[str, float] | None = None,
+    **further: Callable[[Any], Value],
+) -> Evidence:
+    """Answer a printed set-up by the values of recipes, found by the claim's `ours`.
+
+    An expression is a path into the recipe, as `optim.lr` or `optim.betas.0`, or sums and products
+    of paths and whole numbers, as `steps * batch_size * seq_len`. What has a length stands for it.
+    `built` is the recipe's model. `NAME: ` before an expression takes another recipe.
+
+    Args:
+        recipes: functions that return a recipe, by name.
+        rounded: relative tolerances by label, see `Equal`.
+        further: functions of a recipe, for expressions that are no path.
+    """
+
+    def compare(claim: Claim) -> Measurement:
+        ours, used = dict[str, Value](), dict[str, None]()
+        for label, expression in zip(claim.labels, claim.ours, strict=True):
+            if expression:
+                name, _, path = expression.rpartition(": ")
+                used[name or claim.recipe] = None
+                recipe = recipes[name or claim.recipe]()
+                ours[label] = further[path](recipe) if path in further else _value(recipe, path)
+        return beside_printed(claim, ours, f"recipes {', '.join(used)}")
+
+    return counted(compare, Equal(rounded or {}))
+
+
+def _value(recipe: Any, expression: str) -> Value:
+    """Return the value of an expression, see `in_recipes`."""
+    terms = (prod(_found(recipe, path) for path in t.split(" * ")) for t in expression.split(" + "))
+    return sum(terms)
+
+
+def _found(found: Any, path: str) -> Any:
+    if path.isdigit():
+        return int(path)
+    for name in path.split("."):
+        if name == "built":
+            with torch.device("meta"):  # without memory for its weights
+                found = found.model.build()
+        else:
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
+    return len(found) if hasattr(found, "__len__") else found
+
+
+def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Measurement:
+    """Put our values beside those of the paper that have the same labels, for `Equal`.
+
+    Labels that we have no value for (number of GPUs) are named in the setting.
+    """
+    printed = {label: value for label, value in claim.labelled().items() if label in ours}
+    left_out = ", ".join(label for label in claim.labels if label not in ours)
+    words = f"; left out: {left_out}" if left_out else ""
+    return beside(printed, ours, f"{setting}{words}")
+
+
+def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
+    """Put our values beside printed ones by their labels, for `Equal`."""
+    rows = {label: (value, ours[label]) for label, value in printed.items()}
+    columns, setting = ("printed", "ours"), f"{setting}; nothing was trained"
+    return Measurement(entries(rows, columns), columns, setting, How.PAPER)
