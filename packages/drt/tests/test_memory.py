@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.testing.numerics import assert_close
-from mezzo_drt import DRTConfig, layer, room
-from mezzo_drt.room import make_leaf, room_of
+from mezzo_drt import DRTConfig, layer
+from mezzo_drt.memory import store
+from mezzo_drt.memory.store import room_of
 from torch.utils._pytree import tree_leaves, tree_map
 
 C, L = 12, 4
@@ -56,7 +57,7 @@ def test_segments_copy_the_memory_only_when_its_room_doubles(stack, size):
     for segment in x.split(size, 1):
         before = state
         _, state = stack(segment, state)
-        room = room_of(state.room)
+        room = room_of(state.memory)
         if places(state) != places(before):
             made.append(room.capacity)
         assert room is None or room.filled == state.memory.keys.shape[1] <= room.capacity
@@ -86,20 +87,20 @@ def test_only_the_newest_state_appends(stack):
     first, second = stack(x, trunk)[1], stack(x, trunk)[1]
     assert places(first) == places(trunk)
     assert places(second) != places(trunk)
-    assert room_of(first.room).filled == 10
+    assert room_of(first.memory).filled == 10
 
 
 def test_of_two_threads_that_go_on_from_a_state_only_one_appends(stack, monkeypatch):
     """Here all of one runs while the other looks at the buffers."""
     _, trunk = run(stack, torch.randn(1, 9 * L, C), L)
-    x, others, look = torch.randn(1, L, C), [], room.buffers
+    x, others, look = torch.randn(1, L, C), [], store.room_of
 
     def look_meanwhile(*args):
-        monkeypatch.setattr(room, "buffers", look)
+        monkeypatch.setattr(store, "room_of", look)
         others.append(stack(x, trunk)[1])
         return look(*args)
 
-    monkeypatch.setattr(room, "buffers", look_meanwhile)
+    monkeypatch.setattr(store, "room_of", look_meanwhile)
     mine = stack(x, trunk)[1]
     assert places(others[0]) == places(trunk)
     assert places(mine) != places(trunk)
@@ -114,7 +115,6 @@ COPIES = {
     "other memory": lambda state: state._replace(
         memory=type(state.memory)(*(part.clone() for part in state.memory))
     ),
-    "no leaf": lambda state: state._replace(room=make_leaf(len(state.room))),
 }
 
 
@@ -125,7 +125,7 @@ def test_states_made_of_a_states_tensors_go_on_alone(stack, copy):
     rows = COPIES[copy](tree_map(lambda t: t, state._replace(wait=torch.arange(4))))
     other = COPIES[copy](state)
     which = rows.wait.tolist()
-    assert room_of(state.room).capacity > 10
+    assert room_of(state.memory).capacity > 10
     after = torch.randn(len(which), 2 * L, C)
     wanted, _ = stack(torch.cat([x[which, : 9 * L], after], 1))
     y, _ = run(stack, after, L, other)
@@ -168,14 +168,14 @@ def test_a_forward_takes_no_room_for_the_steps_that_a_state_had_room_for(stack):
     x = torch.randn(1, 4 * L, C)
     state = stack.reserve(stack.init_state(1), 1000 * L)
     y, state = run(stack, x, 2 * L, state)
-    assert room_of(state.room).capacity <= 8
+    assert room_of(state.memory).capacity <= 8
     assert_close("outputs", y, stack(x)[0], rtol=1e-5)
 
 
 def test_reserve_takes_room_that_is_there_and_leaves_the_state_as_it_was(stack):
     x = torch.randn(2, 20 * L, C)
     _, given = run(stack, x[:, : 9 * L], L)
-    assert room_of(given.room).capacity == 16
+    assert room_of(given.memory).capacity == 16
     kept = [leaf.clone() for leaf in tree_leaves(given)]
     state = stack.reserve(given, 7 * L)
     assert places(state) == places(given)

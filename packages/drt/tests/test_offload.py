@@ -9,7 +9,8 @@ from mezzo_core.nn.generate import generate
 from mezzo_core.testing.laws import LAWS, check_segments, check_step
 from mezzo_core.testing.numerics import assert_close
 from mezzo_core.testing.poison import poison_memory as poison_memory
-from mezzo_drt import DRTConfig, offload
+from mezzo_drt import DRTConfig
+from mezzo_drt.memory import host
 from torch.utils._pytree import tree_leaves
 
 C, L, R = 32, 4, 2
@@ -88,9 +89,9 @@ def test_rows_at_any_places_decode_as_alone(device, poison_memory):
 @torch.no_grad()
 def test_a_segment_fetches_each_chunk_that_it_reads_once_a_group(monkeypatch):
     stack, fetched = build(), []
-    rows = offload.fetch_rows
+    rows = host.fetch_rows
     monkeypatch.setattr(
-        offload, "fetch_rows", lambda *args: fetched.append(args[2].shape[1]) or rows(*args)
+        host, "fetch_rows", lambda *args: fetched.append(args[2].shape[1]) or rows(*args)
     )
     x, state = torch.randn(2, 80 * L, C), stack.init_state(2)
     for segment in x.split(2 * L, 1):
@@ -103,9 +104,9 @@ def test_a_segment_fetches_each_chunk_that_it_reads_once_a_group(monkeypatch):
 @torch.no_grad()
 def test_steps_fetch_once_a_chunk(monkeypatch):
     stack, fetched = build(), []
-    rows = offload.fetch_rows
+    rows = host.fetch_rows
     monkeypatch.setattr(
-        offload, "fetch_rows", lambda *args: fetched.append(args[2].shape) or rows(*args)
+        host, "fetch_rows", lambda *args: fetched.append(args[2].shape) or rows(*args)
     )
     decode(stack, torch.randn(1, 20 * L, C), [5 * L], 15 * L)
     # The prompt fetches for each group and for the open chunk. The last landmark is to come.

@@ -12,7 +12,8 @@ import torch
 from mezzo_core.errors import UserError
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.testing.numerics import assert_close
-from mezzo_drt import DRTConfig, store
+from mezzo_drt import DRTConfig
+from mezzo_drt.memory import host
 
 C, L = 12, 4
 CONFIG = DRTConfig(
@@ -86,7 +87,7 @@ def test_a_full_disk_is_an_error_and_harms_no_state(stack, tmp_path, monkeypatch
 def test_a_host_that_is_too_small_is_an_error_and_harms_no_state(stack, tmp_path, monkeypatch):
     x = torch.randn(1, 12 * L, C)
     _, state = run(stack, x[:, : 8 * L])
-    monkeypatch.setattr(store, "available_memory", lambda: 100.0)
+    monkeypatch.setattr(host, "available_memory", lambda: 100.0)
     with pytest.raises(UserError, match="give a folder"):
         run(stack, x[:, 8 * L :], state)
     stack.offload_to(tmp_path)
@@ -95,9 +96,9 @@ def test_a_host_that_is_too_small_is_an_error_and_harms_no_state(stack, tmp_path
 
 
 def test_memory_that_the_process_may_not_have_is_an_error_in_our_words(monkeypatch):
-    monkeypatch.setattr(store, "available_memory", lambda: math.inf)  # no limit is seen there
+    monkeypatch.setattr(host, "available_memory", lambda: math.inf)  # no limit is seen there
     with pytest.raises(UserError, match=r"GiB .* what this process may have .*: give a folder"):
-        store.in_memory((2**60,), torch.int8)
+        host.in_memory((2**60,), torch.int8)
 
 
 @torch.no_grad()
@@ -106,7 +107,7 @@ def test_a_host_needs_memory_for_keys_and_values_together(stack, monkeypatch):
     _, state = run(stack, x)
     keys = state.memory.k.nbytes
     for free, fits in ((2.0 * keys, True), (1.9 * keys, False)):
-        monkeypatch.setattr(store, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(host, "available_memory", lambda free=free: free)
         if fits:
             stack(x, stack.init_state(1))
         else:
@@ -197,4 +198,4 @@ def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
 
 
 def test_the_host_says_how_much_memory_it_has_left():
-    assert 2**20 < store.available_memory() < 2**50
+    assert 2**20 < host.available_memory() < 2**50

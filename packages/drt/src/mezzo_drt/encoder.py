@@ -1,6 +1,6 @@
 """The chunk encoder: from the lower layers' outputs of a chunk to what later chunks read of it."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -11,22 +11,10 @@ from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor, nn
 
+from mezzo_drt.memory.chunks import Memory
+
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
-
-
-class Memory(NamedTuple):
-    """What can be read of S chunks.
-
-    Attributes:
-        keys: (B, S, C), by which they are retrieved.
-        k: (B, S, L, H, D), the keys of their tokens, for all upper layers.
-        v: likewise, the values.
-    """
-
-    keys: Tensor
-    k: Tensor
-    v: Tensor
 
 
 class ChunkEncoder(nn.Module):
@@ -88,6 +76,13 @@ class ChunkEncoder(nn.Module):
             return Memory(F.rms_norm(mean, mean.shape[-1:], eps=NORM_EPS), k, v)
         return Memory(landmark if self.wl is None else self.wl(landmark), k, v)
 
+    def flops_per_chunk(self, chunk_size: int) -> int:
+        """Return the FLOPs of a complete chunk of L tokens."""
+        L, C = chunk_size, self.wk.in_features
+        weights = (L + 1) * num_weights([self.layers]) + L * num_weights([self.wk, self.wv])
+        landmark = 0 if self.wl is None else num_weights([self.wl])
+        return 2 * (weights + landmark) + len(self.layers) * 4 * C * (L + 1) ** 2
+
 
 class EncoderLayer(nn.Module):
     """`x + attention(norm x)`, bidirectional and with RoPE, then `x + mlp(norm x)`."""
@@ -110,3 +105,9 @@ class EncoderLayer(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         x = x + self.wo(attention(q, k, v, causal=False).out.flatten(2))
         return x + self.mlp(self.mlp_norm(x))
+
+
+def num_weights(modules: Iterable[nn.Module]) -> int:
+    """Return the number of weights of the matrices; norms are not counted."""
+    parts = [part for module in modules for part in module.modules()]
+    return sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))

@@ -7,7 +7,8 @@ from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from torch import Tensor, nn
 
-from mezzo_drt.encoder import Memory
+from mezzo_drt.encoder import num_weights
+from mezzo_drt.memory.chunks import Memory
 from mezzo_drt.ops.grouped_cross_attention import Readers, grouped_cross_attention
 from mezzo_drt.places import Places
 from mezzo_drt.retrieval import Reads
@@ -75,6 +76,17 @@ class UpperLayer(nn.Module):
         u = x + self.attention.step(self.attention_norm(x), cache)
         q = self.wq(self.cross_norm(u))[:, None]
         return self._finish(u, self._read(q, memory, reads)[:, 0])
+
+    def flops(self, num_tokens: int, chunk_size: int, num_retrieved: int) -> float:
+        """Return the FLOPs of all places of so many tokens, in chunks of L that read up to R."""
+        L, R = chunk_size, num_retrieved
+        N, rest = divmod(num_tokens, L)
+        places, older = num_tokens + N, max(N - 1, 0)
+        few = min(older, R)  # a chunk reads up to R of those before the last one
+        reads = (L + 1) * (few * (few - 1) // 2 + R * (older - few)) + rest * few
+        weights = num_weights([self.wq, self.wo, self.mlp])
+        attention = self.attention.flops_per_token(places) * places
+        return attention + 2 * weights * places + 4 * self.wq.in_features * L * reads
 
     def _read(
         self, q: Tensor, memory: Memory, reads: Reads, readers: Readers | None = None

@@ -121,8 +121,7 @@ class PackedChunks(NamedTuple):
     """How T tokens of S packed sequences lie in chunks: each sequence begins with a chunk."""
 
     num_chunks: int
-    """Enough for any borders, so that nobody waits for a GPU to read them, and one graph fits all.
-    The chunks that are left over belong to no sequence."""
+    """Enough for any borders, which nobody reads: those that are left over have no sequence."""
     starts: Tensor
     """(S + 1,), the first chunk of each sequence; lastly how many chunks are used."""
     chunk: Tensor
@@ -184,18 +183,6 @@ class Continued(NamedTuple):
     num_after: int
     num_done: int
     writes_at: int | None
-
-    def extend(self, old: Tensor, new: Tensor) -> Tensor:
-        """Append the completed chunks: (B, S, ...) and (B, N, ...) give (B, `num_after`, ...)."""
-        old = old.to(new.dtype)
-        if self.num_before is not None:
-            kept = old[:, : self.num_before]
-            return torch.cat([kept, new[:, : self.num_after - self.num_before]], 1)
-        S = old.shape[1]
-        chunk = torch.arange(self.num_after, device=old.device)
-        before = self.before.to(old.device)[:, None]
-        index = torch.where(chunk < before, chunk, S + chunk - before)
-        return take(torch.cat([old, new], 1), index.clamp(max=S + new.shape[1] - 1))
 
 
 def continued_places(

@@ -18,17 +18,18 @@ from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
-from mezzo_drt import cost
-from mezzo_drt.encoder import ChunkEncoder, Memory
+from mezzo_drt.encoder import ChunkEncoder, num_weights
 from mezzo_drt.layer import Residual, UpperLayer
-from mezzo_drt.offload import fetch, fetch_open, fetch_open_, slots, store_
+from mezzo_drt.memory.chunks import Due, Memory
+from mezzo_drt.memory.device import DeviceStore
+from mezzo_drt.memory.disk import in_folder
+from mezzo_drt.memory.host import HostStore
+from mezzo_drt.memory.store import AbstractStore, check_room
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
 from mezzo_drt.outside import OutsideConfig, build_outside, divide, embed, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, retrieve
-from mezzo_drt.room import append, buffers, check_room
-from mezzo_drt.state import DRTState, Due, check_state, initial_state, next_state, reserved
-from mezzo_drt.store import Allocate, in_folder, in_memory
+from mezzo_drt.state import DRTState, check_state, initial_state, next_state, reserved
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -118,7 +119,9 @@ class DRT(AbstractStack):
         mlp = MLPConfig("swiglu", hidden)
         half = config.num_layers // 2
         block = MixerBlockConfig(attention, mlp, eps)
-        self._allocate: Allocate | None = in_memory if config.offload else None
+        self._group_size = half // config.num_groups
+        self._sizes = (config.chunk_size, config.window_size)
+        self._store: AbstractStore = HostStore() if config.offload else DeviceStore()
         self.landmark = nn.Embedding(1, d_model)
         # torch's ModuleList has no element type, so the casts tell it to type checkers.
         self.lower = cast(Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half)))
@@ -155,7 +158,7 @@ class DRT(AbstractStack):
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
-            check_state(self, state)
+            check_state(state, *self._sizes)
             continued = continued_places(state.num_places, x.shape[1], lengths, L)
             places = continued.places
         elif cu_seqlens is not None:
@@ -177,17 +180,15 @@ class DRT(AbstractStack):
             chunks = state.with_open_chunk(chunks)
         encoded = memory = readable = self._encode(chunks)
         if state is not None and continued is not None:
-            memory, room = append(state.memory, state.room, encoded, continued, self._allocate)
-            # Whole buffers lie without gaps, and so the kernels take them as they are.
-            readable = memory if self.config.offload else buffers(memory, room)
+            memory = self._store.append(state.memory, encoded, continued)
         reads: list[Reads] = []
         readers: Readers | None = None
         for i, layer in enumerate(self.upper):
             if i % self._group_size == 0:
                 reads.append(self._reads(len(reads), h, encoded, memory, places, state))
                 here = Reads(*(part[:, : places.num_chunks].contiguous() for part in reads[-1]))
-                if self.config.offload and state is not None:
-                    readable, indices = fetch(memory, here.indices)
+                if state is not None:
+                    readable, indices = self._store.gather(memory, here.indices)
                     here = replaced(here, indices=indices)
                 if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
                     readers = readers_of(here.indices, readable.k.shape[1])
@@ -196,10 +197,8 @@ class DRT(AbstractStack):
         y = places.collect(h)
         if state is None or continued is None:
             return y, None
-        after = next_state(tuple(caches), chunks, memory, room, state.fetched, reads, continued)
-        if self.config.offload:
-            after = replaced(after, fetched=fetch_open(memory, after.indices))
-        return y, after
+        after = next_state(tuple(caches), chunks, memory, state.fetched, reads, continued)
+        return y, replaced(after, fetched=self._store.fetch(memory, after.indices, state.fetched))
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
@@ -210,7 +209,7 @@ class DRT(AbstractStack):
     def check_step(self, x: Tensor, state: DRTState) -> None:
         """Check the arguments of `step`; the caches are alike, so the first layer's tells room."""
         super().check_step(x, state)
-        check_state(self, state)
+        check_state(state, *self._sizes)
         L, places = self.config.chunk_size, state.num_places
         if is_read(places) and (places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
@@ -229,17 +228,16 @@ class DRT(AbstractStack):
         if (state.wait > 0).all():
             state.wait.sub_(1)
             return
-        check_state(self, state)
+        check_state(state, *self._sizes)
         num_places = state.num_places.cpu()
         place, stored = num_places % (L + 1), num_places // (L + 1)
         is_due = place == L
         if is_due.any():
             check_room(state.memory, int(stored[is_due].max()))
             encoded = run(self._run_landmarks, state)
-            if self.config.offload:
-                rows = is_due.nonzero()[:, 0]
-                store_(state.memory, encoded, rows, stored[rows])
-                fetch_open_(state.fetched, state.memory, state.indices, rows)
+            rows = is_due.nonzero()[:, 0]
+            kept = (state.memory, state.fetched, state.indices)
+            self._store.store_rows_(*kept, encoded, rows, stored)
         # A step brings a row with p places of the open chunk to p + 1, and L need a landmark.
         state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
 
@@ -270,12 +268,9 @@ class DRT(AbstractStack):
         for block, cache in zip(self.lower, state.caches, strict=False):
             h = block.step(h, cache)
         state.lower[batch, place] = torch.cat([h, *beside], -1)[:, 0].to(state.lower.dtype)
-        encoded: Memory | None = None
-        if due is not None:
-            encoded = self._encode(state.lower[:, None])
-            kept = state.memory[:1] if self.config.offload else state.memory
-            for old, new in zip(kept, encoded, strict=False):
-                due.store_(old, new[:, 0])
+        encoded = None if due is None else self._encode(state.lower[:, None])
+        if due is not None and encoded is not None:
+            self._store.store_(state.memory, encoded, due)
         found = []
         for i, layer in enumerate(self.upper):
             group = i // self._group_size
@@ -283,11 +278,8 @@ class DRT(AbstractStack):
                 hi = due.stored[:, None]
                 lo = torch.zeros_like(hi)
                 found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
-            reads = Reads(state.indices[:, group, None], state.weights[:, group, None])
-            memory = state.memory
-            if self.config.offload:
-                reads = replaced(reads, indices=slots(state.indices, group))
-                memory = Memory(memory.keys, *state.fetched)
+            memory, slots = self._store.read(state.memory, state.fetched, state.indices, group)
+            reads = Reads(slots, state.weights[:, group, None])
             h = layer.step(h, state.caches[len(self.lower) + i], memory, reads)
         if due is not None:
             indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
@@ -297,11 +289,17 @@ class DRT(AbstractStack):
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
-        return reserved(self, state, num_tokens, self._allocate)
+        self.check_reserve(state, num_tokens)
+        check_state(state, *self._sizes)
+        return reserved(state, num_tokens, self.attentions(), self.config.chunk_size, self._store)
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
-        return initial_state(self, batch)
+        c, C, D = self.config, self.d_model, self.config.head_dim
+        K = 0 if self.outside is None else self.outside.width
+        sizes = ((c.chunk_size, C // D, D), (c.num_groups, c.num_retrieved), (C + K, K or C))
+        caches = tuple(layer.init_state(batch) for layer in self.attentions())
+        return initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
@@ -309,21 +307,37 @@ class DRT(AbstractStack):
         A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
         of the weights. A state that grows in place may have room for twice the chunks.
         """
-        return cost.state_bytes(self, num_tokens)
+        c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
+        chunks, num_read = num_tokens // c.chunk_size, c.num_groups * c.num_retrieved
+        caches = sum(a.state_bytes(num_tokens + chunks) for a in self.attentions())
+        K = 0 if self.outside is None else self.outside.width
+        channels = (c.chunk_size + 1) * (C + K) + chunks * (K or C)
+        channels += 2 * (num_read if c.offload else chunks) * c.chunk_size * C
+        return caches + channels * size + num_read * (8 + 4)
 
     def host_state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
-        return cost.host_state_bytes(self, num_tokens)
+        L, size = self.config.chunk_size, self.landmark.weight.element_size()
+        return 2 * (num_tokens // L) * L * self.d_model * size if self.config.offload else 0
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval."""
-        return cost.flops_per_token(self, num_tokens)
+        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
+
+        Of the encoder, complete chunks are counted; an outside encoder is not.
+        """
+        c, L, N = self.config, self.config.chunk_size, num_tokens // self.config.chunk_size
+        places = num_tokens + N
+        total = places * sum(block.flops_per_token(places) for block in self.lower)
+        total += sum(layer.flops(num_tokens, L, c.num_retrieved) for layer in self.upper)
+        total += N * (self.encoder.flops_per_chunk(L) + 2 * num_weights(self.queries))
+        K = self.d_model if self.outside is None else self.outside.width
+        return (total + c.num_groups * K * N * (N - 1)) / max(num_tokens, 1)
 
     def offload_to(self, folder: str | Path | None) -> None:
         """Keep what is offloaded in files of a folder from now on; None for the host's memory.
 
-        The files have no names and go with the states. A process that is forked off, such as a
-        worker of a DataLoader, cannot go on from these. Gradients need the host's memory.
+        The files have no names and go with the states; a forked process cannot go on from these.
+        Gradients need the host's memory.
 
         Raises:
             UserError: if the folder is missing, or cannot be written.
@@ -332,7 +346,7 @@ class DRT(AbstractStack):
         """
         if not self.config.offload:
             raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
-        self._allocate = in_memory if folder is None else in_folder(folder)
+        self._store = HostStore() if folder is None else HostStore(in_folder(folder))
 
     def beside(self, tokens: Tensor) -> Tensor | None:
         """Return what the outside encoder needs of the tokens."""
@@ -347,10 +361,6 @@ class DRT(AbstractStack):
         """Return the lower layers, the encoder and the upper layers."""
         return (*self.lower, self.encoder, *self.upper)
 
-    @property
-    def _group_size(self) -> int:
-        return len(self.upper) // self.config.num_groups
-
     def attentions(self) -> list[Any]:
         """Return the self-attention of every layer."""
         return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
@@ -364,14 +374,9 @@ class DRT(AbstractStack):
         return replaced(encoded, keys=outside_keys(chunks[..., C:], self.outside))
 
     def _reads(
-        self,
-        group: int,
-        h: Tensor,
-        encoded: Memory,
-        memory: Memory,
-        places: Places,
+        self, group: int, h: Tensor, encoded: Memory, memory: Memory, places: Places,
         state: DRTState | None,
-    ) -> Reads:
+    ) -> Reads:  # fmt: skip
         """Return what the N chunks of the grid read in a group, and the one after them."""
         found = self._retrieve(group, places.landmarks(h), encoded, memory, places.lo, places.hi)
         if state is None:  # the first chunk reads nothing
@@ -388,12 +393,8 @@ class DRT(AbstractStack):
         c = self.config
         queries = encoded.keys if c.retriever == "fixed" else self.queries[group](h)
         return retrieve(
-            queries,
-            memory.keys,
-            lo,
-            hi,
-            c.num_retrieved,
+            queries, memory.keys, lo, hi, c.num_retrieved,
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
             ties=c.outside is not None or c.retriever == "random",
-        )
+        )  # fmt: skip

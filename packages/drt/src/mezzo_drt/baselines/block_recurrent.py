@@ -277,11 +277,8 @@ class BlockRecurrent(AbstractMixer):
         block = torch.arange(blocks.num_chunks, device=cu_seqlens.device)
         is_first = (block[:, None] == blocks.starts[:-1]).any(1)
         # The states of a block that is not complete go nowhere: a sequence begins behind it.
-        return _Blocks(
-            (blocks.chunk * L + blocks.offset)[None],
-            is_first[None],
-            torch.ones_like(is_first)[None],
-        )
+        slot = blocks.chunk * L + blocks.offset
+        return _Blocks(slot[None], is_first[None], torch.ones_like(is_first)[None])
 
     def _keep(self, ring: Tensor, new: Tensor, seen: Tensor, after: Tensor) -> Tensor:
         """Return the ring (B, W, H, D) with this call's keys or values (B, T, H, D)."""

@@ -1,41 +1,22 @@
-"""Where the host keeps the keys and values of chunks: its memory, or files in a folder."""
+"""Chunks of the host in files of a folder."""
 
 import math
 import mmap
 import os
 import tempfile
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from mezzo_core.errors import UserError
 from torch import Tensor
 
-Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes a tensor, whose values are anything, on the host."""
-_MAPPED: dict[int, int] = {}
-"""The process that mapped a file, by the address in memory."""
+from mezzo_drt.memory.host import Allocate
 
-
-def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor in pageable memory.
-
-    Raises:
-        UserError: if the host has not so much memory left, or this process may not have it.
-    """
-    needed, free = math.prod(sizes) * dtype.itemsize, available_memory()
-    left = f"which has {free / 2**30:.1f} GiB left"
-    if needed <= free:
-        try:
-            return torch.empty(*sizes, dtype=dtype, device="cpu")
-        except RuntimeError:
-            left = "beyond what this process may have (see ulimit -v)"
-    raise UserError(
-        f"offload needs {needed / 2**30:.1f} GiB more of the host's memory, {left}: "
-        "give a folder for files by offload_to(folder)"
-    )
+_OWNERS: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+"""The process that mapped a file, by what it holds."""
 
 
 def in_folder(folder: str | Path) -> Allocate:
@@ -71,8 +52,7 @@ def _in_file(folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
             f"{error.strerror or error}"
         ) from error
     found = torch.frombuffer(mapped, dtype=dtype).view(*sizes)
-    _MAPPED[found.data_ptr()] = os.getpid()
-    weakref.finalize(mapped, _MAPPED.pop, found.data_ptr())
+    _OWNERS[found.untyped_storage()] = os.getpid()
     return found
 
 
@@ -85,21 +65,8 @@ def check_process(part: Tensor) -> None:
         UserError: if it lies in a file that this process has from the one that forked it.
     """
     here = os.getpid()
-    if _MAPPED.get(part.untyped_storage().data_ptr(), here) != here:
+    if _OWNERS.get(part.untyped_storage(), here) != here:
         raise UserError(
             "state has chunks in files of the process that forked this one, which may still write "
             "them: start a state here, or keep chunks in memory by offload_to(None)"
         )
-
-
-def available_memory() -> float:
-    """Return the bytes of memory that the host can still give; infinite if it does not say.
-
-    Limits of a container are not seen.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else math.inf
