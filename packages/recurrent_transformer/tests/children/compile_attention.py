@@ -4,12 +4,27 @@ import torch
 from mezzo_core.testing.compile_only import compile_only
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Keys, Later
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    Attending,
+    BackwardBuffers,
+    Keys,
+    Later,
+    Matrices,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
+
+
+def work_of(form, tile, k_norm=None, **others):
+    """Return a workspace with these buffers, and no others."""
+    blank = dict.fromkeys(BackwardBuffers._fields)
+    buffers = BackwardBuffers(**blank | others | {"attending": tile})
+    weights = Matrices(**dict.fromkeys(Matrices._fields) | {"k_norm": k_norm})
+    return Workspace(buffers, weights, torch.zeros(form.num_heads), form, kernels)
 
 
 def attend(H, D, dtype, *, m=2, S=16, B=2, slots=64, first=32, b=1, past=False):
     """Launch each kernel."""
-    C, form, slopes = H * D, Form(H, 1.0, "rms", 1e-6, True, b), torch.zeros(H)
+    C, form = H * D, Form(H, 1.0, "rms", 1e-6, True, b)
 
     def tile(channels=C, dtype=dtype):
         return torch.zeros(m, S, B, channels, dtype=dtype)
@@ -17,18 +32,19 @@ def attend(H, D, dtype, *, m=2, S=16, B=2, slots=64, first=32, b=1, past=False):
     k, v = torch.zeros(2, m, B, slots, C, dtype=dtype)
     keys = Keys(k, v, torch.zeros(B, dtype=torch.int64) if past else None, first)
     wide, stats = tile(dtype=torch.float32), tile(H, torch.float32)
-    kernels.attend_earlier(tile(), keys, slopes, form, wide, stats)
     attending = Attending(*(tile() for _ in range(6)), stats)
-    kernels.attend_tile(attending, keys, slopes, form)
-    kernels.attend_tile_bwd(attending, tile(), stats, keys, slopes, form, tile(3 * C))
+    kernels.attend_earlier(work_of(form, attending._replace(o=wide)), keys)
+    work = work_of(form, attending, do=tile(), delta=stats, dk=wide, dv=wide.clone())
+    kernels.attend_tile(work, keys)
+    kernels.attend_tile_bwd(work, keys, tile(3 * C))
     of_all = [torch.zeros(m, B, slots, x, dtype=y) for x, y in ((C, dtype), (H, torch.float32))]
     later = Later(of_all[0], of_all[0], of_all[1], of_all[1], first)
-    kernels.pairs_bwd(tile(), tile(), later, slopes, form, wide, wide.clone())
+    kernels.pairs_bwd(work, later)
 
 
 def attend_steps(H, D, dtype, *, b, m=2, S=16, B=2, step=1):
     """Launch the kernels of a step in a tile, forward and backward."""
-    C, form, slopes = H * D, Form(H, 1.0, "rms", 1e-6, True, b), torch.zeros(H)
+    C, form = H * D, Form(H, 1.0, "rms", 1e-6, True, b)
 
     def tile(channels=C, dtype=dtype):
         return torch.zeros(m, S, B, channels, dtype=dtype)
@@ -36,23 +52,21 @@ def attend_steps(H, D, dtype, *, b, m=2, S=16, B=2, step=1):
     stats, (dk, dv), weight = tile(H, torch.float32), torch.zeros(2, m, S, B, C), torch.zeros(m, C)
     forward = Attending(*(tile() for _ in range(5)), dk, stats)
     out, kv = torch.zeros(m, b, B, C, dtype=dtype), torch.zeros(m, b, B, 2 * C, dtype=dtype)
-    kernels.attend_step(forward, kv if step else None, weight, slopes, form, step, out)
-    backward = forward._replace(o=tile())
-    kernels.pairs_step_bwd(
-        backward, tile(), stats, tile(), weight, slopes, form, step, dk, dv, tile(2 * C)
-    )
+    kernels.attend_step(work_of(form, forward, weight), kv if step else None, step, out)
+    others = {"do": tile(), "delta": stats, "raw": tile(), "dk": dk, "dv": dv, "dpair": tile(2 * C)}
+    kernels.pairs_step_bwd(work_of(form, forward._replace(o=tile()), weight, **others), step)
 
 
 def attend_leaves(H, D, dtype, *, m=2, S=32, B=2, size=16):
     """Launch the kernels of leaves, forward and backward."""
-    C, form, slopes = H * D, Form(H, 1.0, "rms", 1e-6, True, 1), torch.zeros(H)
+    C, form = H * D, Form(H, 1.0, "rms", 1e-6, True, 1)
     q, kt, vt, k, v, do = torch.zeros(6, m, S, B, C, dtype=dtype)
     o, dk, dv = torch.zeros(3, m, S, B, C)
     stats = torch.zeros(m, S, B, H)
     attending = Attending(q, kt, vt, k, v, o, stats)
-    kernels.attend_leaves(attending, slopes, form, size, size)
-    attending = attending._replace(o=do)
-    kernels.leaves_bwd(attending, do, stats, slopes, form, size, size, dk, dv)
+    kernels.attend_leaves(work_of(form, attending), size, size)
+    others = {"do": do, "delta": stats, "dk": dk, "dv": dv}
+    kernels.leaves_bwd(work_of(form, attending._replace(o=do), **others), size, size)
 
 
 with compile_only() as compiled:

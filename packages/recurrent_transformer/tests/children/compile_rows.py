@@ -4,15 +4,18 @@ import itertools
 
 import torch
 from mezzo_core.testing.compile_only import compile_only
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    BackwardBuffers,
+    ForwardBuffers,
+    Matrices,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import (
-    activation,
     narrow,
     products,
     rows,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
@@ -37,8 +40,8 @@ def launch(norm, dtype, *, m=2, S=16, B=4, C=1024, H=16, step=3):
     if norm != "none":
         rows.add_norm_weight_grad(x, q, form, total)
         rows.add_norm_weight_grad(h, x, form, total)
-    activation.gelu(x, x)
-    activation.gelu_bwd(x[:, here], y[:, here], y[:, here])
+    rows.gelu(x, x)
+    rows.gelu_bwd(x[:, here], y[:, here], y[:, here])
     rows.head_products(x, y, torch.zeros(m, S, B, H))
 
 
@@ -65,8 +68,11 @@ def launch_narrow(norm, dtype, *, m=2, S=16, B=128, H=16, C=128, F=512):
     norms = (None if norm == "none" else torch.zeros(m, C),) * 4
     w = Matrices(*(torch.zeros(m, *size, dtype=dtype) for size in sizes), *norms)
     x, slopes = torch.zeros(B, S, C), torch.zeros(H)
-    narrow.narrow_leaf(ForwardBuffers.of(x, w, S, form), w, slopes, form, leaf)
-    narrow.narrow_leaf_bwd(BackwardBuffers.of(x, w, S, form), w, slopes, form, leaf)
+    for kind, run in (
+        (ForwardBuffers, narrow.narrow_leaf),
+        (BackwardBuffers, narrow.narrow_leaf_bwd),
+    ):
+        run(Workspace(kind.of(x, w, S, form), w, slopes, form, narrow), leaf)
 
 
 with compile_only() as compiled:

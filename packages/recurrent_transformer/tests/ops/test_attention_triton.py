@@ -6,7 +6,13 @@ from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Keys, Later
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    Attending,
+    BackwardBuffers,
+    Keys,
+    Later,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.gpu
@@ -34,6 +40,14 @@ def empty(*shape, dtype=torch.float32):
 
 def slopes_of(H):
     return torch.linspace(0.4, 0.0, H).to(DEVICE)
+
+
+def work_of(H, b=1, *, do=None, delta=None, dk=None, dv=None, **tile):
+    """Return a workspace with these buffers, and no others."""
+    attending = Attending(**dict.fromkeys(Attending._fields) | tile)
+    others = dict.fromkeys(BackwardBuffers._fields) | {"do": do, "delta": delta, "dk": dk, "dv": dv}
+    buffers = BackwardBuffers(**others | {"attending": attending})
+    return Workspace(buffers, None, slopes_of(H), form_of(H, b), None)
 
 
 def keys_of(m, S, B, C, *, slots, first, seen=None, dtype):
@@ -81,8 +95,8 @@ def test_attend_earlier_is_that_of_eager(shape, dtype):
     past = {name: x for name, x in shape.items() if name not in "mSBHD"}
     q, keys = normal(m, S, B, H * D, dtype=dtype), keys_of(m, S, B, H * D, **past, dtype=dtype)
     found, truth = ([empty(m, S, B, C) for C in (H * D, H)] for _ in range(2))
-    kernels.attend_earlier(q, keys, slopes_of(H), form_of(H), *found)
-    eager.attend_earlier(wide(q), wide(keys), slopes_of(H), form_of(H), *truth)
+    kernels.attend_earlier(work_of(H, q=q, o=found[0], lse=found[1]), keys)
+    eager.attend_earlier(work_of(H, q=wide(q), o=truth[0], lse=truth[1]), wide(keys))
     assert_same(("o", "lse"), found, truth, truth, dtype)
 
 
@@ -106,7 +120,7 @@ BLOCKS = {
 @pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
 def test_attention_of_a_tile_and_its_gradients_are_those_of_eager(shape, dtype):
     m, S, B, H, D, b = (shape[name] for name in "mSBHDb")
-    C, slopes, form = H * D, slopes_of(H), form_of(H, b)
+    C = H * D
     past = {name: x for name, x in shape.items() if name not in "mSBHDb"}
     keys = keys_of(m, S, B, C, **past, dtype=dtype)
     drawn = [normal(m, S, B, C, dtype=dtype, seed=seed) for seed in range(6)]
@@ -114,16 +128,15 @@ def test_attention_of_a_tile_and_its_gradients_are_those_of_eager(shape, dtype):
 
     def run(part, change):
         kept = change(keys)
-        tile = Attending(
-            *(change(x) for x in pairs), empty(m, S, B, C, dtype=dtype), empty(m, S, B, H)
-        )
-        tile = tile._replace(o=tile.o.to(tile.q.dtype))
-        part.attend_tile(tile, kept, slopes, form)
-        delta = empty(m, S, B, H)
-        eager.head_products(change(do), tile.o, delta)
-        dqkv = torch.full_like(tile.q.repeat(1, 1, 1, 3), NAN)
-        part.attend_tile_bwd(tile, change(do), delta, kept, slopes, form, dqkv)
-        return tile.o, tile.lse, *dqkv.chunk(3, -1)
+        q, kt, vt, k, v = map(change, pairs)
+        o, lse, delta = torch.full_like(q, NAN), empty(m, S, B, H), empty(m, S, B, H)
+        tile = {"q": q, "kt": kt, "vt": vt, "k": k, "v": v, "o": o, "lse": lse}
+        work = work_of(H, b, do=change(do), delta=delta, **tile)
+        part.attend_tile(work, kept)
+        eager.head_products(change(do), o, delta)
+        dqkv = torch.full_like(q.repeat(1, 1, 1, 3), NAN)
+        part.attend_tile_bwd(work, kept, dqkv)
+        return o, lse, *dqkv.chunk(3, -1)
 
     same = lambda x: x  # noqa: E731
     found, low, truth = run(kernels, same), run(eager, same), run(eager, wide)
@@ -143,7 +156,7 @@ LATER = {
 @pytest.mark.parametrize("shape", LATER.values(), ids=LATER)
 def test_pairs_bwd_is_that_of_eager(shape, dtype):
     m, S, B, H, D, T, begin = (shape[name] for name in (*"mSBHDT", "begin"))
-    C, slopes, form = H * D, slopes_of(H), form_of(H)
+    C = H * D
     k, v = (normal(m, S, B, C, dtype=dtype, seed=seed) for seed in range(2))
     q, do = (normal(m, B, T, C, dtype=dtype, seed=seed) for seed in (2, 3))
     lse, delta = (normal(m, B, T, H, seed=seed) for seed in (4, 5))
@@ -154,9 +167,9 @@ def test_pairs_bwd_is_that_of_eager(shape, dtype):
     for x in later[:4]:
         x.masked_fill_(before[:, None, :, None], NAN)
     found, truth = ([empty(m, S, B, C) for _ in range(2)] for _ in range(2))
-    kernels.pairs_bwd(k, v, later, slopes, form, *found)
+    kernels.pairs_bwd(work_of(H, k=k, v=v, dk=found[0], dv=found[1]), later)
     for x in later[:4]:
         x.nan_to_num_()  # which `eager` multiplies by zero
-    eager.pairs_bwd(wide(k), wide(v), wide(later), slopes, form, *truth)
+    eager.pairs_bwd(work_of(H, k=wide(k), v=wide(v), dk=truth[0], dv=truth[1]), wide(later))
     assert_same(("dk", "dv"), found, truth, truth, dtype)
     assert truth[0].any() == (begin - S * (m - 1) < T)

@@ -4,11 +4,15 @@ import pytest
 import torch
 from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import run_tile_bwd
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward import run_tile_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import run_tile
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    BackwardBuffers,
+    ForwardBuffers,
+    Matrices,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
@@ -79,10 +83,10 @@ def test_leaves_equal_eager(case, dtype):
             getattr(its, name).copy_(value)
         its.k.fill_(NAN)
         its.v.fill_(NAN)
-        run_tile(buffers, w.map(change), slopes, form, parts)
+        run_tile(Workspace(buffers, w.map(change), slopes, form, parts))
         return {"z": buffers.stream[1:], "k": its.k, "v": its.v}
 
-    assert kernels.is_narrow(given.attending.q, form)
+    assert narrow.is_narrow(given.attending.q, form)
     check(run, dtype)
 
 
@@ -112,7 +116,7 @@ def test_leaves_back_equal_eager(case, dtype):
         buffers.attending.lse.copy_(lse)
         for name in WRITTEN:
             getattr(buffers, name).fill_(NAN)
-        run_tile_bwd(buffers, w.map(change), slopes, form, parts)
+        run_tile_bwd(Workspace(buffers, w.map(change), slopes, form, parts))
         buffers.delta[:, 0] = 0  # which nothing in the tile asks for
         return {name: getattr(buffers, name) for name in ("u", "dk", *WRITTEN)}
 
@@ -130,11 +134,12 @@ def check(run, dtype, factor=2.0):
 
 def test_wide_layers_many_rows_and_blocks_are_done_elsewhere():
     x, form = torch.zeros(1, 1, 4, narrow.CHANNELS), Form(2, 1.0, "rms", 1e-5, True, 1)
-    assert kernels.is_narrow(x, form)
-    assert not kernels.is_narrow(torch.zeros(1, 1, 4, narrow.CHANNELS + 1), form)
-    assert not kernels.is_narrow(x.expand(products.PROGRAMS + 1, -1, -1, -1), form)
-    assert not kernels.is_narrow(x, form._replace(block_size=2))
-    assert not eager.is_narrow(x, form)
+    assert narrow.is_narrow(x, form)
+    assert not narrow.is_narrow(torch.zeros(1, 1, 4, narrow.CHANNELS + 1), form)
+    assert not narrow.is_narrow(x.expand(products.PROGRAMS + 1, -1, -1, -1), form)
+    assert not narrow.is_narrow(x, form._replace(block_size=2))
+    assert not eager.narrow_leaf(x, range(1))
+    assert not eager.narrow_leaf_bwd(x, range(1))
 
 
 def test_a_nan_stays_in_its_row():
@@ -149,7 +154,7 @@ def test_a_nan_stays_in_its_row():
 
     def run():
         buffers.stream.copy_(given)
-        run_tile(buffers, w, slopes, form, kernels)
+        run_tile(Workspace(buffers, w, slopes, form, kernels))
         return buffers.stream[1:].clone()
 
     healthy = run()

@@ -4,6 +4,8 @@ On a GPU calls are repeated: the steps of a tile become a CUDA graph in the firs
 call as a whole in its third.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
@@ -12,14 +14,21 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     Past,
     graphs,
     recurrent_layers,
-    room,
+    workspace,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers, ForwardBuffers
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
-from mezzo_recurrent_transformer.ops.recurrent_layers.parts import parts_of
-from mezzo_recurrent_transformer.ops.recurrent_layers.room import KeptRoom
+from mezzo_recurrent_transformer.ops.recurrent_layers.op import parts_of
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    BackwardBuffers,
+    ForwardBuffers,
+    Matrices,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import (
+    Call,
+    new_workspace,
+    workspace_for,
+)
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
@@ -194,16 +203,13 @@ def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeyp
         **{name: w.requires_grad_() for name, w in inputs.items() if name != "x"}
     )
     matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
-    form = Form(2, 1.0, "rms", 1e-5, True, 1)
+    call = Call(matrices, slopes, None, Form(2, 1.0, "rms", 1e-5, True, 1), parts_of("eager"))
     with torch.inference_mode():
-        rooms = [
-            KeptRoom.of(kind, inputs["x"], matrices, slopes, 16, form)
-            for kind in (ForwardBuffers, BackwardBuffers)
+        kept = [
+            new_workspace(kind, inputs["x"], 16, call) for kind in (ForwardBuffers, BackwardBuffers)
         ]
-        captured = graphs._Captured(list, [inputs["x"], None, weights.n1])
-    kept = tree_leaves(
-        ([(room.buffers, room.weights, room.slopes) for room in rooms], captured.arguments)
-    )
+        captured = graphs._Captured(lambda *given: given, [inputs["x"], None, weights.n1])
+    kept = tree_leaves(([(work.buffers, work.w, work.slopes) for work in kept], captured.arguments))
     assert not any(t.is_inference() or t.requires_grad for t in kept if t is not None)
 
 
@@ -214,18 +220,37 @@ class Replayed:
         self.replay = call
 
 
+class OnAGPU(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
 def test_each_impl_has_graphs_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(room, "capture", lambda call, pool=None: (Replayed(call), None))
+    monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (Replayed(call), None))
+    monkeypatch.setattr(workspace, "_kept", graphs.Latest())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
     weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
     matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
     form = Form(2, 1.0, "rms", 1e-5, True, 1)
-    kept = KeptRoom.of(ForwardBuffers, inputs["x"], matrices, slopes, 16, form)
+    x = inputs["x"].as_subclass(OnAGPU)
     ran = []
     for impl in ("eager", "triton", "eager", "triton"):
-        kept.run(lambda *call: ran.append(call[-1]), Tile(0, 0, 2), parts_of(impl))
+        call = Call(matrices, slopes, None, form, parts_of(impl))
+        work = workspace_for(ForwardBuffers, x, 16, call)
+        work.run(lambda its: ran.append(its.parts), Tile(0, 0, 2))
     assert ran == [parts_of(impl) for impl in ("eager", "triton", "eager", "triton")]
+    assert len(workspace._kept) == 2
+
+
+def test_what_was_used_last_is_kept():
+    latest = graphs.Latest()
+    for key in (*range(graphs.KEPT), 0, graphs.KEPT):
+        assert latest.take(key, lambda key=key: key) == key
+    assert list(latest) == [*range(2, graphs.KEPT), 0, graphs.KEPT]
 
 
 @pytest.mark.gpu

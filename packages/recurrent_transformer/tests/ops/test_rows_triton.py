@@ -7,7 +7,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 
 pytest.importorskip("triton")
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import activation, rows
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -66,7 +66,7 @@ class Draw:
         return drawn.to(self.dtype if dtype is None else dtype)
 
 
-def check(name, inputs, outputs, layout, *, write_over=None, module=rows):
+def check(name, inputs, outputs, layout, *, write_over=None):
     """Compare a function of both modules, on tensors in memory that is NaN elsewhere.
 
     Args:
@@ -75,7 +75,6 @@ def check(name, inputs, outputs, layout, *, write_over=None, module=rows):
         outputs: an empty tensor for each output, by name.
         layout: of all tensors of four axes.
         write_over: the index of the tensor that is the only output, too.
-        module: which of Triton's has the function.
     """
     arguments, tensors = inputs
 
@@ -92,7 +91,7 @@ def check(name, inputs, outputs, layout, *, write_over=None, module=rows):
         return torch.full_like(x, NAN, dtype=FLOAT if wide else x.dtype)
 
     ours = {n: placed(blank(x, False)) for n, x in outputs.items()}
-    ours = run(module, [placed(x) for x in tensors], ours)
+    ours = run(rows, [placed(x) for x in tensors], ours)
     ref = run(
         eager,
         [x.to(FLOAT, copy=True) for x in tensors],
@@ -234,7 +233,7 @@ def test_split_pair_equals_eager(shape, H, layout, norm, dtype):
 def test_gelu_equals_eager(shape, H, layout, dtype, write_over):
     u = 3 * Draw(dtype)(*shape)
     inputs = (lambda u, out: (u, out), [u])
-    check("gelu", inputs, {"out": u}, layout, write_over=write_over, module=activation)
+    check("gelu", inputs, {"out": u}, layout, write_over=write_over)
 
 
 @each_dtype
@@ -243,7 +242,7 @@ def test_gelu_bwd_equals_eager(shape, H, layout, dtype):
     draw = Draw(dtype)
     u, dg = 3 * draw(*shape), draw(*shape)
     inputs = (lambda u, dg, out: (u, dg, out), [u, dg])
-    check("gelu_bwd", inputs, {"out": u}, layout, module=activation)
+    check("gelu_bwd", inputs, {"out": u}, layout)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF])
@@ -253,8 +252,8 @@ def test_gelu_of_each_number_of_16_bits_is_right_to_its_last_bit(dtype):
     exact, ulp = u.double(), torch.finfo(dtype).eps
     below = torch.special.ndtr(exact)
     out, du, g = torch.empty_like(u), torch.empty_like(u), u.clone()
-    activation.gelu(u, out)
-    activation.gelu_bwd(g, torch.ones_like(u), du)
+    rows.gelu(u, out)
+    rows.gelu_bwd(g, torch.ones_like(u), du)
     slope = below + exact * torch.exp(-0.5 * exact**2) / (2 * torch.pi) ** 0.5
     least = torch.finfo(dtype).smallest_normal  # below it the last bit is larger
     for found, right, off in ((out, exact * below, 0), (g, exact * below, 0), (du, slope, 1e-5)):
@@ -268,8 +267,8 @@ def test_gelu_of_large_numbers_and_of_nan(dtype):
     values = torch.tensor([8.0, 100.0, largest, -100.0, -largest, NAN], dtype=dtype, device=DEVICE)
     u = values.view(1, 1, 1, -1)
     out, du = torch.empty_like(u), torch.empty_like(u)
-    activation.gelu(u, out)
-    activation.gelu_bwd(u.clone(), torch.ones_like(u), du)
+    rows.gelu(u, out)
+    rows.gelu_bwd(u.clone(), torch.ones_like(u), du)
     assert out.flatten().tolist()[:5] == [8.0, 100.0, largest, 0.0, 0.0]
     assert du.flatten().tolist()[:5] == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert out[..., 5].isnan()
@@ -298,7 +297,7 @@ def test_a_nan_stays_in_its_row(norm):
         rows.normed_bwd(y, x, weight, form, y, 0.5, C[1], C[2])
         rows.add_normed(x, y[None], 0.5, weight, form, C[3], C[4])
         rows.split_pair(kv, weight, form, C[5], C[6])
-        activation.gelu_bwd(x.clone(), y, C[7])
+        rows.gelu_bwd(x.clone(), y, C[7])
         rows.head_products(x, y, delta)
         return [*C, delta]
 

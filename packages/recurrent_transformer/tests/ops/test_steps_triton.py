@@ -3,8 +3,15 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_recurrent_transformer.ops.recurrent_layers import Form, eager, operands
+from mezzo_recurrent_transformer.ops.recurrent_layers import Form, eager
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    Attending,
+    BackwardBuffers,
+    ForwardBuffers,
+    Matrices,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_size
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
@@ -38,7 +45,17 @@ def normal(*shape, dtype=torch.float32):
 def tile_of(m, S, B, H, C, dtype):
     """Random contents; o as the forward has it."""
     q, kt, vt, k, v = (normal(m, S, B, C, dtype=dtype) for _ in range(5))
-    return operands.Attending(q, kt, vt, k, v, normal(m, S, B, C), normal(m, S, B, H))
+    return Attending(q, kt, vt, k, v, normal(m, S, B, C), normal(m, S, B, H))
+
+
+def work_of(form, slopes, tile, k_norm=None, **others):
+    """A workspace with these buffers, and no others."""
+    buffers = ForwardBuffers(None, tile)
+    if others:
+        blank = dict.fromkeys(BackwardBuffers._fields)
+        buffers = BackwardBuffers(**blank | others | {"attending": tile})
+    weights = Matrices(**dict.fromkeys(Matrices._fields) | {"k_norm": k_norm})
+    return Workspace(buffers, weights, slopes, form, None)
 
 
 def wide(x):
@@ -68,10 +85,10 @@ def test_forward_steps_equal_eager(m, S, B, H, D, norm, b, dtype):
         kv = None if is_first else normal(m, b, B, 2 * C, dtype=dtype)
 
         def run(parts, change, step=step, begin=begin, stored=stored, kv=kv):
-            its = operands.Attending(*(change(x).clone() for x in tile))
+            its = Attending(*(change(x).clone() for x in tile))
             its.k[:, stored:], its.v[:, stored:] = torch.nan, torch.nan
             out = torch.full_like(its.q[:, :b], torch.nan).contiguous()
-            parts.attend_step(its, change(kv), weight, slopes, form, step, out)
+            parts.attend_step(work_of(form, slopes, its, weight), change(kv), step, out)
             return out, its.k[:, :begin], its.v[:, :begin]
 
         same = lambda x: x  # noqa: E731
@@ -92,16 +109,15 @@ def test_backward_steps_equal_eager(m, S, B, H, D, norm, b, dtype):
     dk, dv = (normal(m, S, B, C) for _ in range(2))
 
     def run(parts, change):
-        its = operands.Attending(*(change(x) for x in tile))
+        its = Attending(*(change(x) for x in tile))
         delta, its_do = (torch.full_like(x, torch.nan) for x in (tile.lse, change(do)))
-        its_dk = dk.clone()
-        dpair = torch.full_like(its_do.repeat(1, 1, 1, 2), torch.nan)
+        its_dk, dpair = dk.clone(), torch.full_like(its_do.repeat(1, 1, 1, 2), torch.nan)
+        others = {"do": its_do, "delta": delta, "raw": change(raw), "dk": its_dk, "dv": dv}
+        work = work_of(form, slopes, its, weight, dpair=dpair, **others)
         for step in reversed(range(S // b)):
             after = slice((step + 1) * b, S)
             its_do[:, after] = do[:, after]  # those of earlier steps are not yet known
-            parts.pairs_step_bwd(
-                its, its_do, delta, change(raw), weight, slopes, form, step, its_dk, dv, dpair
-            )
+            parts.pairs_step_bwd(work, step)
         known = [i for i in range(S) if i % leaf_size(b) >= b]
         return its_dk, dpair, delta[:, known]
 
@@ -132,8 +148,8 @@ def test_leaves_attend_to_leaves_as_in_eager(case, dtype):
     tile.k[:, begin:], tile.v[:, begin:] = torch.nan, torch.nan
 
     def run(parts, change):
-        its = operands.Attending(*(change(x).clone() for x in tile))
-        parts.attend_leaves(its, slopes, form, begin, size)
+        its = Attending(*(change(x).clone() for x in tile))
+        parts.attend_leaves(work_of(form, slopes, its), begin, size)
         return its.o, its.lse
 
     truth = run(eager, wide)
@@ -156,8 +172,9 @@ def test_gradients_of_leaves_are_those_of_eager(case, dtype):
         x[:, :begin] = torch.nan
 
     def run(parts, change):
-        its, its_dk, its_dv = operands.Attending(*map(change, tile)), dk.clone(), dv.clone()
-        parts.leaves_bwd(its, change(do), delta, slopes, form, begin, size, its_dk, its_dv)
+        its, its_dk, its_dv = Attending(*map(change, tile)), dk.clone(), dv.clone()
+        others = {"do": change(do), "delta": delta, "dk": its_dk, "dv": its_dv}
+        parts.leaves_bwd(work_of(form, slopes, its, **others), begin, size)
         return its_dk, its_dv
 
     truth = run(eager, wide)

@@ -17,25 +17,14 @@ from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype, autocast_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm, Past
 from mezzo_recurrent_transformer.ops.recurrent_layers.op import differentiable_recurrent_layers
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
-from mezzo_recurrent_transformer.ops.recurrent_layers.sequential import recurrent_layers_reference
+from mezzo_recurrent_transformer.ops.recurrent_layers.reference import recurrent_layers_reference
 
 OP = "recurrent_layers"
 RecurrentImpl = Literal["auto", "reference", "eager", "triton"]
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Past(NamedTuple):
-    """The persistent pairs of the tokens so far: what later tokens attend to."""
-
-    k: Float[Tensor, "n B S H D"]
-    """Keys. Token p of a row is in slot p; slots beyond a row's newest token hold anything."""
-    v: Float[Tensor, "n B S H D"]
-    """Values, in the same slots."""
-    lengths: Int[Tensor, " B"]
-    """int64, the number of tokens that each row has had."""
 
 
 class RecurrentOutput(NamedTuple):
@@ -118,25 +107,18 @@ def recurrent_layers(
         x = without_padding(x, lengths)
     chosen = _resolve(impl, x, dtype, num_heads)
     if chosen == "reference":
-        z, pairs = recurrent_layers_reference(x, weights, form, slopes, past, cu_seqlens)
+        sequences = [x] if cu_seqlens is None else x.split(cu_seqlens.diff().tolist(), 1)
+        found = [recurrent_layers_reference(s, weights, form, slopes, past) for s in sequences]
+        z, pairs = torch.cat([z for z, _ in found], 1), found[0][1]
     else:
+        matrices, none = Matrices.of(weights, dtype), (None, None, None)
         z, _, *pairs = differentiable_recurrent_layers(
-            x,
-            *Matrices.of(weights, dtype),
-            slopes,
-            *(past or (None, None, None)),
-            cu_seqlens,
-            *form,
-            chosen,
+            x, *matrices, slopes, *(past or none), cu_seqlens, *form, chosen
         )
     if past is None or pairs is None:
         return RecurrentOutput(z, None)
-    k, v = pairs
-    return RecurrentOutput(z, Past(k, v, past.lengths + _added(x, lengths)))
-
-
-def _added(x: Tensor, lengths: Tensor | None) -> Tensor | int:
-    return x.shape[1] if lengths is None else lengths
+    added = x.shape[1] if lengths is None else lengths
+    return RecurrentOutput(z, Past(*pairs, past.lengths + added))
 
 
 def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:

@@ -1,23 +1,50 @@
 """The tiled backward: the wavefront in reverse, from the inputs and outputs of the layers."""
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, add_product
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward_steps import run_tile_bwd
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import BackwardBuffers
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager import past_bwd
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.tile import past_bwd
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Past
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import project
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later, Matrices
-from mezzo_recurrent_transformer.ops.recurrent_layers.products import add_outer, product
-from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
-from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tiling, copy_rows, padded
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
+    BackwardBuffers,
+    Keys,
+    Later,
+    Matrices,
+    Pairs,
+    product,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
+    Stored,
+    Tile,
+    Tiling,
+    copy_rows,
+    given_by,
+    leaves,
+    padded,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import (
+    BackwardWork,
+    Call,
+    workspace_for,
+)
+
+
+class Kept(NamedTuple):
+    """The inputs and outputs of all layers, as the forward keeps them."""
+
+    x: Tensor
+    """Of one layer its inputs (B, T, C); of several (n + 1, B, T, C), x and all layers' outputs."""
+    z: Tensor | None
+    """Of one layer its outputs; of several None: those of a layer are the inputs of the next."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Kept":
+        """Return `change` of both."""
+        return Kept(change(self.x), None if self.z is None else change(self.z))
 
 
 class Gradients(NamedTuple):
@@ -27,87 +54,64 @@ class Gradients(NamedTuple):
     """(B, T, C)."""
     weights: Matrices
     """In float32 (float64 for float64)."""
-    past: tuple[Tensor, Tensor] | None
+    past: Pairs | None
     """Of k and v (n, B, P, C)."""
 
 
-def backward(
-    dz: Tensor,
-    dpairs: tuple[Tensor, Tensor] | None,
-    kept: Sequence[Tensor],
-    weights: Matrices,
-    slopes: Tensor,
-    past: tuple[Tensor, Tensor, Tensor] | None,
-    form: Form,
-    parts: ModuleType,
-) -> Gradients:
+def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradients:
     """Compute all gradients.
 
     Args:
         dz: (B, T, C), of the last layer's outputs.
         dpairs: of the persistent pairs (n, B, P + T, C) that a forward with a past gives.
-        kept: the stream (n + 1, B, T, C) of x and all layers' outputs; of one layer x and its
-            outputs apart, each (B, T, C).
-        weights: as in the forward.
-        slopes: likewise.
-        past: likewise.
-        form: likewise.
-        parts: likewise.
+        kept: of the forward.
+        call: likewise.
     """
-    (B, T, _), n = dz.shape, weights.o.shape[0]
-    acc = accumulation_dtype(weights.o.dtype)
-    tiling = Tiling.of(n, B, T, form.block_size)
+    (B, T, _), n = dz.shape, call.weights.o.shape[0]
+    acc = accumulation_dtype(call.weights.o.dtype)
+    call = call.in_blocks_of(T)
+    tiling = Tiling.of(n, B, T, call.form.block_size)
     S, Tp = tiling.S, tiling.padded
-    form = form._replace(block_size=min(form.block_size, T))
-    dz, *kept = (padded(t, Tp) for t in (dz, *kept))
-    # Of several layers the outputs of one are the inputs of the next.
-    x, z = (t[None] for t in kept) if n == 1 else (kept[0][:-1], kept[0][1:])
-    room = room_for(BackwardBuffers, x[0], weights, slopes, S, form)
-    pairs, stored = _all_pairs(z, weights, past, form, tiling, parts)
-    queries = _no_queries(z, form, acc, weights.o)
+    dz, kept = padded(dz, Tp), kept.map(lambda t: padded(t, Tp))
+    x, z = (kept.x[:-1], kept.x[1:]) if kept.z is None else (kept.x[None], kept.z[None])
+    of_all = workspace_for(BackwardBuffers, x[0], S, call)
+    pairs, stored = _all_pairs(z, of_all, call.past, tiling)
+    queries = _no_queries(z, of_all)
     dx = torch.empty_like(dz, dtype=acc)
-    sums = weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
+    sums = call.weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     for tile in reversed(list(tiling)):
-        first, end = tile.first, tile.end
-        buffers, w = room.of_layers(first, end)
-        at = buffers.attending
+        work = of_all.of_layers(tile.first, tile.end)
+        t, at = work.buffers, work.buffers.attending
         inputs, keys = tiling.view(x, tile), stored.before(tile, S)
-        copied = ((buffers.z, z), (at.k, pairs.k), (at.v, pairs.v), (buffers.raw, pairs.raw))
-        for own, of_all in copied:
-            copy_rows(own, tiling.view(of_all, tile))
-        again = _forward_again(inputs, buffers, w, keys, slopes, form, parts)
+        for own, of_layers in ((t.z, z), (at.k, pairs.k), (at.v, pairs.v), (t.raw, pairs.raw)):
+            copy_rows(own, tiling.view(of_layers, tile))
+        again = _forward_again(inputs, work, keys)
 
         # What comes from above and from later tokens, and then the steps.
-        if end == n:
+        if tile.end == n:
             begin = (tile.step - n + 1) * S
-            buffers.dstream[-1] = dz[:, begin : begin + S].transpose(0, 1)
-        q, do, lse, delta = (t[first:end] for t in queries)
-        later = Later(q, do, lse, delta, begin=(tile.step - first + 1) * S)
-        parts.pairs_bwd(at.k, at.v, later, slopes, form, buffers.dk, buffers.dv)
+            t.dstream[-1] = dz[:, begin : begin + S].transpose(0, 1)
+        work.parts.pairs_bwd(work, _later(queries, tile, S))
         if dpairs is not None:
-            buffers.dk.add_(stored.take(dpairs[0], tile, tiling))
-            buffers.dv.add_(stored.take(dpairs[1], tile, tiling))
-        room.run(run_tile_bwd, tile, parts)
-        parts.head_products(buffers.do, at.o, buffers.delta)
-        found = (at.q, buffers.do, at.lse, buffers.delta)
-        for total, part in zip(queries, found, strict=True):
+            t.dk.add_(stored.take(dpairs.k, tile, tiling))
+            t.dv.add_(stored.take(dpairs.v, tile, tiling))
+        of_all.run(run_tile_bwd, tile)
+        work.parts.head_products(t.do, at.o, t.delta)
+        found = (at.q, t.do, at.lse, t.delta)
+        for total, part in zip(queries[:4], found, strict=True):
             copy_rows(tiling.view(total, tile), part)
 
-        _inputs_and_weights_bwd(
-            inputs, buffers, again, w, sums.of_layers(first, end), keys, slopes, form, parts
-        )
-        if first == 0:
+        _inputs_and_weights_bwd(inputs, work, again, sums.of_layers(tile.first, tile.end), keys)
+        if tile.first == 0:
             begin = tile.step * S
-            dx[:, begin : begin + S] = buffers.dstream[0].transpose(0, 1)
-    dpast = None if past is None else _past_bwd(past, queries, dpairs, T, slopes, form)
+            dx[:, begin : begin + S] = t.dstream[0].transpose(0, 1)
+    dpast = None
+    if call.past is not None:
+        dpast = _past_bwd(call.past, queries, dpairs, T, of_all)
     return Gradients(dx[:, :T], sums, dpast)
 
 
-Queries = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, do (n, B, padded T, C), lse and delta (n, B, padded T, H) of the tokens so far."""
-
-
-class Pairs(NamedTuple):
+class OfAllTokens(NamedTuple):
     """The persistent pairs of all tokens of the call, (n, B, padded T, C)."""
 
     k: Tensor
@@ -128,124 +132,136 @@ class Again(NamedTuple):
 
 
 def _all_pairs(
-    z: Tensor,
-    weights: Matrices,
-    past: tuple[Tensor, Tensor, Tensor] | None,
-    form: Form,
-    tiling: Tiling,
-    parts: ModuleType,
-) -> tuple[Pairs, Stored]:
+    z: Tensor, of_all: BackwardWork, past: Past | None, tiling: Tiling
+) -> tuple[OfAllTokens, Stored]:
     """Make the persistent pairs of all tokens from the outputs (n, B, padded T, C)."""
-    shape, like, C = tuple(z.shape), weights.o, z.shape[-1]
+    shape, like, C, form = tuple(z.shape), of_all.w.o, z.shape[-1], of_all.form
     stored = Stored.of(past, shape, like)
     k, v = stored[:2] if past is None else (like.new_empty(shape) for _ in range(2))
-    pairs = Pairs(k, v, raw=k if form.norm == "none" else torch.empty_like(k))
+    pairs = OfAllTokens(k, v, raw=k if form.norm == "none" else torch.empty_like(k))
     for layer in range(len(z)):  # n1(z) of all of them would take as much memory as z
         here = slice(layer, layer + 1)
-        w, its = weights.of_layers(layer, layer + 1), Pairs(*(t[here] for t in pairs))
-        normed = _pairs_normed(z[here], w, form, parts)
+        w, its = of_all.w.of_layers(layer, layer + 1), OfAllTokens(*(t[here] for t in pairs))
+        normed = _pairs_normed(z[here], w, of_all)
         product(normed, w.kv[:, :C], its.raw)
         product(normed, w.kv[:, C:], its.v)
         if form.norm != "none":
-            parts.normed(its.raw, w.k_norm, form, its.k)
+            of_all.parts.normed(its.raw, w.k_norm, form, its.k)
     if past is not None:
         for tile in tiling:
             stored.put(tiling.view(k, tile), tiling.view(v, tile), tile, tiling)
     return pairs, stored
 
 
-def _pairs_normed(outputs: Tensor, w: Matrices, form: Form, parts: ModuleType) -> Tensor:
+def _pairs_normed(outputs: Tensor, w: Matrices, work: BackwardWork) -> Tensor:
     normed = outputs.new_empty(outputs.shape, dtype=w.o.dtype)
-    parts.normed(outputs, w.n1, form.of_pairs(), normed)
+    work.parts.normed(outputs, w.n1, work.form.of_pairs(), normed)
     return normed
 
 
-def _no_queries(z: Tensor, form: Form, acc: torch.dtype, like: Tensor) -> Queries:
+def _no_queries(z: Tensor, of_all: BackwardWork) -> Later:
+    """Return room for the queries of all tokens: q, do (n, B, padded T, C), lse and delta."""
+    like, heads = of_all.w.o, (*z.shape[:3], of_all.form.num_heads)
     q, do = (like.new_zeros(z.shape) for _ in range(2))
-    heads = (*z.shape[:3], form.num_heads)
-    lse, delta = (like.new_zeros(heads, dtype=acc) for _ in range(2))
-    return q, do, lse, delta
+    lse, delta = (like.new_zeros(heads, dtype=of_all.buffers.delta.dtype) for _ in range(2))
+    return Later(q, do, lse, delta, begin=0)
 
 
-def _forward_again(
-    inputs: Tensor,
-    buffers: BackwardBuffers,
-    w: Matrices,
-    keys: Keys,
-    slopes: Tensor,
-    form: Form,
-    parts: ModuleType,
-) -> Again:
+def _later(queries: Later, tile: Tile, S: int) -> Later:
+    """Return the queries of the tokens after a tile."""
+    q, do, lse, delta = (t[tile.first : tile.end] for t in queries[:4])
+    return Later(q, do, lse, delta, begin=(tile.step - tile.first + 1) * S)
+
+
+def _forward_again(inputs: Tensor, work: BackwardWork, keys: Keys) -> Again:
     """Fill the buffers with the rest of a tile's forward; its pairs are known, so nothing waits."""
-    at = buffers.attending
-    normed, qkv = project(inputs, w, form, parts, at)
-    parts.attend_tile(at, keys, slopes, form)
+    t, at, w, form = work.buffers, work.buffers.attending, work.w, work.form
+    normed, qkv = project(inputs, work)
+    work.parts.attend_tile(work, keys)
     mlp_normed = torch.empty_like(at.q)
-    scale, attended = form.residual_scale, product(at.o, w.o)
-    parts.add_normed(inputs, attended[None], scale, w.n2, form, buffers.h, mlp_normed)
-    product(mlp_normed, w.up, buffers.u)
+    attended = product(at.o, w.o)[None]
+    work.parts.add_normed(inputs, attended, form.residual_scale, w.n2, form, t.h, mlp_normed)
+    product(mlp_normed, w.up, t.u)
     return Again(normed, qkv, mlp_normed)
 
 
+def run_tile_bwd(work: BackwardWork) -> None:
+    """Run the steps of a tile backwards, one after another."""
+    t, at, b = work.buffers, work.buffers.attending, work.form.block_size
+    S = t.z.shape[1]
+    for leaf in reversed(leaves(S, b)):
+        if leaf.stop < S:  # the leaf after this one is done
+            new = slice(leaf.stop, leaf.stop + b)
+            work.parts.head_products(t.do[:, new], at.o[:, new], t.delta[:, new])
+            work.parts.leaves_bwd(work, leaf.stop, given_by(leaf.stop, len(leaf)))
+        if not work.parts.narrow_leaf_bwd(work, leaf):
+            for begin in reversed(leaf[::b]):
+                work.parts.pairs_step_bwd(work, begin // b)
+                _mlp_step_bwd(work, slice(begin, begin + b))
+
+
+def _mlp_step_bwd(work: BackwardWork, rows: slice) -> None:
+    """Go back from the pairs and the outputs of a step's tokens to their attention outputs."""
+    t, w, form, parts = work.buffers.of_step(rows), work.w, work.form, work.parts
+    r, dz = form.residual_scale, torch.empty_like(t.h)
+    partial = parts.product_partial(t.dpair, w.kv.mT, t.dnormed)
+    parts.normed_bwd(
+        t.dnormed, t.z, w.n1, form.of_pairs(), t.dstream[1:], r, dz, t.dz_scaled, partial
+    )
+    parts.product_gelu_bwd(t.dz_scaled, w.down.mT, t.u, t.du)
+    partial = parts.product_partial(t.du, w.up.mT, t.dhn)
+    parts.normed_bwd(t.dhn, t.h, w.n2, form, dz, r, t.dh, t.dh_scaled, partial)
+    product(t.dh_scaled, w.o.mT, t.do)
+
+
 def _inputs_and_weights_bwd(
-    inputs: Tensor,
-    buffers: BackwardBuffers,
-    again: Again,
-    w: Matrices,
-    sums: Matrices,
-    keys: Keys,
-    slopes: Tensor,
-    form: Form,
-    parts: ModuleType,
+    inputs: Tensor, work: BackwardWork, again: Again, sums: Matrices, keys: Keys
 ) -> None:
     """Go back through queries and temporary pairs, and add to all weights' gradients."""
-    at, dqkv = buffers.attending, torch.empty_like(again.qkv)
-    parts.attend_tile_bwd(at, buffers.do, buffers.delta, keys, slopes, form, dqkv)
-    (q, kt, _), (dq, dkt, _) = (t.chunk(3, -1) for t in (again.qkv, dqkv))
+    t, at, w, form, parts = work.buffers, work.buffers.attending, work.w, work.form, work.parts
+    dqkv = torch.empty_like(again.qkv)
+    parts.attend_tile_bwd(work, keys, dqkv)
+    (q, kt, _), (dq, dkt, _) = (x.chunk(3, -1) for x in (again.qkv, dqkv))
     for dy, x, weight, total in ((dq, q, w.q_norm, sums.q_norm), (dkt, kt, w.k_norm, sums.k_norm)):
         if total is not None:
             parts.add_norm_weight_grad(dy, x, form, total)
         parts.normed_bwd(dy, x, weight, form, None, 1.0, None, dy)
     dnormed = product(dqkv, w.qkv.mT)
-    dinputs = buffers.dstream[:-1]
-    parts.normed_bwd(dnormed, inputs, w.n1, form, buffers.dh, 1.0, dinputs, None)
+    parts.normed_bwd(dnormed, inputs, w.n1, form, t.dh, 1.0, t.dstream[:-1], None)
 
-    add_outer(sums.qkv, dqkv, again.normed)
-    add_outer(sums.kv, buffers.dpair, _pairs_normed(buffers.z, w, form, parts))
-    add_outer(sums.o, buffers.dh_scaled, at.o)
-    add_outer(sums.up, buffers.du, again.mlp_normed)
-    add_outer(sums.down, buffers.dz_scaled, buffers.u)
-    if form.norm == "none":
+    _add_outer(sums.qkv, dqkv, again.normed)
+    _add_outer(sums.kv, t.dpair, _pairs_normed(t.z, w, work))
+    _add_outer(sums.o, t.dh_scaled, at.o)
+    _add_outer(sums.up, t.du, again.mlp_normed)
+    _add_outer(sums.down, t.dz_scaled, t.u)
+    if sums.n1 is None or sums.n2 is None or sums.k_norm is None:
         return
     parts.add_norm_weight_grad(dnormed, inputs, form, sums.n1)
     if form.persistent_norm:
-        parts.add_norm_weight_grad(buffers.dnormed, buffers.z, form, sums.n1)
-    parts.add_norm_weight_grad(buffers.dhn, buffers.h, form, sums.n2)
-    parts.add_norm_weight_grad(buffers.dk, buffers.raw, form, sums.k_norm)
+        parts.add_norm_weight_grad(t.dnormed, t.z, form, sums.n1)
+    parts.add_norm_weight_grad(t.dhn, t.h, form, sums.n2)
+    parts.add_norm_weight_grad(t.dk, t.raw, form, sums.k_norm)
+
+
+def _add_outer(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight of `product` to `total` (m, N, K), in its precision."""
+    add_product(total, dy.flatten(1, -2).mT, x.flatten(1, -2))
 
 
 def _past_bwd(
-    past: tuple[Tensor, Tensor, Tensor],
-    queries: Queries,
-    dpairs: tuple[Tensor, Tensor] | None,
-    T: int,
-    slopes: Tensor,
-    form: Form,
-) -> tuple[Tensor, Tensor]:
+    past: Past, queries: Later, dpairs: Pairs | None, T: int, of_all: BackwardWork
+) -> Pairs:
     """Return the gradients of the past's k and v (n, B, P, C)."""
-    q, do, lse, delta = (t[:, :, :T] for t in queries)
-    found = past_bwd(past, Later(q, do, lse, delta, begin=0), slopes, form)
+    q, do, lse, delta = (t[:, :, :T] for t in queries[:4])
+    found = past_bwd(past, Later(q, do, lse, delta, begin=0), of_all.slopes, of_all.form)
     if dpairs is not None:  # the forward returned them too
         for total, given in zip(found, of_past(dpairs, past), strict=True):
             total += given
     return found
 
 
-def of_past(
-    dpairs: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def of_past(dpairs: Pairs, past: Past) -> Pairs:
     """Return what gradients like k (n, B, P + T, C) have for the pairs of earlier calls."""
-    P = past[0].shape[2]
-    seen = (torch.arange(P, device=past[2].device) < past[2][:, None])[..., None]
-    dk, dv = (given[:, :, :P].where(seen, 0) for given in dpairs)
-    return dk, dv
+    P = past.k.shape[2]
+    seen = (torch.arange(P, device=past.lengths.device) < past.lengths[:, None])[..., None]
+    return Pairs(*(given[:, :, :P].where(seen, 0) for given in dpairs))

@@ -1,7 +1,8 @@
-"""What a stack of recurrent layers computes, and with which weights."""
+"""What a stack of recurrent layers computes, with which weights, and after which tokens."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Norm = Literal["rms", "layer", "none"]
@@ -40,6 +41,20 @@ class LayerWeights(NamedTuple):
         return LayerWeights(*found)
 
 
+class Past(NamedTuple):
+    """The persistent pairs of the tokens so far: what later tokens attend to.
+
+    Inside the op the heads lie side by side, (n, B, S, C).
+    """
+
+    k: Float[Tensor, "n B S H D"]
+    """Keys. Token p of a row is in slot p; slots beyond a row's newest token hold anything."""
+    v: Float[Tensor, "n B S H D"]
+    """Values, in the same slots."""
+    lengths: Int[Tensor, " B"]
+    """int64, the number of tokens that each row has had."""
+
+
 class Form(NamedTuple):
     """The options of the layers."""
 
@@ -59,3 +74,14 @@ class Form(NamedTuple):
     def of_pairs(self) -> "Form":
         """Return the form for the norm before the persistent pair."""
         return self if self.persistent_norm else self._replace(norm="none")
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool",
+    Norm: "str",
+}  # fmt: skip
+
+
+def schema_of(kind: type) -> dict[str, str]:
+    """Return the fields of a named tuple with their types, as the schema of an op declares them."""
+    return {name: _SCHEMA_TYPES[type_] for name, type_ in get_type_hints(kind).items()}

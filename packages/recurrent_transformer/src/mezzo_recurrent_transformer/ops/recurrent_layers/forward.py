@@ -1,24 +1,25 @@
 """The tiled forward: tiles of S tokens along the wavefront of the layers."""
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import ForwardBuffers
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.mlp import mlp_step
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
-from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
-from mezzo_recurrent_transformer.ops.recurrent_layers.room import room_for
-from mezzo_recurrent_transformer.ops.recurrent_layers.stored import Stored
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import ForwardBuffers, product
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
+    Stored,
     Tiling,
     copy_rows,
     given_by,
     leaves,
     padded,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import (
+    BackwardWork,
+    Call,
+    ForwardWork,
+    workspace_for,
 )
 
 
@@ -37,93 +38,85 @@ def kept(n: int) -> int:
     return n + 1 if n > 1 else n
 
 
-def forward(
-    x: Tensor,
-    weights: Matrices,
-    slopes: Tensor,
-    past: tuple[Tensor, Tensor, Tensor] | None,
-    form: Form,
-    parts: ModuleType,
-) -> Forward:
-    """Run all layers over x (B, T, C).
-
-    Args:
-        x: the input of the first layer.
-        weights: of the n layers, in the dtype of the products.
-        slopes: (H,) of ALiBi.
-        past: k and v (n, B, P, C) of earlier tokens, and their numbers (B,).
-        form: the options.
-        parts: `eager` or `triton`.
-    """
-    B, T, C = x.shape
-    n = weights.o.shape[0]
-    tiling = Tiling.of(n, B, T, form.block_size)
-    form = form._replace(block_size=min(form.block_size, T))
+def forward(x: Tensor, call: Call) -> Forward:
+    """Run all layers over x (B, T, C)."""
+    (B, T, C), n = x.shape, call.weights.o.shape[0]
+    call = call.in_blocks_of(T)
+    tiling = Tiling.of(n, B, T, call.form.block_size)
     x = padded(x, tiling.padded)
     stream = x.new_empty(kept(n), B, tiling.padded, C)
     if n > 1:
         stream[0] = x
     z = stream[-n:]
-    stored = Stored.of(past, tuple(z.shape), weights.o)
-    room = room_for(ForwardBuffers, x, weights, slopes, tiling.S, form)
+    stored = Stored.of(call.past, tuple(z.shape), call.weights.o)
+    of_all = workspace_for(ForwardBuffers, x, tiling.S, call)
     for tile in tiling:
-        buffers, w = room.of_layers(tile.first, tile.end)
-        at = buffers.attending
+        work = of_all.of_layers(tile.first, tile.end)
+        at, its = work.buffers.attending, work.buffers.stream
         if tile.first == 0:
             begin = tile.step * tiling.S
-            copy_rows(buffers.stream[0], x[:, begin : begin + tiling.S].transpose(0, 1))
-        project(buffers.stream[:-1], w, form, parts, at)
-        parts.attend_earlier(at.q, stored.before(tile, tiling.S), room.slopes, form, at.o, at.lse)
-        room.run(run_tile, tile, parts)
-        copy_rows(tiling.view(z, tile), buffers.stream[1:])
+            copy_rows(its[0], x[:, begin : begin + tiling.S].transpose(0, 1))
+        project(its[:-1], work)
+        call.parts.attend_earlier(work, stored.before(tile, tiling.S))
+        of_all.run(run_tile, tile)
+        copy_rows(tiling.view(z, tile), its[1:])
         stored.put(at.k, at.v, tile, tiling)
     return Forward(stream, stored.k, stored.v)
 
 
-def project(
-    inputs: Tensor, w: Matrices, form: Form, parts: ModuleType, out: Attending
-) -> tuple[Tensor, Tensor]:
+def project(inputs: Tensor, work: ForwardWork | BackwardWork) -> tuple[Tensor, Tensor]:
     """Write q, kt and vt of a tile's inputs (m, S, B, C).
 
     Returns:
         The normalized inputs; and q, k and v before the norms of q and k, (m, S, B, 3C).
     """
-    normed = torch.empty_like(out.q)
-    parts.normed(inputs, w.n1, form, normed)
-    raw = product(normed, w.qkv)
-    parts.split_qkv(raw, w.q_norm, w.k_norm, form, out.q, out.kt, out.vt)
+    at = work.buffers.attending
+    normed = torch.empty_like(at.q)
+    work.parts.normed(inputs, work.w.n1, work.form, normed)
+    raw = product(normed, work.w.qkv)
+    work.parts.split_qkv(raw, work.w, work.form, at)
     return normed, raw
 
 
-def run_tile(
-    buffers: ForwardBuffers, w: Matrices, slopes: Tensor, form: Form, parts: ModuleType
-) -> None:
+def run_tile(work: ForwardWork) -> None:
     """Run the steps of a tile one after another; write z and the persistent pairs."""
-    at, b = buffers.attending, form.block_size
-    S = at.q.shape[1]
-    for leaf in leaves(S, b):
-        if parts.is_narrow(at.q, form):
-            parts.narrow_leaf(buffers, w, slopes, form, leaf)
-        else:
-            run_leaf(buffers, w, slopes, form, leaf, parts)
+    S = work.buffers.attending.q.shape[1]
+    for leaf in leaves(S, work.form.block_size):
+        if not work.parts.narrow_leaf(work, leaf):
+            run_leaf(work, leaf)
         if leaf.stop < S:
-            parts.attend_leaves(at, slopes, form, leaf.stop, given_by(leaf.stop, len(leaf)))
+            work.parts.attend_leaves(work, leaf.stop, given_by(leaf.stop, len(leaf)))
 
 
-def run_leaf(
-    buffers: ForwardBuffers,
-    w: Matrices,
-    slopes: Tensor,
-    form: Form,
-    leaf: range,
-    parts: ModuleType,
-) -> None:
+def run_leaf(work: ForwardWork, leaf: range) -> None:
     """Run the steps of a leaf: what must be done one token, or block, after another."""
-    (stream, at), b = buffers, form.block_size
+    (stream, at), b = work.buffers, work.form.block_size
     a = torch.empty_like(at.q[:, :b])
     kv = None
     for begin in leaf[::b]:
         rows = slice(begin, begin + b)
-        parts.attend_step(at, kv, w.k_norm, slopes, form, begin // b, a)
-        kv = mlp_step(a, stream[:-1, rows], w, form, stream[1:, rows], parts)
-    parts.split_pair(kv, w.k_norm, form, at.k[:, rows], at.v[:, rows])
+        work.parts.attend_step(work, kv, begin // b, a)
+        kv = mlp_step(a, stream[:-1, rows], work, stream[1:, rows])
+    assert kv is not None
+    work.parts.split_pair(kv, work.w.k_norm, work.form, at.k[:, rows], at.v[:, rows])
+
+
+def mlp_step(a: Tensor, x: Tensor, work: ForwardWork, z: Tensor) -> Tensor:
+    """Write the outputs z of a step's tokens, and return Wk n and Wv n (m, b, B, 2C) of n = n1(z).
+
+    Args:
+        a: (m, b, B, C), the attention's outputs before Wo.
+        x: likewise, the layers' inputs.
+        work: the workspace.
+        z: written, the layers' outputs; one layer's may be where the next one's inputs are.
+    """
+    w, form, parts = work.w, work.form, work.parts
+    r, n = form.residual_scale, torch.empty_like(a)
+    h = torch.empty_like(a, dtype=accumulation_dtype(a.dtype))
+    g = a.new_empty(*a.shape[:3], w.up.shape[1])
+    squares = parts.product_add(a, w.o, x, r, w.n2, form, h, n)
+    parts.product_gelu(n, w.up, g, squares, form)
+    y = parts.product_partial(g, w.down)
+    assert y is not None
+    parts.add_normed(h, y, r, w.n1, form.of_pairs(), z, n)
+    return product(n, w.kv)

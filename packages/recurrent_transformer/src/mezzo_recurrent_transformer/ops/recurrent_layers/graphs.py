@@ -1,4 +1,4 @@
-"""CUDA graphs of whole calls, for calls so small that the host could not keep up with the GPU."""
+"""CUDA graphs of a tile's steps, and of whole calls that are so small that the host is too slow."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -7,14 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Call = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
+Call = Callable[..., Sequence[Tensor | None]]
 
 LARGEST = 2**28
 """Bytes of all layers' outputs of a call, at most: a graph keeps the memory that its call needs."""
 REPEATED = 3
 """A call is captured when its shapes come for this time: capturing takes longer than a call."""
 KEPT = 8
-"""Shapes whose graphs and counts are kept, those used last."""
+"""Shapes for which something is kept, those used last."""
+
+
+class Latest(OrderedDict[Any, Any]):
+    """What was used last, by key: at most `KEPT` of it."""
+
+    def take(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what is kept for a key, or make it."""
+        self[key] = self.pop(key) if key in self else make()
+        while len(self) > KEPT:
+            self.popitem(last=False)
+        return self[key]
 
 
 def capture(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -35,6 +46,22 @@ def capture(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGr
     return graph, result
 
 
+class Graphs:
+    """CUDA graphs of one kind of work on the same memory, by key."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def run(self, key: Any, work: Callable[[], None]) -> None:
+        """Do the work of a key: at first as it is, then by a graph."""
+        if key in self.graphs:
+            self.graphs[key].replay()
+            return
+        work()
+        self.graphs[key], _ = capture(work, self.pool)
+
+
 class _Captured:
     """A call with fixed memory for its arguments."""
 
@@ -42,22 +69,23 @@ class _Captured:
         # No call outside of inference mode may overwrite what was made in it.
         with torch.inference_mode(False), torch.no_grad():
             self.arguments = [None if t is None else t.clone() for t in arguments]
-        self.graph, self.results = capture(lambda: call(self.arguments))
+        self.graph, self.results = capture(lambda: call(*self.arguments))
 
-    def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor]:
+    def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
         for own, given in zip(self.arguments, arguments, strict=True):
             if own is not None and given is not None:
                 own.copy_(given)
         self.graph.replay()
-        return [result.clone() for result in self.results]
+        return [None if t is None else t.clone() for t in self.results]
 
 
-_counts: OrderedDict[Any, int] = OrderedDict()
-_captured: OrderedDict[Any, _Captured] = OrderedDict()
+_counts, _captured = Latest(), Latest()
 
 
-def run(call: Call, arguments: Sequence[Tensor | None], key: Any, size: int) -> Sequence[Tensor]:
-    """Return `call(arguments)`, by a CUDA graph where it pays.
+def run(
+    call: Call, arguments: Sequence[Tensor | None], key: Any, size: int
+) -> Sequence[Tensor | None]:
+    """Return `call(*arguments)`, by a CUDA graph where it pays.
 
     Args:
         call: launches work that depends on nothing but `key` and the arguments' contents.
@@ -67,23 +95,18 @@ def run(call: Call, arguments: Sequence[Tensor | None], key: Any, size: int) -> 
     """
     x = next(t for t in arguments if t is not None)
     if not x.is_cuda or size > LARGEST or torch.cuda.is_current_stream_capturing():
-        return call(arguments)
+        return call(*arguments)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     shapes = tuple(None if t is None else (t.shape, t.dtype) for t in arguments)
     key = (key, shapes, x.device, stream)
     if key not in _captured:
-        _counts[key] = _counts.pop(key, 0) + 1
+        _counts[key] = _counts.take(key, lambda: 0) + 1
         if _counts[key] < REPEATED:
-            _forget(_counts)
-            return call(arguments)
+            return call(*arguments)
         del _counts[key]
+
+    def capture_call() -> _Captured:
         with torch.cuda.device(x.device):
-            _captured[key] = _Captured(call, arguments)
-        _forget(_captured)
-    _captured.move_to_end(key)
-    return _captured[key](arguments)
+            return _Captured(call, arguments)
 
-
-def _forget(kept: OrderedDict[Any, Any]) -> None:
-    while len(kept) > KEPT:
-        kept.popitem(last=False)
+    return _captured.take(key, capture_call)(arguments)

@@ -1,19 +1,18 @@
-"""The definition of a recurrent layer: a plain loop over tokens (section "Architecture")."""
+"""The definition of recurrent layers: a plain loop over tokens (section "Architecture")."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Past
 
 
-def normalize(x: Tensor, weight: Tensor | None, norm: Norm, eps: float) -> Tensor:
+def normalize(x: Tensor, weight: Tensor | None, form: Form) -> Tensor:
     """Normalize the last axis."""
-    if norm == "none":
+    if form.norm == "none":
         return x
-    if norm == "layer":
-        return F.layer_norm(x, x.shape[-1:], weight, eps=eps)
-    return F.rms_norm(x, x.shape[-1:], weight, eps=eps)
+    normalization = F.layer_norm if form.norm == "layer" else F.rms_norm
+    return normalization(x, x.shape[-1:], weight, eps=form.eps)
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
@@ -22,11 +21,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def recurrent_layer_reference(
-    x: Tensor,
-    weights: LayerWeights,
-    form: Form,
-    slopes: Tensor,
-    past: tuple[Tensor, Tensor, Tensor] | None = None,
+    x: Tensor, weights: LayerWeights, form: Form, slopes: Tensor, past: Past | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one layer token by token, with gradients by autograd.
 
@@ -41,7 +36,7 @@ def recurrent_layer_reference(
         form: the options. With `block_size` b, token i attends to the temporary pairs of all tokens
             of its own block up to i, and to the persistent pairs of the blocks before.
         slopes: (H,), ALiBi; zeros for none.
-        past: k and v (B, S, H, D) of earlier tokens, and their numbers (B,), for `block_size` 1.
+        past: of one layer, without the axis n; for `block_size` 1.
 
     Returns:
         z (B, T, C), and the persistent k and v of these tokens (B, T, H, D).
@@ -49,24 +44,19 @@ def recurrent_layer_reference(
     (B, T, C), w, r = x.shape, weights, form.residual_scale
     heads = (form.num_heads, C // form.num_heads)
 
-    def norm(y: Tensor, weight: Tensor | None) -> Tensor:
-        return normalize(y, weight, form.norm, form.eps)
-
     def make_pair(n: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = norm(project(n, w.wk), w.k_norm), project(n, w.wv)
+        k, v = normalize(project(n, w.wk), w.k_norm, form), project(n, w.wv)
         return k.unflatten(-1, heads), v.unflatten(-1, heads)
 
-    n1 = norm(x, w.n1)
-    q = norm(project(n1, w.wq), w.q_norm).unflatten(-1, heads)
+    n1 = normalize(x, w.n1, form)
+    q = normalize(project(n1, w.wq), w.q_norm, form).unflatten(-1, heads)
     kt, vt = make_pair(n1)
-    old_k, old_v, seen = past or (kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64))
-    seen = seen.to(x.device)[:, None]
-    slots = torch.arange(old_k.shape[1], device=x.device)
+    if past is None:
+        past = Past(kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64, device=x.device))
+    seen, slots = past.lengths[:, None], torch.arange(past.k.shape[1], device=x.device)
     unused = (slots >= seen)[..., None, None]  # they may hold anything, NaN too
-    old_k, old_v = old_k.masked_fill(unused, 0), old_v.masked_fill(unused, 0)
-    z: list[Tensor] = []
-    k: list[Tensor] = []
-    v: list[Tensor] = []
+    old_k, old_v = past.k.masked_fill(unused, 0), past.v.masked_fill(unused, 0)
+    z, k, v = (list[Tensor]() for _ in range(3))
     for t in range(T):
         first = t - t % form.block_size  # of its block
         keys = torch.cat([old_k, *k[:first], kt[:, first : t + 1]], 1)
@@ -79,11 +69,27 @@ def recurrent_layer_reference(
         weight = logits.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
         attended = torch.einsum("bhs,bshd->bhd", weight, values).flatten(1)
         h = x[:, t] + r * project(attended, w.wo)
-        mlp = project(F.gelu(project(norm(h, w.n2), w.up)), w.down)
+        mlp = project(F.gelu(project(normalize(h, w.n2, form), w.up)), w.down)
         z.append((h + r * mlp).to(x.dtype))
-        n = norm(z[-1], w.n1) if form.persistent_norm else z[-1]
+        n = normalize(z[-1], w.n1, form.of_pairs())
         for pairs, new in zip((k, v), make_pair(n), strict=True):
             pairs.append(new[:, None])
     if T == 0:
         return x, kt, vt
     return torch.stack(z, 1), torch.cat(k, 1), torch.cat(v, 1)
+
+
+def recurrent_layers_reference(
+    x: Tensor, weights: LayerWeights, form: Form, slopes: Tensor, past: Past | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Run n layers one after another; return z, and with a past its k and v with T slots more."""
+    grown: list[list[Tensor]] = [[], []]
+    for i in range(len(weights.wq)):
+        its = None if past is None else Past(past.k[i], past.v[i], past.lengths)
+        x, *pair = recurrent_layer_reference(x, weights.of_layer(i), form, slopes, its)
+        if its is not None:
+            slot = its.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
+            for all_layers, old, new in zip(grown, its[:2], pair, strict=True):
+                room = torch.cat([old.to(new.dtype), torch.zeros_like(new)], 1)
+                all_layers.append(room.scatter(1, slot[..., None, None].expand_as(new), new))
+    return x, None if past is None else (torch.stack(grown[0]), torch.stack(grown[1]))

@@ -1,4 +1,6 @@
-"""How the layers' tokens are cut into tiles that run one after another: the wavefront.
+"""How tokens are cut: packed sequences into batches, and the layers' tokens into tiles.
+
+The layers' tiles run one after another, as a wavefront.
 
 A tile consists of leaves. A step attends to the tokens of its own leaf, one by one. What comes
 before the tile is attended to by all its queries at once, before its steps. In between, as in the
@@ -8,11 +10,15 @@ give to the 2^i after them, where 2^i is the largest power of two that divides j
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
+
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Past
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys
 
 LEAF = 16
 """Tokens of a leaf, at least."""
@@ -43,7 +49,7 @@ def leaves(S: int, block_size: int) -> list[range]:
 
 
 def given_by(place: int, leaf: int) -> int:
-    """Return how many tokens before a place between two leaves give to as many after it."""
+    """Return how many keys before a place between two leaves as many queries after it attend to."""
     j = place // leaf
     return leaf * (j & -j)
 
@@ -125,3 +131,95 @@ def padded(x: Tensor, tokens: int, dim: int = -2) -> Tensor:
     zeros = list(x.shape)
     zeros[dim] = missing
     return torch.cat([x, x.new_zeros(zeros)], dim)
+
+
+class Stored(NamedTuple):
+    """Pairs of all tokens of a row: what came before, and room for those of this call."""
+
+    k: Tensor
+    v: Tensor
+    seen: Tensor | None
+
+    @classmethod
+    def of(cls, past: Past | None, shape: tuple[int, ...], like: Tensor) -> "Stored":
+        """Return room for (n, B, padded T, C) pairs after the past's (n, B, P, C)."""
+        if past is None:
+            return cls(like.new_empty(shape), like.new_empty(shape), None)
+        k, v, seen = past
+        room = like.new_zeros(shape)
+        k, v = (torch.cat([old.to(like.dtype), room], 2) for old in (k, v))
+        return cls(k, v, seen)
+
+    def before(self, tile: Tile, S: int) -> Keys:
+        """Return what a tile's queries see of the tokens before the tile."""
+        layers = slice(tile.first, tile.end)
+        return Keys(self.k[layers], self.v[layers], self.seen, (tile.step - tile.first) * S)
+
+    def take(self, given: Tensor, tile: Tile, tiling: Tiling) -> Tensor:
+        """Return what a tensor like k (n, B, P + T, C) has for a tile, (m, S, B, C).
+
+        It is 0 after the last token. A short row has slots there too, but none of a token.
+        """
+        given = padded(given, self.k.shape[2])
+        parts = []
+        for layer in range(tile.first, tile.end):
+            part = given[layer].gather(1, self._slots(layer, tile, tiling.S)).transpose(0, 1)
+            part[tiling.T - (tile.step - layer) * tiling.S :] = 0
+            parts.append(part)
+        return torch.stack(parts)
+
+    def put(self, k: Tensor, v: Tensor, tile: Tile, tiling: Tiling) -> None:
+        """Store a tile's pairs (m, S, B, C)."""
+        if self.seen is None:
+            copy_rows(tiling.view(self.k, tile), k)
+            copy_rows(tiling.view(self.v, tile), v)
+            return
+        for layer in range(tile.first, tile.end):
+            slot = self._slots(layer, tile, tiling.S)
+            for stored, new in ((self.k, k), (self.v, v)):
+                stored[layer].scatter_(1, slot, new[layer - tile.first].transpose(0, 1))
+
+    def _slots(self, layer: int, tile: Tile, S: int) -> Tensor:
+        """Return the slots of a layer's tile, (B, S, C)."""
+        assert self.seen is not None
+        place = (tile.step - layer) * S + torch.arange(S, device=self.k.device)
+        return (self.seen[:, None] + place)[..., None].expand(-1, -1, self.k.shape[-1])
+
+
+def batches_of(cu_seqlens: Tensor) -> list[Tensor]:
+    """Group packed sequences into batches, so that at most half of a batch is padding.
+
+    A batch holds the sequences whose lengths are between two powers of two. So all batches together
+    take fewer than twice as many steps as the longest sequence alone. The call waits for the GPU.
+
+    Args:
+        cu_seqlens: (S + 1,) borders.
+
+    Returns:
+        For each batch the indices (rows, longest) of its tokens; T stands for padding.
+    """
+    borders = cu_seqlens.tolist()
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for begin, end in pairwise(borders):
+        if end > begin:
+            groups.setdefault((end - begin - 1).bit_length(), []).append((begin, end - begin))
+    batches = []
+    for _, sequences in sorted(groups.items()):
+        begins, sizes = torch.tensor(sequences, device=cu_seqlens.device).T
+        place = torch.arange(int(sizes.max()), device=cu_seqlens.device)
+        batches.append(torch.where(place < sizes[:, None], begins[:, None] + place, borders[-1]))
+    return batches
+
+
+def take_batch(packed: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of a batch (..., rows, longest, C) from (..., 1, T, C), zeros for padding."""
+    tokens = packed.squeeze(-3)
+    room = torch.cat([tokens, torch.zeros_like(tokens[..., :1, :])], -2)
+    return room[..., index, :]
+
+
+def put_batch(batch: Tensor, index: Tensor, packed: Tensor) -> None:
+    """Write the tokens of a batch (..., rows, longest, C) into (..., 1, T, C); padding is lost."""
+    real = index.flatten() < packed.shape[-2]
+    chosen = index.flatten()[real]
+    packed[..., 0, chosen, :] = batch.flatten(-3, -2)[..., real, :].to(packed.dtype)

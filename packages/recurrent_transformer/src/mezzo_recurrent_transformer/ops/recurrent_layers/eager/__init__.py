@@ -1,15 +1,9 @@
 """The parts of the tiled algorithm in PyTorch: for a CPU, for float64, and to test the kernels by.
 
-The Triton kernels have the same names and arguments. Everything is computed in float32 (float64 for
-float64) and rounded at the end.
+Everything is computed in float32 (float64 for float64) and rounded at the end.
 """
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager.leaves import (
-    attend_leaves,
-    leaves_bwd,
-)
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.products import (
-    is_narrow,
     product_add,
     product_gelu,
     product_gelu_bwd,
@@ -27,7 +21,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
     split_qkv,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.steps import (
+    attend_leaves,
     attend_step,
+    leaves_bwd,
+    narrow_leaf,
+    narrow_leaf_bwd,
     pairs_step_bwd,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.tile import (
@@ -35,7 +33,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.tile import (
     attend_tile,
     attend_tile_bwd,
     pairs_bwd,
-    past_bwd,
 )
 
 __all__ = [
@@ -49,13 +46,13 @@ __all__ = [
     "gelu",
     "gelu_bwd",
     "head_products",
-    "is_narrow",
     "leaves_bwd",
+    "narrow_leaf",
+    "narrow_leaf_bwd",
     "normed",
     "normed_bwd",
     "pairs_bwd",
     "pairs_step_bwd",
-    "past_bwd",
     "product_add",
     "product_gelu",
     "product_gelu_bwd",

@@ -5,12 +5,17 @@ import torch.nn.functional as F
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager.attention import heads
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
+
+
+def heads(x: Tensor, num_heads: int) -> Tensor:
+    """Split the channels of (m, S, B, C) into heads, in float32 or float64."""
+    return x.to(accumulation_dtype(x.dtype)).unflatten(-1, (num_heads, -1))
 
 
 def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
-    """Normalize rows (m, ..., C) by weights (m, C)."""
+    """See `Parts.normed`."""
     if form.norm == "none":
         out.copy_(x)
         return
@@ -29,19 +34,7 @@ def normed_bwd(
     scaled: Tensor | None,
     partial: Tensor | None = None,
 ) -> None:
-    """Write dx = base + the gradient of a norm's input, and `scaled` = scale * dx.
-
-    Args:
-        dy: (m, ..., C), the gradient of the norm's output; written first, if `partial` is given.
-        x: likewise, its input.
-        weight: (m, C).
-        form: the options.
-        base: likewise, what is added; None for nothing.
-        scale: of `scaled`.
-        dx: written, if given.
-        scaled: written, if given; may be dy.
-        partial: (P, m, ..., C), of `product_partial`: their sum is dy.
-    """
+    """See `Parts.normed_bwd`."""
     if partial is not None:
         dy.copy_(partial.sum(0))
     found = dy.to(accumulation_dtype(dy.dtype))
@@ -61,7 +54,7 @@ def normed_bwd(
 
 
 def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> None:
-    """Add the gradient of a norm's weight, summed over all rows, to `total` (m, C)."""
+    """See `Parts.add_norm_weight_grad`."""
     xhat, _ = _standardized(x, form)
     total += (dy.to(xhat.dtype) * xhat).flatten(1, -2).sum(1)
 
@@ -69,17 +62,14 @@ def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> No
 def add_normed(
     x: Tensor, y: Tensor, scale: float, weight: Tensor | None, form: Form, h: Tensor, out: Tensor
 ) -> None:
-    """Write h = x + scale * (the sum of y), and h as it was rounded, normalized, into `out`.
-
-    y is (P, m, ..., C), of `product_partial`; the other tensors are (m, ..., C).
-    """
+    """See `Parts.add_normed`."""
     acc = accumulation_dtype(y.dtype)
     h.copy_(x.to(acc) + scale * y.to(acc).sum(0))
     normed(h, weight, form, out)
 
 
 def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tensor) -> None:
-    """Split Wk n and Wv n (m, ..., 2C) into normalized keys and values (m, ..., C).
+    """See `Parts.split_pair`.
 
     A value that is not finite becomes 0, and its key NaN: a weight of 0 times NaN is NaN, also for
     a query that must not see it, but its logit is masked by selection.
@@ -91,19 +81,11 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     v.copy_(values.masked_fill(lost, 0))
 
 
-def split_qkv(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> None:
-    """Split Wq n, Wk n and Wv n (m, ..., 3C) into normalized queries and keys, and values."""
-    raw, rest = qkv.split([q.shape[-1], 2 * q.shape[-1]], -1)
-    normed(raw, q_norm, form, q)
-    split_pair(rest, k_norm, form, k, v)
+def split_qkv(qkv: Tensor, w: Matrices, form: Form, out: Attending) -> None:
+    """See `Parts.split_qkv`."""
+    C = out.q.shape[-1]
+    normed(qkv[..., :C], w.q_norm, form, out.q)
+    split_pair(qkv[..., C:], w.k_norm, form, out.kt, out.vt)
 
 
 def gelu(u: Tensor, out: Tensor) -> None:
@@ -121,7 +103,7 @@ def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
 
 
 def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write the sum of a * b (m, S, B, C) over each head, (m, S, B, H) in float32."""
+    """See `Parts.head_products`."""
     H = out.shape[-1]
     out.copy_((heads(a, H) * heads(b, H)).sum(-1))
 

@@ -1,44 +1,36 @@
-"""The attention of one step of a tile, forward and backward: to the tokens of its own leaf."""
+"""The attention of a tile's steps: to the tokens of their own leaf, and of leaves to leaves."""
 
 import torch
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager.attention import (
-    bias,
-    by_head,
-    heads,
-    products,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.attention import bias, by_head, products
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
     head_products,
+    heads,
     normed_bwd,
     split_pair,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_of
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardWork, ForwardWork
 
 
-def attend_step(
-    tile: Attending,
-    kv: Tensor | None,
-    k_norm: Tensor | None,
-    slopes: Tensor,
-    form: Form,
-    step: int,
-    out: Tensor,
-) -> None:
-    """Write the attention output (m, b, B, C) of one step's tokens, [step b, (step + 1) b).
+def narrow_leaf(work: ForwardWork | BackwardWork, leaf: range) -> bool:
+    """Return False: only a kernel runs all steps of a leaf at once; see `Parts.narrow_leaf`."""
+    return False
 
-    Before that, the persistent pairs of the step before are stored in the tile: they are the
-    products kv (m, b, B, 2C), whose keys are still to be normalized. None in a leaf's first step.
-    """
+
+narrow_leaf_bwd = narrow_leaf
+
+
+def attend_step(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) -> None:
+    """See `Parts.attend_step`."""
+    tile, slopes, form = work.buffers.attending, work.slopes, work.form
     H, b = form.num_heads, form.block_size
     begin, rows = step * b, slice(step * b, (step + 1) * b)
     first = leaf_of(begin, tile.q.shape[1], b).start
     if kv is not None:
         last = slice(begin - b, begin)
-        split_pair(kv, k_norm, form, tile.k[:, last], tile.v[:, last])
+        split_pair(kv, work.w.k_norm, form, tile.k[:, last], tile.v[:, last])
     k = torch.cat([tile.k[:, first:begin], tile.kt[:, rows]], 1)
     v = torch.cat([tile.v[:, first:begin], tile.vt[:, rows]], 1)
     place = torch.arange(first, begin + b, device=k.device)
@@ -52,40 +44,14 @@ def attend_step(
     out.copy_(found + tile.o[:, rows] * by_head(torch.exp(earlier - total), found))
 
 
-def pairs_step_bwd(
-    tile: Attending,
-    do: Tensor,
-    delta: Tensor,
-    raw: Tensor,
-    k_norm: Tensor | None,
-    slopes: Tensor,
-    form: Form,
-    step: int,
-    dk: Tensor,
-    dv: Tensor,
-    dpair: Tensor,
-) -> None:
-    """Finish the gradients of one step's persistent pairs, and go back through the keys' norm.
-
-    Args:
-        tile: as `attend_tile` left it.
-        do: (m, S, B, C), gradients of the attention outputs of the tile's later steps.
-        delta: (m, S, B, H), do · o of each head: known for the steps after the next one; that of
-            the next step, if it is of the same leaf, is written.
-        raw: (m, S, B, C), the persistent keys before their norm.
-        k_norm: (m, C), its weight.
-        slopes: (H,) of ALiBi.
-        form: the options.
-        step: which step; its tokens are [step b, (step + 1) b).
-        dk: (m, S, B, C) float32, from the tokens after the leaf; what the leaf's later steps give
-            is added in the step's tokens.
-        dv: likewise, but nothing is added: no one reads it again.
-        dpair: written for the step's tokens, (m, S, B, 2C): the gradient of Wk n and Wv n.
-    """
-    b, H, C, S = form.block_size, form.num_heads, do.shape[-1], do.shape[1]
+def pairs_step_bwd(work: BackwardWork, step: int) -> None:
+    """See `Parts.pairs_step_bwd`."""
+    t, tile, form = work.buffers, work.buffers.attending, work.form
+    do, delta, b, H = t.do, t.delta, form.block_size, form.num_heads
+    _, S, _, C = do.shape
     end = leaf_of(step * b, S, b).stop
     rows, after = slice(step * b, (step + 1) * b), slice((step + 1) * b, end)
-    found = dv[:, rows]
+    found = t.dv[:, rows]
     if after.start < end:
         new = slice(after.start, after.start + b)
         head_products(do[:, new], tile.o[:, new], delta[:, new])
@@ -93,10 +59,49 @@ def pairs_step_bwd(
         k_, v_ = heads(tile.k[:, rows], H), heads(tile.v[:, rows], H)
         lse, delta_ = (x[:, after].permute(0, 2, 3, 1)[..., None] for x in (tile.lse, delta))
         place = torch.arange(S, device=do.device)
-        p = torch.exp(products(q_, k_) - bias(slopes, place[after, None] - place[rows]) - lse)
+        p = torch.exp(products(q_, k_) - bias(work.slopes, place[after, None] - place[rows]) - lse)
         ds = p * (torch.einsum("mqbhd,msbhd->mbhqs", do_, v_) - delta_) * (C // H) ** -0.5
-        dk[:, rows] += torch.einsum("mbhqs,mqbhd->msbhd", ds, q_).flatten(3)
+        t.dk[:, rows] += torch.einsum("mbhqs,mqbhd->msbhd", ds, q_).flatten(3)
         found = found + torch.einsum("mbhqs,mqbhd->msbhd", p, do_).flatten(3)
-    here = dpair[:, rows]
-    normed_bwd(dk[:, rows], raw[:, rows], k_norm, form, None, 1.0, None, here[..., :C])
+    here = t.dpair[:, rows]
+    normed_bwd(t.dk[:, rows], t.raw[:, rows], work.w.k_norm, form, None, 1.0, None, here[..., :C])
     here[..., C:] = found
+
+
+def attend_leaves(work: ForwardWork, begin: int, size: int) -> None:
+    """See `Parts.attend_leaves`."""
+    tile = work.buffers.attending
+    H, rows, before = work.form.num_heads, *_both(begin, size)
+    logits = _leaves_logits(work, begin, size)
+    seen = tile.lse[:, rows]
+    total = torch.logaddexp(logits.logsumexp(-1).permute(0, 3, 1, 2), seen)
+    weights = torch.exp(logits - total.permute(0, 2, 3, 1)[..., None])
+    found = torch.einsum("mbhqk,mkbhd->mqbhd", weights, heads(tile.v[:, before], H)).flatten(3)
+    tile.o[:, rows] = found + tile.o[:, rows] * by_head(torch.exp(seen - total), found)
+    tile.lse[:, rows] = total
+
+
+def leaves_bwd(work: BackwardWork, begin: int, size: int) -> None:
+    """See `Parts.leaves_bwd`."""
+    t, tile = work.buffers, work.buffers.attending
+    H, rows, before = work.form.num_heads, *_both(begin, size)
+    q_, do_ = heads(tile.q[:, rows], H), heads(t.do[:, rows], H)
+    lse, delta_ = (x[:, rows].permute(0, 2, 3, 1)[..., None] for x in (tile.lse, t.delta))
+    p = torch.exp(_leaves_logits(work, begin, size) - lse)
+    dp = torch.einsum("mqbhd,msbhd->mbhqs", do_, heads(tile.v[:, before], H))
+    ds = p * (dp - delta_) * q_.shape[-1] ** -0.5
+    t.dk[:, before] += torch.einsum("mbhqs,mqbhd->msbhd", ds, q_).flatten(3)
+    t.dv[:, before] += torch.einsum("mbhqs,mqbhd->msbhd", p, do_).flatten(3)
+
+
+def _both(begin: int, size: int) -> tuple[slice, slice]:
+    """Return the places of the queries and of the keys."""
+    return slice(begin, begin + size), slice(begin - size, begin)
+
+
+def _leaves_logits(work: ForwardWork | BackwardWork, begin: int, size: int) -> Tensor:
+    """Return (m, B, H, size, size)."""
+    tile, H, rows, before = work.buffers.attending, work.form.num_heads, *_both(begin, size)
+    place = torch.arange(size, device=tile.q.device)
+    logits = products(heads(tile.q[:, rows], H), heads(tile.k[:, before], H))
+    return logits - bias(work.slopes, size + place[:, None] - place)

@@ -7,38 +7,34 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.attention import (
     bias,
     by_head,
     earlier_logits,
-    heads,
     own_logits,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Keys, Later
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import heads
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, Past
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later, Pairs
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardWork, ForwardWork
 
 
-def attend_earlier(
-    q: Tensor, keys: Keys, slopes: Tensor, form: Form, o: Tensor, lse: Tensor
-) -> None:
-    """Attend from a tile's queries (m, S, B, C) to all tokens before the tile.
+def attend_earlier(work: ForwardWork, keys: Keys) -> None:
+    """See `Parts.attend_earlier`."""
+    o, lse = _attend_earlier(work, keys)
+    work.buffers.attending.o.copy_(o)
+    work.buffers.attending.lse.copy_(lse)
 
-    Writes o (m, S, B, C) and the natural log-sum-exp (m, S, B, H) of the logits, both in float32.
-    With nothing to see they are 0 and -inf.
-    """
-    logits, v = earlier_logits(q, keys, slopes, form)
+
+def _attend_earlier(work: ForwardWork | BackwardWork, keys: Keys) -> tuple[Tensor, Tensor]:
+    logits, v = earlier_logits(work, keys)
     total = logits.logsumexp(-1)  # (m, B, H, S)
     weights = torch.exp(logits - total.nan_to_num(neginf=0.0)[..., None])
-    o.copy_(torch.einsum("mbhsl,mblhd->msbhd", weights, v).flatten(3))
-    lse.copy_(total.permute(0, 3, 1, 2))
+    o = torch.einsum("mbhsl,mblhd->msbhd", weights, v).flatten(3)
+    return o.contiguous(), total.permute(0, 3, 1, 2).contiguous()
 
 
-def attend_tile(tile: Attending, keys: Keys, slopes: Tensor, form: Form) -> None:
-    """Write the attention output of a whole tile and its log-sum-exp into `tile.o`, `tile.lse`.
-
-    The persistent pairs of the tile are all known: this is for the backward. `tile.o` has the dtype
-    of q here.
-    """
-    dtype = tile.lse.dtype
-    o, lse = tile.o.new_empty(tile.o.shape, dtype=dtype), torch.empty_like(tile.lse)
-    attend_earlier(tile.q, keys, slopes, form, o, lse)
-    logits, values = own_logits(tile, slopes, form)
+def attend_tile(work: BackwardWork, keys: Keys) -> None:
+    """See `Parts.attend_tile`."""
+    tile = work.buffers.attending
+    o, lse = _attend_earlier(work, keys)
+    logits, values = own_logits(work)
     total = torch.logaddexp(logits.logsumexp(-1).permute(0, 3, 1, 2), lse)
     weights = torch.exp(logits - total.permute(0, 2, 3, 1)[..., None])
     own = torch.einsum("mbhst,mtbhd->msbhd", weights, values).flatten(3)
@@ -46,38 +42,21 @@ def attend_tile(tile: Attending, keys: Keys, slopes: Tensor, form: Form) -> None
     tile.lse.copy_(total)
 
 
-def attend_tile_bwd(
-    tile: Attending,
-    do: Tensor,
-    delta: Tensor,
-    keys: Keys,
-    slopes: Tensor,
-    form: Form,
-    dqkv: Tensor,
-) -> None:
-    """Write the gradients of a tile's queries and temporary pairs, side by side.
-
-    Args:
-        tile: as `attend_tile` left it.
-        do: gradient of the attention outputs, (m, S, B, C).
-        delta: (m, S, B, H), do · o of each head.
-        keys: the tokens before the tile.
-        slopes: (H,) of ALiBi.
-        form: the options.
-        dqkv: written, (m, S, B, 3C).
-    """
+def attend_tile_bwd(work: BackwardWork, keys: Keys, dqkv: Tensor) -> None:
+    """See `Parts.attend_tile_bwd`."""
     dq, dkt, dvt = dqkv.chunk(3, -1)
-    H, S = form.num_heads, do.shape[1]
+    t, tile, H = work.buffers, work.buffers.attending, work.form.num_heads
+    do, S = t.do, t.do.shape[1]
     scale = (do.shape[-1] // H) ** -0.5
-    do_, delta_ = heads(do, H), delta.permute(0, 2, 3, 1)[..., None]
+    do_, delta_ = heads(do, H), t.delta.permute(0, 2, 3, 1)[..., None]
     lse = tile.lse.permute(0, 2, 3, 1)[..., None]
-    logits, values = earlier_logits(tile.q, keys, slopes, form)
+    logits, values = earlier_logits(work, keys)
     p = torch.exp(logits - lse)
     ds = p * (torch.einsum("msbhd,mblhd->mbhsl", do_, values) - delta_) * scale
     hidden = (logits[:, :, 0, 0] == -torch.inf)[..., None, None]
     earlier = heads(keys.k[:, :, : p.shape[-1]], H).masked_fill(hidden, 0)
     found = torch.einsum("mbhsl,mblhd->msbhd", ds, earlier)
-    logits, values = own_logits(tile, slopes, form)
+    logits, values = own_logits(work)
     p = torch.exp(logits - lse)
     ds = p * (torch.einsum("msbhd,mtbhd->mbhst", do_, values) - delta_) * scale
     both = torch.cat([heads(tile.k, H), heads(tile.kt, H)], 1)
@@ -86,44 +65,30 @@ def attend_tile_bwd(
     dvt.copy_(torch.einsum("mbhst,msbhd->mtbhd", p[..., S:], do_).flatten(3))
 
 
-def pairs_bwd(
-    k: Tensor, v: Tensor, later: Later, slopes: Tensor, form: Form, dk: Tensor, dv: Tensor
-) -> None:
-    """Write what the tokens after a tile give to dk and dv of its persistent pairs, in float32.
-
-    Args:
-        k: (m, S, B, C).
-        v: likewise.
-        later: the queries of all tokens.
-        slopes: (H,) of ALiBi.
-        form: the options.
-        dk: written, (m, S, B, C); 0 if no tokens come after the tile.
-        dv: likewise.
-    """
-    m, S, _, C = k.shape
-    H, Tp = form.num_heads, later.q.shape[2]
-    begin = later.begin - S * torch.arange(m, device=k.device)
+def pairs_bwd(work: BackwardWork, later: Later) -> None:
+    """See `Parts.pairs_bwd`."""
+    at, H, Tp = work.buffers.attending, work.form.num_heads, later.q.shape[2]
+    m, S, _, C = at.k.shape
+    begin = later.begin - S * torch.arange(m, device=at.k.device)
     least = later.begin - S * (m - 1)
-    place = torch.arange(least, Tp, device=k.device)
+    place = torch.arange(least, Tp, device=at.k.device)
     hidden = (place < begin[:, None])[:, None, None, :, None]  # (m, 1, 1, Q, 1)
     q, do = (heads(x[:, :, least:], H) for x in (later.q, later.do))
     lse, delta = (x[:, :, least:].transpose(2, 3)[..., None] for x in (later.lse, later.delta))
-    distance = (place - begin[:, None] + S)[..., None] - torch.arange(S, device=k.device)
-    logits = torch.einsum("mbqhd,msbhd->mbhqs", q, heads(k, H)) * (C // H) ** -0.5
-    logits = logits - bias(slopes, distance[:, None, None])
+    distance = (place - begin[:, None] + S)[..., None] - torch.arange(S, device=at.k.device)
+    logits = torch.einsum("mbqhd,msbhd->mbhqs", q, heads(at.k, H)) * (C // H) ** -0.5
+    logits = logits - bias(work.slopes, distance[:, None, None])
     p = torch.exp(logits - lse).masked_fill(hidden, 0)
-    ds = p * (torch.einsum("mbqhd,msbhd->mbhqs", do, heads(v, H)) - delta) * (C // H) ** -0.5
-    dk.copy_(torch.einsum("mbhqs,mbqhd->msbhd", ds, q).flatten(3))
-    dv.copy_(torch.einsum("mbhqs,mbqhd->msbhd", p, do).flatten(3))
+    ds = p * (torch.einsum("mbqhd,msbhd->mbhqs", do, heads(at.v, H)) - delta) * (C // H) ** -0.5
+    work.buffers.dk.copy_(torch.einsum("mbhqs,mbqhd->msbhd", ds, q).flatten(3))
+    work.buffers.dv.copy_(torch.einsum("mbhqs,mbqhd->msbhd", p, do).flatten(3))
 
 
-def past_bwd(
-    past: tuple[Tensor, Tensor, Tensor], later: Later, slopes: Tensor, form: Form
-) -> tuple[Tensor, Tensor]:
+def past_bwd(past: Past, later: Later, slopes: Tensor, form: Form) -> Pairs:
     """Return dk and dv of the pairs of earlier calls (n, B, P, C), from all tokens of this one.
 
     Args:
-        past: k, v and their numbers (B,).
+        past: those pairs.
         later: the queries of all tokens.
         slopes: (H,) of ALiBi.
         form: the options.
@@ -143,4 +108,4 @@ def past_bwd(
     ds = p * (torch.einsum("nbqhd,nbshd->nbhqs", do, v_) - delta) * scale
     dk = torch.einsum("nbhqs,nbqhd->nbshd", ds, q)
     dv = torch.einsum("nbhqs,nbqhd->nbshd", p, do)
-    return dk.flatten(3), dv.flatten(3)
+    return Pairs(dk.flatten(3), dv.flatten(3))

@@ -1,13 +1,6 @@
 """The parts of the tiled algorithm as Triton kernels; `eager` has their definitions."""
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.earlier import attend_earlier
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.later import pairs_bwd
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.leaves import (
-    attend_leaves,
-    leaves_bwd,
-)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.narrow import (
-    is_narrow,
     narrow_leaf,
     narrow_leaf_bwd,
 )
@@ -27,12 +20,16 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     split_qkv,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.steps import (
+    attend_leaves,
     attend_step,
+    leaves_bwd,
     pairs_step_bwd,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.tile import (
+    attend_earlier,
     attend_tile,
     attend_tile_bwd,
+    pairs_bwd,
 )
 
 __all__ = [
@@ -44,7 +41,6 @@ __all__ = [
     "attend_tile",
     "attend_tile_bwd",
     "head_products",
-    "is_narrow",
     "leaves_bwd",
     "narrow_leaf",
     "narrow_leaf_bwd",

@@ -13,21 +13,16 @@ import triton.language as tl
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.buffers import (
-    BackwardBuffers,
-    ForwardBuffers,
-)
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.activation import (
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     gelu_bwd_of,
     gelu_of,
-)
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     norm_bwd,
     standardized,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardWork, ForwardWork
 
 # Chosen by what a program can hold, and by one program for each of a large GPU's processors.
 CHANNELS = 128
@@ -169,11 +164,11 @@ def narrow_leaf_kernel(
         tl.debug_barrier()  # from here on threads read what other threads have written
 
 
-def narrow_leaf(
-    buffers: ForwardBuffers, w: Matrices, slopes: Tensor, form: Form, leaf: range
-) -> None:
-    """Run the steps of a leaf; see `forward.run_leaf`."""
-    stream, at = buffers
+def narrow_leaf(work: ForwardWork, leaf: range) -> bool:
+    """Run the steps of a leaf in one kernel, if it is narrow; see `Parts.narrow_leaf`."""
+    (stream, at), w, form = work.buffers, work.w, work.form
+    if not is_narrow(at.q, form):
+        return False
     m, S, B, _ = at.q.shape
     x, z, kv = stream[:-1], stream[1:], w.kv
     # One layer's outputs are where the next one's inputs are, and programs have no order.
@@ -182,13 +177,14 @@ def narrow_leaf(
     assert kv[0].is_contiguous()  # and so are all other weights
     grid, settings = _launch(at.q, w, form)
     narrow_leaf_kernel[grid](
-        *at, x, out, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, slopes, S, B,
+        *at, x, out, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, work.slopes, S, B,
         leaf.start, leaf.stop, kv.stride(0), form.eps, form.residual_scale,
         settings["D"] ** -0.5, **settings,
     )  # fmt: skip
     if m > 1:
         rows = slice(leaf.start, leaf.stop)
         z[:, rows].copy_(out[:, rows])
+    return True
 
 
 @triton.jit(do_not_specialize=["S", "B", "first", "end"])
@@ -290,12 +286,13 @@ def narrow_leaf_bwd_kernel(
         tl.debug_barrier()  # from here on threads read what other threads have written
 
 
-def narrow_leaf_bwd(
-    buffers: BackwardBuffers, w: Matrices, slopes: Tensor, form: Form, leaf: range
-) -> None:
-    """Run the steps of a leaf backwards; see `backward_steps.run_leaf_bwd`."""
-    t, at, kv = buffers, buffers.attending, w.kv
+def narrow_leaf_bwd(work: BackwardWork, leaf: range) -> bool:
+    """Run the steps of a leaf backwards in one kernel, if it is narrow."""
+    t, at, w, form = work.buffers, work.buffers.attending, work.w, work.form
+    if not is_narrow(at.q, form):
+        return False
     _, S, B, _ = t.do.shape
+    kv = w.kv
     read = (at.q, at.k, at.v, at.o, at.lse, t.raw, t.dstream[1:], t.z, t.h, t.u)
     written = (
         *(t.dk, t.dv, t.dpair, t.dnormed, t.dz_scaled, t.du),
@@ -304,7 +301,8 @@ def narrow_leaf_bwd(
     assert all(x.is_contiguous() for x in (*read, *written))
     grid, settings = _launch(t.do, w, form)
     narrow_leaf_bwd_kernel[grid](
-        *read, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, slopes, *written, S, B,
+        *read, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, work.slopes, *written, S, B,
         leaf.start, leaf.stop, kv.stride(0), form.eps, form.residual_scale,
         settings["D"] ** -0.5, **settings,
     )  # fmt: skip
+    return True

@@ -5,8 +5,8 @@ weights once: what counts is that all of the GPU reads, and that few kernels fol
 program has some rows of the weights; where too few programs would be left, several of them share
 these, each with its part of K, and what reads the result adds their sums.
 
-A norm after a product needs whole rows, which no program has. But it is a number for each row: a
-product can have its input without this number, and multiply its sums by it.
+A norm after a product needs whole rows, which no program has. But RMSNorm only scales a row: the
+next product takes the row as it is, and multiplies its sums by 1 / rms.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,15 @@ from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.products import product
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.activation import (
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import product
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
+    add_normed,
     gelu,
     gelu_bwd,
     gelu_bwd_of,
     gelu_of,
+    row_offset,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import add_normed, row_offset
 
 require_ptxas()
 
@@ -77,7 +78,7 @@ def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
 
 
 def product_partial(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Return partial sums of x Wᵀ in float32, or write it; see `eager.product_partial`."""
+    """Return partial sums of x Wᵀ in float32, or write it; see `Parts.product_partial`."""
     m, s, B, K = x.shape
     N = weight.shape[1]
     # With many rows and a short sum cuBLAS is as fast.
@@ -100,7 +101,7 @@ def product_add(
     h: Tensor,
     out: Tensor,
 ) -> Tensor | None:
-    """Write h = base + scale * x Wᵀ and its norm; see `eager.product_add`."""
+    """Write h = base + scale * x Wᵀ and its norm; see `Parts.product_add`."""
     if not _few_rows(x) or x.dtype not in WIDE_RANGE or form.norm == "layer":
         sums = product_partial(x, weight)
         assert sums is not None
@@ -124,7 +125,7 @@ def product_add(
 def product_gelu(
     x: Tensor, weight: Tensor, out: Tensor, squares: Tensor | None, form: Form
 ) -> None:
-    """Write u Φ(u) of u = x Wᵀ, x from `product_add`; see `eager.product_gelu`."""
+    """Write u Φ(u) of u = x Wᵀ, x from `product_add`; see `Parts.product_gelu`."""
     if _few_rows(x):
         _launch(x, weight, out[None], None, "gelu", squares=squares, eps=form.eps)
     else:
@@ -132,7 +133,7 @@ def product_gelu(
 
 
 def product_gelu_bwd(x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
-    """Write the gradient of u from x Wᵀ, and u Φ(u) over u; see `eager.product_gelu_bwd`."""
+    """Write the gradient of u from x Wᵀ, and u Φ(u) over u; see `Parts.product_gelu_bwd`."""
     if _few_rows(x):
         _launch(x, weight, du[None], u, "gelu_bwd")
     else:

@@ -1,4 +1,4 @@
-"""What is done to each row alone on a GPU: norms, residuals, products of heads.
+"""What is done to each row alone on a GPU: norms, residuals, the MLP's activation, head products.
 
 Tensors are (m, S, B, C) with any strides, but for the last axis, whose stride is 1. A program holds
 a whole row of C channels in registers; within a tile's steps rows are few, and latency counts.
@@ -11,6 +11,7 @@ from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
 
 # Channels of a warp: a thread reads 16 bytes of bfloat16 at a time.
 WARP = 256
@@ -18,6 +19,8 @@ WARP = 256
 TILE = 4096
 # Programs that fill a large GPU, where each sums over several rows.
 PROGRAMS = 512
+# Elements of a program of an activation.
+BLOCK = 1024
 
 
 @triton.jit
@@ -138,7 +141,7 @@ def normed_bwd(
     scaled: Tensor | None,
     partial: Tensor | None = None,
 ) -> None:
-    """Write dx = base + the gradient of a norm's input, and scale * dx; see `eager.normed_bwd`."""
+    """Write dx = base + the gradient of a norm's input, and scale * dx; see `Parts.normed_bwd`."""
     m, S, B, C = x.shape
     normed_bwd_kernel[(S * B, m)](
         dy, x, weight, base, dx, scaled, partial, B,
@@ -220,7 +223,7 @@ def add_normed_kernel(
 def add_normed(
     x: Tensor, y: Tensor, scale: float, weight: Tensor | None, form: Form, h: Tensor, out: Tensor
 ) -> None:
-    """Write h = x + scale * (the sum of y), and its norm into `out`; see `eager.add_normed`."""
+    """Write h = x + scale * (the sum of y), and its norm into `out`; see `Parts.add_normed`."""
     m, S, B, C = x.shape
     add_normed_kernel[(S * B, m)](
         x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4],
@@ -262,19 +265,95 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     )  # fmt: skip
 
 
-def split_qkv(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> None:
-    """Split Wq n, Wk n and Wv n (m, S, B, 3C) into normalized queries and keys, and values."""
-    C = q.shape[3]
-    normed(qkv[..., :C], q_norm, form, q)
-    split_pair(qkv[..., C:], k_norm, form, k, v)
+def split_qkv(qkv: Tensor, w: Matrices, form: Form, out: Attending) -> None:
+    """Launch two kernels; see `Parts.split_qkv`."""
+    C = out.q.shape[3]
+    normed(qkv[..., :C], w.q_norm, form, out.q)
+    split_pair(qkv[..., C:], w.k_norm, form, out.kt, out.vt)
+
+
+@triton.jit
+def _share_below(b_u, DTYPE: tl.constexpr):
+    """Return Φ(u), the share of a normal distribution that is below u.
+
+    In 16 bits the precision of erf is lost. There it is 2 to the power of a polynomial, which takes
+    fewer instructions, and is right to 6e-6 from -6 to 6.
+    """
+    if DTYPE.is_fp32():
+        return 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
+    b_a = tl.abs(b_u)
+    b_log = 6.07260322e-05 - 1.7937727e-06 * b_a
+    b_log = -0.000923184951 + b_a * b_log
+    b_log = 0.00847684515 + b_a * b_log
+    b_log = -0.0538909358 + b_a * b_log
+    b_log = -0.458541585 + b_a * b_log
+    b_log = -1.15121437 + b_a * b_log
+    b_tail = tl.exp2(b_a * b_log - 1.0)
+    return tl.where(b_u < 0.0, b_tail, 1.0 - b_tail)
+
+
+@triton.jit
+def gelu_of(b_u, DTYPE: tl.constexpr):
+    """Return u Φ(u), which is to be stored in a dtype."""
+    return b_u * _share_below(b_u, DTYPE)
+
+
+@triton.jit
+def gelu_bwd_of(b_u, b_dg, DTYPE: tl.constexpr):
+    """Return the gradient of u, and u Φ(u), which are to be stored in a dtype."""
+    b_density = tl.exp2(b_u * b_u * -0.7213475204444817) * 0.3989422804014327
+    b_below = _share_below(b_u, DTYPE)
+    return b_dg * (b_below + b_u * b_density), b_u * b_below
+
+
+@triton.jit(do_not_specialize=["B"])
+def gelu_kernel(
+    u, out, B, stride_um, stride_us, stride_ub, stride_om, stride_os, stride_ob,
+    F: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Compute u Φ(u) of BF channels of a row."""
+    pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
+    p_u = u + row_offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
+    b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
+    b_g = gelu_of(b_u, out.dtype.element_ty)
+    tl.store(p_out, b_g.to(out.dtype.element_ty), mask=o_f < F)
+
+
+def gelu(u: Tensor, out: Tensor) -> None:
+    """Write u Φ(u); (m, S, B, F)."""
+    m, S, B, F = u.shape
+    gelu_kernel[(S * B * ceil_div(F, BLOCK), m)](
+        u, out, B, *u.stride()[:3], *out.stride()[:3], F=F, BF=BLOCK, num_warps=BLOCK // WARP
+    )
+
+
+@triton.jit(do_not_specialize=["B"])
+def gelu_bwd_kernel(
+    u, dg, out, B, stride_um, stride_us, stride_ub, stride_gm, stride_gs, stride_gb,
+    stride_om, stride_os, stride_ob, F: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of BF channels of a row of u, dg (Φ(u) + u Φ'(u)); put u Φ(u) there."""
+    pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
+    p_u = u + row_offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f
+    p_dg = dg + row_offset(i_m, i_row, B, stride_gm, stride_gs, stride_gb) + o_f
+    p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_f
+    b_u = tl.load(p_u, mask=o_f < F, other=0.0).to(tl.float32)
+    b_dg = tl.load(p_dg, mask=o_f < F, other=0.0).to(tl.float32)
+    b_du, b_g = gelu_bwd_of(b_u, b_dg, out.dtype.element_ty)
+    tl.store(p_out, b_du.to(out.dtype.element_ty), mask=o_f < F)
+    tl.store(p_u, b_g.to(u.dtype.element_ty), mask=o_f < F)
+
+
+def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
+    """Write the gradient of u, and then u Φ(u) over u; (m, S, B, F)."""
+    m, S, B, F = u.shape
+    gelu_bwd_kernel[(S * B * ceil_div(F, BLOCK), m)](
+        u, dg, out, B, *u.stride()[:3], *dg.stride()[:3], *out.stride()[:3],
+        F=F, BF=BLOCK, num_warps=BLOCK // WARP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B"])

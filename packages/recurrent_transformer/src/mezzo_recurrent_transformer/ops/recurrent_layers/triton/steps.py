@@ -1,36 +1,44 @@
-"""The attention of one step of a tile, forward and backward; these kernels are for one token."""
+"""The attention of a tile's steps, forward and backward: to their own leaf, and leaves to leaves.
+
+A step of one token has kernels of its own, with a program for some heads or for a whole row. In
+those for a block of several tokens, indices beyond the block are clamped to its last token: so
+loads need no mask.
+"""
 
 import triton
 import triton.language as tl
 from mezzo_core.ops.sizes import next_power_of_2
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import LEAF, leaf_of
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import blocks
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
+    LOG2_E,
+    add_keys,
+    channels,
+    indices,
+    launch,
+    of_head,
+    scales,
+    softmax_bwd,
+    stored,
+    tile_offsets,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import normed_bwd, split_pair
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardWork, ForwardWork
 
 
-def attend_step(
-    tile: Attending,
-    kv: Tensor | None,
-    k_norm: Tensor | None,
-    slopes: Tensor,
-    form: Form,
-    step: int,
-    out: Tensor,
-) -> None:
-    """Launch one program for some heads of a row; see `eager.attend_step`."""
-    if form.block_size > 1:
-        blocks.attend_step(tile, kv, k_norm, slopes, form, step, out)
+def attend_step(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) -> None:
+    """Launch one program for some heads of a row; see `Parts.attend_step`."""
+    if work.form.block_size > 1:
+        _attend_block(work, kv, step, out)
         return
+    tile, H = work.buffers.attending, work.form.num_heads
     m, S, B, C = tile.q.shape
-    H = form.num_heads
     attend_step_kernel[(B * H, m)](
-        tile.q, tile.kt, tile.vt, tile.k, tile.v, tile.o, tile.lse, kv, k_norm, slopes, out,
-        step, leaf_of(step, S, 1).start, B, form.eps, (C // H) ** -0.5,
+        *tile, kv, work.w.k_norm, work.slopes, out,
+        step, leaf_of(step, S, 1).start, B, work.form.eps, (C // H) ** -0.5,
         S=S, C=C, D=C // H, BS=min(max(next_power_of_2(S), 2), LEAF), BC=next_power_of_2(C),
-        NORM=form.norm, num_warps=1,
+        NORM=work.form.norm, num_warps=1,
     )  # fmt: skip
 
 
@@ -97,30 +105,75 @@ def attend_step_kernel(
     tl.store(out + (i_m * B + i_b) * C + o_c, b_out.to(out.dtype.element_ty))
 
 
-def pairs_step_bwd(
-    tile: Attending,
-    do: Tensor,
-    delta: Tensor,
-    raw: Tensor,
-    k_norm: Tensor | None,
-    slopes: Tensor,
-    form: Form,
-    step: int,
-    dk: Tensor,
-    dv: Tensor,
-    dpair: Tensor,
-) -> None:
-    """Launch one program a row; see `eager.pairs_step_bwd`."""
-    if form.block_size > 1:
-        blocks.pairs_step_bwd(tile, do, delta, raw, k_norm, slopes, form, step, dk, dv, dpair)
+@triton.jit(do_not_specialize=["lse", "B", "S", "b", "first", "leaf"])
+def attend_block_fwd_kernel(
+    q, kt, vt, k, v, o, lse, slopes, out, B, S, b, first, leaf, scale2,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from BM positions of the block of one head."""
+    i_m, i_b, i_h, begin = indices(B, b, H, BM)
+    o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
+    last = first + tl.minimum(begin + BM, b) - 1
+    o_s = tl.minimum(first + o_b, last)
+    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+    slope2 = tl.load(slopes + i_h) * LOG2_E
+    b_q = of_head(tl.load(q + o_tile), i_h, o_d, D)
+    # What comes before the leaf: a softmax whose sum is one, or of nothing if m is -inf.
+    b_acc, b_m = tl.load(o + o_tile).to(tl.float32), tl.load(lse + o_head) * LOG2_E
+    b_l = tl.full([BM], 1.0, tl.float32)
+    # From the queries back, so that each query sees its own pair first.
+    for i in tl.range(0, begin // BM + 1, num_stages=1):
+        o_j = first + begin - i * BM + tl.arange(0, BM)
+        _, o_kv = tile_offsets(i_m, i_b, i_h, tl.minimum(o_j, last), o_d, B, S, H, D)
+        b_distance = o_s[:, None] - o_j[None, :]
+        b_acc, b_m, b_l = add_keys(
+            b_acc, b_m, b_l, b_q, tl.load(kt + o_kv), tl.load(vt + o_kv), b_distance,
+            b_distance >= 0, slope2, scale2, PRECISION,
+        )  # fmt: skip
+    if leaf < first:  # less than BM earlier tokens of the leaf
+        o_j = leaf + tl.arange(0, BM)
+        m_j = o_j < first
+        _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
+        b_k = tl.load(k + o_kv, mask=m_j[:, None], other=0.0)
+        b_v = tl.load(v + o_kv, mask=m_j[:, None], other=0.0)
+        b_acc, b_m, b_l = add_keys(
+            b_acc, b_m, b_l, b_q, b_k, b_v, o_s[:, None] - o_j[None, :], m_j[None, :],
+            slope2, scale2, PRECISION,
+        )  # fmt: skip
+    _, o_out = tile_offsets(i_m, i_b, i_h, o_b, o_d, B, b, H, D)
+    b_out = (b_acc / b_l[:, None]).to(out.dtype.element_ty)
+    tl.store(out + o_out, b_out, mask=stored(o_b < b, i_h, o_d, D))
+
+
+def _attend_block(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) -> None:
+    """Store the pairs of the step before, then attend."""
+    tile, form = work.buffers.attending, work.form
+    assert all(x.is_contiguous() for x in (*tile, out))
+    (_, S, B, _), b = tile.q.shape, form.block_size
+    first = step * b
+    if kv is not None:
+        before = slice(first - b, first)
+        split_pair(kv, work.w.k_norm, form, tile.k[:, before], tile.v[:, before])
+    grid, settings = launch(out, form)
+    attend_block_fwd_kernel[grid](
+        *tile, work.slopes, out, B, S, b, first, leaf_of(first, S, b).start,
+        scales(out, form)[1], **settings,
+    )  # fmt: skip
+
+
+def pairs_step_bwd(work: BackwardWork, step: int) -> None:
+    """Launch one program a row; see `Parts.pairs_step_bwd`."""
+    if work.form.block_size > 1:
+        _pairs_block_bwd(work, step)
         return
-    m, S, B, C = do.shape
-    H = form.num_heads
+    t, tile, H = work.buffers, work.buffers.attending, work.form.num_heads
+    m, S, B, C = t.do.shape
     heads = next_power_of_2(H)
     pairs_step_bwd_kernel[(B, m)](
-        tile.q, tile.k, tile.v, tile.o, tile.lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
-        step, leaf_of(step, S, 1).stop, B, form.eps, (C // H) ** -0.5,
-        S=S, H=H, D=C // H, HP=heads, NORM=form.norm,
+        tile.q, tile.k, tile.v, tile.o, tile.lse, t.do, t.delta, t.raw, work.w.k_norm, work.slopes,
+        t.dk, t.dv, t.dpair, step, leaf_of(step, S, 1).stop, B, work.form.eps, (C // H) ** -0.5,
+        S=S, H=H, D=C // H, HP=heads, NORM=work.form.norm,
         num_warps=max(1, min(16, heads * (C // H) // 256)),
     )  # fmt: skip
 
@@ -190,3 +243,147 @@ def pairs_step_bwd_kernel(
     pair = dpair + 2 * row + o_c
     tl.store(pair, b_dk.to(dpair.dtype.element_ty), mask=m_c)
     tl.store(pair + C, b_dv.to(dpair.dtype.element_ty), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["lse", "delta", "B", "S", "b", "first", "end"])
+def pairs_block_bwd_kernel(
+    q, k, v, o, lse, do, delta, slopes, dk, dv, dpair, B, S, b, first, end, scale, scale2,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the leaf's later steps give to BM pairs of the block of one head: dk, and dpair."""
+    i_m, i_b, i_h, begin = indices(B, b, H, BM)
+    o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
+    o_j = first + tl.minimum(o_b, b - 1)
+    _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
+    slope2 = tl.load(slopes + i_h) * LOG2_E
+    b_k = of_head(tl.load(k + o_kv), i_h, o_d, D)
+    b_v = tl.load(v + o_kv)
+    b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.load(dv + o_kv)
+    if first + b < end:  # less than BM later tokens of the leaf
+        o_s = first + b + tl.arange(0, BM)
+        m_s = o_s < end
+        o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+        b_q = tl.load(q + o_tile, mask=m_s[:, None], other=0.0)
+        b_do = of_head(tl.load(do + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
+        b_o = tl.load(o + o_tile, mask=m_s[:, None], other=0.0)
+        b_lse = tl.load(lse + o_head, mask=m_s, other=0.0)
+        # Only the next step's is new; all are found anew, which is as fast as to read them.
+        b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+        tl.store(delta + o_head, b_delta, mask=m_s & (begin == 0))
+        b_p, b_ds = softmax_bwd(
+            b_k, b_q, b_v, b_do, b_lse[None, :], b_delta[None, :], o_s[None, :] - o_j[:, None],
+            m_s[None, :], slope2, scale2, PRECISION,
+        )  # fmt: skip
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    m_own = stored(o_b < b, i_h, o_d, D)
+    tl.store(dk + o_kv, tl.load(dk + o_kv) + b_dk * scale, mask=m_own)
+    _, o_pair = tile_offsets(i_m, i_b, i_h, o_j, H * D + o_d, B, S, 2 * H, D)
+    tl.store(dpair + o_pair, b_dv.to(dpair.dtype.element_ty), mask=m_own)
+
+
+def _pairs_block_bwd(work: BackwardWork, step: int) -> None:
+    """Finish the gradients of a block's pairs, and go through the keys' norm."""
+    t, tile, form = work.buffers, work.buffers.attending, work.form
+    assert all(x.is_contiguous() for x in (*tile, t.do, t.delta, t.dk, t.dv, t.dpair))
+    (_, S, B, C), b = t.do.shape, form.block_size
+    rows = slice(step * b, (step + 1) * b)
+    grid, settings = launch(t.do[:, rows], form)
+    pairs_block_bwd_kernel[grid](
+        tile.q, tile.k, tile.v, tile.o, tile.lse, t.do, t.delta, work.slopes, t.dk, t.dv, t.dpair,
+        B, S, b, rows.start, leaf_of(rows.start, S, b).stop, *scales(t.do, form), **settings,
+    )  # fmt: skip
+    into = t.dpair[:, rows, :, :C]
+    normed_bwd(t.dk[:, rows], t.raw[:, rows], work.w.k_norm, form, None, 1.0, None, into)
+
+
+@triton.jit(do_not_specialize=["lse", "B", "S", "begin", "size"])
+def attend_leaves_fwd_kernel(
+    q, k, v, o, lse, slopes, B, S, begin, size, scale2,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from BM positions of one head, and go on with the softmax of what they have seen."""
+    i_m, i_b, i_h, start = indices(B, size, H, BM)
+    o_s, o_d = begin + start + tl.arange(0, BM), channels(i_h, D, BD)
+    m_s = o_s < begin + size
+    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+    slope2 = tl.load(slopes + i_h) * LOG2_E
+    b_q = of_head(tl.load(q + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
+    # A softmax whose sum is one, or of nothing if m is -inf.
+    b_acc = tl.load(o + o_tile, mask=m_s[:, None], other=0.0).to(tl.float32)
+    b_m = tl.load(lse + o_head, mask=m_s, other=0.0) * LOG2_E
+    b_l = tl.full([BM], 1.0, tl.float32)
+    for j in tl.range(begin - size, begin, BM, num_stages=1):
+        o_j = j + tl.arange(0, BM)
+        m_j = o_j < begin
+        _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
+        b_k = tl.load(k + o_kv, mask=m_j[:, None], other=0.0)
+        b_v = tl.load(v + o_kv, mask=m_j[:, None], other=0.0)
+        b_acc, b_m, b_l = add_keys(
+            b_acc, b_m, b_l, b_q, b_k, b_v, o_s[:, None] - o_j[None, :], m_j[None, :],
+            slope2, scale2, PRECISION,
+        )  # fmt: skip
+    b_out = (b_acc / b_l[:, None]).to(o.dtype.element_ty)
+    tl.store(o + o_tile, b_out, mask=stored(m_s, i_h, o_d, D))
+    tl.store(lse + o_head, (b_m + tl.log2(b_l)) / LOG2_E, mask=m_s)
+
+
+def attend_leaves(work: ForwardWork, begin: int, size: int) -> None:
+    """Attend to leaves that are done; see `Parts.attend_leaves`."""
+    tile, form = work.buffers.attending, work.form
+    assert all(x.is_contiguous() for x in tile)
+    _, S, B, _ = tile.q.shape
+    queries = tile.q[:, begin : begin + size]
+    grid, settings = launch(queries, form)
+    attend_leaves_fwd_kernel[grid](
+        tile.q, tile.k, tile.v, tile.o, tile.lse, work.slopes, B, S, begin, size,
+        scales(queries, form)[1], **settings,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["lse", "delta", "B", "S", "begin", "size"])
+def leaves_bwd_kernel(
+    q, k, v, lse, do, delta, slopes, dk, dv, B, S, begin, size, scale, scale2,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dk and dv of BM keys of one head."""
+    i_m, i_b, i_h, start = indices(B, size, H, BM)
+    o_j, o_d = begin - size + start + tl.arange(0, BM), channels(i_h, D, BD)
+    m_j = o_j < begin
+    _, o_kv = tile_offsets(i_m, i_b, i_h, o_j, o_d, B, S, H, D)
+    slope2 = tl.load(slopes + i_h) * LOG2_E
+    b_k = of_head(tl.load(k + o_kv, mask=m_j[:, None], other=0.0), i_h, o_d, D)
+    b_v = of_head(tl.load(v + o_kv, mask=m_j[:, None], other=0.0), i_h, o_d, D)
+    b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.zeros([BM, BD], tl.float32)
+    for i in tl.range(begin, begin + size, BM, num_stages=1):
+        o_s = i + tl.arange(0, BM)
+        m_s = o_s < begin + size
+        o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+        b_q = tl.load(q + o_tile, mask=m_s[:, None], other=0.0)
+        b_do = tl.load(do + o_tile, mask=m_s[:, None], other=0.0)
+        b_lse = tl.load(lse + o_head, mask=m_s, other=0.0)
+        b_delta = tl.load(delta + o_head, mask=m_s, other=0.0)
+        b_p, b_ds = softmax_bwd(
+            b_k, b_q, b_v, b_do, b_lse[None, :], b_delta[None, :], o_s[None, :] - o_j[:, None],
+            m_s[None, :], slope2, scale2, PRECISION,
+        )  # fmt: skip
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    m_own = stored(m_j, i_h, o_d, D)
+    tl.store(dk + o_kv, tl.load(dk + o_kv, mask=m_own) + b_dk * scale, mask=m_own)
+    tl.store(dv + o_kv, tl.load(dv + o_kv, mask=m_own) + b_dv, mask=m_own)
+
+
+def leaves_bwd(work: BackwardWork, begin: int, size: int) -> None:
+    """Add to dk and dv of leaves; see `Parts.leaves_bwd`."""
+    t, tile, form = work.buffers, work.buffers.attending, work.form
+    assert all(x.is_contiguous() for x in (*tile, t.do, t.delta, t.dk, t.dv))
+    _, S, B, _ = t.do.shape
+    grid, settings = launch(t.do[:, begin - size : begin], form)
+    leaves_bwd_kernel[grid](
+        tile.q, tile.k, tile.v, tile.lse, t.do, t.delta, work.slopes, t.dk, t.dv, B, S, begin, size,
+        *scales(t.do, form), **settings,
+    )  # fmt: skip

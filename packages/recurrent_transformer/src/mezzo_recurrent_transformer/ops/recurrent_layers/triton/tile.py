@@ -1,8 +1,8 @@
-"""Attention of a whole tile, whose pairs are all known, and its gradients.
+"""The attention of a whole tile, its gradients, and those of its persistent pairs.
 
 A query sees the tokens before the tile, the persistent pairs of the tile's earlier blocks, and the
-temporary pairs of its own block up to itself. Positions after the tile's last stand for the last:
-so they need no mask when loaded, and no query sees nothing.
+temporary pairs of its own block up to itself. In the kernels of a whole tile, indices beyond the
+tile are clamped to its last token: so loads need no mask, and no query sees nothing.
 """
 
 import torch
@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Keys
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     LOG2_E,
     add_earlier,
@@ -26,6 +25,47 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     tile_offsets,
     visible_slots,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardWork, ForwardWork
+
+
+@triton.jit(do_not_specialize=["seen", "lse", "B", "S", "L", "first"])
+def attend_earlier_fwd_kernel(
+    q, k, v, seen, slopes, o, lse, B, S, L, first, scale2,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from BM positions of one head."""
+    i_m, i_b, i_h, begin = indices(B, S, H, BM)
+    o_s, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
+    m_s = o_s < S
+    o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+    b_q = of_head(tl.load(q + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
+    b_acc = tl.zeros([BM, BD], tl.float32)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    visible = visible_slots(seen, first, i_m, i_b, S)
+    o_row = (i_m * B + i_b) * L * (H * D)
+    slope2 = tl.load(slopes + i_h) * LOG2_E
+    b_acc, b_m, b_l = add_earlier(
+        b_acc, b_m, b_l, b_q, k + o_row, v + o_row, o_s, o_d, visible, slope2, scale2,
+        H, D, BN, PRECISION,
+    )  # fmt: skip
+    b_l = tl.where(visible > 0, b_l, 1.0)
+    tl.store(o + o_tile, b_acc / b_l[:, None], mask=stored(m_s, i_h, o_d, D))
+    tl.store(lse + o_head, (b_m + tl.log2(b_l)) / LOG2_E, mask=m_s)
+
+
+def attend_earlier(work: ForwardWork, keys: Keys) -> None:
+    """Attend from a tile's queries to all tokens before the tile; see `Parts.attend_earlier`."""
+    q, o, lse = work.buffers.attending.q, work.buffers.attending.o, work.buffers.attending.lse
+    assert all(x.is_contiguous() for x in (q, keys.k, keys.v, o, lse))
+    _, S, B, _ = q.shape
+    grid, settings = launch(q, work.form)
+    with torch.cuda.device_of(q):
+        attend_earlier_fwd_kernel[grid](
+            q, keys.k, keys.v, keys.seen, work.slopes, o, lse, B, S, keys.k.shape[2], keys.first,
+            scales(q, work.form)[1], **settings,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seen", "lse", "B", "S", "L", "first", "b"])
@@ -73,14 +113,15 @@ def attend_tile_fwd_kernel(
     tl.store(lse + o_head, (b_m + tl.log2(b_l)) / LOG2_E, mask=m_s)
 
 
-def attend_tile(tile: Attending, keys: Keys, slopes: Tensor, form: Form) -> None:
-    """Write the attention output of a whole tile and its log-sum-exp, as in `eager`."""
+def attend_tile(work: BackwardWork, keys: Keys) -> None:
+    """Write the attention output of a whole tile and its log-sum-exp; see `Parts.attend_tile`."""
+    tile, form = work.buffers.attending, work.form
     assert all(x.is_contiguous() for x in (*tile, *keys[:2]))
     _, S, B, _ = tile.q.shape
     grid, settings = launch(tile.q, form)
     with torch.cuda.device_of(tile.q):
         attend_tile_fwd_kernel[grid](
-            *tile[:5], *keys[:3], slopes, tile.o, tile.lse, B, S, keys.k.shape[2], keys.first,
+            *tile[:5], *keys[:3], work.slopes, tile.o, tile.lse, B, S, keys.k.shape[2], keys.first,
             form.block_size, scales(tile.q, form)[1], **settings,
         )  # fmt: skip
 
@@ -185,27 +226,71 @@ def attend_tile_bwd_kernel_temporary(
     tl.store(p_dkt + H * D, b_dv.to(dqkv.dtype.element_ty), mask=m_j)
 
 
-def attend_tile_bwd(
-    tile: Attending,
-    do: Tensor,
-    delta: Tensor,
-    keys: Keys,
-    slopes: Tensor,
-    form: Form,
-    dqkv: Tensor,
-) -> None:
-    """Write the gradients of a tile's queries and temporary pairs side by side, as in `eager`."""
+def attend_tile_bwd(work: BackwardWork, keys: Keys, dqkv: Tensor) -> None:
+    """Write the gradients of a tile's queries and temporary pairs; see `Parts.attend_tile_bwd`."""
+    tile, form, do, delta = work.buffers.attending, work.form, work.buffers.do, work.buffers.delta
     assert all(x.is_contiguous() for x in (*tile, do, delta, *keys[:2], dqkv))
     _, S, B, _ = do.shape
     grid, settings = launch(do, form)
     whole, b = settings["BM"] >= S, form.block_size
     with torch.cuda.device_of(do):
         attend_tile_bwd_kernel[grid](
-            *tile[:5], *keys[:3], slopes, tile.lse, do, delta, dqkv,
+            *tile[:5], *keys[:3], work.slopes, tile.lse, do, delta, dqkv,
             B, S, keys.k.shape[2], keys.first, b, *scales(do, form), WHOLE=whole, **settings,
         )  # fmt: skip
         if not whole:
             attend_tile_bwd_kernel_temporary[grid](
-                *tile[:3], slopes, tile.lse, do, delta, dqkv, B, S, b, *scales(do, form),
+                *tile[:3], work.slopes, tile.lse, do, delta, dqkv, B, S, b, *scales(do, form),
                 **settings,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["lse", "delta", "B", "S", "T", "begin"])
+def pairs_bwd_kernel(
+    k, v, q, do, lse, delta, slopes, dk, dv, B, S, T, begin, scale, scale2,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum dk and dv of BM keys of one head over all later tokens."""
+    i_m, i_b, i_h, start = indices(B, S, H, BM)
+    o_s, o_d = start + tl.arange(0, BM), channels(i_h, D, BD)
+    m_s = o_s < S
+    _, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
+    b_k = of_head(tl.load(k + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
+    b_v = of_head(tl.load(v + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
+    b_dk, b_dv = tl.zeros([BM, BD], tl.float32), tl.zeros([BM, BD], tl.float32)
+    o_row = (i_m * B + i_b) * T
+    slope2 = tl.load(slopes + i_h) * LOG2_E
+    after = (begin - S * i_m).to(tl.int32)
+    for t in range(after, T, BN):
+        o_t = t + tl.arange(0, BN)
+        m_t = o_t < T
+        o_q = (o_row + o_t)[:, None] * (H * D) + o_d[None, :]
+        o_stats = (o_row + o_t) * H + i_h
+        b_q = tl.load(q + o_q, mask=m_t[:, None], other=0.0)
+        b_do = tl.load(do + o_q, mask=m_t[:, None], other=0.0)
+        b_lse = tl.load(lse + o_stats, mask=m_t, other=0.0)
+        b_delta = tl.load(delta + o_stats, mask=m_t, other=0.0)
+        b_p, b_ds = softmax_bwd(
+            b_k, b_q, b_v, b_do, b_lse[None, :], b_delta[None, :],
+            o_t[None, :] - (after - S) - o_s[:, None], m_t[None, :], slope2, scale2, PRECISION,
+        )  # fmt: skip
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    m_tile = stored(m_s, i_h, o_d, D)
+    tl.store(dk + o_tile, b_dk * scale, mask=m_tile)
+    tl.store(dv + o_tile, b_dv, mask=m_tile)
+
+
+def pairs_bwd(work: BackwardWork, later: Later) -> None:
+    """Write what the tokens after a tile give to dk and dv; see `Parts.pairs_bwd`."""
+    k, v = work.buffers.attending.k, work.buffers.attending.v
+    dk, dv = work.buffers.dk, work.buffers.dv
+    assert all(x.is_contiguous() for x in (k, v, *later[:4], dk, dv))
+    _, S, B, _ = k.shape
+    grid, settings = launch(k, work.form)
+    with torch.cuda.device_of(k):
+        pairs_bwd_kernel[grid](
+            k, v, *later[:4], work.slopes, dk, dv, B, S, later.q.shape[2], later.begin,
+            *scales(k, work.form), **settings,
+        )  # fmt: skip
