@@ -19,7 +19,7 @@ from mezzo_rat.ops.rat_attention import (
     reserve,
     step_rat_attention_,
 )
-from mezzo_rat.ops.rat_attention.checks import check_numbers
+from mezzo_rat.ops.rat_attention.arguments import check_numbers
 
 
 @dataclass(frozen=True)

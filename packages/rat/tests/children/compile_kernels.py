@@ -8,7 +8,7 @@ from mezzo_rat.ops.gated_scan.op import STATE_EVERY, Saved
 from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
 from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
 from mezzo_rat.ops.rat_attention import init_state, op, reserve
-from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.arguments import Form
 
 H, G = 4, 2
 
@@ -18,7 +18,7 @@ def rat(T, D, dtype, *, L=7, B=1, has_z=True, has_bias=True, rope="chunk", packe
     x = torch.zeros(B, T, ((2 + has_z) * H + 2 * G) * D, dtype=dtype)
     bias = torch.zeros(H, D) if has_bias else None
     borders = torch.tensor([0, 3, T]) if packed else None
-    form = Form(H, G, has_z, L, rope, 1e4, D**-0.5).as_arguments()
+    form = Form(H, G, has_z, L, rope, 1e4, D**-0.5)
     y, *kept = op.rat_attention(x, bias, borders, *form)
     op.rat_attention_bwd(y, x, bias, borders, y, *kept, *form)
 
@@ -28,7 +28,7 @@ def decode(D, dtype, *, B=2, rope="chunk"):
     x = torch.zeros(B, 9, (3 * H + 2 * G) * D, dtype=dtype)
     state = init_state(B, H, D, dtype=dtype, device=x.device)
     state = reserve(state, 80, 7)
-    form = Form(H, G, True, 7, rope, 1e4, D**-0.5).as_arguments()
+    form = Form(H, G, True, 7, rope, 1e4, D**-0.5)
     added = torch.tensor([9, 2])
     op.rat_attention_continued(x, None, *state, added, *form)
     op.rat_attention_step_(x[:, :1].contiguous(), torch.zeros(H, D), *state, *form)

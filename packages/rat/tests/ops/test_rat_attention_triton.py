@@ -15,7 +15,7 @@ from mezzo_rat.ops.rat_attention import (
     reserve,
     step_rat_attention_,
 )
-from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.arguments import Form
 from mezzo_rat.ops.rat_attention.triton import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -293,7 +293,7 @@ def test_registered_ops_are_sound():
     inputs = draw(1, 20, 2, 1, 32)
     x, bias = (v.requires_grad_() for v in inputs.values())
     ops = torch.ops.mezzo_rat
-    form = Form(2, 1, True, 8, "chunk", 1e4, 0.2).as_arguments()
+    form = Form(2, 1, True, 8, "chunk", 1e4, 0.2)
     torch.library.opcheck(ops.rat_attention, (x, bias, None, *form))
     borders = torch.tensor([0, 7, 20], device=DEVICE)
     torch.library.opcheck(ops.rat_attention, (x, bias, borders, *form))

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
@@ -19,10 +18,17 @@ from torch import Tensor
 
 from mezzo_rat.ops.forget_gate import forget_gate
 from mezzo_rat.ops.rat_attention import op as registered
-from mezzo_rat.ops.rat_attention.checks import check_form, check_rows, check_state
+from mezzo_rat.ops.rat_attention.arguments import (
+    Parts,
+    Request,
+    check_request,
+    check_state,
+    scattered,
+    split_projection,
+    unsupported,
+)
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
 from mezzo_rat.ops.rat_attention.reference import recurrent_reference
-from mezzo_rat.ops.rat_attention.request import Parts, Request, scattered, unsupported
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
 
 
@@ -92,9 +98,9 @@ def chunk_rat_attention(
     """
     op = "chunk_rat_attention"
     parts = Parts(z, v, g, q, k)
-    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_rows(op, v, form, initial_state, lengths, cu_seqlens)
-    request = Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
+    request = check_request(
+        op, parts, gate_bias, chunk_size, rope, rope_base, scale, initial_state, lengths, cu_seqlens
+    )
     if resolve_impl(op, impl, v.device, unsupported(request)) == "triton":
         zvgqk = torch.cat([part.flatten(2) for part in parts if part is not None], dim=-1)
         return _by_kernels(zvgqk, request)
@@ -122,10 +128,10 @@ def chunk_rat_attention_projected(
     W = (3 H + 2 G) D. The other arguments and the errors are those of `chunk_rat_attention`.
     """
     op = "chunk_rat_attention_projected"
-    parts = _split(op, zvgqk, num_heads, num_groups)
-    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_rows(op, parts.v, form, initial_state, lengths, cu_seqlens)
-    request = Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
+    parts = split_projection(op, zvgqk, num_heads, num_groups)
+    request = check_request(
+        op, parts, gate_bias, chunk_size, rope, rope_base, scale, initial_state, lengths, cu_seqlens
+    )
     if resolve_impl(op, impl, zvgqk.device, unsupported(request)) == "triton":
         return _by_kernels(zvgqk, request)
     return _by_reference(request, impl)
@@ -153,24 +159,14 @@ def recurrent_rat_attention(
     of `chunk_rat_attention`, but sequences cannot be packed.
     """
     op = "recurrent_rat_attention"
-    parts = Parts(z, v, g, q, k)
-    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_rows(op, v, form, initial_state, lengths, None)
+    request = check_request(
+        op, Parts(z, v, g, q, k), gate_bias, chunk_size, rope, rope_base, scale, initial_state,
+        lengths,
+    )  # fmt: skip
     resolve_impl(op, impl, v.device, _NO_STEPS)
-    B, T, H, D = v.shape
-    if T == 0:  # there is no step to take; the chunk form's empty results have gradients
-        request = Request(parts, gate_bias, form, initial_state, None, None)
-        return _by_reference(request, "reference")
-    z, v, g, q, k = _real(parts, lengths)
-    if initial_state is None:
-        state = init_state(B, H, D, dtype=v.dtype, device=v.device)
-    else:
-        state = initial_state
-    keep, write = forget_gate(g, gate_bias)
-    state = _ready(state, v, chunk_size)
-    with without_autocast(v.device):  # which would multiply in its own dtype
-        y, after = recurrent_reference(q, k, v, keep, write, form, state, lengths)
-    return RATAttentionOutput(_gated(y, z, v.dtype), None if initial_state is None else after)
+    if v.shape[1] == 0:  # there is no step to take; the chunk form's empty results have gradients
+        return _by_reference(replaced(request, lengths=None), "reference")
+    return _by_steps(request)
 
 
 def step_rat_attention_(
@@ -198,22 +194,17 @@ def step_rat_attention_(
         ValueError: also if a row has more than one token; on a CPU, if no slot is left.
     """
     op = "step_rat_attention_"
-    parts = _split(op, zvgqk, num_heads, num_groups)
-    form = check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    check_state(op, "state", state, parts.v, form)
+    parts = split_projection(op, zvgqk, num_heads, num_groups)
+    request = check_request(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
+    check_state(op, "state", state, parts.v, request.form)
     if zvgqk.shape[1] != 1:
         raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
-    request = Request(parts, gate_bias, form, state, None, None)
+    request = replaced(request, initial_state=state)
     no = unsupported(request) or scattered(state)
     if resolve_impl(op, impl, zvgqk.device, no) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
-        return registered.rat_attention_step_(
-            zvgqk.contiguous(), bias, *state, *form.as_arguments()
-        )
-    y, after = recurrent_rat_attention(
-        parts.q, parts.k, parts.v, parts.g, chunk_size=chunk_size, gate_bias=gate_bias, z=parts.z,
-        rope=rope, rope_base=rope_base, scale=scale, initial_state=state,
-    )  # fmt: skip
+        return registered.rat_attention_step_(zvgqk.contiguous(), bias, *state, *request.form)
+    y, after = _by_steps(request)
     assert after is not None
     if after.k_ends.shape != state.k_ends.shape:
         raise ValueError(f"{op}: state has no slot left for another token: reserve more")
@@ -225,22 +216,17 @@ def step_rat_attention_(
 _NO_STEPS = "a loop over tokens; supported: reference"
 
 
-def _split(op: str, zvgqk: Tensor, num_heads: int, num_groups: int) -> Parts:
-    """Check a projection, and return its parts z, v, g, q, k as views."""
-    check_floating(op, "zvgqk", zvgqk)
-    check_size(op, "num_heads", num_heads)
-    check_size(op, "num_groups", num_groups)
-    H, G = num_heads, num_groups
-    if H % G:
-        raise ValueError(f"{op}: num_groups must divide the {H} heads, got {G}")
-    if zvgqk.ndim != 3 or zvgqk.shape[2] < 1 or zvgqk.shape[2] % (3 * H + 2 * G):
-        raise ValueError(
-            f"{op}: zvgqk must be (B, T, W) with W a multiple of 3 H + 2 G = {3 * H + 2 * G}, "
-            f"got {tuple(zvgqk.shape)}"
-        )
-    D = zvgqk.shape[2] // (3 * H + 2 * G)
-    views = zvgqk.split([n * D for n in (H, H, H, G, G)], dim=-1)
-    return Parts(*(x.unflatten(-1, (-1, D)) for x in views))
+def _by_steps(r: Request) -> RATAttentionOutput:
+    z, v, g, q, k = _real(r.parts, r.lengths)
+    B, _, H, D = v.shape
+    state = r.initial_state
+    if state is None:
+        state = init_state(B, H, D, dtype=v.dtype, device=v.device)
+    keep, write = forget_gate(g, r.gate_bias)
+    state = _ready(state, v, r.form.chunk_size)
+    with without_autocast(v.device):  # which would multiply in its own dtype
+        y, after = recurrent_reference(q, k, v, keep, write, r.form, state, r.lengths)
+    return RATAttentionOutput(_gated(y, z, v.dtype), None if r.initial_state is None else after)
 
 
 def _by_reference(r: Request, impl: Impl) -> RATAttentionOutput:
@@ -258,9 +244,8 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     bias = None if r.gate_bias is None else r.gate_bias.contiguous()
     if zvgqk.stride(-1) != 1:
         zvgqk = zvgqk.contiguous()
-    form = r.form.as_arguments()
     if r.initial_state is None:
-        y, *_ = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *form)
+        y, *_ = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *r.form)
         return RATAttentionOutput(y, None)
     state = _ready(r.initial_state, zvgqk, r.form.chunk_size)
     state = RATState(*(x.contiguous() for x in state))
@@ -269,7 +254,9 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
         added = torch.full_like(lengths, zvgqk.shape[1])
     else:
         added = r.lengths.contiguous()  # kernels read the lengths one after another in memory
-    y, k, v, k_ends, v_ends = registered.rat_attention_continued(zvgqk, bias, *state, added, *form)
+    y, k, v, k_ends, v_ends = registered.rat_attention_continued(
+        zvgqk, bias, *state, added, *r.form
+    )
     return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, lengths + added))
 
 

@@ -15,6 +15,7 @@ from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.scan import linear_scan
 from torch import Tensor
 
+from mezzo_rat.ops.rat_attention.arguments import Parts, Request
 from mezzo_rat.ops.rat_attention.chunks import (
     Chunks,
     continued_chunks,
@@ -22,7 +23,6 @@ from mezzo_rat.ops.rat_attention.chunks import (
     plain_chunks,
 )
 from mezzo_rat.ops.rat_attention.reference import widened
-from mezzo_rat.ops.rat_attention.request import Parts, Request
 from mezzo_rat.ops.rat_attention.state import RATState
 
 

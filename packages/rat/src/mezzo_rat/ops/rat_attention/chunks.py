@@ -1,13 +1,17 @@
-"""The positions of the chunks in a call, described alike for plain, packed and continued rows."""
+"""The positions of the chunks in a call: of plain, packed and continued rows.
 
-from typing import NamedTuple
+`Chunks` describes them alike for PyTorch, `Plan` with what else the launches of kernels need.
+"""
+
+from typing import Literal, NamedTuple
 
 import torch
 from mezzo_core.ops.packed import check_borders
-from mezzo_core.positions import sequence_ids
+from mezzo_core.positions import rope_angles, sequence_ids
 from torch import Tensor
 
 from mezzo_rat.ops.divide import floor_divide
+from mezzo_rat.ops.rat_attention.arguments import Form
 
 
 class Chunks(NamedTuple):
@@ -67,3 +71,121 @@ def continued_chunks(
     borders = torch.arange(1, num_slots + 1, device=start.device) * chunk_size
     end = torch.minimum(borders, (start + lengths)[:, None]) - 1 - start[:, None]
     return Chunks(chunk, None, end.clamp(min=0), end >= 0, chunk, position)
+
+
+class Sizes(NamedTuple):
+    """Sizes of a projection (B, T, W): z (if any), v, g of H·D channels each, q, k of G·D each."""
+
+    B: int
+    T: int
+    H: int
+    G: int
+    D: int
+    has_z: bool
+
+    @classmethod
+    def of(cls, x: Tensor, form: Form) -> "Sizes":
+        """Return the sizes of a projection."""
+        B, T, W = x.shape
+        return cls(B, T, form.num_heads, form.num_groups, form.head_dim(W), form.has_z)
+
+    @property
+    def width(self) -> int:
+        """W, all channels of the projection."""
+        return (2 + self.has_z) * self.H * self.D + 2 * self.G * self.D
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The first channel of v, g, q and k; z, if there is one, begins at 0."""
+        v = self.H * self.D if self.has_z else 0
+        g = v + self.H * self.D
+        q = g + self.H * self.D
+        return {"OV": v, "OG": g, "OQ": q, "OK": q + self.G * self.D}
+
+
+class Plan(NamedTuple):
+    """What to compute, the positions of the chunks, the slots that queries see, and the angles."""
+
+    form: Form
+    sizes: Sizes
+    mode: Literal["plain", "packed", "continued"]
+    N: int
+    """Chunks of a row. Packed: the most chunks that all sequences together may have."""
+    starts: Tensor | None
+    """Packed: (N,) first token of each chunk. Continued: (B,) tokens that each row has seen."""
+    stops: Tensor | None
+    """Packed: (N,) one past the chunk's last token. Continued: (B,) tokens added to each row."""
+    low: Tensor | None
+    """Packed: (T,) the first slot that each token sees."""
+    high: Tensor | None
+    """Packed: (T,) one past the last slot that each token sees."""
+    unseen: Tensor | None
+    """Packed: (N,) one past the last token whose sequence begins at or before each slot."""
+    q_places: Tensor
+    """(1 or B, T) int32: the row of `angles` that rotates each query."""
+    k_places: Tensor
+    """(1 or B, N) int32: the row of `angles` that rotates each chunk's end."""
+    angles: tuple[Tensor, Tensor] | None
+    """Cosines and sines, (P, D/2) each; None: no RoPE."""
+
+
+def plain_plan(x: Tensor, form: Form) -> Plan:
+    """Plan for rows that start with their first token."""
+    sizes, device = Sizes.of(x, form), x.device
+    T, L = sizes.T, form.chunk_size
+    N = -(-T // L)
+    token = torch.arange(T, device=device, dtype=torch.int32)[None]
+    chunk = torch.arange(N, device=device, dtype=torch.int32)[None]
+    if form.rope == "token":
+        places = token, ((chunk + 1) * L - 1).clamp(max=T - 1)
+    else:
+        places = token // L, chunk
+    angles = _angles(form, T if form.rope == "token" else N, sizes.D, device)
+    return Plan(form, sizes, "plain", N, None, None, None, None, None, *places, angles)
+
+
+def packed_plan(x: Tensor, form: Form, cu_seqlens: Tensor) -> Plan:
+    """Plan for one row of packed sequences; no query sees a slot of another sequence."""
+    sizes = Sizes.of(x, form)
+    T, L = sizes.T, form.chunk_size
+    chunks = packed_chunks(T, L, cu_seqlens)
+    assert chunks.first is not None
+    low, high, end = chunks.first[0], chunks.slot[0], chunks.end[0]
+    N = end.shape[0]
+    slots = torch.arange(N, device=end.device)
+    starts, stops = (torch.searchsorted(high, slots, right=right) for right in (False, True))
+    unseen = torch.searchsorted(low, slots, right=True)
+    at = chunks.position if form.rope == "token" else chunks.chunk
+    angles = _angles(form, T if form.rope == "token" else T // L + 1, sizes.D, end.device)
+    places = at.int(), at[:, end].int()
+    return Plan(
+        form, sizes, "packed", N, starts, stops, low, high, unseen, *places, angles
+    )  # fmt: skip
+
+
+def continued_plan(x: Tensor, form: Form, num_slots: int, seen: Tensor, added: Tensor) -> Plan:
+    """Plan for rows that have seen `seen` (B,) tokens and get `added` (B,) more."""
+    sizes = Sizes.of(x, form)
+    T, L = sizes.T, form.chunk_size
+    N = (T - 1) // L + 2  # the first chunk may be open already and take only some of the tokens
+    position = seen[:, None] + torch.arange(T, device=seen.device)
+    slot = (seen // L)[:, None] + torch.arange(N, device=seen.device)
+    if form.rope == "token":
+        places = position, torch.minimum((slot + 1) * L, (seen + added)[:, None]) - 1
+        num_places = num_slots * L
+    else:
+        places = position // L, slot
+        num_places = num_slots
+    q_places, k_places = (place.clamp(0, num_places - 1).int() for place in places)
+    angles = _angles(form, num_places, sizes.D, seen.device)
+    return Plan(
+        form, sizes, "continued", N, seen, added, None, None, None, q_places, k_places, angles
+    )  # fmt: skip
+
+
+def _angles(
+    form: Form, num_places: int, dim: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    if form.rope is None:
+        return None
+    return rope_angles(torch.arange(num_places, device=device), dim, form.rope_base)

@@ -1,33 +1,54 @@
 """The registered ops: RAT attention by Triton kernels, on a projection that holds z, v, g, q, k.
 
-Each takes tensors first, and then a `Form` as plain arguments.
+Each takes tensors first, and then the fields of a `Form`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.form import FORM_SCHEMA, Form
-from mezzo_rat.ops.rat_attention.saved import Saved
+from mezzo_rat.ops.rat_attention.arguments import Form
+from mezzo_rat.ops.rat_attention.chunks import Plan, continued_plan, packed_plan, plain_plan
 from mezzo_rat.ops.rat_attention.state import RATState
-from mezzo_rat.ops.rat_attention.triton.plan import Plan, continued_plan, packed_plan, plain_plan
+
+FORM = schema_of(Form)
+
+
+class Saved(NamedTuple):
+    """The tensors that the backward needs, in the order of its arguments."""
+
+    x: Tensor
+    """(B, T, W): the projection."""
+    gate_bias: Tensor | None
+    """(H, D)."""
+    cu_seqlens: Tensor | None
+    """(S + 1,): borders of packed sequences."""
+    y: Tensor
+    """(B, T, H, D): the output."""
+    lse: Tensor
+    """(B, H, T) float32: log2 of the sum of the exponentials of each query's logits."""
+    k_ends: Tensor
+    """(B, N, H, D): k~ at the end of each chunk, rotated."""
+    v_ends: Tensor
+    """(B, N, H, D): v~ at the end of each chunk."""
 
 
 @torch.library.custom_op(
     "mezzo_rat::rat_attention",
     mutates_args=(),
-    schema=f"(Tensor x, Tensor? gate_bias, Tensor? cu_seqlens, {FORM_SCHEMA})"
+    schema=f"(Tensor x, Tensor? gate_bias, Tensor? cu_seqlens, {FORM})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def rat_attention(
     x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, lse, k_ends and v_ends, as `Saved` describes them."""
-    from mezzo_rat.ops.rat_attention.triton.forward import attend_ends, scan_chunks
+    from mezzo_rat.ops.rat_attention.triton.launches import attend_ends, scan_chunks
 
-    plan = _plan(x, Form.from_arguments(form), cu_seqlens)
+    plan = _plan(x, Form(*form), cu_seqlens)
     scanned = scan_chunks(x, gate_bias, plan)
     y, lse = attend_ends(x, scanned, plan)
     return y, lse, scanned.k_ends, scanned.v_ends
@@ -37,7 +58,7 @@ def rat_attention(
 def _(
     x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    asked = Form.from_arguments(form)
+    asked = Form(*form)
     (B, T, W), H, L = x.shape, asked.num_heads, asked.chunk_size
     D = asked.head_dim(W)
     N = (T + L - 1) // L if cu_seqlens is None else T // L + cu_seqlens.shape[0] - 1
@@ -49,8 +70,7 @@ def _(
 @torch.library.custom_op(
     "mezzo_rat::rat_attention_bwd",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor? gate_bias, Tensor? cu_seqlens, Tensor y, Tensor lse, "
-    f"Tensor k_ends, Tensor v_ends, {FORM_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor dy, {schema_of(Saved, Form)}) -> (Tensor, Tensor)",
 )
 def rat_attention_bwd(
     dy: Tensor,
@@ -64,10 +84,10 @@ def rat_attention_bwd(
     *form: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return dx (B, T, W) and dbias (H, D), which is an empty tensor if there is no bias."""
-    from mezzo_rat.ops.rat_attention.triton.backward import attend_bwd
+    from mezzo_rat.ops.rat_attention.triton.launches import attend_bwd
 
     saved = Saved(x, gate_bias, cu_seqlens, y, lse, k_ends, v_ends)
-    dx, dbias = attend_bwd(dy, saved, _plan(x, Form.from_arguments(form), cu_seqlens))
+    dx, dbias = attend_bwd(dy, saved, _plan(x, Form(*form), cu_seqlens))
     return dx, lse.new_empty(0) if dbias is None else dbias
 
 
@@ -108,7 +128,7 @@ differentiable_rat_attention = register_gradient(rat_attention, _backward, _save
     "mezzo_rat::rat_attention_continued",
     mutates_args=(),
     schema="(Tensor x, Tensor? gate_bias, Tensor k, Tensor v, Tensor k_ends, Tensor v_ends, "
-    f"Tensor lengths, Tensor added, {FORM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor lengths, Tensor added, {FORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def rat_attention_continued(
     x: Tensor,
@@ -125,10 +145,10 @@ def rat_attention_continued(
 
     The state must have a slot for every chunk that these tokens reach. Not differentiable.
     """
-    from mezzo_rat.ops.rat_attention.triton.forward import attend_ends, scan_chunks
+    from mezzo_rat.ops.rat_attention.triton.launches import attend_ends, scan_chunks
 
     num_slots = k_ends.shape[1]
-    plan = continued_plan(x, Form.from_arguments(form), num_slots, lengths, added)
+    plan = continued_plan(x, Form(*form), num_slots, lengths, added)
     scanned = scan_chunks(x, gate_bias, plan, k, v)
     # Chunks that got no token are written to an extra slot at the end, which is then cut off.
     L = plan.form.chunk_size
@@ -167,7 +187,7 @@ def _(
     "mezzo_rat::rat_attention_step_",
     mutates_args=RATState._fields,
     schema="(Tensor x, Tensor? gate_bias, Tensor(a!) k, Tensor(b!) v, Tensor(c!) k_ends, "
-    f"Tensor(d!) v_ends, Tensor(e!) lengths, {FORM_SCHEMA}) -> Tensor",
+    f"Tensor(d!) v_ends, Tensor(e!) lengths, {FORM}) -> Tensor",
 )
 def rat_attention_step_(
     x: Tensor,
@@ -182,7 +202,7 @@ def rat_attention_step_(
     """Decode one token of every row and update the state; return y (B, 1, H, D), no gradients."""
     from mezzo_rat.ops.rat_attention.triton.step import step
 
-    return step(x, gate_bias, RATState(k, v, k_ends, v_ends, lengths), Form.from_arguments(form))
+    return step(x, gate_bias, RATState(k, v, k_ends, v_ends, lengths), Form(*form))
 
 
 @rat_attention_step_.register_fake

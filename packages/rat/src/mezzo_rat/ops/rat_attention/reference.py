@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mezzo_rat.ops.divide import floor_divide
-from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.arguments import Form
 from mezzo_rat.ops.rat_attention.state import RATState
 
 

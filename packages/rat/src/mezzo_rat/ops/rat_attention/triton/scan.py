@@ -9,7 +9,7 @@ token is loaded while the token before it is computed.
 import triton
 import triton.language as tl
 
-from mezzo_rat.ops.rat_attention.triton.gates import forget_gates
+from mezzo_rat.ops.rat_attention.triton.elementwise import forget_gates
 
 
 @triton.jit

@@ -16,11 +16,11 @@ from mezzo_core.ops.sizes import next_power_of_2
 from mezzo_core.positions import rope_angles
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.form import Form
+from mezzo_rat.ops.rat_attention.arguments import Form
+from mezzo_rat.ops.rat_attention.chunks import Sizes
 from mezzo_rat.ops.rat_attention.state import RATState
-from mezzo_rat.ops.rat_attention.triton.gates import forget_gates
-from mezzo_rat.ops.rat_attention.triton.plan import Sizes
-from mezzo_rat.ops.rat_attention.triton.tiles import LOG2_E
+from mezzo_rat.ops.rat_attention.triton.elementwise import forget_gates
+from mezzo_rat.ops.rat_attention.triton.launches import LOG2_E
 
 # Programs that fill a large GPU, and the bytes of keys that a program reads at a time.
 PROGRAMS, TILE = 1024, 16384

@@ -1,4 +1,4 @@
-"""The gates on a GPU: the forget gate from its logits, and the backward of the output gate."""
+"""Gates and RoPE on a GPU: the forget gate, the backward of the output gate, and rotations."""
 
 import triton
 import triton.language as tl
@@ -39,3 +39,27 @@ def output_gate_bwd_kernel(
         p_dz = dz + ((i_b * T + i_t) * W + i_h * D)[:, None] + o_d[None, :]
         tl.store(p_dz, (b_dyy * tl.sigmoid(-b_z)).to(dz.dtype.element_ty), mask=m)
         tl.store(do + o_row, (b_dy * tl.sigmoid(b_z)).to(do.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["rows", "T", "stride_p"])
+def rotate_kernel(
+    x, y, places, cos, sin, rows, T, stride_b, stride_t, stride_p,
+    H: tl.constexpr, D: tl.constexpr, INVERSE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Rotate BM heads of tokens."""
+    o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
+    o_d = tl.arange(0, D)[None, :]
+    m = o_m < rows
+    i_b, i_t, i_h = o_m // H // T, o_m // H % T, o_m % H
+    p_x = x + i_b * stride_b + i_t * stride_t + i_h * D
+    place = tl.load(places + i_b * stride_p + i_t, mask=m, other=0).to(tl.int64)
+    half: tl.constexpr = D // 2
+    b_x = tl.load(p_x + o_d, mask=m, other=0.0).to(tl.float32)
+    b_other = tl.load(p_x + (o_d + half) % D, mask=m, other=0.0).to(tl.float32)
+    b_cos = tl.load(cos + place * half + o_d % half, mask=m, other=0.0)
+    b_sin = tl.load(sin + place * half + o_d % half, mask=m, other=0.0)
+    # The left half gets minus the right half. For the inverse rotation the right gets minus the
+    # left.
+    minus = (o_d >= half) if INVERSE else (o_d < half)
+    b_y = b_x * b_cos + tl.where(minus, -b_other, b_other) * b_sin
+    tl.store(y + o_m * D + o_d, b_y.to(y.dtype.element_ty), mask=m)

@@ -1,0 +1,241 @@
+"""The arguments of RAT attention: their types, their checks, and the limits of the kernels."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from mezzo_core.ops.checks import check_floating, check_lengths, check_number, check_size
+from mezzo_core.ops.packed import check_cu_seqlens
+from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.positions import apply_rope, rope_angles
+from torch import Tensor
+
+from mezzo_rat.ops.rat_attention.state import RATState, check_slots
+
+HEAD_DIMS = (32, 64, 128, 256)
+"""Head dimensions that the Triton kernels support."""
+
+LONGEST = 2**31 - 1
+"""The longest chunk that kernels can count in 32 bits; no row has more tokens."""
+
+
+class Form(NamedTuple):
+    """What to compute, apart from the tensors: the last arguments of the registered ops."""
+
+    num_heads: int
+    """H."""
+    num_groups: int
+    """G: head h reads the queries and keys of group h % G."""
+    has_z: bool
+    """Whether there is an output gate."""
+    chunk_size: int
+    """L."""
+    rope: Literal["chunk", "token"] | None
+    rope_base: float
+    scale: float
+    """Multiplies the logits."""
+
+    def head_dim(self, width: int) -> int:
+        """Return D for a projection of `width` channels."""
+        return width // ((2 + self.has_z) * self.num_heads + 2 * self.num_groups)
+
+    def rotate(self, x: Tensor, chunk: Tensor, position: Tensor) -> Tensor:
+        """Apply RoPE to x (B, T, H, D) at chunk indices or token positions (1 or B, T)."""
+        if self.rope is None:
+            return x
+        at = chunk if self.rope == "chunk" else position
+        dtype = accumulation_dtype(x.dtype)
+        return apply_rope(x, *rope_angles(at, x.shape[-1], self.rope_base, dtype=dtype))
+
+
+class Parts(NamedTuple):
+    """The parts of a projection, in the order in which it holds them."""
+
+    z: Tensor | None
+    """(B, T, H, D) logits of the output gate."""
+    v: Tensor
+    """(B, T, H, D) values."""
+    g: Tensor
+    """(B, T, H, D) logits of the forget gate."""
+    q: Tensor
+    """(B, T, G, D) queries."""
+    k: Tensor
+    """(B, T, G, D) keys."""
+
+
+class Request(NamedTuple):
+    """The checked arguments of one call; a default scale is filled in."""
+
+    parts: Parts
+    gate_bias: Tensor | None
+    form: Form
+    initial_state: RATState | None
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def split_projection(op: str, zvgqk: Tensor, num_heads: int, num_groups: int) -> Parts:
+    """Check a projection, and return its parts z, v, g, q, k as views."""
+    check_floating(op, "zvgqk", zvgqk)
+    check_size(op, "num_heads", num_heads)
+    check_size(op, "num_groups", num_groups)
+    H, G = num_heads, num_groups
+    if H % G:
+        raise ValueError(f"{op}: num_groups must divide the {H} heads, got {G}")
+    if zvgqk.ndim != 3 or zvgqk.shape[2] < 1 or zvgqk.shape[2] % (3 * H + 2 * G):
+        raise ValueError(
+            f"{op}: zvgqk must be (B, T, W) with W a multiple of 3 H + 2 G = {3 * H + 2 * G}, "
+            f"got {tuple(zvgqk.shape)}"
+        )
+    D = zvgqk.shape[2] // (3 * H + 2 * G)
+    views = zvgqk.split([n * D for n in (H, H, H, G, G)], dim=-1)
+    return Parts(*(x.unflatten(-1, (-1, D)) for x in views))
+
+
+def check_request(
+    op: str,
+    parts: Parts,
+    gate_bias: Tensor | None,
+    chunk_size: int,
+    rope: Literal["chunk", "token"] | None,
+    rope_base: float,
+    scale: float | None,
+    initial_state: RATState | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Request:
+    """Check the arguments of a call, and return them with the default scale filled in."""
+    form = _check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
+    _check_rows(op, parts.v, form, initial_state, lengths, cu_seqlens)
+    return Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
+
+
+def _check_form(
+    op: str,
+    parts: Parts,
+    gate_bias: Tensor | None,
+    chunk_size: int,
+    rope: Literal["chunk", "token"] | None,
+    rope_base: float,
+    scale: float | None,
+) -> Form:
+    z, v, g, q, k = parts.z, parts.v, parts.g, parts.q, parts.k
+    given = {"q": q, "k": k, "v": v, "g": g, "z": z, "gate_bias": gate_bias}
+    for name, x in given.items():
+        if x is not None or name in ("q", "k", "v", "g"):
+            check_floating(op, name, x)
+    if v.ndim != 4 or 0 in v.shape[2:]:
+        raise ValueError(f"{op}: v must be (B, T, H, D), H, D >= 1, got {tuple(v.shape)}")
+    B, T, H, D = v.shape
+    if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (B, T, D) or q.shape[2] < 1 or H % q.shape[2]:
+        raise ValueError(
+            f"{op}: q must be ({B}, {T}, G, {D}) with G a divisor of {H}, got {tuple(q.shape)}"
+        )
+    shapes = {"k": q.shape, "g": v.shape, "z": v.shape, "gate_bias": v.shape[2:]}
+    for name, x in given.items():
+        if x is None:
+            continue
+        if name in shapes and x.shape != shapes[name]:
+            raise ValueError(f"{op}: {name} must be {tuple(shapes[name])}, got {tuple(x.shape)}")
+        if x.device != v.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, other inputs on {v.device}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_numbers(op, chunk_size, rope, rope_base)
+    if rope is not None and D % 2:
+        raise ValueError(f"{op}: rope needs an even head dimension D, got {D}")
+    if scale is not None:
+        check_number(op, "scale", scale)
+    scale = D**-0.5 if scale is None else scale
+    L = min(chunk_size, LONGEST)
+    return Form(H, q.shape[2], z is not None, L, rope, rope_base, scale)
+
+
+def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
+    """Check the chunk size and the options of RoPE; the mixer uses this check too."""
+    check_size(op, "chunk_size", chunk_size)
+    if rope not in ("chunk", "token", None):
+        raise ValueError(f'{op}: rope must be "chunk", "token" or None, got {rope!r}')
+    check_number(op, "rope_base", rope_base, positive=True)
+
+
+def _check_rows(
+    op: str,
+    v: Tensor,
+    form: Form,
+    initial_state: RATState | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Check the state, the lengths and the packing borders against the rows of v."""
+    if initial_state is not None:
+        check_state(op, "initial_state", initial_state, v, form)
+    if lengths is not None:
+        if initial_state is None:
+            raise ValueError(f"{op}: lengths needs an initial_state: start from init_state")
+        check_lengths(op, lengths, v)
+    if cu_seqlens is not None:
+        if initial_state is not None:
+            raise ValueError(
+                f"{op}: cu_seqlens and initial_state exclude each other: "
+                "packed rows do not continue"
+            )
+        check_cu_seqlens(op, cu_seqlens, v)
+
+
+def check_state(op: str, argument: str, state: RATState, v: Tensor, form: Form) -> None:
+    """Check a state against the rows of v that continue it; messages use the argument's name."""
+    if not isinstance(state, RATState):
+        raise TypeError(f"{op}: {argument} must be a RATState, got {type(state).__name__}")
+    B, _, H, D = v.shape
+    for name in ("k", "v", "k_ends", "v_ends"):
+        check_floating(op, f"{argument}.{name}", getattr(state, name))
+    if not isinstance(state.lengths, Tensor) or state.lengths.dtype != torch.int64:
+        got = getattr(state.lengths, "dtype", type(state.lengths).__name__)
+        raise TypeError(f"{op}: {argument}.lengths must be an int64 tensor, got {got}")
+    ends = state.k_ends
+    for name, shape in (("k", (B, H, D)), ("v", (B, H, D)), ("lengths", (B,))):
+        got = tuple(getattr(state, name).shape)
+        if got != shape:
+            raise ValueError(f"{op}: {argument}.{name} must be {shape}, got {got}")
+    if ends.ndim != 4 or ends.shape != (B, ends.shape[1], H, D) or state.v_ends.shape != ends.shape:
+        raise ValueError(
+            f"{op}: {argument}.k_ends and {argument}.v_ends must be ({B}, N, {H}, {D}), "
+            f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
+        )
+    for name, field in zip(RATState._fields, state, strict=True):
+        if field.device != v.device:
+            raise ValueError(f"{op}: {argument}.{name} must be on {v.device}, got {field.device}")
+    check_slots(op, argument, state, form.chunk_size)
+
+
+def unsupported(r: Request) -> str | None:
+    """Return why the kernels do not support this call, or None if they do."""
+    parts = [part for part in r.parts if part is not None]
+    dtypes, dim = {part.dtype for part in parts}, r.parts.v.shape[-1]
+    if len(dtypes) > 1:
+        return "gates of another dtype than v"
+    if dtypes - {torch.float16, torch.bfloat16, torch.float32}:
+        return f"{parts[0].dtype}; supported: float16, bfloat16, float32"
+    if dim not in HEAD_DIMS:
+        return f"a head dimension of {dim}; supported: {', '.join(map(str, HEAD_DIMS))}"
+    if r.parts.v.numel() == 0:
+        return "empty tensors"
+    if not r.form.scale > 0:
+        return f"a scale of {r.form.scale}; supported: positive ones"
+    if r.initial_state is not None and torch.is_grad_enabled():
+        tensors = (*parts, *r.initial_state, r.gate_bias)
+        if any(x is not None and x.requires_grad for x in tensors):
+            return "gradients beside a state"
+    return None
+
+
+def scattered(state: RATState) -> str | None:
+    """Return why the kernels of a step cannot overwrite this state, or None if they can.
+
+    They find its numbers by their places in memory. Only the rows of the ends may have gaps between
+    them, which must be the same in both.
+    """
+    k, v, k_ends, v_ends, lengths = state
+    whole = all(x.is_contiguous() for x in (k, v, k_ends[:1], v_ends[:1], lengths))
+    apart = k_ends.stride(0) == v_ends.stride(0) >= k_ends.shape[1:].numel()
+    return None if whole and (apart or k.shape[0] == 1) else "a state that is not contiguous"

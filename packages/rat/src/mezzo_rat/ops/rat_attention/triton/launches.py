@@ -1,0 +1,237 @@
+"""RAT attention on a GPU: the launches of its kernels, in their order, and their constants.
+
+The forward scans the chunks, which writes v~, the chunks' ends and the logit of each query with its
+own k~. Then queries and ends are rotated. The attention to the ends includes each token's own k~,
+v~ and the output gate.
+
+The backward starts from the projection, the output, its log-sum-exp and the chunks' ends. The
+forward saved nothing of width 2C in float32, so the scan runs again. Each gradient is written at
+the place that its input has in the projection, so nothing has to be concatenated at the end.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mezzo_rat.ops.rat_attention.chunks import Plan
+from mezzo_rat.ops.rat_attention.op import Saved
+from mezzo_rat.ops.rat_attention.triton.elementwise import output_gate_bwd_kernel, rotate_kernel
+from mezzo_rat.ops.rat_attention.triton.ends import (
+    attend_ends_dkv_kernel,
+    attend_ends_dq_kernel,
+    attend_ends_fwd_kernel,
+)
+from mezzo_rat.ops.rat_attention.triton.scan import chunk_scan_bwd_kernel, chunk_scan_fwd_kernel
+
+LOG2_E = math.log2(math.e)
+
+# Tiles (BM tokens by BN ends), warps and stages of 16-bit kernels. A key is the largest head width
+# of its entry. With few ends, the start and end of a program take much of its time; with many ends,
+# only the products count.
+FEW_ENDS = 1024
+TILES_FEW: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "fwd": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 4, 2)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 4, 2)},
+}
+TILES_MANY: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "fwd": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)},
+    "dq": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 4, 2)},
+}
+TILES_FLOAT32 = (32, 32, 4, 1)
+
+# Programs of the scan's backward pass; each sums a share of the gradient of the bias.
+SCAN_PROGRAMS = 1024
+
+
+class Scanned(NamedTuple):
+    """The results of the scan, for the attention and for the next call."""
+
+    v_run: Tensor
+    """(B, T, H, D): v~ at each token."""
+    k_ends: Tensor
+    """(B, N, H, D): k~ at the end of each chunk, rotated."""
+    v_ends: Tensor
+    """(B, N, H, D): v~ at the end of each chunk."""
+    own: Tensor
+    """(B, H, T) float32: the logit of each query with its own k~, base 2."""
+    k_last: Tensor | None
+    """Continued rows: (B, H, D) float32, k~ at the last token."""
+    v_last: Tensor | None
+    """Continued rows: (B, H, D) float32, v~ at the last token."""
+
+
+def scan_chunks(
+    x: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    k0: Tensor | None = None,
+    v0: Tensor | None = None,
+) -> Scanned:
+    """Scan the chunks of a projection.
+
+    Args:
+        x: (B, T, W) projection.
+        bias: (H, D), or None.
+        plan: what to compute, and the positions of the chunks.
+        k0: (B, H, D) float32 state that a continued row's first chunk starts from.
+        v0: like `k0`.
+    """
+    sizes = plan.sizes
+    B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.D
+    ends = (B, plan.N, H, D)
+    # The scan skips the padding of continued rows, which must be finite all the same.
+    new = torch.zeros if plan.mode == "continued" else torch.empty
+    v_run = new((B, T, H, D), dtype=x.dtype, device=x.device)
+    own = new((B, H, T), dtype=torch.float32, device=x.device)
+    k_ends = torch.empty(ends, dtype=torch.float32, device=x.device)
+    v_ends = torch.empty(ends, dtype=x.dtype, device=x.device)
+    k_last, v_last = (None if s is None else s.clone() for s in (k0, v0))
+    with torch.cuda.device_of(x):
+        chunk_scan_fwd_kernel[(B * plan.N * sizes.G,)](
+            x, bias, k0, v0, plan.starts, plan.stops, v_run, k_ends, v_ends, own, k_last, v_last,
+            T, plan.N, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
+            **scan_settings(plan),
+        )  # fmt: skip
+    k_ends = turn(k_ends, plan.k_places, plan, x.dtype)
+    return Scanned(v_run, k_ends, v_ends, own, k_last, v_last)
+
+
+def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Attend to the ends and to the own k~, v~; return y (B, T, H, D) and lse (B, H, T), base 2."""
+    B, T, H = plan.sizes.B, plan.sizes.T, plan.sizes.H
+    y, lse = torch.empty_like(scanned.v_run), torch.empty_like(scanned.own)
+    settings = ends_settings(plan, x.dtype, "fwd", scanned.k_ends.shape[1])
+    with torch.cuda.device_of(x):
+        attend_ends_fwd_kernel[(B * H * ceil_div(T, settings["BM"]),)](
+            rotated_queries(x, plan),
+            tiled(scanned.k_ends, settings["BN"]), tiled(scanned.v_ends, settings["BN"]),
+            scanned.v_run, scanned.own, x, plan.low, plan.high, plan.starts, y, lse,
+            T, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
+            HAS_Z=plan.form.has_z, **settings,
+        )  # fmt: skip
+    return y, lse
+
+
+def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the projection (B, T, W) and of the bias (H, D)."""
+    x, bias, y, lse = saved.x, saved.gate_bias, saved.y, saved.lse
+    k_ends, v_ends, sizes = saved.k_ends, saved.v_ends, plan.sizes
+    B, T, H, G, D = sizes.B, sizes.T, sizes.H, sizes.G, sizes.D
+    dy = dy.contiguous()
+    dx = torch.empty((B, T, sizes.width), dtype=x.dtype, device=x.device)
+    do = torch.empty_like(dy) if sizes.has_z else dy
+    delta, ds_past, p_own, ds_own = (torch.empty_like(lse) for _ in range(4))
+    dq = torch.empty((B, T, G, D), dtype=torch.float32, device=x.device)
+    dk_ends, dv_ends = (torch.empty(k_ends.shape, device=x.device) for _ in range(2))
+    q = rotated_queries(x, plan)
+    scales = (plan.form.scale, plan.form.scale * LOG2_E)
+    with torch.cuda.device_of(x):
+        rows, BM = B * T * H, max(4096 // D, 1)
+        output_gate_bwd_kernel[(ceil_div(rows, BM),)](
+            dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
+            H=H, D=D, W=sizes.width, BM=BM, HAS_Z=sizes.has_z, num_warps=4,
+        )  # fmt: skip
+        settings = ends_settings(plan, x.dtype, "dq", plan.N)
+        attend_ends_dq_kernel[(B * G * ceil_div(T, settings["BM"]),)](
+            q, *(tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
+            plan.low, plan.high, dq, ds_past, T, *scales, **settings,
+        )  # fmt: skip
+        settings = ends_settings(plan, x.dtype, "dkv", plan.N)
+        attend_ends_dkv_kernel[(B * H * ceil_div(plan.N, settings["BN"]),)](
+            tiled(q, settings["BM"]), k_ends, v_ends, tiled(do, settings["BM"]), lse, delta,
+            plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
+            T, plan.N, *scales, **settings,
+        )  # fmt: skip
+        dq = turn(dq, plan.q_places, plan, torch.float32, inverse=True)
+        dk_ends = turn(dk_ends, plan.k_places, plan, torch.float32, inverse=True)
+        chunks = B * plan.N
+        programs = min(chunks, SCAN_PROGRAMS)
+        dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
+        chunk_scan_bwd_kernel[(programs * G,)](
+            x, bias, plan.starts, plan.stops, do, lse, delta, dq, ds_past, dk_ends, dv_ends,
+            p_own, ds_own, dx, dbias,
+            T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
+            W=sizes.width, **scan_settings(plan),
+        )  # fmt: skip
+    return dx, None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype)
+
+
+def turn(
+    x: Tensor, places: Tensor, plan: Plan, dtype: torch.dtype, *, inverse: bool = False
+) -> Tensor:
+    """Rotate x by the plan's angles, if it has any, or rotate it back.
+
+    Args:
+        x: (B, T, H, D). The heads of a token must be adjacent in memory; rows and tokens may have
+            any stride.
+        places: (1 or B, T) int32, the row of `plan.angles` for each token.
+        plan: it has the angles.
+        dtype: of the result.
+        inverse: rotate back.
+
+    Returns:
+        (B, T, H, D), contiguous.
+    """
+    if plan.angles is None:
+        return x.to(dtype).contiguous()
+    B, T, H, D = x.shape
+    y = torch.empty((B, T, H, D), dtype=dtype, device=x.device)
+    rows, BM = B * T * H, max(4096 // D, 1)
+    if rows:
+        with torch.cuda.device_of(x):
+            rotate_kernel[(ceil_div(rows, BM),)](
+                x, y, places, *plan.angles, rows, T, x.stride(0), x.stride(1),
+                places.stride(0) if places.shape[0] > 1 else 0,
+                H=H, D=D, INVERSE=inverse, BM=BM, num_warps=4,
+            )  # fmt: skip
+    return y
+
+
+def rotated_queries(x: Tensor, plan: Plan) -> Tensor:
+    """Return the rotated queries (B, T, G, D) of a projection, contiguous."""
+    start = plan.sizes.offsets["OQ"]
+    G, D = plan.sizes.G, plan.sizes.D
+    q = x[..., start : start + G * D].unflatten(-1, (G, D))
+    return turn(q, plan.q_places, plan, x.dtype)
+
+
+def scan_settings(plan: Plan) -> dict[str, Any]:
+    """Return the constants of the scan's kernels."""
+    sizes = plan.sizes
+    H, G, D = sizes.H, sizes.G, sizes.D
+    BR = next_power_of_2(H // G)
+    # At least two warps: with one, the LLVM inside Triton 3.6 aborts on a tile of 4 by 128.
+    return {
+        "L": plan.form.chunk_size, "G": G, "R": H // G, "D": D, "BR": BR,
+        "MODE": plan.mode, "num_warps": min(max(BR * D // 512, 2), 8), **sizes.offsets,
+    }  # fmt: skip
+
+
+def ends_settings(
+    plan: Plan, dtype: torch.dtype, kernel: Literal["fwd", "dq", "dkv"], num_ends: int
+) -> dict[str, Any]:
+    """Return the constants of one kernel of the attention to `num_ends` ends a row."""
+    sizes = plan.sizes
+    tiles = (TILES_FEW if num_ends <= FEW_ENDS else TILES_MANY)[kernel]
+    width = next(width for width in tiles if width >= sizes.D)
+    fit = TILES_FLOAT32 if dtype == torch.float32 else tiles[width]
+    BM, BN, num_warps, num_stages = fit
+    return {
+        "L": plan.form.chunk_size, "G": sizes.G, "H": sizes.H, "D": sizes.D, "BM": BM, "BN": BN,
+        "MODE": plan.mode, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": num_warps, "num_stages": num_stages,
+    }  # fmt: skip
+
+
+def tiled(x: Tensor, rows: int) -> TensorDescriptor:
+    """Describe x (B, T, H, D) for loads of one head of `rows` tokens."""
+    x, D = x.flatten(2), x.shape[3]
+    if x.data_ptr() % 16:  # as a part of a wider gradient may be; bulk copies begin at 16 bytes
+        x = x.clone()
+    return TensorDescriptor.from_tensor(x, [1, rows, D])
