@@ -49,6 +49,7 @@ def tiny(corpus):
 
 @pytest.fixture
 def checkpoints(tmp_path):
+    (tmp_path / "config.json").touch()  # as a run has
     return Checkpoints(tmp_path / "checkpoints", World(torch.device("cpu")), keep=2)
 
 

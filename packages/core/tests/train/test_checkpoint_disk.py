@@ -210,6 +210,15 @@ def test_a_run_whose_folder_is_gone_stops_and_leaves_a_new_one_alone(tiny, tmp_p
     assert [path.name for path in out.rglob("*")] == ["config.json"] * taken
 
 
+def test_a_save_into_an_emptied_folder_stops(checkpoints, trained, tmp_path):
+    checkpoints.save(1, *trained, {})
+    shutil.rmtree(checkpoints.folder)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"lost its config\.json .*; there is no checkpoint yet$"):
+        checkpoints.save(2, *trained, {})
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_file_may_be_a_link_which_is_read_and_never_written(checkpoints, trained, tmp_path):
     checkpoints.save(1, *trained, {})
     shard = checkpoints.folder / "step-1" / "state" / "process-0.safetensors"

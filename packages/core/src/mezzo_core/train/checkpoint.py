@@ -85,7 +85,7 @@ class Checkpoints:
 
         Raises:
             UserError: if it cannot be written, in which case earlier checkpoints are intact; or if
-                the run's folder was removed or renamed since the run began.
+                the run's folder was removed, renamed or emptied since the run began.
         """
         # All processes write into one folder. Its name is random, so that nobody can create it, or
         # a link of that name, beforehand.
@@ -183,6 +183,11 @@ class Checkpoints:
         """Create the folder that will become `step-N`, and remove those that killed runs left."""
         if not self._is_in_place():  # another run may have its name now
             raise UserError(f"the run cannot go on: {self.describe_newest()}")
+        if not (self.folder.parent / "config.json").exists():  # `rm -rf run/*` leaves the folder
+            raise UserError(
+                f"the run cannot go on: {self.folder.parent} lost its config.json while its run "
+                f"trained; {self.describe_newest()}"
+            )
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
             if _SCRATCH.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
