@@ -255,6 +255,11 @@ def test_a_state_whose_parts_do_not_belong_together_is_refused_and_left_alone(st
     assert all(map(torch.equal, kept, tree_leaves(bad)))
 
 
+def test_the_work_before_a_step_names_a_state_of_another_kind(stack):
+    with pytest.raises(TypeError, match="state must be a DRTState of this module's"):
+        stack.before_step((torch.zeros(1),))
+
+
 @pytest.mark.parametrize("way", ["forward", "steps", "steps of a state from before"])
 def test_what_a_backward_may_need_is_not_overwritten(way, monkeypatch):
     """The kernels save the buffers that they read, as torch does by its count of versions."""

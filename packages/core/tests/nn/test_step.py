@@ -39,6 +39,8 @@ def test_a_bad_step_is_refused(model):
             model.step(tokens.int(), state)
         with pytest.raises(ValueError, match="state must hold 2 blocks' states, got 1"):
             model.step(tokens, state[:1])
+    with pytest.raises(ValueError, match="state must hold 2 blocks' states, got NoneType"):
+        model.before_step(None)
     with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
         model.reserve(state, -1)
     with pytest.raises(ValueError, match="batch must be 0 or more, got -1"):

@@ -222,8 +222,10 @@ class DRT(AbstractStack):
         counts the steps until the next. `run` computes the landmark.
 
         Raises:
+            TypeError: if the state is of another kind of module.
             ValueError: if the state has no room for the chunk.
         """
+        self.check_kind(state)
         L = self.config.chunk_size
         if (state.wait > 0).all():
             state.wait.sub_(1)

@@ -222,12 +222,16 @@ class AbstractSequenceModule(nn.Module, ABC):
         parts = [part for part in tree_leaves(state) if isinstance(part, Tensor) and part.ndim]
         self._check_state(state, parts[0] if parts else torch.empty(0))
 
-    def _check_state(self, state: Any, x: Tensor) -> None:
+    def check_kind(self, state: Any) -> None:
+        """Check the type of a state; raises a TypeError if it is of another kind of module."""
         if not isinstance(state, self.state_type):
             raise TypeError(
                 f"state must be a {self.state_type.__name__} of this module's init_state, "
                 f"got {type(state).__name__}"
             )
+
+    def _check_state(self, state: Any, x: Tensor) -> None:
+        self.check_kind(state)
         if torch.compiler.is_compiling():  # checked in an eager call, or made by init_state
             return
         if self._templates is None:

@@ -85,6 +85,7 @@ class Stack(AbstractStack):
 
     def before_step(self, state: tuple[Any, ...], run: Run = run_eagerly) -> None:
         """Call `before_step` of every block."""
+        self._check_depth(state)
         for block, its_state in zip(self.blocks, state, strict=True):
             block.before_step(its_state, run)
 
