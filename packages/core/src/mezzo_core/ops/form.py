@@ -27,8 +27,12 @@ def schema_of(*records: type) -> str:
     Raises:
         KeyError: if a field has a type that no op takes.
     """
-    fields = (field for record in records for field in get_type_hints(record).items())
-    return ", ".join(f"{_declared(kind)} {name}" for name, kind in fields)
+    return ", ".join(f"{kind} {name}" for each in records for name, kind in types_of(each).items())
+
+
+def types_of(record: type) -> dict[str, str]:
+    """Return the fields of a named tuple with their types in a schema; raises as `schema_of`."""
+    return {name: _declared(kind) for name, kind in get_type_hints(record).items()}
 
 
 def _declared(kind: Any) -> str:

@@ -1,6 +1,6 @@
 """What a stack of recurrent layers computes, with which weights, and after which tokens."""
 
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -74,14 +74,3 @@ class Form(NamedTuple):
     def of_pairs(self) -> "Form":
         """Return the form for the norm before the persistent pair."""
         return self if self.persistent_norm else self._replace(norm="none")
-
-
-_SCHEMA_TYPES = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool",
-    Norm: "str",
-}  # fmt: skip
-
-
-def schema_of(kind: type) -> dict[str, str]:
-    """Return the fields of a named tuple with their types, as the schema of an op declares them."""
-    return {name: _SCHEMA_TYPES[type_] for name, type_ in get_type_hints(kind).items()}

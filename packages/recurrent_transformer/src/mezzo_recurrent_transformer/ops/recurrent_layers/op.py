@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mezzo_core.ops.form import types_of
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
@@ -17,7 +18,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.backward import (
     backward,
     of_past,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, Past, schema_of
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, Past
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import Forward, forward, kept
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices, Pairs
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
@@ -29,11 +30,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
 from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Call, Parts
 
 ARGUMENTS = {
-    **schema_of(Matrices),
+    **types_of(Matrices),
     "slopes": "Tensor",
     **dict.fromkeys(Past._fields, "Tensor?"),
     "cu_seqlens": "Tensor?",
-    **schema_of(Form),
+    **types_of(Form),
     "impl": "str",
 }
 """What the op takes besides x, in its order, and the types: tensors first."""
