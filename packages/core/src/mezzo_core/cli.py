@@ -1,4 +1,4 @@
-"""The command line of a paper's package: train, generate, eval, bench, reproduce.
+"""The command line of a paper's package: train, generate, eval; bench and reproduce if it has them.
 
 A package describes itself once (`Paper`) and gets its commands from `make_app`. `run` reports
 errors that the user can fix in one line with exit code 2. Other errors keep their traceback.
@@ -66,17 +66,18 @@ class Paper:
         title: one line for the top of `--help`.
         recipes: the recipes by name.
         bench: function (device, quick, out) that measures speed and returns rows in the format of
-            `mezzo_core.bench`.
-        reproduce: function (ids, scale, out) that reproduces tables and claims.
-        scales: the values of `--scale`, the default first.
+            `mezzo_core.bench`; None leaves the command out.
+        reproduce: function (ids, scale, out) that reproduces tables and claims; None leaves the
+            command out.
+        scales: the values of `--scale`, the default first; `reproduce` needs one.
     """
 
     command: str
     title: str
     recipes: Recipes
-    bench: Callable[[torch.device, bool, Path | None], Any]
-    reproduce: Callable[[Sequence[str] | None, str, Path], Any]
-    scales: tuple[str, ...]
+    bench: Callable[[torch.device, bool, Path | None], Any] | None = None
+    reproduce: Callable[[Sequence[str] | None, str, Path], Any] | None = None
+    scales: tuple[str, ...] = ()
 
 
 def make_app(paper: Paper) -> typer.Typer:
@@ -92,8 +93,10 @@ def make_app(paper: Paper) -> typer.Typer:
     _add_train(app, paper)
     _add_generate(app)
     _add_eval(app)
-    _add_bench(app, paper)
-    _add_reproduce(app, paper)
+    if paper.bench is not None:
+        _add_bench(app, paper.bench)
+    if paper.reproduce is not None:
+        _add_reproduce(app, paper.reproduce, paper.scales)
     return app
 
 
@@ -340,7 +343,7 @@ def _add_eval(app: typer.Typer) -> None:
         Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
 
 
-def _add_bench(app: typer.Typer, paper: Paper) -> None:
+def _add_bench(app: typer.Typer, measure: Callable[[torch.device, bool, Path | None], Any]) -> None:
     @app.command()
     def bench(
         device: Device = None,
@@ -353,27 +356,31 @@ def _add_bench(app: typer.Typer, paper: Paper) -> None:
         chosen = _device(device)
         if out is not None:
             check_writable(out, is_folder=False)
-        paper.bench(chosen, quick, out)
+        measure(chosen, quick, out)
 
 
-def _add_reproduce(app: typer.Typer, paper: Paper) -> None:
+def _add_reproduce(
+    app: typer.Typer,
+    answer: Callable[[Sequence[str] | None, str, Path], Any],
+    scales: tuple[str, ...],
+) -> None:
     @app.command()
     def reproduce(
         ids: Annotated[
             list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
         ] = None,
-        scale: Annotated[
-            str, typer.Option(help=f"How much to run: {', '.join(paper.scales)}.")
-        ] = paper.scales[0],
+        scale: Annotated[str, typer.Option(help=f"How much to run: {', '.join(scales)}.")] = scales[
+            0
+        ],
         out: Annotated[Path, typer.Option(help="Where the report goes.", callback=expanded)] = Path(
             "reports"
         ),
     ) -> None:
         """Rerun the paper's tables and claims, and write a report beside its numbers."""
-        if scale not in paper.scales:
-            raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
+        if scale not in scales:
+            raise UserError(f"--scale takes {', '.join(scales)}, got {scale!r}")
         check_writable(out, is_folder=True)
-        paper.reproduce(ids, scale, out)
+        answer(ids, scale, out)
 
 
 @contextmanager

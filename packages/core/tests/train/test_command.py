@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from mezzo_core import cli
+from mezzo_core.testing.laws import LAWS
 from mezzo_core.train.log import RunLog
 
 
@@ -14,7 +17,7 @@ from mezzo_core.train.log import RunLog
 def command(tiny, monkeypatch, capsys):
     """Run a package's train command; return its exit code, its stdout and its stderr."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    paper = cli.Paper("tiny", "A paper.", {"tiny": tiny}, None, None, ("smoke",))
+    paper = cli.Paper("tiny", "A paper.", {"tiny": tiny})
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
@@ -195,3 +198,21 @@ def test_new_text_is_trained_on_when_told(command, tmp_path):
     corpus.write_text("half of the songs " * 200)
     assert "--new-data" in one_line(command(*arguments, 2))
     assert command(*arguments, 2, "--new-data")[0] == 0
+
+
+def test_the_smallest_package_trains_and_generates(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "smallest/src")
+    main = import_module("mezzo_smallest.__main__").main
+    LAWS["segments"](import_module("mezzo_smallest").LookBackConfig().build(8))
+    for words in (
+        ("train", "tiny", "--out", tmp_path / "run", "--steps", 1, "--quiet"),
+        ("generate", tmp_path / "run", "--prompt", "It", "--max-new-tokens", 2),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(list(map(str, words)))
+        assert end.value.code == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.splitlines()[-1].startswith("It")
+    with pytest.raises(SystemExit) as end:
+        main(["bench"])
+    assert end.value.code == 2
+    assert "No such command" in capsys.readouterr().err

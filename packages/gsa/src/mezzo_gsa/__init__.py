@@ -6,6 +6,7 @@ from mezzo_gsa.gla import GLA as GLA
 from mezzo_gsa.gla import GLAConfig as GLAConfig
 from mezzo_gsa.gsa import GSA as GSA
 from mezzo_gsa.gsa import GSAConfig as GSAConfig
+from mezzo_gsa.gsa import head_width as head_width
 from mezzo_gsa.hgrn2 import HGRN2 as HGRN2
 from mezzo_gsa.hgrn2 import HGRN2Config as HGRN2Config
 from mezzo_gsa.hgrn2_stack import HGRN2Stack as HGRN2Stack

@@ -230,7 +230,7 @@ class GSA(AbstractMixer):
 
 
 def head_width(d_model: int, num_heads: int) -> int:
-    """Return D = C / num_heads.
+    """Return D = C / num_heads, the channels of a head.
 
     Raises:
         TypeError: if `d_model` is not an int.

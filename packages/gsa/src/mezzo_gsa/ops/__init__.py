@@ -6,6 +6,10 @@ from mezzo_gsa.ops.abc import Reading as Reading
 from mezzo_gsa.ops.abc import chunk_abc as chunk_abc
 from mezzo_gsa.ops.abc import recurrent_abc as recurrent_abc
 from mezzo_gsa.ops.abc import step_abc_ as step_abc_
+from mezzo_gsa.ops.gates import bounded_gate as bounded_gate
+from mezzo_gsa.ops.gates import gated_norm as gated_norm
+from mezzo_gsa.ops.gates import log_gate as log_gate
+from mezzo_gsa.ops.gates import skip_padding as skip_padding
 from mezzo_gsa.ops.gla import GLAOutput as GLAOutput
 from mezzo_gsa.ops.gla import LayerForm as LayerForm
 from mezzo_gsa.ops.gla import chunk_gla as chunk_gla

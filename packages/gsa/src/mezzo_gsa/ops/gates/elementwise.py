@@ -9,7 +9,15 @@ from torch.nn import functional as F
 
 
 def log_gate(logits: Tensor, damping: float) -> Tensor:
-    """Return g = log(sigmoid(logits)^(1/τ)), at most 0, float32 (float64 for float64)."""
+    """Return log gates g = log(sigmoid(logits)^(1/τ)), at most 0.
+
+    Args:
+        logits: of any shape.
+        damping: τ, positive; a larger one forgets less.
+
+    Returns:
+        g, of the same shape, float32 (float64 for float64).
+    """
     return F.logsigmoid(logits.to(accumulation_dtype(logits.dtype))) / float(damping)
 
 

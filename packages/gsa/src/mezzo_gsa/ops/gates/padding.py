@@ -14,6 +14,9 @@ def skip_padding(lengths: Tensor | None, *parts: Tensor, fill: float = 0.0) -> t
         lengths: (B,) int64, how many tokens of each row are real; None: all.
         parts: tensors of (B, T, H, ·).
         fill: stands in the place of zeros.
+
+    Returns:
+        The parts, of the same shapes; without `lengths`, the tensors themselves.
     """
     if lengths is None:
         return parts
