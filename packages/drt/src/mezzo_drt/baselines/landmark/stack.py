@@ -147,7 +147,9 @@ class LandmarkStack(AbstractStack):
     ) -> tuple[Tensor, LandmarkState | None]:
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractStack.forward` says.
 
-        With a state it waits for the GPU, to read how long the rows are.
+        With a state it waits for the GPU, to read how long the rows are. A NaN in a packed sequence
+        changes no other; it can reach their gradients on a GPU and in compiled graphs, which may
+        not wait to read the borders.
         """
         self.check_input(x, state, cu_seqlens, lengths)
         B, T = x.shape[:2]
