@@ -113,7 +113,8 @@ def chunk_gsa(
     """
     gates = check_inputs("chunk_gsa", q, k, v, g, s, scale, between)
     check_state("chunk_gsa", initial_state, q, k, v, gates, cu_seqlens)
-    if resolve_impl("chunk_gsa", impl, q.device, unsupported(q, k, v, gates)) == "reference":
+    no = unsupported(q, gates.shape[3], k.shape[3], v.shape[3])
+    if resolve_impl("chunk_gsa", impl, q.device, no) == "reference":
         return _by_eager(_chunked, q, k, v, g, s, scale, between, initial_state, cu_seqlens)
     g = torch.zeros_like(gates, dtype=torch.float32) if g is None else g.float()
     s = None if s is None else s.float()
@@ -170,7 +171,8 @@ def chunk_gsa_projected(
     q, k, v, logits = split_projection(op, x, form)
     check_inputs(op, q, k, v, logits, None, scale, between)
     check_state(op, initial_state, q, k, v, logits, cu_seqlens)
-    if resolve_impl(op, impl, x.device, unsupported(q, k, v, logits)) == "triton":
+    no = unsupported(q, num_slots, k.shape[3], v.shape[3])
+    if resolve_impl(op, impl, x.device, no) == "triton":
         return _by_kernels(form, initial_state, cu_seqlens, x=x)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))

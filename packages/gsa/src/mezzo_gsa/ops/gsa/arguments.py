@@ -215,15 +215,14 @@ def check_state(
         checks.check_state(op, f"initial_state.{name}", memory, (*slots, x.shape[3]), q)
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> str | None:
-    """Return why the kernels do not support these inputs, or None if they do.
+def unsupported(q: Tensor, M: int, K: int, V: int) -> str | None:
+    """Return why the kernels do not support a call, or None if they do.
 
-    They have an axis of tokens, or are those of a step.
+    q is (B, T, HQ, K), or what a step gets, (B, ...).
     """
-    M, K, V = (x.shape[-1] for x in (gates, k, v))
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{q.dtype}; supported: float32, bfloat16, float16"
-    if 0 in q.shape[:-2]:
+    if 0 in q.shape[:2]:
         return "no rows, or rows of no tokens"
     if M > 128 or max(K, V) > 512:
         return f"M = {M}, K = {K}, V = {V}; supported: M up to 128, K and V up to 512"

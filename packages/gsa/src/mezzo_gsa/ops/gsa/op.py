@@ -138,8 +138,8 @@ class Saved(NamedTuple):
 def _read(arguments: tuple[Any, ...]) -> tuple[Tensors, Form]:
     """Return the arguments of the op by name; the projection is contiguous."""
     n = len(Tensors._fields)
-    t = Tensors(*arguments[:n])
-    return t._replace(x=None if t.x is None else t.x.contiguous()), Form(*arguments[n:])
+    x, *rest = arguments[:n]
+    return Tensors(None if x is None else x.contiguous(), *rest), Form(*arguments[n:])
 
 
 def _request(t: Tensors, form: Form, swished: Tensor | None) -> Request:

@@ -71,8 +71,7 @@ def step_gsa_(
     gates = check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, HQ, K)")
     _check_state(op, state, q, *((*gates.shape, x.shape[2]) for x in (k, v)))
     check_no_gradients(op, q, k, v, g, s, *state)
-    no = _scattered(state) or unsupported(q, k, v, gates)
-    if resolve_impl(op, impl, q.device, no) == "triton":
+    if resolve_impl(op, impl, q.device, _unsupported(q, state)) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
         return gsa_step_(q, k, v, g, s, *state, scale, between)
     return _reference(q, k, v, g, s, state, scale, between)
@@ -130,11 +129,10 @@ def step_gsa_projected_(
         raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {out_dtype!r}")
     _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
-    q, k, v, logits = split_step(x, state, num_heads, gate_logits)
-    no = _scattered(state) or unsupported(q, k, v, logits)
-    if resolve_impl(op, impl, x.device, no) == "triton":
+    if resolve_impl(op, impl, x.device, _unsupported(x, state)) == "triton":
         form = StepForm(scale, between, damping, swish, norm_eps, out_dtype)
         return gsa_step_projected_(x, gate_logits, norm_weight, *state, num_heads, *form)
+    q, k, v, logits = split_step(x, state, num_heads, gate_logits)
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     out = _reference(q, k, v, log_gate(logits, damping), None, state, scale, between)
@@ -217,10 +215,11 @@ def _check_state(
     check_memory(op, "state.v", state.v, shape_v, x)
 
 
-def _scattered(state: GSAState) -> str | None:
-    """Return why the kernels cannot overwrite this state, or None if they can."""
-    whole = all(part.is_contiguous() for part in state)
-    return None if whole else "a state that is not contiguous"
+def _unsupported(x: Tensor, state: GSAState) -> str | None:
+    """Return why the kernels do not support this call, or None if they do."""
+    if not all(part.is_contiguous() for part in state):
+        return "a state that is not contiguous"
+    return unsupported(x, state.k.shape[2], state.k.shape[3], state.v.shape[3])
 
 
 SLOTS = "Tensor(a!) slots_k, Tensor(b!) slots_v"
