@@ -71,7 +71,8 @@ def chunk_rat_attention(
     (float64 for float64 inputs); the matrix products of attention are in the dtype of the inputs.
     Any T and L >= 1 work, and a new T compiles nothing. The kernels use no atomics, so repeats are
     equal to the bit. A NaN or an infinity at a token changes no earlier token and no other
-    sequence; in the padding it changes nothing.
+    sequence; in the padding it changes nothing. In eager code on a CPU it changes no gradient of
+    other packed sequences either; elsewhere a gradient of 0 is multiplied by it.
 
     Args:
         q: queries of G groups; head h uses group h % G. G divides H.
