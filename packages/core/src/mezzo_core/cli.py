@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,11 +18,11 @@ import torch
 import typer
 from rich.console import Console
 
-from mezzo_core.console import show
+from mezzo_core.console import show, write_continued
 from mezzo_core.data.mixture import TextConfig, change_texts
 from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.device import choose_device
-from mezzo_core.errors import UserError, printable
+from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import (
     check_writable,
@@ -57,6 +56,10 @@ from mezzo_core.train.stopping import StoppedError
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+Answer = Callable[[Sequence[str] | None, str, Path], Any]
+"""Takes the ids of tables and claims, the scale, and the folder of the report."""
+
+
 @dataclass(frozen=True)
 class Paper:
     """The description of a package from which its command line is made.
@@ -76,7 +79,7 @@ class Paper:
     title: str
     recipes: Recipes
     bench: Callable[[torch.device, bool, Path | None], Any] | None = None
-    reproduce: Callable[[Sequence[str] | None, str, Path], Any] | None = None
+    reproduce: Answer | None = None
     scales: tuple[str, ...] = ()
 
 
@@ -267,33 +270,7 @@ def _add_generate(app: typer.Typer) -> None:
                 seed=seed,
                 prefill_tokens=prefill_tokens,
             )
-            _write(texts, [StreamDecoder(kept, tokens) for tokens in prompts], steps)
-
-
-def _write(
-    texts: Sequence[str], decoders: Sequence[StreamDecoder], steps: Iterator[list[int | None]]
-) -> None:
-    """Write the texts with their continuations; a single one as it comes, several at the end."""
-    steps = chain(list(islice(steps, 1)), steps)  # the model may refuse: nothing is shown before
-    if len(texts) == 1:
-        _show(texts[0])
-        try:
-            for (token,) in steps:
-                _show(decoders[0].push(token))
-        finally:  # also after an error: end the line, so that a message gets a line of its own
-            _show(decoders[0].flush() + "\n")
-        return
-    written = [[text] for text in texts]
-    for step in steps:
-        for parts, decoder, token in zip(written, decoders, step, strict=True):
-            parts.append(decoder.push(token))
-    for parts, decoder in zip(written, decoders, strict=True):
-        _show("".join(parts) + decoder.flush() + "\n\n")
-
-
-def _show(text: str) -> None:
-    shown = printable(text) if sys.stdout and sys.stdout.isatty() else text
-    print(shown, end="", flush=True)  # noqa: T201 (nothing where standard output is closed)
+            write_continued(texts, [StreamDecoder(kept, tokens) for tokens in prompts], steps)
 
 
 def _add_eval(app: typer.Typer) -> None:
@@ -359,26 +336,22 @@ def _add_bench(app: typer.Typer, measure: Callable[[torch.device, bool, Path | N
         measure(chosen, quick, out)
 
 
-def _add_reproduce(
-    app: typer.Typer,
-    answer: Callable[[Sequence[str] | None, str, Path], Any],
-    scales: tuple[str, ...],
-) -> None:
+def _add_reproduce(app: typer.Typer, answer: Answer, scales: tuple[str, ...]) -> None:
+    first, told, reports = scales[0], ", ".join(scales), Path("reports")
+
     @app.command()
     def reproduce(
         ids: Annotated[
             list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
         ] = None,
-        scale: Annotated[str, typer.Option(help=f"How much to run: {', '.join(scales)}.")] = scales[
-            0
-        ],
-        out: Annotated[Path, typer.Option(help="Where the report goes.", callback=expanded)] = Path(
-            "reports"
-        ),
+        scale: Annotated[str, typer.Option(help=f"How much to run: {told}.")] = first,
+        out: Annotated[
+            Path, typer.Option(help="Where the report goes.", callback=expanded)
+        ] = reports,
     ) -> None:
         """Rerun the paper's tables and claims, and write a report beside its numbers."""
         if scale not in scales:
-            raise UserError(f"--scale takes {', '.join(scales)}, got {scale!r}")
+            raise UserError(f"--scale takes {told}, got {scale!r}")
         check_writable(out, is_folder=True)
         answer(ids, scale, out)
 

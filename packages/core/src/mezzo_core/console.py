@@ -1,11 +1,14 @@
 """What commands print: each text as it is, in which nothing is markup or moves the cursor."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.errors import printable
 
 
@@ -20,3 +23,29 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
+
+
+def write_continued(
+    texts: Sequence[str], decoders: Sequence[StreamDecoder], steps: Iterator[list[int | None]]
+) -> None:
+    """Write the texts with their continuations; a single one as it comes, several at the end."""
+    steps = chain(list(islice(steps, 1)), steps)  # the model may refuse: nothing is shown before
+    if len(texts) == 1:
+        _write(texts[0])
+        try:
+            for (token,) in steps:
+                _write(decoders[0].push(token))
+        finally:  # also after an error: end the line, so that a message gets a line of its own
+            _write(decoders[0].flush() + "\n")
+        return
+    written = [[text] for text in texts]
+    for step in steps:
+        for parts, decoder, token in zip(written, decoders, step, strict=True):
+            parts.append(decoder.push(token))
+    for parts, decoder in zip(written, decoders, strict=True):
+        _write("".join(parts) + decoder.flush() + "\n\n")
+
+
+def _write(text: str) -> None:
+    shown = printable(text) if sys.stdout and sys.stdout.isatty() else text
+    print(shown, end="", flush=True)  # noqa: T201 (nothing where standard output is closed)

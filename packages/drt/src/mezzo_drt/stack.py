@@ -136,11 +136,8 @@ class DRT(AbstractStack):
         self.upper = cast(Sequence[UpperLayer], nn.ModuleList(upper))
         self.queries = nn.ModuleList()  # what makes a query of a landmark's state, in each group
         for _ in range(0 if config.retriever == "fixed" else config.num_groups):
-            self.queries.append(
-                Linear(d_model, d_model, bias=False)
-                if config.projections
-                else nn.RMSNorm(d_model, eps=eps)
-            )
+            query = Linear(d_model, d_model, bias=False) if config.projections else None
+            self.queries.append(query or nn.RMSNorm(d_model, eps=eps))
 
     def forward(
         self,
