@@ -252,7 +252,9 @@ def test_a_state_whose_parts_do_not_belong_together_is_refused_and_left_alone(st
     for call in calls:
         with pytest.raises(ValueError, match=rf"state\.{cut} must"):
             call()
-    assert all(map(torch.equal, kept, tree_leaves(bad)))
+    # Room that nothing has written yet may hold any bits, those of NaN too.
+    for old, now in zip(kept, tree_leaves(bad), strict=True):
+        torch.testing.assert_close(now, old, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_work_before_a_step_names_a_state_of_another_kind(stack):

@@ -283,7 +283,7 @@ def test_a_step_beyond_the_room_reads_no_angle_beyond_the_table(monkeypatch, rop
     monkeypatch.setattr(step, "_angles", angles_before_nan)
     state = init_state(B, H, D, dtype=torch.float32, device=torch.device(DEVICE))
     state = reserve(state, N * L, L)._replace(lengths=torch.full((B,), 19, device=DEVICE))
-    form = Form(H, G, True, L, rope, 1e4, D**-0.5).as_arguments()
+    form = Form(H, G, True, L, rope, 1e4, D**-0.5)
     # Not by the public op: it refuses such a state on a CPU, where it can read the lengths.
     step_op = torch.ops.mezzo_rat.rat_attention_step_
     assert step_op(*draw(B, 1, H, G, D).values(), *state, *form).isfinite().all()
