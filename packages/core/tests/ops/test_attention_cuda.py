@@ -293,6 +293,7 @@ def test_cuda_lengths_equal_the_reference(T, fresh_compiler):
 
 
 @pytest.mark.gpu
+@pytest.mark.any_shapes
 @pytest.mark.parametrize(
     ("name", "lse"),
     [("causal", False), ("window", False), ("alibi", False), ("packed", False), ("window", True)],
@@ -336,6 +337,7 @@ def test_a_mask_made_in_inference_mode_serves_training(fresh_compiler):
 
 
 @pytest.mark.gpu
+@pytest.mark.any_shapes
 @pytest.mark.parametrize("num_heads", [10, 12, 22])
 def test_slopes_computed_in_the_graph_compile(num_heads):
     torch._dynamo.reset()
