@@ -67,6 +67,25 @@ def test_files_hold_the_chunks_and_go_with_the_state(stack, tmp_path):
 
 
 @torch.no_grad()
+def test_a_fork_shares_chunks_until_one_of_the_two_needs_a_file_of_its_own(stack, tmp_path):
+    x, other = torch.randn(2, 1, 60 * L, C)
+    other[:, : 48 * L] = x[:, : 48 * L]
+    stack.offload_to(tmp_path)
+    _, state = run(stack, x[:, : 48 * L])
+    fork = stack.fork(state)
+    assert fork.memory.k.data_ptr() == state.memory.k.data_ptr()
+    assert len(mapped(tmp_path)) == 1
+    for part, of in ((x, state), (other, fork)):
+        y = run(stack, part[:, 48 * L :], of)[0]
+        assert_close("after the fork", y, stack(part)[0][:, 48 * L :], rtol=1e-5)
+    chosen = stack.select(state, [0, 0])
+    assert chosen.memory.k.data_ptr() != state.memory.k.data_ptr()
+    assert len(mapped(tmp_path)) == 2
+    stepping = stack.reserve(state, L)
+    assert stack.fork(stepping).memory.k.data_ptr() != stepping.memory.k.data_ptr()
+
+
+@torch.no_grad()
 def test_a_full_disk_is_an_error_and_harms_no_state(stack, tmp_path, monkeypatch):
     x = torch.randn(1, 12 * L, C)
     stack.offload_to(tmp_path)
@@ -148,6 +167,9 @@ USES = {
     "step": lambda stack, x, state: stack.step(x, state),
     "before_step": lambda stack, x, state: stack.before_step(state),
     "reserve": lambda stack, x, state: stack.reserve(state, 3),
+    "fork": lambda stack, x, state: stack.fork(state),
+    "select": lambda stack, x, state: stack.select(state, [1]),
+    "reset": lambda stack, x, state: stack.reset(state, [1]),
 }
 
 

@@ -103,6 +103,18 @@ class RunningMean(AbstractMixer):
     def reserve(self, state, num_tokens):
         return state if self.mistake == "reserve shares" else super().reserve(state, num_tokens)
 
+    def copy_rows(self, state, rows):
+        if self.mistake == "fork shares" and rows is None:
+            return state
+        if self.mistake == "rows sorted" and rows is not None:
+            rows = rows.sort().values
+        return super().copy_rows(state, rows)
+
+    def reset(self, state, rows):
+        if self.mistake == "reset forgets a counter":
+            return super().reset(state, rows)._replace(lengths=state.lengths)
+        return super().reset(state, [0, 1, 2] if self.mistake == "all rows reset" else rows)
+
     def init_state(self, batch):
         lengths, room = torch.zeros(batch, dtype=torch.int64), torch.full((batch, 1), torch.nan)
         dtype = self.proj.weight.dtype
@@ -152,6 +164,11 @@ def test_a_correct_mixer_passes(name):
         ("step", "reserve shares", "that reserve was given"),
         ("step", "state overwritten", "overwrote field 0"),
         ("state bytes", "bytes miscounted", "state_bytes"),
+        ("handled", "fork shares", "a fork of a fork goes on otherwise"),
+        ("handled", "rows sorted", r"rows \[1, 0, 1, 2, 1\]"),
+        ("handled", "reset forgets a counter", "the row that starts over"),
+        ("handled", "all rows reset", "the other rows"),
+        ("handled", "x ignored", "other tokens gave the same outputs"),
         ("gradients", "score detached", "the gradients say"),
         ("padding's gradients", "padding masked late", "nan in padding reached the gradient of sc"),
         ("empty", "no tokens forget", "no tokens changed the state"),

@@ -65,6 +65,15 @@ def retrieve(
     return Reads(indices, _weigh(queries, keys, indices))
 
 
+def after_first(found: Reads, first: Reads | None = None) -> Reads:
+    """Put what the first chunk reads before what the others do; None if it reads nothing."""
+    if first is None:
+        return Reads(
+            F.pad(found.indices, (0, 0, 1, 0), value=-1), F.pad(found.weights, (0, 0, 1, 0))
+        )
+    return Reads(*(torch.cat(parts, 1) for parts in zip(first, found, strict=True)))
+
+
 def _choose(
     queries: Tensor,
     keys: Tensor,

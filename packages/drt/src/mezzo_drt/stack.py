@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, AttentionConfig, MixerBlockConfig
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.contract import Run, run_eagerly
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.state import Rows
 from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
-from mezzo_drt.encoder import ChunkEncoder, num_weights
+from mezzo_drt import state as states
+from mezzo_drt.costs import flops_per_token, host_state_bytes, state_bytes
+from mezzo_drt.encoder import ChunkEncoder
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.memory.chunks import Due, Memory
 from mezzo_drt.memory.device import DeviceStore
@@ -28,8 +30,8 @@ from mezzo_drt.memory.store import AbstractStore, check_room
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
 from mezzo_drt.outside import OutsideConfig, build_outside, divide, embed, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
-from mezzo_drt.retrieval import Reads, retrieve
-from mezzo_drt.state import DRTState, check_state, initial_state, next_state, reserved
+from mezzo_drt.retrieval import Reads, after_first, retrieve
+from mezzo_drt.state import DRTState
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -155,7 +157,7 @@ class DRT(AbstractStack):
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
-            check_state(state, *self._sizes)
+            states.check_state(state, *self._sizes)
             continued = continued_places(state.num_places, x.shape[1], lengths, L)
             places = continued.places
         elif cu_seqlens is not None:
@@ -194,7 +196,7 @@ class DRT(AbstractStack):
         y = places.collect(h)
         if state is None or continued is None:
             return y, None
-        after = next_state(tuple(caches), chunks, memory, state.fetched, reads, continued)
+        after = states.next_state(tuple(caches), chunks, memory, state.fetched, reads, continued)
         return y, replaced(after, fetched=self._store.fetch(memory, after.indices, state.fetched))
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
@@ -206,7 +208,7 @@ class DRT(AbstractStack):
     def check_step(self, x: Tensor, state: DRTState) -> None:
         """Check the arguments of `step`; the caches are alike, so the first layer's tells room."""
         super().check_step(x, state)
-        check_state(state, *self._sizes)
+        states.check_state(state, *self._sizes)
         L, places = self.config.chunk_size, state.num_places
         if is_read(places) and (places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
@@ -227,7 +229,7 @@ class DRT(AbstractStack):
         if (state.wait > 0).all():
             state.wait.sub_(1)
             return
-        check_state(state, *self._sizes)
+        states.check_state(state, *self._sizes)
         num_places = state.num_places.cpu()
         place, stored = num_places % (L + 1), num_places // (L + 1)
         is_due = place == L
@@ -289,8 +291,21 @@ class DRT(AbstractStack):
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
         self.check_reserve(state, num_tokens)
-        check_state(state, *self._sizes)
-        return reserved(state, num_tokens, self.attentions(), self.config.chunk_size, self._store)
+        states.check_state(state, *self._sizes)
+        return states.reserved(
+            state, num_tokens, self.attentions(), self.config.chunk_size, self._store
+        )
+
+    def copy_rows(self, state: DRTState, rows: Tensor | None) -> DRTState:
+        """Return a copy whose memory of chunks is shared where nobody overwrites it."""
+        states.check_state(state, *self._sizes)
+        return states.copied(state, rows, self._store)
+
+    def reset(self, state: DRTState, rows: Rows) -> DRTState:
+        """Return a state in which some rows are before their first token."""
+        states.check_state(state, *self._sizes)
+        first = self.init_state(1)
+        return states.restarted(state, self.check_rows("reset", state, rows), first, self._store)
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
@@ -298,7 +313,7 @@ class DRT(AbstractStack):
         K = 0 if self.outside is None else self.outside.width
         sizes = ((c.chunk_size, C // D, D), (c.num_groups, c.num_retrieved), (C + K, K or C))
         caches = tuple(layer.init_state(batch) for layer in self.attentions())
-        return initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
+        return states.initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
@@ -306,31 +321,18 @@ class DRT(AbstractStack):
         A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
         of the weights. A state that grows in place may have room for twice the chunks.
         """
-        c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
-        chunks, num_read = num_tokens // c.chunk_size, c.num_groups * c.num_retrieved
-        caches = sum(a.state_bytes(num_tokens + chunks) for a in self.attentions())
-        K = 0 if self.outside is None else self.outside.width
-        channels = (c.chunk_size + 1) * (C + K) + chunks * (K or C)
-        channels += 2 * (num_read if c.offload else chunks) * c.chunk_size * C
-        return caches + channels * size + num_read * (8 + 4)
+        return state_bytes(self, num_tokens)
 
     def host_state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
-        L, size = self.config.chunk_size, self.landmark.weight.element_size()
-        return 2 * (num_tokens // L) * L * self.d_model * size if self.config.offload else 0
+        return host_state_bytes(self, num_tokens)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
 
         Of the encoder, complete chunks are counted; an outside encoder is not.
         """
-        c, L, N = self.config, self.config.chunk_size, num_tokens // self.config.chunk_size
-        places = num_tokens + N
-        total = places * sum(block.flops_per_token(places) for block in self.lower)
-        total += sum(layer.flops(num_tokens, L, c.num_retrieved) for layer in self.upper)
-        total += N * (self.encoder.flops_per_chunk(L) + 2 * num_weights(self.queries))
-        K = self.d_model if self.outside is None else self.outside.width
-        return (total + c.num_groups * K * N * (N - 1)) / max(num_tokens, 1)
+        return flops_per_token(self, num_tokens)
 
     def offload_to(self, folder: str | Path | None) -> None:
         """Keep what is offloaded in files of a folder from now on; None for the host's memory.
@@ -378,12 +380,11 @@ class DRT(AbstractStack):
     ) -> Reads:  # fmt: skip
         """Return what the N chunks of the grid read in a group, and the one after them."""
         found = self._retrieve(group, places.landmarks(h), encoded, memory, places.lo, places.hi)
-        if state is None:  # the first chunk reads nothing
-            return Reads(
-                F.pad(found.indices, (0, 0, 1, 0), value=-1), F.pad(found.weights, (0, 0, 1, 0))
-            )
-        first = (state.indices[:, group, None], state.weights[:, group, None])
-        return Reads(*(torch.cat(parts, 1) for parts in zip(first, found, strict=True)))
+        if state is None:
+            return after_first(found)
+        return after_first(
+            found, Reads(state.indices[:, group, None], state.weights[:, group, None])
+        )
 
     def _retrieve(
         self, group: int, h: Tensor, encoded: Memory, memory: Memory, lo: Tensor, hi: Tensor

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn.attention import Attention, KVCache, check_alike, check_cache
+from mezzo_core.nn.state import reset_rows, select_rows
 from mezzo_core.ops.checks import is_read
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -122,6 +123,20 @@ def check_state(state: DRTState, chunk_size: int, window_size: int) -> None:
             f"state.indices must be from -1 to {int(stored[row]) - 1}, the last complete chunk "
             f"of row {row}, got {state.indices[row].tolist()}"
         )
+
+
+def copied(state: DRTState, rows: Tensor | None, store: AbstractStore) -> DRTState:
+    """Return a copy of some rows (N,), or of all: the store says what of its memory is shared."""
+    parts = (state.caches, *state[2:])
+    caches, *rest = tree_map(torch.clone, parts) if rows is None else select_rows(parts, rows)
+    return DRTState(caches, store.copy_rows(state.memory, rows), *rest)
+
+
+def restarted(state: DRTState, rows: Tensor, first: DRTState, store: AbstractStore) -> DRTState:
+    """Return a copy with rows of `first`; no chunk is cleared, since these rows read none."""
+    parts, starts = ((whole.caches, *whole[2:]) for whole in (state, first))
+    caches, *rest = reset_rows(parts, rows, starts)
+    return DRTState(caches, store.copy_rows(state.memory, None), *rest)
 
 
 def reserved(

@@ -10,7 +10,7 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate_segments
-from mezzo_core.nn.lm import LMOutput, Score
+from mezzo_core.nn.lm_output import LMOutput, Score
 from mezzo_core.testing.arguments import check_fields
 from mezzo_drt.needles import HopsConfig, PasskeyConfig, Words
 from mezzo_drt.needles.haystack import Haystack, Row

@@ -19,7 +19,7 @@ from mezzo_core.nn.generate import stream as stream
 from mezzo_core.nn.init import init_weights as init_weights
 from mezzo_core.nn.lm import LM as LM
 from mezzo_core.nn.lm import LMConfig as LMConfig
-from mezzo_core.nn.lm import LMOutput as LMOutput
+from mezzo_core.nn.lm_output import LMOutput as LMOutput
 from mezzo_core.nn.mlp import MLPConfig as MLPConfig
 from mezzo_core.nn.stack import BlocksConfig as BlocksConfig
 from mezzo_core.nn.stack import Stack as Stack

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.state import Rows
 from mezzo_core.ops.padding import without_padding
 
 
@@ -57,6 +58,14 @@ class AbstractMixerBlock(AbstractBlock):
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the mixer's state with room for `num_tokens` more tokens, for `step`."""
         return self.mixer.reserve(state, num_tokens)
+
+    def copy_rows(self, state: Any, rows: Tensor | None) -> Any:
+        """Return a copy of the mixer's state."""
+        return self.mixer.copy_rows(state, rows)
+
+    def reset(self, state: Any, rows: Rows) -> Any:
+        """Return a state of the mixer in which some rows are before their first token."""
+        return self.mixer.reset(state, rows)
 
     def init_state(self, batch: int) -> Any:
         """Return the mixer's state before the first token."""

@@ -8,12 +8,21 @@ follow the contract in `AbstractSequenceModule`, which `mezzo_core.testing.laws`
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mezzo_core.nn.state import (
+    Leaf,
+    Rows,
+    as_rows,
+    check_like,
+    reset_rows,
+    select_rows,
+    shapes,
+)
 from mezzo_core.ops.checks import check_floating, check_lengths, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 
@@ -106,6 +115,49 @@ class AbstractSequenceModule(nn.Module, ABC):
         self.check_reserve(state, num_tokens)
         return tree_map(torch.clone, state)
 
+    def fork(self, state: Any) -> Any:
+        """Return a second state after the same tokens, with the same room.
+
+        What is done with one of the two does not change the other.
+
+        Raises:
+            TypeError: if the state is of another kind of module.
+            ValueError: if the state breaks the contract.
+        """
+        self.check_reserve(state, 0)
+        return self.copy_rows(state, None)
+
+    def select(self, state: Any, rows: Rows) -> Any:
+        """Return the state of some rows, in any order and with repeats, with the same room.
+
+        It has tensors of its own, as one of `fork` has.
+
+        Args:
+            state: of a batch of B rows.
+            rows: (N,) int64, each from 0 to B - 1, or ints. Values on a GPU are not checked.
+
+        Raises:
+            TypeError: if the state is of another kind of module, or `rows` holds no ints.
+            ValueError: if the state breaks the contract, or a row is not there.
+        """
+        return self.copy_rows(state, self.check_rows("select", state, rows))
+
+    def reset(self, state: Any, rows: Rows) -> Any:
+        """Return a state of its own in which some rows are before their first token.
+
+        The other rows stay as they are, and so does the room. Arguments and errors are those of
+        `select`.
+        """
+        return reset_rows(state, self.check_rows("reset", state, rows), self.init_state(1))
+
+    def copy_rows(self, state: Any, rows: Tensor | None) -> Any:
+        """Return a copy of some rows (N,) int64 of a state, or of all of them.
+
+        `fork` and `select` call it. A module overrides it if parts of its state may be
+        shared, because nothing overwrites them, or if a copy of them has a place of its own.
+        """
+        return tree_map(torch.clone, state) if rows is None else select_rows(state, rows)
+
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
         """Do the host's work before the next `step`, such as fetching offloaded memory.
 
@@ -150,7 +202,7 @@ class AbstractSequenceModule(nn.Module, ABC):
             if old.shape != new.shape:
                 raise ValueError(
                     f"{type(self).__name__} must define reserve and step: its state grows, "
-                    f"from {_shapes(state)} to {_shapes(after)}"
+                    f"from {shapes(state)} to {shapes(after)}"
                 )
             old.copy_(new)
         return y
@@ -222,6 +274,12 @@ class AbstractSequenceModule(nn.Module, ABC):
         parts = [part for part in tree_leaves(state) if isinstance(part, Tensor) and part.ndim]
         self._check_state(state, parts[0] if parts else torch.empty(0))
 
+    def check_rows(self, name: str, state: Any, rows: Rows) -> Tensor:
+        """Check the arguments of `select` or `reset`; return the rows as a tensor."""
+        self.check_reserve(state, 0)
+        first = tree_leaves(state)[0]
+        return as_rows(f"{type(self).__name__}.{name}", rows, len(first), first.device)
+
     def check_kind(self, state: Any) -> None:
         """Check the type of a state; raises a TypeError if it is of another kind of module."""
         if not isinstance(state, self.state_type):
@@ -236,73 +294,15 @@ class AbstractSequenceModule(nn.Module, ABC):
             return
         if self._templates is None:
             self._templates = {}
+        name = type(self).__name__
         if x.device in self._templates:
             try:
-                self._check_like("state", state, self._templates[x.device], x.shape[0])
+                check_like(name, "state", state, self._templates[x.device], x.shape[0])
                 return
             except ValueError:
                 pass  # the weights may have moved since: look again where a state is
-        self._templates[x.device] = tree_map(_Leaf.of, self.init_state(1))
-        self._check_like("state", state, self._templates[x.device], x.shape[0])
-
-    def _check_like(self, where: str, value: Any, wanted: Any, batch: int) -> int | None:
-        """Check a part of a state; return its number of tokens, or None if its size is fixed.
-
-        `wanted` is the same part of the state `init_state(1)`, with a `_Leaf` for each tensor.
-        """
-        if isinstance(wanted, _Leaf):
-            return self._check_tensor(where, value, wanted, batch)
-        if type(value) is not type(wanted) or len(value) != len(wanted):
-            raise TypeError(
-                f"{where} must be a {type(wanted).__name__} of {len(wanted)}, "
-                f"as init_state returns it, got {type(value).__name__}"
-            )
-        names = [f"{where}.{name}" for name in getattr(wanted, "_fields", range(len(wanted)))]
-        grown = {
-            name: self._check_like(name, part, like, batch)
-            for name, part, like in zip(names, value, wanted, strict=True)
-        }
-        sizes = {name: size for name, size in grown.items() if size is not None}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"the fields of the state must have grown alike, got {sizes}")
-        return None
-
-    def _check_tensor(self, where: str, value: Any, wanted: "_Leaf", batch: int) -> int | None:
-        if wanted.dtype.is_floating_point:
-            check_floating(type(self).__name__, where, value)
-        elif not isinstance(value, Tensor) or value.dtype != wanted.dtype:
-            kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"{where} must be an {str(wanted.dtype).removeprefix('torch.')} tensor, got {kind}"
-            )
-        # An axis that is empty at first is the token axis of a state that grows: any size fits.
-        sizes = wanted.sizes
-        fits = len(value.shape) == 1 + len(sizes) and all(
-            size in (0, got) for size, got in zip(sizes, value.shape[1:], strict=True)
-        )
-        if not fits or value.shape[0] != batch or value.device != wanted.device:
-            shape = ", ".join([str(batch), *(str(size or "any") for size in sizes)])
-            raise ValueError(
-                f"{where} must be ({shape}) on {wanted.device}, "
-                f"got {tuple(value.shape)} on {value.device}"
-            )
-        return value.shape[1 + sizes.index(0)] if 0 in sizes else None
-
-
-class _Leaf(NamedTuple):
-    """Describes a tensor of a state; `sizes` is its shape without the batch axis."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Leaf":
-        return cls(tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
-
-
-def _shapes(state: Any) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tree_leaves(state))
+        self._templates[x.device] = tree_map(Leaf.of, self.init_state(1))
+        check_like(name, "state", state, self._templates[x.device], x.shape[0])
 
 
 class AbstractMixer(AbstractSequenceModule):

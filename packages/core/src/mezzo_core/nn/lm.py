@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ from mezzo_core.nn.block import MixerBlockConfig
 from mezzo_core.nn.contract import AbstractStack, MixerConfig, Run, StackConfig, run_eagerly
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.linear import Linear, is_plain
+from mezzo_core.nn.lm_output import LMOutput, Score
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.nn.stack import BlocksConfig
+from mezzo_core.nn.state import Rows
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy, linear_cross_entropy
 
@@ -87,28 +89,6 @@ class LMConfig:
         model = LM(embed, stack, norm, head)
         init_weights(model, self.init_std)
         return model
-
-
-class LMOutput(NamedTuple):
-    """What a call of the model gives."""
-
-    logits: Tensor
-    """(B, T, vocab), or (B, 1, vocab) with `last_only`."""
-    state: Any
-    """The stack's state after the last real token; None if none was given."""
-
-
-class Score(NamedTuple):
-    """How well a model predicts the targets that count."""
-
-    loss: Tensor
-    """Cross entropy in nats, summed, float32."""
-    targets: Tensor
-    """How many there are, int64."""
-    hits: Tensor
-    """Which of them are the model's likeliest token, (B, T) bool."""
-    state: Any
-    """The stack's state after the last real token; None if none was given."""
 
 
 class LM(nn.Module):
@@ -216,6 +196,18 @@ class LM(nn.Module):
         Its buffers are its own: `step` overwrites them and leaves `state` alone.
         """
         return self.stack.reserve(state, _count("num_tokens", num_tokens))
+
+    def fork(self, state: Any) -> Any:
+        """Return a second state after the same tokens; see `AbstractStack.fork`."""
+        return self.stack.fork(state)
+
+    def select(self, state: Any, rows: Rows) -> Any:
+        """Return the state of some rows, with repeats if wanted; see `AbstractStack.select`."""
+        return self.stack.select(state, rows)
+
+    def reset(self, state: Any, rows: Rows) -> Any:
+        """Return a state in which some rows are before their first token."""
+        return self.stack.reset(state, rows)
 
     def loss(
         self,

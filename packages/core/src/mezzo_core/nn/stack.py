@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractBlock, AbstractStack, BlockConfig, Run, run_eagerly
+from mezzo_core.nn.state import Rows
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,21 @@ class Stack(AbstractStack):
         self._check_depth(state)
         return tuple(
             block.reserve(its_state, num_tokens)
+            for block, its_state in zip(self.blocks, state, strict=True)
+        )
+
+    def copy_rows(self, state: tuple[Any, ...], rows: Tensor | None) -> tuple[Any, ...]:
+        """Return a copy of every block's state."""
+        return tuple(
+            block.copy_rows(its_state, rows)
+            for block, its_state in zip(self.blocks, state, strict=True)
+        )
+
+    def reset(self, state: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
+        """Return a state in which some rows are before their first token, in every block."""
+        self._check_depth(state)
+        return tuple(
+            block.reset(its_state, rows)
             for block, its_state in zip(self.blocks, state, strict=True)
         )
 

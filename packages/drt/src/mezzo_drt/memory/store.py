@@ -90,6 +90,25 @@ class AbstractStore(ABC):
             buffer[:, :S] = part
         return whole
 
+    def copy_rows(self, memory: Memory, rows: Tensor | None) -> Memory:
+        """Return a memory of some rows (N,), or of all, with the same room behind it.
+
+        It lies in new buffers. But all rows of a memory that `append` made are the memory itself:
+        nobody overwrites its chunks, and only one of its states can append in place.
+        """
+        room, S = room_of(memory), memory.keys.shape[1]
+        if rows is None and room is not None and room.capacity > S:
+            return memory
+        if rows is None:
+            rows = torch.arange(len(memory.keys), device=memory.keys.device)
+        if torch.is_grad_enabled():
+            return Memory(*(part.index_select(0, rows.to(part.device)) for part in memory))
+        like = Memory(*(part[:1].expand(len(rows), *part.shape[1:]) for part in memory))
+        whole = self.new_buffers(like, S)
+        for buffer, part in zip(whole, memory, strict=True):
+            torch.index_select(part, 0, rows.to(part.device), out=buffer)
+        return whole
+
     @abstractmethod
     def new_buffers(self, like: Memory, capacity: int) -> Memory:
         """Make buffers for so many chunks, of any values; a UserError if they do not fit."""

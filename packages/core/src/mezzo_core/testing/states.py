@@ -1,0 +1,110 @@
+"""The laws of states that are handled: forked, cut into rows, and started over."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo_core.nn.contract import AbstractSequenceModule
+from mezzo_core.testing.isolation import decode_step, normal
+from mezzo_core.testing.numerics import assert_close
+
+PROMPTS = (0, 3, 13)
+"""Tokens of each row before its state is handled."""
+
+
+def check_handled(module: AbstractSequenceModule, *, rtol: float = 1e-5, seed: int = 0) -> None:
+    """Assert that states that were forked, selected or reset go on as if they never had been.
+
+    What goes on by `forward` and what goes on by `step`, in the middle of decoding, is tried. With
+    the same rows in the batch the outputs are equal to the bit. Beside other rows, or with fewer or
+    more of them, they may differ by rounding: products of other shapes are other kernels.
+
+    Args:
+        module: the module under test.
+        rtol: allowed relative error in norm.
+        seed: of the inputs.
+    """
+    with torch.no_grad():
+        for begin, go_on in ((_by_forward, _forwards), (_by_steps, _steps)):
+            state = begin(module, seed)
+            _check_fork(module, state, go_on, seed)
+            _check_select(module, begin(module, seed), go_on, rtol, seed)
+            _check_reset(module, begin(module, seed), go_on, rtol, seed)
+
+
+GoOn = Callable[[AbstractSequenceModule, Tensor, Any], Tensor]
+
+
+def _check_fork(module: AbstractSequenceModule, state: Any, go_on: GoOn, seed: int) -> None:
+    same, other = _next_tokens(module, seed + 1), _next_tokens(module, seed + 2)
+    forks = [module.fork(state), module.fork(state)]
+    another = go_on(module, other, forks[0])
+    again = go_on(module, same, module.fork(forks[1]))
+    never = go_on(module, same, state)
+    assert not torch.equal(another, never), "other tokens gave the same outputs"
+    assert torch.equal(again, never), "a fork of a fork goes on otherwise than what was forked"
+    late = go_on(module, other, forks[1])
+    assert torch.equal(late, another), "what was forked wrote into the fork"
+
+
+def _check_select(
+    module: AbstractSequenceModule, state: Any, go_on: GoOn, rtol: float, seed: int
+) -> None:
+    x = _next_tokens(module, seed + 1)
+    never = go_on(module, x, module.fork(state))
+    turned = module.select(state, torch.tensor([2, 0, 1], device=x.device))
+    back = module.select(turned, [1, 2, 0])
+    assert torch.equal(go_on(module, x, back), never), "rows turned and back go on otherwise"
+    for rows in ([1, 0, 1, 2, 1], [2], [0]):
+        found = go_on(module, x[rows], module.select(state, rows))
+        assert_close(f"rows {rows}", found, never[rows], rtol=rtol)
+    assert torch.equal(go_on(module, x, state), never), "select changed the state that it was given"
+
+
+def _check_reset(
+    module: AbstractSequenceModule, state: Any, go_on: GoOn, rtol: float, seed: int
+) -> None:
+    x = _next_tokens(module, seed + 1)
+    never = go_on(module, x, module.fork(state))
+    found = go_on(module, x, module.reset(state, [1]))
+    first, _ = module(x[1:2], module.init_state(1))
+    assert_close("the row that starts over", found[1:2], first, rtol=rtol)
+    assert_close("the other rows", found[::2], never[::2], rtol=rtol)
+    assert torch.equal(go_on(module, x, state), never), "reset changed the state that it was given"
+
+
+def _by_forward(module: AbstractSequenceModule, seed: int) -> Any:
+    """Return a state after prompts of different lengths."""
+    x = normal(module, (len(PROMPTS), max(PROMPTS), module.d_model), seed)
+    lengths = torch.tensor(PROMPTS, device=x.device)
+    return module(x, module.init_state(len(PROMPTS)), lengths=lengths)[1]
+
+
+def _by_steps(module: AbstractSequenceModule, seed: int) -> Any:
+    """Return the state of `_by_forward` after two steps, with room for more."""
+    state = module.reserve(_by_forward(module, seed), 2 + NEXT)
+    for x in normal(module, (2, len(PROMPTS), 1, module.d_model), seed + 3):
+        decode_step(module, x, state)
+    return state
+
+
+NEXT = 6
+"""Tokens after a state was handled."""
+
+
+def _next_tokens(module: AbstractSequenceModule, seed: int) -> Tensor:
+    return normal(module, (len(PROMPTS), NEXT, module.d_model), seed)
+
+
+def _forwards(module: AbstractSequenceModule, x: Tensor, state: Any) -> Tensor:
+    outputs = []
+    for segment in x.split([1, NEXT - 1], 1):
+        y, state = module(segment, state)
+        outputs.append(y)
+    return torch.cat(outputs, 1)
+
+
+def _steps(module: AbstractSequenceModule, x: Tensor, state: Any) -> Tensor:
+    return torch.cat([decode_step(module, token, state) for token in x.split(1, 1)], 1)
