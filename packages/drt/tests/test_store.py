@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from mezzo_core.errors import UserError
+from mezzo_core.nn import load_state, save_state
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.testing.numerics import assert_close
 from mezzo_drt import DRTConfig
@@ -83,6 +84,26 @@ def test_a_fork_shares_chunks_until_one_of_the_two_needs_a_file_of_its_own(stack
     assert len(mapped(tmp_path)) == 2
     stepping = stack.reserve(state, L)
     assert stack.fork(stepping).memory.k.data_ptr() != stepping.memory.k.data_ptr()
+
+
+@torch.no_grad()
+def test_a_state_is_saved_from_files_and_loaded_to_files_or_memory(stack, tmp_path):
+    x = torch.randn(2, 12 * L, C)
+    stack.offload_to(tmp_path)
+    state = run(stack, x[:, : 8 * L])[1]
+    save_state(stack, state, tmp_path / "state")
+    for folder in (tmp_path, None):
+        stack.offload_to(folder)
+        before = len(mapped(tmp_path))
+        loaded, _ = load_state(stack, tmp_path / "state")
+        assert len(mapped(tmp_path)) - before == (folder is not None)
+        y = run(stack, x[:, 8 * L :], loaded)[0]
+        assert torch.equal(y, run(stack, x[:, 8 * L :], stack.fork(state))[0])
+        del loaded
+    plain = replace(CONFIG, offload=False).build(C).eval()
+    plain.load_state_dict(stack.state_dict())
+    with pytest.raises(UserError, match="a state of a model with other modules"):
+        load_state(plain, tmp_path / "state")
 
 
 @torch.no_grad()

@@ -108,6 +108,8 @@ class RunningMean(AbstractMixer):
             return state
         if self.mistake == "rows sorted" and rows is not None:
             rows = rows.sort().values
+        if self.mistake == "copies forget":
+            return super().copy_rows(self.init_state(len(state.h)), rows)
         return super().copy_rows(state, rows)
 
     def reset(self, state, rows):
@@ -169,6 +171,7 @@ def test_a_correct_mixer_passes(name):
         ("handled", "reset forgets a counter", "the row that starts over"),
         ("handled", "all rows reset", "the other rows"),
         ("handled", "x ignored", "other tokens gave the same outputs"),
+        ("saved", "copies forget", "a loaded state goes on otherwise"),
         ("gradients", "score detached", "the gradients say"),
         ("padding's gradients", "padding masked late", "nan in padding reached the gradient of sc"),
         ("empty", "no tokens forget", "no tokens changed the state"),

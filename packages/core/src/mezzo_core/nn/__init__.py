@@ -23,3 +23,5 @@ from mezzo_core.nn.lm_output import LMOutput as LMOutput
 from mezzo_core.nn.mlp import MLPConfig as MLPConfig
 from mezzo_core.nn.stack import BlocksConfig as BlocksConfig
 from mezzo_core.nn.stack import Stack as Stack
+from mezzo_core.nn.state_file import load_state as load_state
+from mezzo_core.nn.state_file import save_state as save_state

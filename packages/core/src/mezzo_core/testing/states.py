@@ -1,12 +1,19 @@
-"""The laws of states that are handled: forked, cut into rows, and started over."""
+"""The laws of states that are handled: forked, cut into rows, started over, saved and loaded."""
 
+import random
 from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mezzo_core.errors import UserError
 from mezzo_core.nn.contract import AbstractSequenceModule
+from mezzo_core.nn.state_file import load_state, save_state
+from mezzo_core.testing.damage import damages
 from mezzo_core.testing.isolation import decode_step, normal
 from mezzo_core.testing.numerics import assert_close
 
@@ -32,6 +39,42 @@ def check_handled(module: AbstractSequenceModule, *, rtol: float = 1e-5, seed: i
             _check_fork(module, state, go_on, seed)
             _check_select(module, begin(module, seed), go_on, rtol, seed)
             _check_reset(module, begin(module, seed), go_on, rtol, seed)
+
+
+def check_saved(module: AbstractSequenceModule, *, seed: int = 0) -> None:
+    """Assert that a saved and loaded state goes on as one that never was, to the bit.
+
+    Files that are damaged, and those of a model with another weight, must be refused in one line.
+    """
+    other = deepcopy(module)
+    with torch.no_grad():
+        next(other.parameters()).flatten()[0].add_(1)
+    with torch.no_grad(), TemporaryDirectory() as folder:
+        path = Path(folder) / "state"
+        for begin, go_on in ((_by_forward, _forwards), (_by_steps, _steps)):
+            x, state = _next_tokens(module, seed + 1), begin(module, seed)
+            save_state(module, state, path, extra={"tokens": [1, 2]})
+            loaded, extra = load_state(module, path)
+            assert extra == {"tokens": [1, 2]}
+            again = go_on(module, x, loaded)
+            assert torch.equal(again, go_on(module, x, state)), "a loaded state goes on otherwise"
+        _assert_refused(other, path, "of a model with other weights")
+        content = path.read_bytes()
+        for what, damaged in damages(content, random.Random(seed)):
+            path.write_bytes(damaged)
+            _assert_refused(module, path, "", what)
+
+
+def _assert_refused(
+    module: AbstractSequenceModule, path: Path, words: str, what: str = "another model"
+) -> None:
+    told = "no error"
+    try:
+        load_state(module, path)
+    except UserError as error:
+        told = str(error)
+    refused = told != "no error" and words in told and "\n" not in told
+    assert refused, f"{what} must be refused in one line, got {told}"
 
 
 GoOn = Callable[[AbstractSequenceModule, Tensor, Any], Tensor]

@@ -1,0 +1,149 @@
+"""States in files: safetensors, with a description of the model that alone can go on from them."""
+
+import hashlib
+import json
+import secrets
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from mezzo_core.errors import UserError
+from mezzo_core.files import parse_json
+from mezzo_core.libraries import first_line, import_library
+from mezzo_core.nn.contract import AbstractSequenceModule
+from mezzo_core.nn.lm import LM
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def save_state(
+    model: LM | AbstractSequenceModule,
+    state: Any,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state to one file, in place of one that was there.
+
+    It is written beside `path` and renamed, so that the file is whole whenever it is read. Room
+    behind the tokens is saved too, with whatever it holds.
+
+    Args:
+        model: the model, or a mixer, block or stack, whose state it is.
+        state: to be saved, from `forward` or from `reserve`.
+        path: the file.
+        extra: JSON values to keep with it, such as the tokens that the state has read.
+
+    Raises:
+        UserError: if the file cannot be written, or safetensors is not installed.
+        TypeError: if the state is of another kind of module, or `extra` holds values that JSON
+            does not have.
+        ValueError: if the state breaks the contract, or `extra` holds NaN or infinity.
+    """
+    library = import_library("safetensors.torch", "train")
+    path = Path(path)
+    module = _sequence_module(model)
+    module.check_reserve(state, 0)
+    told = json.dumps(dict(extra or {}), allow_nan=False)
+    tensors = {str(i): x.detach().contiguous() for i, x in enumerate(tree_leaves(state))}
+    description = {**_describe(model), "extra": told}
+    description["crc32"] = str(_checksum(description, tensors))
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            library.save_file(tensors, scratch, metadata=description)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except (OSError, _safetensor_error()) as error:
+        raise UserError(f"cannot save the state in {path}: {first_line(error)}") from error
+
+
+def load_state(model: LM | AbstractSequenceModule, path: str | Path) -> tuple[Any, dict[str, Any]]:
+    """Read a state that `save_state` wrote, to where this model keeps its states.
+
+    Args:
+        model: the model that the state is of, on any device: the same parts with the same weights.
+        path: the file.
+
+    Returns:
+        The state, from which the model goes on as from the one that was saved, and the `extra`.
+
+    Raises:
+        UserError: if the file is missing, damaged, or of another model.
+    """
+    path = Path(path)
+    module = _sequence_module(model)
+    description, tensors = _read(path)
+    crc32 = description.pop("crc32")
+    if crc32 != str(_checksum(description, tensors)):
+        raise UserError(f"{path} is damaged: its checksum is not that of what was saved")
+    for name, told in _describe(model).items():
+        if description[name] != told:
+            raise UserError(f"{path} holds a state of a model with other {name}")
+    first, tree = tree_flatten(module.init_state(1))
+    leaves = [tensors[str(i)].to(leaf.device) for i, leaf in enumerate(first)]
+    state = tree_unflatten(leaves, tree)
+    module.check_reserve(state, 0)
+    with torch.no_grad():  # a module may keep its states where only it can make them
+        state = module.copy_rows(state, torch.arange(len(leaves[0]), device=leaves[0].device))
+    return state, parse_json(description["extra"])
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Read a file's description and its tensors."""
+    library = import_library("safetensors", "train")
+    if not path.is_file():
+        raise UserError(f"no state in {path}: there is no such file")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            description = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, _safetensor_error()) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+    if description.keys() != {"modules", "weights", "extra", "crc32"}:
+        raise UserError(f"{path} holds no state: save_state did not write it")
+    return description, tensors
+
+
+def _sequence_module(model: LM | AbstractSequenceModule) -> AbstractSequenceModule:
+    return model.stack if isinstance(model, LM) else model
+
+
+def _describe(model: nn.Module) -> dict[str, str]:
+    """Describe what a state depends on: the modules with their configurations, and the weights.
+
+    Two models with one description give the same outputs. The device does not matter.
+    """
+    parts = [str(model)]
+    for name, part in model.named_modules():
+        parts.append(f"{name} {type(part).__qualname__} {getattr(part, 'config', None)!r}")
+    weights = []
+    for name, weight in model.state_dict().items():
+        # A sum of integers: it is the same on every device, and needs no memory.
+        bits = weight.detach().view(_SAME_SIZE[weight.element_size()])
+        total = int(bits.sum(dtype=torch.int64))
+        weights.append(f"{name} {weight.dtype} {tuple(weight.shape)} {total}")
+    return {"modules": _digest(parts), "weights": _digest(weights)}
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _checksum(description: Mapping[str, str], tensors: Mapping[str, Tensor]) -> int:
+    checksum = zlib.crc32(json.dumps(description, sort_keys=True).encode())
+    for name in sorted(tensors):
+        x = tensors[name]
+        checksum = zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), checksum)
+        checksum = zlib.crc32(x.cpu().flatten().view(torch.uint8).numpy(), checksum)
+    return checksum
+
+
+def _safetensor_error() -> type[Exception]:
+    return import_library("safetensors", "train").SafetensorError
