@@ -98,6 +98,9 @@ class OwnKeysBlock(AbstractBlock):
         real = torch.cat([state.real, state.real.new_zeros(B, num_tokens)], 1)
         return OwnKeysState(k, v, real, torch.full_like(state.filled, S))
 
+    def overwritten(self):
+        return (True,) * 4  # a forward goes on behind all slots, also those that nobody filled
+
     def init_state(self, batch):
         weight = self.wk.weight
         empty = torch.zeros(batch, 0, self.d_model, dtype=weight.dtype, device=weight.device)

@@ -291,21 +291,25 @@ class DRT(AbstractStack):
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
         self.check_reserve(state, num_tokens)
+        return states.reserved(state, num_tokens, self.attentions(), self._sizes[0], self._store)
+
+    def check_reserve(self, state: DRTState, num_tokens: int) -> None:
+        """Check the arguments of `reserve`, and that the parts of the state belong together."""
+        super().check_reserve(state, num_tokens)
         states.check_state(state, *self._sizes)
-        return states.reserved(
-            state, num_tokens, self.attentions(), self.config.chunk_size, self._store
-        )
 
     def copy_rows(self, state: DRTState, rows: Tensor | None) -> DRTState:
         """Return a copy whose memory of chunks is shared where nobody overwrites it."""
-        states.check_state(state, *self._sizes)
         return states.copied(state, rows, self._store)
 
     def reset(self, state: DRTState, rows: Rows) -> DRTState:
         """Return a state in which some rows are before their first token."""
-        states.check_state(state, *self._sizes)
         first = self.init_state(1)
         return states.restarted(state, self.check_rows("reset", state, rows), first, self._store)
+
+    def overwritten(self) -> tuple[bool, ...]:
+        """Tell that all is but the memory of chunks."""
+        return states.overwritten(self.attentions())
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
@@ -380,11 +384,7 @@ class DRT(AbstractStack):
     ) -> Reads:  # fmt: skip
         """Return what the N chunks of the grid read in a group, and the one after them."""
         found = self._retrieve(group, places.landmarks(h), encoded, memory, places.lo, places.hi)
-        if state is None:
-            return after_first(found)
-        return after_first(
-            found, Reads(state.indices[:, group, None], state.weights[:, group, None])
-        )
+        return after_first(found, None if state is None else state.reads(group))
 
     def _retrieve(
         self, group: int, h: Tensor, encoded: Memory, memory: Memory, lo: Tensor, hi: Tensor

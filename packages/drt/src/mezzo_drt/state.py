@@ -47,6 +47,10 @@ class DRTState(NamedTuple):
         """(B,), the places of each row so far."""
         return self.caches[0].lengths
 
+    def reads(self, group: int) -> Reads:
+        """Return what the open chunk reads in a group, (B, 1, R)."""
+        return Reads(self.indices[:, group, None], self.weights[:, group, None])
+
     def with_open_chunk(self, chunks: Tensor) -> Tensor:
         """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
         M = chunks.shape[2]
@@ -123,6 +127,12 @@ def check_state(state: DRTState, chunk_size: int, window_size: int) -> None:
             f"state.indices must be from -1 to {int(stored[row]) - 1}, the last complete chunk "
             f"of row {row}, got {state.indices[row].tolist()}"
         )
+
+
+def overwritten(attentions: Sequence[Attention]) -> tuple[bool, ...]:
+    """Tell of each tensor whether a token overwrites it: all are but the memory of chunks."""
+    caches = [on for layer in attentions for on in layer.overwritten()]
+    return (*caches, *(False,) * len(Memory._fields), *(True,) * 6)
 
 
 def copied(state: DRTState, rows: Tensor | None, store: AbstractStore) -> DRTState:

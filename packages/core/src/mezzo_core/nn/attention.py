@@ -172,6 +172,11 @@ class Attention(AbstractMixer):
         k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
         return KVCache(k, v, state.lengths.clone())
 
+    def overwritten(self) -> tuple[bool, ...]:
+        """Tell that a window's keys and values are; without one they grow."""
+        is_ring = self.config.window_size is not None
+        return (is_ring, is_ring, True)
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
         width = (-1, self.config.head_dim)

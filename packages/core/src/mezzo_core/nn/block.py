@@ -67,6 +67,10 @@ class AbstractMixerBlock(AbstractBlock):
         """Return a state of the mixer in which some rows are before their first token."""
         return self.mixer.reset(state, rows)
 
+    def overwritten(self) -> tuple[bool, ...]:
+        """Tell it as the mixer does."""
+        return self.mixer.overwritten()
+
     def init_state(self, batch: int) -> Any:
         """Return the mixer's state before the first token."""
         return self.mixer.init_state(batch)

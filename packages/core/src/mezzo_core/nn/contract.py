@@ -158,6 +158,15 @@ class AbstractSequenceModule(nn.Module, ABC):
         """
         return tree_map(torch.clone, state) if rows is None else select_rows(state, rows)
 
+    def overwritten(self) -> tuple[bool, ...]:
+        """Tell of each tensor of a state whether a token overwrites what earlier ones wrote.
+
+        Into the others each token writes behind those before it, and a state reads nothing behind
+        its own tokens, so that a state that goes back sees the same tensors. By default these are
+        the tensors that grow. If only counters (B,) int64 are overwritten, they count tokens.
+        """
+        return tuple(0 not in x.shape for x in tree_leaves(self.init_state(1)))
+
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
         """Do the host's work before the next `step`, such as fetching offloaded memory.
 

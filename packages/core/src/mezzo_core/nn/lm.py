@@ -16,6 +16,7 @@ from mezzo_core.nn.linear import Linear, is_plain
 from mezzo_core.nn.lm_output import LMOutput, Score
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.norm import RMSNorm
+from mezzo_core.nn.rewinding import Rewinding
 from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.nn.state import Rows
 from mezzo_core.ops.checks import check_size
@@ -208,6 +209,18 @@ class LM(nn.Module):
     def reset(self, state: Any, rows: Rows) -> Any:
         """Return a state in which some rows are before their first token."""
         return self.stack.reset(state, rows)
+
+    def rewinding(self, room: int) -> "LM":
+        """Return this model, with these weights, whose states can go back by `room` tokens."""
+        return LM(self.embed, Rewinding(self.stack, room), self.norm, self.head).train(
+            self.training
+        )
+
+    def rollback(self, state: Any, n: int | Tensor) -> Any:
+        """Return the state without the last n tokens of each row; see `Rewinding.rollback`."""
+        if not isinstance(self.stack, Rewinding):
+            raise TypeError("states of this model cannot go back: take those of model.rewinding(R)")
+        return self.stack.rollback(state, n)
 
     def loss(
         self,

@@ -113,6 +113,10 @@ class Stack(AbstractStack):
             for block, its_state in zip(self.blocks, state, strict=True)
         )
 
+    def overwritten(self) -> tuple[bool, ...]:
+        """Tell it of every block's state in turn."""
+        return tuple(on for block in self.blocks for on in block.overwritten())
+
     def init_state(self, batch: int) -> tuple[Any, ...]:
         """Return every block's state before the first token."""
         return tuple(block.init_state(batch) for block in self.blocks)

@@ -141,7 +141,7 @@ def _checksum(description: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
     for name in sorted(tensors):
         x = tensors[name]
         checksum = zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), checksum)
-        checksum = zlib.crc32(x.cpu().flatten().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(x.cpu().flatten().view(torch.uint8).numpy().data, checksum)
     return checksum
 
 

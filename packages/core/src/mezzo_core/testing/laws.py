@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.isolation import check_isolated, decode_step, normal
 from mezzo_core.testing.numerics import assert_close
+from mezzo_core.testing.programs import check_programs
 from mezzo_core.testing.states import check_handled, check_saved
 from mezzo_core.testing.training import (
     check_empty,
@@ -285,6 +286,7 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "step": lambda module: check_step(module, (0, 3, 13), 7),
     "handled": check_handled,
     "saved": check_saved,
+    "programs": check_programs,
     "state bytes": _state_bytes,
     "plain state": check_plain_state,
     "training": check_training,

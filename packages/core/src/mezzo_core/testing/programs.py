@@ -1,0 +1,164 @@
+"""The law of programs: whatever is done with states, outputs are those of whole sequences."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo_core.nn.contract import AbstractSequenceModule
+from mezzo_core.nn.rewinding import Rewinding
+from mezzo_core.nn.state_file import load_state, save_state
+from mezzo_core.testing.isolation import decode_step, normal
+from mezzo_core.testing.numerics import assert_close
+
+ROOM = 5
+"""How far the states of these programs can go back."""
+
+
+def check_programs(
+    module: AbstractSequenceModule,
+    *,
+    programs: int = 2,
+    verbs: int = 12,
+    rtol: float = 1e-5,
+    seed: int = 0,
+) -> None:
+    """Assert that random programs of all verbs give what whole forwards give, and refuse the rest.
+
+    The verbs are forward, with padding, reserve and step, fork, select, reset, rollback (of all
+    rows alike, or of each by a number of its own), save and load.
+
+    Args:
+        module: the module under test.
+        programs: how many.
+        verbs: in each.
+        rtol: allowed relative error in norm, of the outputs of each call.
+        seed: of the programs and the inputs.
+    """
+    with torch.no_grad():
+        _check_refusals(module)
+        for i in range(programs):
+            program = _Program(module, rtol, seed + i)
+            chosen = program.draw.choices(VERBS, k=verbs)
+            for verb in (_Program.forward, *chosen, _Program.forward, _Program.steps):
+                verb(program)
+
+
+class _Program:
+    """A state of a few rows, and the tokens of each row so far, from which it must not differ."""
+
+    def __init__(self, module: AbstractSequenceModule, rtol: float, seed: int) -> None:
+        self.module, self.whole, self.rtol = Rewinding(module, ROOM), module, rtol
+        self.draw = random.Random(seed)
+        self.state: Any = self.module.init_state(3)
+        self.rows = [normal(module, (0, module.d_model), seed) for _ in range(3)]
+        self.since = [0] * 3  # the tokens of each row that can be taken back
+        self.told: list[str] = []
+
+    def new(self, num_tokens: int) -> Tensor:
+        seed = self.draw.randrange(2**31)
+        return normal(self.whole, (len(self.rows), num_tokens, self.whole.d_model), seed)
+
+    def forward(self) -> None:
+        x = self.new(self.draw.choice([1, 2, 4, 3 * ROOM]))
+        lengths = [self.draw.randint(0, x.shape[1]) for _ in self.rows]
+        if self.draw.random() < 0.5:
+            lengths = [x.shape[1]] * len(self.rows)
+        self.told.append(f"forward {lengths}")
+        y, self.state = self.module(x, self.state, lengths=torch.tensor(lengths, device=x.device))
+        self.follow(x, y, lengths)
+
+    def steps(self) -> None:
+        num_steps = self.draw.randint(1, 2 * ROOM)
+        self.told.append(f"{num_steps} steps")
+        self.state = self.module.reserve(self.state, num_steps)
+        x = self.new(num_steps)
+        y = torch.cat([decode_step(self.module, token, self.state) for token in x.split(1, 1)], 1)
+        self.follow(x, y, [num_steps] * len(self.rows))
+
+    def rollback(self) -> None:
+        room = [min(ROOM, since) for since in self.since]
+        n = [self.draw.randint(0, most) for most in room]
+        if self.draw.random() < 0.5:
+            n = [min(n)] * len(n)
+            self.state = self.module.rollback(self.state, n[0])
+        else:
+            amount = torch.tensor(n, device=self.state.age.device)
+            self.state = self.module.rollback(self.state, amount)
+        self.told.append(f"rollback {n}")
+        self.rows = [row[: len(row) - less] for row, less in zip(self.rows, n, strict=True)]
+        self.since = [since - less for since, less in zip(self.since, n, strict=True)]
+
+    def fork(self) -> None:
+        self.told.append("fork")
+        fork = self.module.fork(self.state)
+        _, after = self.module(self.new(3), self.module.rollback(fork, 0))
+        decode_step(self.module, self.new(1), self.module.reserve(after, 1))
+
+    def select(self) -> None:
+        chosen = [self.draw.randrange(len(self.rows)) for _ in self.rows]
+        self.told.append(f"select {chosen}")
+        self.state = self.module.select(self.state, chosen)
+        self.rows = [self.rows[row] for row in chosen]
+        self.since = [self.since[row] for row in chosen]
+
+    def reset(self) -> None:
+        row = self.draw.randrange(len(self.rows))
+        self.told.append(f"reset {row}")
+        self.state = self.module.reset(self.state, [row])
+        self.rows[row], self.since[row] = self.rows[row][:0], 0
+
+    def save_and_load(self) -> None:
+        self.told.append("save and load")
+        with TemporaryDirectory() as folder:
+            save_state(self.module, self.state, Path(folder) / "state")
+            self.state, _ = load_state(self.module, Path(folder) / "state")
+
+    def follow(self, x: Tensor, y: Tensor, lengths: list[int]) -> None:
+        """Compare the outputs of each row's new tokens with those of a whole forward."""
+        for i, length in enumerate(lengths):
+            self.rows[i] = torch.cat([self.rows[i], x[i, :length]])
+            self.since[i] += length
+            if length:
+                whole = self.whole(self.rows[i][None])[0][0, -length:]
+                name = f"row {i} after {', '.join(self.told)}"
+                assert_close(name, y[i, :length], whole, rtol=self.rtol)
+
+
+VERBS: list[Callable[[_Program], None]] = [
+    _Program.forward,
+    _Program.steps,
+    _Program.rollback,
+    _Program.rollback,
+    _Program.fork,
+    _Program.select,
+    _Program.reset,
+    _Program.save_and_load,
+]
+
+
+def _check_refusals(module: AbstractSequenceModule) -> None:
+    """Assert that going back too far is refused, and that going back by nothing changes nothing."""
+    rewinding = Rewinding(module, ROOM)
+    x = normal(module, (2, 2, module.d_model), 0)
+    _, state = rewinding(x, rewinding.init_state(2))
+    same = rewinding(x, rewinding.rollback(rewinding.fork(state), 0))[0]
+    assert torch.equal(same, rewinding(x, state)[0]), "going back by nothing changed the state"
+    if x.is_cuda:
+        return
+    for n, words in (
+        (ROOM + 1, f"n must be at most {ROOM}, the room"),
+        (3, "n must be at most 2 in row 0, the tokens since the state began, got 3"),
+        (torch.tensor([1, -1]), f"n must be from 0 to {ROOM}"),
+        (-1, "n must be 0 or more"),
+    ):
+        try:
+            rewinding.rollback(state, n)
+        except ValueError as error:
+            assert words in str(error), str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"rollback by {n} was not refused")
