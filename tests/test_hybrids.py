@@ -4,6 +4,8 @@ import pytest
 import torch
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig, generate
 from mezzo_core.nn.checkpoint import load_model, save_model
+from mezzo_core.testing.programs import check_programs
+from mezzo_core.testing.states import check_handled
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
@@ -78,6 +80,21 @@ def test_prompts_of_different_lengths_continue_as_each_alone(model):
     together = generate(model, prompts, max_new_tokens=12)
     alone = [generate(model, [prompt], max_new_tokens=12)[0] for prompt in prompts]
     assert together == alone
+
+
+def test_states_of_a_hybrid_are_handled_as_those_of_its_layers(model):
+    check_handled(model.stack)
+    check_programs(model.stack, programs=1)
+
+
+def test_an_assistant_changes_no_token_of_a_hybrid(model, config):
+    model = model.double()
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [5, 5, 5, 5]]
+    plain = generate(model, prompts, max_new_tokens=10)
+    torch.manual_seed(1)
+    for assistant in (model, config.build().double()):
+        helped = generate(model, prompts, max_new_tokens=10, assistant=assistant, num_drafted=3)
+        assert helped == plain
 
 
 def test_a_hybrid_learns_to_repeat(model):

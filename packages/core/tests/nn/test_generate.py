@@ -9,7 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.generate import NO_TOKEN, Decoder, Sampler, generate, stream
+from mezzo_core.nn.decoder import Decoder
+from mezzo_core.nn.generate import generate, stream
+from mezzo_core.nn.sampler import NO_TOKEN, Sampler
 
 few = settings(
     max_examples=15,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mezzo_core.bench.generation import fill
-from mezzo_core.nn.generate import Decoder, Sampler
+from mezzo_core.nn import Decoder, Sampler
 from mezzo_core.nn.lm import LM
 from torch.utils._pytree import tree_leaves
 

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo_core.bench.layer import Layer
 from mezzo_core.bench.timing import CAPTURE_WARMUP, Timing, attempt, captured, measure
-from mezzo_core.nn.generate import Decoder, Sampler
+from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.sampler import Sampler
 
 BATCH_STEP = 8  # batches are multiples of it; a prefill takes 1, 2, 4 or 8 rows, which divide them
 MARGIN = 0.88  # share of the memory for states; the rest is for activations and a prefill

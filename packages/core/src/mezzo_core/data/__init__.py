@@ -4,6 +4,7 @@ from mezzo_core.data.batches import Batch, BatchSource, TextData
 from mezzo_core.data.config import DataConfig, SourceConfig
 from mezzo_core.data.mixture import MixtureConfig
 from mezzo_core.data.rows import Rows, RowsData
+from mezzo_core.data.stop_texts import stop_texts
 from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
@@ -21,4 +22,5 @@ __all__ = [
     "TextData",
     "Tokenizer",
     "load_tokenizer",
+    "stop_texts",
 ]

@@ -12,8 +12,7 @@ from mezzo_core.nn.contract import AbstractStack as AbstractStack
 from mezzo_core.nn.contract import BlockConfig as BlockConfig
 from mezzo_core.nn.contract import MixerConfig as MixerConfig
 from mezzo_core.nn.contract import StackConfig as StackConfig
-from mezzo_core.nn.generate import Decoder as Decoder
-from mezzo_core.nn.generate import Sampler as Sampler
+from mezzo_core.nn.decoder import Decoder as Decoder
 from mezzo_core.nn.generate import generate as generate
 from mezzo_core.nn.generate import stream as stream
 from mezzo_core.nn.init import init_weights as init_weights
@@ -22,6 +21,7 @@ from mezzo_core.nn.lm import LMConfig as LMConfig
 from mezzo_core.nn.lm_output import LMOutput as LMOutput
 from mezzo_core.nn.mlp import MLPConfig as MLPConfig
 from mezzo_core.nn.rewinding import Rewinding as Rewinding
+from mezzo_core.nn.sampler import Sampler as Sampler
 from mezzo_core.nn.stack import BlocksConfig as BlocksConfig
 from mezzo_core.nn.stack import Stack as Stack
 from mezzo_core.nn.state_file import load_state as load_state

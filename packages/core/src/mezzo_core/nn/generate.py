@@ -3,22 +3,31 @@
 On a GPU a step is one CUDA graph, captured once in each call and replayed. On a CPU it is eager.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mezzo_core.config_json import check_fields
+from mezzo_core.nn.assisted import assisted_tokens
+from mezzo_core.nn.decoder import Decoder
+from mezzo_core.nn.generate_arguments import (
+    check_assistant,
+    check_bias,
+    check_count,
+    check_penalty,
+    check_prefix,
+    check_prompts,
+    check_seed,
+    check_tokens,
+)
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.prompts import read_prompts
+from mezzo_core.nn.sampler import NO_TOKEN, Generators, LogitRules, Sampler, row_generators
 
-NO_TOKEN = -1
-"""The result of sampling from logits that are NaN."""
 NO_NUMBERS = "the model's outputs are no numbers: its training diverged, or its weights are damaged"
-_COLDEST = torch.finfo(torch.float32).tiny
 
 
 def generate(
@@ -30,8 +39,15 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_tokens: Collection[int] = (),
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     prefill_tokens: int | None = None,
+    state: Any = None,
+    num_samples: int = 1,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    stop: Callable[[Sequence[int]], bool] | None = None,
+    assistant: LM | None = None,
+    num_drafted: int = 4,
 ) -> list[list[int]]:
     """Continue every prompt, and return the new tokens of each.
 
@@ -48,16 +64,32 @@ def generate(
             al., "The Curious Case of Neural Text Degeneration", 2020). A sum may miss p by a
             millionth of it: float32 is no more exact. With `top_k`, both apply.
         stop_tokens: a prompt stops at the first of these tokens, which is not returned.
-        seed: makes sampling repeatable; None draws from torch's global generator.
+        seed: makes sampling repeatable; None draws from torch's global generator. With a seed for
+            each row, what a row draws does not depend on the others.
         prefill_tokens: run this many tokens of the prompts at a time, to bound the memory of long
             prompts; None runs all at once. The results are the same up to rounding.
+        state: after what comes before all prompts, of one row, such as a common beginning that is
+            read once; or of one row for each prompt. It stays as it is.
+        num_samples: how many continuations of each prompt to return, one after the other; the
+            prompt is read once.
+        repetition_penalty: above 0; logits of tokens that the prompt or its continuation has are
+            divided by it where they are positive, and else multiplied. Tokens of `state` do not
+            count.
+        logit_bias: added to the logits of single tokens; -inf forbids one.
+        stop: called with the new tokens of a prompt after each of them; it ends after the token at
+            which this returns True (`mezzo_core.data.stop_texts`).
+        assistant: a smaller model of the same vocabulary, which proposes tokens that the model
+            checks, several at a time. The tokens are those without it, but for rounding. It needs
+            temperature 0, no penalty, one sample and no state.
+        num_drafted: how many tokens the assistant proposes at a time.
 
     Raises:
         ValueError: if an argument is out of range (the message names it), or the model's logits
             are NaN.
         TypeError: if an argument has the wrong type.
     """
-    rows: list[list[int]] = [[] for _ in prompts]
+    check_count("num_samples", num_samples)
+    rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
     for step in stream(
         model,
         prompts,
@@ -68,6 +100,13 @@ def generate(
         stop_tokens=stop_tokens,
         seed=seed,
         prefill_tokens=prefill_tokens,
+        state=state,
+        num_samples=num_samples,
+        repetition_penalty=repetition_penalty,
+        logit_bias=logit_bias,
+        stop=stop,
+        assistant=assistant,
+        num_drafted=num_drafted,
     ):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -84,8 +123,15 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_tokens: Collection[int] = (),
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     prefill_tokens: int | None = None,
+    state: Any = None,
+    num_samples: int = 1,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    stop: Callable[[Sequence[int]], bool] | None = None,
+    assistant: LM | None = None,
+    num_drafted: int = 4,
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
@@ -94,190 +140,87 @@ def stream(
     several until the last one does; then its earlier mode is restored.
     """
     sampler = Sampler(temperature, top_k, top_p)
-    _check_prompts(prompts, model.vocab_size)
-    if not isinstance(max_new_tokens, Integral) or not 1 <= max_new_tokens < 2**31:
-        raise ValueError(f"max_new_tokens must be from 1 to 2^31 - 1, got {max_new_tokens!r}")
-    if seed is not None and not (isinstance(seed, Integral) and 0 <= seed < 2**63):
-        raise ValueError(f"seed must be from 0 to 2^63 - 1, got {seed!r}")
-    if prefill_tokens is not None and not (
-        isinstance(prefill_tokens, Integral) and prefill_tokens >= 1
-    ):
-        raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens!r}")
+    check_prompts(prompts, model.vocab_size)
+    check_count("max_new_tokens", max_new_tokens)
+    check_count("num_samples", num_samples)
+    check_count("num_drafted", num_drafted)
+    if prefill_tokens is not None:
+        check_count("prefill_tokens", prefill_tokens)
+    num_rows = len(prompts) * num_samples
+    check_seed(seed, num_rows)
     stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
-    for token in stops:
-        # A tensor would be equal to no token: prompts would never stop.
-        if not isinstance(token, Integral) or not 0 <= int(token) < model.vocab_size:
-            raise ValueError(
-                f"stop_tokens must hold token ids in [0, {model.vocab_size}), got {token!r}"
-            )
-    new = _new_tokens(model, prompts, prefill_tokens, max_new_tokens, sampler, seed)
-    return _steps(model, new, len(prompts), frozenset(stops))
+    check_tokens("stop_tokens", stops, model.vocab_size)
+    check_penalty(repetition_penalty)
+    bias = check_bias(logit_bias, model.vocab_size)
+    if stop is not None and not callable(stop):
+        raise ValueError(f"stop must be a function of the new tokens, got {stop!r}")
+    if state is not None:
+        check_prefix(state, len(prompts))
+    device = next(model.parameters()).device
+    every = [prompt for prompt in prompts for _ in range(num_samples)]
+    rules = LogitRules(every, float(repetition_penalty), bias, model.vocab_size, device)
+    end = Ends(num_rows, frozenset(int(token) for token in stops), stop)
+    if assistant is None:
+        new = _new_tokens(
+            model, prompts, prefill_tokens, max_new_tokens, sampler,
+            row_generators(seed, device), state, num_samples, rules,
+        )  # fmt: skip
+        return _steps((model,), new, end)
+    check_assistant(model, assistant, sampler, repetition_penalty, state, num_samples)
+    new = assisted_tokens(
+        model,
+        assistant,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        num_drafted=num_drafted,
+        rules=rules,
+        prefill_tokens=prefill_tokens,
+    )
+    return _steps((model, assistant), new, end)
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Samples tokens from logits. Its fields are arguments of `generate`."""
+@dataclass
+class Ends:
+    """Which rows go on, and their new tokens so far."""
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    num_rows: int
+    stop_tokens: frozenset[int]
+    stop: Callable[[Sequence[int]], bool] | None
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or positive, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        self.running = [True] * self.num_rows
+        self.tokens: list[list[int]] = [[] for _ in range(self.num_rows)]
 
-    def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Sample one token for each row, (B, vocab) to (B,) int64; NO_TOKEN if a logit is NaN."""
-        best = logits.argmax(-1)
-        largest = logits.gather(-1, best[:, None])  # NaN if any logit of the row is NaN
-        tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, generator)
-        return tokens.masked_fill(~largest[:, 0].isfinite(), NO_TOKEN)
-
-    def _draw(self, logits: Tensor, largest: Tensor, generator: torch.Generator | None) -> Tensor:
-        # Subtracting the largest logit first keeps the division from overflowing.
-        logits = (logits.float() - largest.float()) / self.temperature
-        if self.top_k is None and self.top_p is None:
-            return _sample(logits.softmax(-1), generator)
-        # With a stable sort, top_k prefers the first of equal logits, as argmax does.
-        logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            logits[:, min(self.top_k, logits.shape[1]) :] = float("-inf")
-        probs = logits.softmax(-1)
-        if self.top_p is not None and self.top_p < 1:
-            before = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
-        rank = _sample(probs, generator)
-        return tokens.gather(-1, rank[:, None])[:, 0]
-
-
-def _sample(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Sample one index for each row, (B, n) to (B,), with the given probabilities.
-
-    Of n exponential variables with rates p_i, the i-th is the smallest with probability p_i.
-    `torch.multinomial` uses this too, but it waits for the GPU, which a CUDA graph cannot do.
-    """
-    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
-
-
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    result: Any  # tensors that each replay overwrites
-
-
-class Decoder:
-    """Samples one token of every row in each step, overwriting the state.
-
-    The first step runs eagerly. On a GPU the second step is captured as a CUDA graph, and from then
-    on a step is one launch. A capture needs a warm-up, in which kernels are compiled and libraries
-    loaded. The first step serves as this warm-up: it is a real step, so the state is not copied.
-    The graph keeps the autocast settings of the second step. What the model runs before some steps
-    (`before_step`) becomes another graph in the same way.
-    """
-
-    def __init__(
-        self,
-        model: LM,
-        state: Any,
-        tokens: Tensor,
-        sampler: Sampler,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Take over the state.
-
-        Args:
-            model: in evaluation mode.
-            state: from `model.reserve`, with room for as many tokens as there will be steps.
-            tokens: (B,) int64, the newest token of each row, which is not in the state yet.
-            sampler: samples the next tokens.
-            generator: a generator on the model's device; None takes torch's global one.
-        """
-        self.model = model
-        self.state = state
-        self.tokens = tokens.clone()
-        self.sampler = sampler
-        self.generator = generator
-        self._stream = torch.cuda.Stream(tokens.device) if tokens.is_cuda else None
-        # By what is run and the identity of its state; None once it has run eagerly.
-        self._graphs: dict[tuple[Callable[[Any], Any], int], _Graph | None] = {}
-
-    @torch.inference_mode()
-    def step(self) -> Tensor:
-        """Return each row's next token, (B,) int64, in a buffer that the next step overwrites."""
-        self.model.before_step(self.state, self._run)
-        self._run(Decoder._advance, self)
-        return self.tokens
-
-    def _run(self, work: Callable[[Any], Any], state: Any) -> Any:
-        """Call work(state): eagerly, at first; from the second call on in a graph, on a GPU."""
-        if self._stream is None:
-            return work(state)
-        key = work, id(state)
-        if key not in self._graphs:
-            self._graphs[key] = None
-            return self._warm_up(work, state, self._stream)
-        graph = self._graphs[key]
-        if graph is None:
-            graph = self._graphs[key] = self._capture(work, state, self._stream)
-        graph.graph.replay()
-        return graph.result
-
-    def _warm_up(self, work: Callable[[Any], Any], state: Any, stream: torch.cuda.Stream) -> Any:
-        """Run on the stream on which the capture will run."""
-        here = torch.cuda.current_stream(stream.device)
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            result = work(state)
-        here.wait_stream(stream)
-        return result
-
-    def _capture(self, work: Callable[[Any], Any], state: Any, stream: torch.cuda.Stream) -> _Graph:
-        graph = torch.cuda.CUDAGraph()
-        generators = [torch.cuda.default_generators[stream.device.index]]
-        if self.generator is not None:
-            generators.append(self.generator)
-        # A generator keeps the buffers that its first graph allocates. If they were made in
-        # inference mode, every later graph outside of inference mode would fail.
-        with torch.inference_mode(False):
-            for generator in generators:
-                graph.register_generator_state(generator)
-        # Autocast frees the weights that it has cast when its context ends, but the graph is used
-        # longer. So the cast must be part of the graph.
-        casts = torch.autocast(
-            "cuda",
-            dtype=torch.get_autocast_dtype("cuda"),
-            enabled=torch.is_autocast_enabled("cuda"),
-            cache_enabled=False,
-        )
-        with casts, torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
-            result = work(state)
-        return _Graph(graph, result)
-
-    def _advance(self) -> None:
-        # A NO_TOKEN on a GPU is noticed only later; until then any valid token will do.
-        logits = self.model.step(self.tokens.clamp(min=0)[:, None], self.state)
-        self.tokens.copy_(self.sampler(logits[:, -1], self.generator))
+    def take(self, new: Sequence[int]) -> list[int | None]:
+        """Take each row's next token; return it, or None of a row that has ended."""
+        taken: list[int | None] = []
+        for row, token in enumerate(new):
+            self.running[row] = self.running[row] and token not in self.stop_tokens
+            taken.append(token if self.running[row] else None)
+            if self.running[row] and self.stop is not None:
+                self.tokens[row].append(token)
+                self.running[row] = not self.stop(self.tokens[row])
+        return taken
 
 
 @torch.inference_mode()
 def _steps(
-    model: LM, new_tokens: Iterator[Tensor], num_rows: int, stop_tokens: frozenset[int]
+    models: Sequence[LM], new_tokens: Iterator[Tensor], ends: Ends
 ) -> Iterator[list[int | None]]:
-    """Yield the new tokens of the rows that have not stopped, with the model in evaluation mode."""
-    running = [True] * num_rows
-    with _evaluation(model):
+    """Yield the new tokens of the rows that have not ended, with the models in evaluation mode."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(_evaluation(model))
         for new in new_tokens:
             ids = new.tolist()
             if NO_TOKEN in ids:
                 raise ValueError(NO_NUMBERS)
-            running = [on and i not in stop_tokens for on, i in zip(running, ids, strict=True)]
-            if not any(running):
+            step = ends.take(ids)
+            if all(token is None for token in step):
                 return
-            yield [i if on else None for on, i in zip(running, ids, strict=True)]
+            yield step
+            if not any(ends.running):
+                return
 
 
 @dataclass
@@ -308,68 +251,21 @@ def _evaluation(model: LM) -> Iterator[None]:
 
 @torch.inference_mode()
 def _new_tokens(
-    model: LM,
-    prompts: Sequence[Sequence[int]],
-    prefill_tokens: int | None,
-    max_new_tokens: int,
-    sampler: Sampler,
-    seed: int | None,
-) -> Iterator[Tensor]:
-    """Yield the next token of every row, (B,), also of rows that have stopped."""
-    device = next(model.parameters()).device
-    generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
-    tokens, lengths = _pad(prompts, device)
-    logits, state = _prefill(model, tokens, lengths, prefill_tokens or tokens.shape[1])
-    new = sampler(logits[:, -1], generator)
+    model: LM, prompts: Sequence[Sequence[int]], prefill_tokens: int | None, max_new_tokens: int,
+    sampler: Sampler, generator: Generators, state: Any, num_samples: int, rules: LogitRules,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the next token of every row, (B,), also of rows that have ended."""
+    logits, state = read_prompts(model, prompts, prefill_tokens, state)
+    if num_samples > 1:
+        rows = torch.arange(len(prompts), device=logits.device).repeat_interleave(num_samples)
+        logits, state = logits[rows], model.select(state, rows)
+    new = sampler(rules(logits), generator)
+    rules.note_(new)
     yield new
     if max_new_tokens == 1:
         return
-    decoder = Decoder(model, model.reserve(state, max_new_tokens - 1), new, sampler, generator)
+    room = model.reserve(state, max_new_tokens - 1)
     del state  # the prompt's own copy
+    decoder = Decoder(model, room, new, sampler, generator, rules)
     for _ in range(max_new_tokens - 1):
         yield decoder.step()
-
-
-def _prefill(model: LM, tokens: Tensor, lengths: Tensor | None, size: int) -> tuple[Tensor, Any]:
-    """Run prompts, `size` tokens at a time; return the last logits (B, 1, vocab) and the state.
-
-    `lengths` (B,) has the number of real tokens in each row; None if no row has padding.
-    """
-    logits, state = None, model.init_state(len(tokens))
-    for start in range(0, tokens.shape[1], size):
-        segment = tokens[:, start : start + size]
-        if lengths is None:
-            logits, state = model(segment, state, last_only=True)
-            continue
-        real = (lengths - start).clamp(0, segment.shape[1])
-        found, state = model(segment, state, lengths=real, last_only=True)
-        has_tokens = (real > 0)[:, None, None]
-        logits = found if logits is None else torch.where(has_tokens, found, logits)
-    assert logits is not None  # no prompt is empty
-    return logits, state
-
-
-def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the prompts (B, T), padded on the right, and their lengths (None if all are T)."""
-    sizes = [len(prompt) for prompt in prompts]
-    longest = max(sizes)
-    rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-    tokens = torch.tensor(rows, dtype=torch.int64, device=device)
-    if min(sizes) == longest:
-        return tokens, None
-    return tokens, torch.tensor(sizes, dtype=torch.int64, device=device)
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    if len(prompts) == 0:  # an array has no truth value
-        raise ValueError("prompts must hold at least one prompt, got none")
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, Integral):
-            raise ValueError(f"prompts must hold a list of token ids for each prompt, got {prompt}")
-        if len(prompt) == 0:
-            raise ValueError(f"prompts[{i}] is empty: give at least one token to continue from")
-        for token in prompt:
-            if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
-                raise ValueError(
-                    f"prompts[{i}] must hold token ids in [0, {vocab_size}), got {token!r}"
-                )

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from mezzo_core.nn.contract import AbstractSequenceModule, AbstractStack, Run, run_eagerly
 from mezzo_core.nn.state import Rows, reset_rows, select_rows
-from mezzo_core.ops.checks import check_size, is_read
+from mezzo_core.ops.checks import can_look, check_size, is_read
 from mezzo_core.ops.named import replaced
 
 Parts = TypeVar("Parts")
@@ -100,6 +100,8 @@ class Rewinding(AbstractStack):
         """
         self.check_reserve(state, 0)
         amount = self._amount(state, n)
+        if (can_look(n) and not n.any()) if isinstance(n, Tensor) else n == 0:
+            return state
         if self._only_counts:
             fewer = [
                 x - amount.to(x.device) if on else x

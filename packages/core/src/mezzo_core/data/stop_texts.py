@@ -1,0 +1,29 @@
+"""Ends a continuation where it has written one of some texts."""
+
+from collections.abc import Callable, Sequence
+
+from mezzo_core.data.tokenizers import Tokenizer
+
+_SILENT = 16
+"""How many tokens without a text, such as special ones, may stand among those of a stop text."""
+
+
+def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+    """Return what `generate(stop=...)` takes to end where one of the texts has been written.
+
+    A text is found however it is cut into tokens, and also where it begins inside one.
+
+    Raises:
+        ValueError: if there is no text, or one is empty.
+    """
+    if isinstance(texts, str) or not texts or not all(texts):
+        raise ValueError(f"texts must hold texts of at least one character, got {texts!r}")
+    longest = max(len(text.encode()) for text in texts) + _SILENT
+
+    def stop(tokens: Sequence[int]) -> bool:
+        # Each token has a byte at least, so that no more of them can hold the end of a text.
+        newest = [token for token in tokens[-longest:] if token < tokenizer.vocab_size]
+        written = tokenizer.decode(newest)
+        return any(text in written for text in texts)
+
+    return stop

@@ -1,0 +1,103 @@
+"""Checks of the arguments of `generate`: each raises one clear line that names the argument."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from mezzo_core.nn.lm import LM
+from mezzo_core.nn.sampler import Sampler
+
+
+def check_prefix(state: Any, num_prompts: int) -> None:
+    """Check that a state has one row, or as many as there are prompts."""
+    leaves = tree_leaves(state)
+    rows = len(leaves[0]) if leaves and isinstance(leaves[0], Tensor) else 0
+    if rows not in (1, num_prompts):
+        raise ValueError(f"state must have 1 row or {num_prompts}, as the prompts, got {rows}")
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Check that there are prompts, and that each has tokens of the vocabulary.
+
+    Raises:
+        ValueError: if not.
+    """
+    if len(prompts) == 0:  # an array has no truth value
+        raise ValueError("prompts must hold at least one prompt, got none")
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, Integral):
+            raise ValueError(f"prompts must hold a list of token ids for each prompt, got {prompt}")
+        if len(prompt) == 0:
+            raise ValueError(f"prompts[{i}] is empty: give at least one token to continue from")
+        for token in prompt:
+            if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+                raise ValueError(
+                    f"prompts[{i}] must hold token ids in [0, {vocab_size}), got {token!r}"
+                )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Check that a number is a whole one from 1."""
+    is_count = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_count or not 1 <= int(value) < 2**31:
+        raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value!r}")
+
+
+def check_seed(seed: Any, num_rows: int) -> None:
+    """Check a seed, or one for each row."""
+    seeds = seed if isinstance(seed, Sequence) and not isinstance(seed, str | bytes) else [seed]
+    if seeds is seed and len(seed) != num_rows:
+        raise ValueError(f"seed must be one number or {num_rows}, one a row, got {len(seed)}")
+    for its in seeds:
+        is_seed = isinstance(its, Integral) and 0 <= int(its) < 2**63
+        if not is_seed and (its is not None or seeds is seed):
+            raise ValueError(f"seed must be from 0 to 2^63 - 1, got {its!r}")
+
+
+def check_tokens(name: str, tokens: Sequence[Any], vocab_size: int) -> None:
+    """Check token ids."""
+    for token in tokens:
+        # A tensor would be equal to no token: prompts would never stop.
+        if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+            raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token!r}")
+
+
+def check_penalty(value: Any) -> None:
+    """Check a repetition penalty."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ValueError(f"repetition_penalty must be above 0 and finite, got {value!r}")
+
+
+def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
+    """Check what is added to logits; return it."""
+    if bias is None:
+        return {}
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}")
+    check_tokens("logit_bias", list(bias), vocab_size)
+    for token, value in bias.items():
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not value < float("inf"):
+            raise ValueError(f"logit_bias must be finite or -inf, got {value!r} for {token}")
+    return bias
+
+
+def check_assistant(
+    model: LM, assistant: Any, sampler: Sampler, penalty: float, state: Any, num_samples: int
+) -> None:
+    """Check an assistant, and that nothing else is asked for that it cannot do."""
+    if not isinstance(assistant, LM):
+        raise ValueError(f"assistant must be an LM, got {type(assistant).__name__}")
+    if assistant.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"assistant must have the vocabulary of the model, {model.vocab_size} tokens, "
+            f"got {assistant.vocab_size}"
+        )
+    if sampler.temperature > 0 or penalty != 1 or state is not None or num_samples != 1:
+        raise ValueError(
+            "assistant needs temperature 0, no repetition_penalty, no state and one sample"
+        )

@@ -1,0 +1,119 @@
+"""How the next tokens are chosen from logits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mezzo_core.config_json import check_fields
+
+NO_TOKEN = -1
+"""The result of sampling from logits that are NaN."""
+_COLDEST = torch.finfo(torch.float32).tiny
+
+Generators = torch.Generator | Sequence[torch.Generator] | None
+"""What random numbers come from: one generator, one for each row, or torch's global one."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples tokens from logits. Its fields are arguments of `generate`."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or positive, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def __call__(self, logits: Tensor, generator: Generators = None) -> Tensor:
+        """Sample one token for each row, (B, vocab) to (B,) int64; NO_TOKEN if a logit is NaN."""
+        best = logits.argmax(-1)
+        largest = logits.gather(-1, best[:, None])  # NaN if any logit of the row is NaN
+        tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, generator)
+        return tokens.masked_fill(~largest[:, 0].isfinite(), NO_TOKEN)
+
+    def _draw(self, logits: Tensor, largest: Tensor, generator: Generators) -> Tensor:
+        # Subtracting the largest logit first keeps the division from overflowing.
+        logits = (logits.float() - largest.float()) / self.temperature
+        if self.top_k is None and self.top_p is None:
+            return _sample(logits.softmax(-1), generator)
+        # With a stable sort, top_k prefers the first of equal logits, as argmax does.
+        logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            logits[:, min(self.top_k, logits.shape[1]) :] = float("-inf")
+        probs = logits.softmax(-1)
+        if self.top_p is not None and self.top_p < 1:
+            before = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
+        rank = _sample(probs, generator)
+        return tokens.gather(-1, rank[:, None])[:, 0]
+
+
+class LogitRules:
+    """Changes logits before a token is chosen from them, by what the caller wants.
+
+    Of the tokens that a row has, positive logits are divided by the penalty and negative ones
+    multiplied (Keskar et al., "CTRL", 2019). Then the bias of single tokens is added.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Sequence[int]], penalty: float, bias: Mapping[int, float],
+        vocab_size: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Take the tokens of each row so far; a penalty of 1 and no bias change nothing."""
+        self.penalty = penalty
+        self.seen = self.bias = None
+        if penalty != 1:
+            self.seen = torch.zeros(len(tokens), vocab_size, dtype=torch.bool)
+            for row, its in zip(self.seen, tokens, strict=True):
+                row[torch.tensor([int(token) for token in its])] = True
+            self.seen = self.seen.to(device)
+        if bias:
+            values = torch.zeros(vocab_size)
+            for token, value in bias.items():
+                values[token] = value
+            self.bias = values.to(device)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Change logits (B, vocab), or of several tokens (B, T, vocab) if there is no penalty."""
+        if self.seen is not None:
+            less = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
+            logits = torch.where(self.seen, less, logits)
+        return logits if self.bias is None else logits + self.bias
+
+    def note_(self, tokens: Tensor) -> None:
+        """Note that each row has a token (B,) more."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
+
+
+def row_generators(seed: int | Sequence[int] | None, device: torch.device) -> Generators:
+    """Return a generator of the seed, or one for each row."""
+    if seed is None:
+        return None
+    if isinstance(seed, Sequence):
+        return [torch.Generator(device).manual_seed(int(its)) for its in seed]
+    return torch.Generator(device).manual_seed(int(seed))
+
+
+def _sample(probs: Tensor, generator: Generators) -> Tensor:
+    """Sample one index for each row, (B, n) to (B,), with the given probabilities.
+
+    Of n exponential variables with rates p_i, the i-th is the smallest with probability p_i.
+    `torch.multinomial` uses this too, but it waits for the GPU, which a CUDA graph cannot do.
+    """
+    waits = torch.empty_like(probs)
+    if isinstance(generator, Sequence):
+        for row, its in zip(waits, generator, strict=True):
+            row.exponential_(generator=its)
+    else:
+        waits.exponential_(generator=generator)
+    return (probs / waits).argmax(-1)

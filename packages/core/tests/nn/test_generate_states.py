@@ -1,0 +1,172 @@
+"""Decoding that handles states: assistants, common beginnings, several continuations, rules."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.data import stop_texts
+from mezzo_core.data.tokenizers import ByteTokenizer
+from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig
+from mezzo_core.nn.generate import generate, stream
+from toys.own_keys import OwnKeysConfig
+from toys.retrieval import RetrievalConfig
+
+KINDS = {
+    "running mean": {},
+    "attention": {"mixers": (AttentionConfig(head_dim=8),) * 2},
+    "window": {"mixers": (AttentionConfig(head_dim=8, window_size=3),) * 2},
+    "block": {"mixers": (), "mlp": MLPConfig(), "stack": BlocksConfig((OwnKeysConfig(),) * 2)},
+    "stack": {"mixers": (), "mlp": MLPConfig(), "stack": RetrievalConfig()},
+}
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+
+
+def build(config, kind, seed=0):
+    torch.manual_seed(seed)
+    return replace(config, init_std=0.4, **KINDS[kind]).build()
+
+
+@pytest.fixture(params=KINDS)
+def any_model(request, config):
+    return build(config, request.param)
+
+
+@pytest.mark.parametrize("assistant", ["window", "block", "stack"])
+def test_an_assistant_changes_no_token(any_model, config, assistant):
+    """It is another model, which is often wrong, and the model itself, which never is."""
+    plain = generate(any_model, PROMPTS, max_new_tokens=9)
+    other = build(config, assistant, seed=1)
+    for helper, num_drafted in ((other, 1), (other, 3), (any_model, 4)):
+        helped = generate(
+            any_model, PROMPTS, max_new_tokens=9, assistant=helper, num_drafted=num_drafted
+        )
+        assert helped == plain
+
+
+def test_an_assistant_that_is_right_spares_forwards(model):
+    calls = []
+    model.stack.register_forward_hook(lambda *_: calls.append(1))
+    generate(model, [[1, 2]], max_new_tokens=13, assistant=model, num_drafted=5)
+    assert len(calls) == 2 + 2, "the prompt for each of the two, and 6 tokens in each check"
+
+
+def test_an_assistant_ends_rows_where_they_end_without_it(model, config):
+    other = build(config, "attention", seed=1)
+    plain = generate(model, PROMPTS, max_new_tokens=9, stop_tokens=range(12), logit_bias={20: 0.5})
+    helped = generate(
+        model, PROMPTS, max_new_tokens=9, stop_tokens=range(12), logit_bias={20: 0.5},
+        assistant=other,
+    )  # fmt: skip
+    assert helped == plain
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_common_beginning_is_read_once(any_model, rows):
+    beginning = [7, 7, 2]
+    with torch.no_grad():
+        tokens = torch.tensor([beginning] * rows)
+        _, state = any_model(tokens, any_model.init_state(rows))
+    whole = generate(any_model, [[*beginning, *prompt] for prompt in PROMPTS], max_new_tokens=6)
+    for _ in range(2):  # the state stays as it is
+        assert generate(any_model, PROMPTS, max_new_tokens=6, state=state) == whole
+
+
+def test_samples_of_one_prompt_are_those_of_a_batch_of_copies(any_model):
+    options = {"max_new_tokens": 8, "temperature": 1.5, "seed": 3}
+    copies = generate(any_model, [p for p in PROMPTS for _ in range(3)], **options)
+    samples = generate(any_model, PROMPTS, num_samples=3, **options)
+    assert samples == copies
+    assert len({tuple(row) for row in samples[:3]}) > 1
+
+
+def test_a_row_with_a_seed_draws_what_it_draws_alone(any_model):
+    options = {"max_new_tokens": 8, "temperature": 1.5}
+    together = generate(any_model, PROMPTS, seed=[5, 6, 5], **options)
+    alone = [
+        generate(any_model, [prompt], seed=[seed], **options)[0]
+        for prompt, seed in zip(PROMPTS, (5, 6, 5), strict=True)
+    ]
+    assert together == alone
+
+
+def test_a_bias_forbids_and_forces_tokens(model):
+    free = generate(model, PROMPTS, max_new_tokens=8)
+    forbidden = {free[0][0], free[1][0]}
+    bias = {token: float("-inf") for token in forbidden}
+    found = generate(model, PROMPTS, max_new_tokens=8, logit_bias=bias)
+    assert not forbidden & set(itertools.chain(*found))
+    assert generate(model, PROMPTS, max_new_tokens=3, logit_bias={9: 1e4}) == [[9, 9, 9]] * 3
+
+
+def test_a_penalty_keeps_rows_from_repeating_their_tokens(model):
+    found = generate(model, PROMPTS, max_new_tokens=8, repetition_penalty=1e6)
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        positive = [token for token in new if token in prompt]
+        assert not positive
+        assert len(set(new)) == len(new)
+
+
+def test_the_penalty_is_that_of_its_paper(model):
+    (first,) = generate(model, [[1, 2, 3]], max_new_tokens=1, repetition_penalty=1.3)
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3]])).logits[0, -1]
+    for token in (1, 2, 3):
+        logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+    assert first == [int(logits.argmax())]
+
+
+def test_rows_end_where_a_function_says_so(model):
+    plain = generate(model, PROMPTS, max_new_tokens=9)
+    found = generate(model, PROMPTS, max_new_tokens=9, stop=lambda tokens: len(tokens) == 4)
+    assert found == [row[:4] for row in plain]
+
+
+def test_a_text_is_found_however_it_is_cut_into_tokens():
+    stop = stop_texts(ByteTokenizer(), ["zz", "é"])
+    assert not stop([*b"z z", 256])
+    assert not stop([*b"zz", *b"." * 30])
+    assert stop([*b"z", 256, 300, *b"z"])
+    assert stop([*b"." * 30, *"é".encode()])
+    assert not stop("é".encode()[:1])
+    for texts in ([], [""], "zz"):
+        with pytest.raises(ValueError, match="texts must hold"):
+            stop_texts(ByteTokenizer(), texts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"state": "x"}, "state must have 1 row or 3, as the prompts, got 0"),
+        ({"num_samples": 0}, "num_samples must be from 1"),
+        ({"num_samples": True}, "num_samples must be from 1"),
+        ({"num_drafted": 0}, "num_drafted must be from 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0"),
+        ({"logit_bias": {99: 1.0}}, "logit_bias must hold token ids"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must be finite or -inf"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers, got list"),
+        ({"seed": [1, 2]}, "seed must be one number or 3, one a row, got 2"),
+        ({"seed": [1, 2, None]}, "seed must be from 0"),
+        ({"stop": 3}, "stop must be a function"),
+        ({"assistant": 3}, "assistant must be an LM, got int"),
+    ],
+)
+@pytest.mark.parametrize("function", [generate, stream])
+def test_a_bad_argument_is_refused_by_name_at_the_call(model, function, change, words):
+    with pytest.raises(ValueError, match=words):
+        function(model, PROMPTS, max_new_tokens=3, **change)
+
+
+def test_an_assistant_refuses_what_it_cannot_do(model, config):
+    for change in (
+        {"temperature": 1.0},
+        {"repetition_penalty": 1.1},
+        {"num_samples": 2},
+        {"state": model.init_state(1)},
+    ):
+        with pytest.raises(ValueError, match="assistant needs temperature 0, no repetition_pen"):
+            generate(model, PROMPTS, max_new_tokens=3, assistant=model, **change)
+    other = replace(config, vocab_size=38).build()
+    with pytest.raises(ValueError, match="assistant must have the vocabulary of the model, 37"):
+        generate(model, PROMPTS, max_new_tokens=3, assistant=other)
