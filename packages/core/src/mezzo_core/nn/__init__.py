@@ -2,6 +2,8 @@
 
 from mezzo_core.nn.attention import Attention as Attention
 from mezzo_core.nn.attention import AttentionConfig as AttentionConfig
+from mezzo_core.nn.beams import Beam as Beam
+from mezzo_core.nn.beams import beam_search as beam_search
 from mezzo_core.nn.block import Block as Block
 from mezzo_core.nn.block import MixerBlockConfig as MixerBlockConfig
 from mezzo_core.nn.checkpoint import load_model as load_model

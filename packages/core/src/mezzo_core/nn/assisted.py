@@ -50,8 +50,7 @@ def assisted_tokens(
     for step in range(max_new_tokens):
         while any(len(row) <= step for row in rows):
             proposed = draft.propose(newest)
-            kept = cast(Rewinding, target.stack).begin(state)
-            logits, kept = target(torch.cat([newest[:, None], proposed], 1), kept)
+            logits, kept = target(torch.cat([newest[:, None], proposed], 1), state)
             best = Sampler()(rules(logits).flatten(0, 1)).view(-1, m + 1)
             vain = []
             for row, likely, guess in zip(rows, best.tolist(), proposed.tolist(), strict=True):

@@ -210,7 +210,7 @@ def _steps(
     """Yield the new tokens of the rows that have not ended, with the models in evaluation mode."""
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(_evaluation(model))
+            stack.enter_context(evaluation(model))
         for new in new_tokens:
             ids = new.tolist()
             if NO_TOKEN in ids:
@@ -234,7 +234,7 @@ _held: dict[LM, _Held] = {}
 
 
 @contextmanager
-def _evaluation(model: LM) -> Iterator[None]:
+def evaluation(model: LM) -> Iterator[None]:
     """Hold the model in evaluation mode, until the last of those who do ends."""
     held = _held.setdefault(model, _Held([part for part in model.modules() if part.training]))
     held.streams += 1

@@ -48,7 +48,7 @@ class Rewinding(AbstractStack):
     the module runs these again. Keys and values that only grow are not copied.
 
     A forward over more than R tokens runs about twice; so let the module itself read a long prompt,
-    and `begin` from its state.
+    and go on from its state.
     """
 
     state_type = Kept
@@ -71,7 +71,13 @@ class Rewinding(AbstractStack):
         self._only_counts = all(x.dtype == torch.int64 and x.ndim == 1 for x in changing)
 
     def begin(self, state: Any) -> Kept:
-        """Return a state that can go back to this one of the module, and no further."""
+        """Return a state that can go back to this one of the module, and no further.
+
+        Raises:
+            TypeError: if the state is of another kind of module.
+            ValueError: if the state breaks the contract.
+        """
+        self.module.check_reserve(state, 0)
         before = () if self._only_counts else self._changing(state)
         weight = next(self.module.parameters())
         batch, size = len(tree_leaves(state)[0]), 0 if self._only_counts else 2 * self.room
@@ -127,10 +133,14 @@ class Rewinding(AbstractStack):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Kept | None]:
-        """Run the module; arguments and results as `AbstractStack.forward` says."""
+        """Run the module; arguments and results as `AbstractStack.forward` says.
+
+        The state may be one of the module, which the result can go back to, and no further.
+        """
         if state is None:
             return self.module(x, None, cu_seqlens=cu_seqlens, lengths=lengths)
-        self.check_kind(state)
+        if not isinstance(state, Kept):
+            state = self.begin(state)
         y, after = self.module(x, state.state, cu_seqlens=cu_seqlens, lengths=lengths)
         added = torch.full_like(state.age, x.shape[1]) if lengths is None else lengths
         most = state.most + x.shape[1]

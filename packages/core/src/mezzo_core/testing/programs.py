@@ -54,7 +54,7 @@ class _Program:
     def __init__(self, module: AbstractSequenceModule, rtol: float, seed: int) -> None:
         self.module, self.whole, self.rtol = Rewinding(module, ROOM), module, rtol
         self.draw = random.Random(seed)
-        self.state: Any = self.module.init_state(3)
+        self.state: Any = module.init_state(3)
         self.rows = [normal(module, (0, module.d_model), seed) for _ in range(3)]
         self.since = [0] * 3  # the tokens of each row that can be taken back
         self.told: list[str] = []

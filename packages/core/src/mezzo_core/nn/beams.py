@@ -1,0 +1,105 @@
+"""Beam search: of many continuations, those that the model finds likeliest as a whole."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from mezzo_core.nn.generate import NO_NUMBERS, evaluation
+from mezzo_core.nn.generate_arguments import check_count, check_prompts, check_tokens
+from mezzo_core.nn.lm import LM
+from mezzo_core.nn.prompts import read_prompts
+
+
+class Beam(NamedTuple):
+    """A continuation of a prompt.
+
+    Attributes:
+        tokens: the new tokens, without the stop token.
+        score: the sum of their log-probabilities, that of the stop token included.
+    """
+
+    tokens: list[int]
+    score: float
+
+
+@torch.inference_mode()
+def beam_search(
+    model: LM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+    stop_tokens: Collection[int] = (),
+) -> list[list[Beam]]:
+    """Return the likeliest continuations that were found of each prompt, the best first.
+
+    In each step, the `num_beams` likeliest of all continuations by one token go on; one that ends
+    by a stop token is kept as it is and takes the place of one that goes on. Scores are sums: they
+    are not divided by lengths.
+
+    Args:
+        model: the model; the search runs on its device and in its dtype.
+        prompts: token ids, at least one for each prompt.
+        num_beams: how many continuations of each prompt are followed, and returned.
+        max_new_tokens: the most tokens to add.
+        stop_tokens: a continuation ends at the first of these.
+
+    Raises:
+        ValueError: if an argument is out of range, or the model's logits are NaN.
+    """
+    check_prompts(prompts, model.vocab_size)
+    check_count("num_beams", num_beams)
+    check_count("max_new_tokens", max_new_tokens)
+    stops = tuple(stop_tokens)
+    check_tokens("stop_tokens", stops, model.vocab_size)
+    with evaluation(model):
+        logits, state = read_prompts(model, prompts)
+        state = model.reserve(state, max_new_tokens)
+        live = [[Beam([], 0.0)] for _ in prompts]
+        done: list[list[Beam]] = [[] for _ in prompts]
+        for _ in range(max_new_tokens):
+            if not logits.isfinite().any(-1).all():
+                raise ValueError(NO_NUMBERS)
+            scores = logits.double().log_softmax(-1)
+            rows: list[int] = []
+            before = 0
+            for i, beams in enumerate(live):
+                its = scores[before : before + len(beams)]
+                live[i], parents, ended = _extend(beams, its, num_beams - len(done[i]), stops)
+                done[i] += ended
+                rows += [before + parent for parent in parents]
+                before += len(beams)
+            if not rows:
+                break
+            newest = [beam.tokens[-1] for beams in live for beam in beams]
+            state = model.select(state, rows)
+            model.before_step(state)
+            tokens = torch.tensor(newest, device=scores.device)
+            logits = model.step(tokens[:, None], state)[:, -1]
+    return [
+        sorted([*beams, *ended], key=lambda beam: -beam.score)
+        for beams, ended in zip(live, done, strict=True)
+    ]
+
+
+def _extend(
+    beams: Sequence[Beam], scores: torch.Tensor, count: int, stops: Sequence[int]
+) -> tuple[list[Beam], list[int], list[Beam]]:
+    """Return the likeliest beams one token longer, the beam that each extends, and those that end.
+
+    `scores` (len(beams), vocab) are the log-probabilities of the next token of each.
+    """
+    if not beams or count < 1:
+        return [], [], []
+    totals = scores + torch.tensor([[beam.score] for beam in beams], device=scores.device)
+    best = totals.flatten().topk(min(count, totals.numel()))
+    going, parents, ended = [], [], []
+    for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        parent, token = divmod(place, totals.shape[1])
+        if token in stops:
+            ended.append(Beam(beams[parent].tokens, score))
+        else:
+            going.append(Beam([*beams[parent].tokens, token], score))
+            parents.append(parent)
+    return going, parents, ended

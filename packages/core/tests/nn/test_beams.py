@@ -1,0 +1,65 @@
+"""Beam search: with enough beams it finds the best of all continuations."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.nn import AttentionConfig, beam_search, generate
+from toys.running_mean import RunningMeanConfig
+
+MIXERS = {
+    "running mean": (RunningMeanConfig(),) * 2,
+    "attention": (AttentionConfig(head_dim=8),) * 2,
+    "window": (AttentionConfig(head_dim=8, window_size=3),) * 2,
+}
+
+
+@pytest.fixture(params=MIXERS)
+def model(request, config):
+    torch.manual_seed(0)
+    return replace(config, vocab_size=5, mixers=MIXERS[request.param]).build().double()
+
+
+@torch.no_grad()
+def score(model, prompt, new):
+    """Return the sum of the log-probabilities of the new tokens, by one whole forward."""
+    logits = model(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
+    return float(logits.double().log_softmax(-1)[range(len(new)), new].sum())
+
+
+def test_as_many_beams_as_continuations_find_the_best_of_all(model):
+    prompts = [[1, 2, 3], [4]]
+    found = beam_search(model, prompts, num_beams=5**3, max_new_tokens=3)
+    for prompt, beams in zip(prompts, found, strict=True):
+        every = {new: score(model, prompt, new) for new in itertools.product(range(5), repeat=3)}
+        best = sorted(every, key=every.get, reverse=True)
+        assert [tuple(beam.tokens) for beam in beams[:9]] == best[:9]
+        assert [beam.score for beam in beams] == pytest.approx(sorted(every.values())[::-1])
+
+
+def test_one_beam_is_greedy(model):
+    prompts = [[1, 2, 3], [4], [0, 0]]
+    found = beam_search(model, prompts, num_beams=1, max_new_tokens=7)
+    assert [beams[0].tokens for beams in found] == generate(model, prompts, max_new_tokens=7)
+
+
+def test_what_ended_keeps_its_score_and_its_place(model):
+    found = beam_search(model, [[1, 2]], num_beams=25, max_new_tokens=2, stop_tokens=[0])[0]
+    every = {new: score(model, [1, 2], new) for new in itertools.product(range(1, 5), repeat=2)}
+    ended = {new: score(model, [1, 2], (*new, 0)) for new in [(), *((i,) for i in range(1, 5))]}
+    assert {tuple(beam.tokens): beam.score for beam in found} == pytest.approx(every | ended)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"num_beams": 0}, "num_beams"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompts": []}, "prompts"),
+        ({"stop_tokens": [5]}, "stop_tokens"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(model, change, name):
+    with pytest.raises(ValueError, match=name):
+        beam_search(model, **{"prompts": [[1]], "num_beams": 2, "max_new_tokens": 2, **change})
