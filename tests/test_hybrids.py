@@ -1,24 +1,39 @@
-"""Mixers of different packages in one model: trained, decoded, saved."""
+"""Layers of different packages in one model: trained, packed, compiled, decoded, saved."""
+
+from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig, generate
+from mezzo_core.nn import (
+    AttentionConfig,
+    BlocksConfig,
+    LMConfig,
+    MixerBlockConfig,
+    MLPConfig,
+    generate,
+)
 from mezzo_core.nn.checkpoint import load_model, save_model
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.laws import check_packed
 from mezzo_core.testing.programs import check_programs
 from mezzo_core.testing.states import check_handled
+from mezzo_drt import DRTConfig
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.retnet import RetNetConfig
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
+from mezzo_recurrent_transformer import RecurrentBlockConfig
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
 SWA = AttentionConfig(head_dim=8, window_size=5)
 GSA = GSAConfig(num_heads=2, num_slots=4)
+RAT = RATConfig(chunk_size=4, head_dim=8)
 MIXERS = {
     "gsa-attention": (GSA, AttentionConfig(head_dim=8)),
-    "gsa-rat": (GSA, RATConfig(chunk_size=4, head_dim=8), SWA),
+    "gsa-rat": (GSA, RAT, SWA),
     "gsa-family": (
         GSAConfig(num_heads=2, num_kv_heads=1, num_slots=4, gate="constant"),
         ABCConfig(num_heads=2, num_slots=4),
@@ -27,7 +42,7 @@ MIXERS = {
         RetNetConfig(num_heads=2),
         SWA,
     ),
-    "rat-swa": (RATConfig(chunk_size=4, head_dim=8), SWA),
+    "rat-swa": (RAT, SWA),
     "nope": (RATConfig(chunk_size=4, head_dim=8, rope=None), SWA),
     "all": (
         LinearRNNConfig(),
@@ -37,17 +52,30 @@ MIXERS = {
         SWA,
     ),
 }
+STACKS = {
+    "blocks": BlocksConfig(
+        (*(MixerBlockConfig(mixer) for mixer in (RAT, GSA, SWA)), RecurrentBlockConfig(head_dim=8))
+    ),
+    "drt": DRTConfig(
+        num_layers=4, chunk_size=3, num_retrieved=2, window_size=5, head_dim=8, hidden=24,
+        num_encoder_layers=1, lower=(RAT, GSA),
+    ),
+}  # fmt: skip
+CONFIGS = {
+    **{name: LMConfig(vocab_size=17, d_model=16, mixers=mixers) for name, mixers in MIXERS.items()},
+    **{name: LMConfig(vocab_size=17, d_model=16, stack=stack) for name, stack in STACKS.items()},
+}
 
 
-@pytest.fixture(params=MIXERS, ids=str)
+@pytest.fixture(params=CONFIGS, ids=str)
 def config(request):
-    return LMConfig(vocab_size=17, d_model=16, mixers=MIXERS[request.param], mlp=MLPConfig())
+    return CONFIGS[request.param]
 
 
 @pytest.fixture
 def model(config):
     torch.manual_seed(0)
-    return config.build()
+    return config.build().eval()  # in training, DRT explores by noise
 
 
 def test_a_hybrid_decodes_what_it_computes_in_full(model):
@@ -61,6 +89,7 @@ def test_a_hybrid_decodes_what_it_computes_in_full(model):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [CONFIGS[name] for name in CONFIGS if name != "drt"])
 @torch.no_grad()
 def test_a_step_beyond_the_room_moves_no_layer(model):
     """Only some layers lack the room: a recurrent state has it for ever, a chunk's end for long."""
@@ -73,6 +102,23 @@ def test_a_step_beyond_the_room_moves_no_layer(model):
         with pytest.raises(ValueError, match="reserve more"):
             model.step(tokens, state)
         assert all(map(torch.equal, before, tree_leaves(state)))
+
+
+@torch.no_grad()
+def test_no_layer_of_a_drt_moves_where_a_lower_one_lacks_room():
+    stack = replace(STACKS["drt"], lower=(RAT, AttentionConfig(head_dim=8)))
+    model = LMConfig(vocab_size=17, d_model=16, stack=stack).build().eval()
+    tokens = torch.ones(2, 1, dtype=torch.int64)
+    state = model.reserve(model.init_state(2), 6)
+    for _ in range(7):  # and two landmarks: a place for a third is the seventh token's
+        model.before_step(state)
+        model.step(tokens, state)
+    model.before_step(state)
+    before = [part.clone() for part in tree_leaves(state)]
+    with pytest.raises(ValueError, match="reserve more"):
+        model.step(tokens, state)
+    for now, old in zip(tree_leaves(state), before, strict=True):
+        torch.testing.assert_close(now, old, rtol=0, atol=0, equal_nan=True)
 
 
 def test_prompts_of_different_lengths_continue_as_each_alone(model):
@@ -100,6 +146,7 @@ def test_an_assistant_changes_no_token_of_a_hybrid(model, config):
 def test_a_hybrid_learns_to_repeat(model):
     tokens = torch.arange(40).remainder(5).expand(4, -1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.train()
     losses = []
     for _ in range(200):  # most need 40; slots take longer to part
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
@@ -112,6 +159,35 @@ def test_a_hybrid_learns_to_repeat(model):
             break
     assert losses[-1] < 0.2 * losses[0]
     assert generate(model, [[0, 1, 2]], max_new_tokens=4) == [[3, 4, 0, 1]]
+
+
+@pytest.mark.parametrize("config", STACKS.values(), ids=STACKS)
+def test_packed_sequences_are_as_each_alone(config):
+    torch.manual_seed(0)
+    check_packed(config.build(16).eval(), (13, 1, 0, 9))
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_units_compile_to_the_same_loss_and_gradients(name):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = CONFIGS[name].build().eval()
+    tokens = torch.randint(17, (2, 20))
+    weights = list(model.parameters())
+
+    def results():
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        return loss.detach(), torch.autograd.grad(loss, weights)
+
+    loss, grads = results()
+    graphs = CompileCounterWithBackend("aot_eager")
+    for unit in model.units():
+        unit.compile(backend=graphs)
+    compiled_loss, compiled_grads = results()
+    assert graphs.frame_count >= len(set(map(type, model.units())))
+    assert_close("loss", compiled_loss, loss, rtol=1e-5)
+    for (name, _), got, wanted in zip(model.named_parameters(), compiled_grads, grads, strict=True):
+        assert_close(name, got, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_hybrid_is_saved_and_loaded_by_its_config(model, config, tmp_path):

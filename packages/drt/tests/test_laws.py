@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mezzo_core.nn import AttentionConfig
 from mezzo_core.testing.arguments import check_fields, check_module_arguments
 from mezzo_core.testing.laws import LAWS
 from mezzo_drt import DRTConfig
@@ -25,6 +26,9 @@ FORMS = {
     "offload": replace(SMALL, num_groups=2, offload=True),
     "offload, as in the text": replace(SMALL, window_size=100, residual="text", offload=True),
     "chunks of one": replace(SMALL, chunk_size=1, num_retrieved=3),
+    "mixers below": replace(
+        SMALL, num_groups=2, lower=(AttentionConfig(4), AttentionConfig(4, window_size=4))
+    ),
 }
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn import AbstractStack, AttentionConfig, MixerBlockConfig
-from mezzo_core.nn.block import Block
-from mezzo_core.nn.contract import Run, run_eagerly
+from mezzo_core.nn import AbstractStack, AttentionConfig
+from mezzo_core.nn.contract import AbstractSequenceModule, MixerConfig, Run, run_eagerly
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.state import Rows
@@ -22,6 +21,7 @@ from mezzo_drt import state as states
 from mezzo_drt.costs import flops_per_token, host_state_bytes, state_bytes
 from mezzo_drt.encoder import ChunkEncoder
 from mezzo_drt.layer import Residual, UpperLayer
+from mezzo_drt.lower import LowerLayers
 from mezzo_drt.memory.chunks import Due, Memory
 from mezzo_drt.memory.device import DeviceStore
 from mezzo_drt.memory.disk import in_folder
@@ -61,6 +61,7 @@ class DRTConfig:
         outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
         offload: whether a state keeps complete chunks in the host's memory; same outputs.
+        lower: mixers of any package for the lower half, one a layer; none for window attention.
     """
 
     num_layers: int = 12
@@ -79,6 +80,7 @@ class DRTConfig:
     outside: OutsideConfig | None = None
     gumbel_noise: bool = True
     offload: bool = False
+    lower: tuple[MixerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -98,7 +100,7 @@ class DRTConfig:
             raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
 
     def build(self, d_model: int) -> "DRT":
-        """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
+        """Build the stack, on torch's default device; raises as `DRT` does."""
         return DRT(d_model, self)
 
 
@@ -111,7 +113,7 @@ class DRT(AbstractStack):
     state_type = DRTState
 
     def __init__(self, d_model: int, config: DRTConfig) -> None:
-        """Create the layers; a ValueError if head_dim does not divide d_model."""
+        """Create the layers; raises as `LowerLayers`, or if head_dim does not divide d_model."""
         super().__init__()
         check_size("DRT", "d_model", d_model)
         self.d_model = d_model
@@ -120,13 +122,11 @@ class DRT(AbstractStack):
         attention = AttentionConfig(D, window_size=config.window_size, rope_base=None, alibi="olmo")
         mlp = MLPConfig("swiglu", hidden)
         half = config.num_layers // 2
-        block = MixerBlockConfig(attention, mlp, eps)
         self._group_size = half // config.num_groups
-        self._sizes = (config.chunk_size, config.window_size)
         self._store: AbstractStore = HostStore() if config.offload else DeviceStore()
         self.landmark = nn.Embedding(1, d_model)
-        # torch's ModuleList has no element type, so the casts tell it to type checkers.
-        self.lower = cast(Sequence[Block], nn.ModuleList(block.build(d_model) for _ in range(half)))
+        self.lower = LowerLayers(d_model, half, config.lower, attention, mlp, eps)
+        self._sizes = (self.lower.num_mixers, config.chunk_size, config.window_size)
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key, eps)
@@ -135,6 +135,7 @@ class DRT(AbstractStack):
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
         )
+        # torch's ModuleList has no element type, so the cast tells it to type checkers.
         self.upper = cast(Sequence[UpperLayer], nn.ModuleList(upper))
         self.queries = nn.ModuleList()  # what makes a query of a landmark's state, in each group
         for _ in range(0 if config.retriever == "fixed" else config.num_groups):
@@ -168,11 +169,8 @@ class DRT(AbstractStack):
             return without_padding(x, lengths), state
 
         before = (None,) * self.config.num_layers if state is None else state.caches
-        caches = []
-        h = places.spread(x, self.landmark.weight)
-        for block, its_cache in zip(self.lower, before[: len(self.lower)], strict=True):
-            h, cache = block(h, its_cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
-            caches.append(cache)
+        spread = places.spread(x, self.landmark.weight)
+        h, caches = self.lower(spread, before[: len(self.lower)], places)
         parts = [places.spread(part, part.new_zeros(1, part.shape[-1])) for part in beside]
         chunks = places.to_chunks(torch.cat([h, *parts], -1) if parts else h)
         if state is not None:
@@ -206,12 +204,19 @@ class DRT(AbstractStack):
         return self._step_place(x, beside, state)[0]
 
     def check_step(self, x: Tensor, state: DRTState) -> None:
-        """Check the arguments of `step`; the caches are alike, so the first layer's tells room."""
+        """Check the arguments of `step`, the room of every layer included."""
         super().check_step(x, state)
         states.check_state(state, *self._sizes)
         L, places = self.config.chunk_size, state.num_places
         if is_read(places) and (places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
+        self._check_room(x, state)
+
+    def _check_room(self, x: Tensor, state: DRTState) -> None:
+        """Check that each layer has room for a place, so that none moves alone."""
+        first_window = self.lower.num_mixers  # the others are like it
+        for i in range(first_window + 1):
+            self.layers()[i].check_step(x, state.caches[i])
 
     @torch.no_grad()
     def before_step(self, state: DRTState, run: Run = run_eagerly) -> None:
@@ -248,11 +253,10 @@ class DRT(AbstractStack):
         due = Due(state.num_places % M == M - 1, state.num_places // M)
         x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due.here), -1, -1)
         beside = [x.new_zeros(len(x), 1, state.lower.shape[-1] - self.d_model)]
+        self._check_room(x, state)
+        kept = self.lower.keep(state.caches)
         _, encoded = self._step_place(x, beside, state, due)
-        # The other rows ran it too. What it wrote goes where their next place will be written, so
-        # counting it back undoes it: in a full ring, that slot has left the window by then.
-        for cache in state.caches:
-            cache.lengths.sub_((~due.here).long())
+        self.lower.put_back_(state.caches, kept, ~due.here)  # the other rows ran it too
         return cast(Memory, encoded)
 
     def _step_place(
@@ -265,9 +269,7 @@ class DRT(AbstractStack):
         """
         batch = torch.arange(len(x), device=x.device)
         place = state.num_places % (self.config.chunk_size + 1)
-        h = x
-        for block, cache in zip(self.lower, state.caches, strict=False):
-            h = block.step(h, cache)
+        h = self.lower.step(x, state.caches[: len(self.lower)])
         state.lower[batch, place] = torch.cat([h, *beside], -1)[:, 0].to(state.lower.dtype)
         encoded = None if due is None else self._encode(state.lower[:, None])
         if due is not None and encoded is not None:
@@ -291,7 +293,8 @@ class DRT(AbstractStack):
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
         """Return a copy with room for `num_tokens` more tokens of every row, for `step`."""
         self.check_reserve(state, num_tokens)
-        return states.reserved(state, num_tokens, self.attentions(), self._sizes[0], self._store)
+        L = self.config.chunk_size
+        return states.reserved(state, num_tokens, self.layers(), L, self._store)
 
     def check_reserve(self, state: DRTState, num_tokens: int) -> None:
         """Check the arguments of `reserve`, and that the parts of the state belong together."""
@@ -309,14 +312,14 @@ class DRT(AbstractStack):
 
     def overwritten(self) -> tuple[bool, ...]:
         """Tell that all is but the memory of chunks."""
-        return states.overwritten(self.attentions())
+        return states.overwritten(self.layers())
 
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
         c, C, D = self.config, self.d_model, self.config.head_dim
         K = 0 if self.outside is None else self.outside.width
         sizes = ((c.chunk_size, C // D, D), (c.num_groups, c.num_retrieved), (C + K, K or C))
-        caches = tuple(layer.init_state(batch) for layer in self.attentions())
+        caches = tuple(layer.init_state(batch) for layer in self.layers())
         return states.initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
     def state_bytes(self, num_tokens: int) -> int:
@@ -366,17 +369,16 @@ class DRT(AbstractStack):
         """Return the lower layers, the encoder and the upper layers."""
         return (*self.lower, self.encoder, *self.upper)
 
-    def attentions(self) -> list[Any]:
-        """Return the self-attention of every layer."""
-        return [*(b.mixer for b in self.lower), *(layer.attention for layer in self.upper)]
+    def layers(self) -> list[AbstractSequenceModule]:
+        """Return what has a state in each layer: a lower block, or an upper window attention."""
+        return [*self.lower.blocks, *(layer.attention for layer in self.upper)]
 
     def _encode(self, chunks: Tensor) -> Memory:
         """Encode chunks (B, N, L + 1, C, or with an outside encoder C + K)."""
-        C = self.d_model
-        encoded = cast(Memory, self.encoder(chunks[..., :C]))
+        encoded = cast(Memory, self.encoder(chunks[..., : self.d_model]))
         if self.outside is None:
             return encoded
-        return replaced(encoded, keys=outside_keys(chunks[..., C:], self.outside))
+        return replaced(encoded, keys=outside_keys(chunks[..., self.d_model :], self.outside))
 
     def _reads(
         self, group: int, h: Tensor, encoded: Memory, memory: Memory, places: Places,

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from mezzo_core.nn.attention import Attention, KVCache, check_alike, check_cache
+from mezzo_core.nn.attention import KVCache, check_alike, check_cache
+from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.state import reset_rows, select_rows
 from mezzo_core.ops.checks import is_read
 from mezzo_core.ops.precision import accumulation_dtype
@@ -23,7 +24,8 @@ class DRTState(NamedTuple):
     """State of `DRT`.
 
     Attributes:
-        caches: of each layer; their `lengths` count places.
+        caches: the states of the layers, first the lower ones'; the `lengths` of windows count
+            places.
         memory: what can be read of the S complete chunks. A row that has fewer holds anything in
             the others.
         lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk, with K
@@ -34,7 +36,7 @@ class DRTState(NamedTuple):
         fetched: what the open chunk reads, if the host has the memory's keys and values.
     """
 
-    caches: tuple[KVCache, ...]
+    caches: tuple[Any, ...]
     memory: Memory
     lower: Tensor
     indices: Tensor
@@ -45,7 +47,7 @@ class DRTState(NamedTuple):
     @property
     def num_places(self) -> Tensor:
         """(B,), the places of each row so far."""
-        return self.caches[0].lengths
+        return cast(Tensor, self.caches[-1].lengths)
 
     def reads(self, group: int) -> Reads:
         """Return what the open chunk reads in a group, (B, 1, R)."""
@@ -60,7 +62,7 @@ class DRTState(NamedTuple):
 
 
 def next_state(
-    caches: tuple[KVCache, ...],
+    caches: tuple[Any, ...],
     chunks: Tensor,
     memory: Memory,
     fetched: Fetched,
@@ -78,7 +80,7 @@ def next_state(
 
 
 def initial_state(
-    batch: int, caches: tuple[KVCache, ...], store: AbstractStore, like: Tensor,
+    batch: int, caches: tuple[Any, ...], store: AbstractStore, like: Tensor,
     chunk: tuple[int, int, int], reads: tuple[int, int], widths: tuple[int, int],
 ) -> DRTState:  # fmt: skip
     """Return the state before the first token: chunks are (L, H, D), G groups read R of them.
@@ -102,8 +104,10 @@ def initial_state(
     )
 
 
-def check_state(state: DRTState, chunk_size: int, window_size: int) -> None:
+def check_state(state: DRTState, first_window: int, chunk_size: int, window_size: int) -> None:
     """Check that the parts of a state belong together; values are read on a CPU only.
+
+    The caches from `first_window` on are those of window attention.
 
     Raises:
         UserError: if its chunks are in files of the process that forked this one.
@@ -111,8 +115,9 @@ def check_state(state: DRTState, chunk_size: int, window_size: int) -> None:
             chunks than its memory, or reads others than these.
     """
     check_process(state.memory.k)
-    check_alike(state.caches, "state.caches")
-    check_cache(state.caches[0], window_size)
+    windows: tuple[KVCache, ...] = state.caches[first_window:]
+    check_alike(windows, "state.caches")
+    check_cache(windows[0], window_size)
     if not is_read(state.num_places):
         return
     stored, S = state.num_places // (chunk_size + 1), state.memory.keys.shape[1]
@@ -129,9 +134,9 @@ def check_state(state: DRTState, chunk_size: int, window_size: int) -> None:
         )
 
 
-def overwritten(attentions: Sequence[Attention]) -> tuple[bool, ...]:
+def overwritten(layers: Sequence[AbstractSequenceModule]) -> tuple[bool, ...]:
     """Tell of each tensor whether a token overwrites it: all are but the memory of chunks."""
-    caches = [on for layer in attentions for on in layer.overwritten()]
+    caches = [on for layer in layers for on in layer.overwritten()]
     return (*caches, *(False,) * len(Memory._fields), *(True,) * 6)
 
 
@@ -150,7 +155,7 @@ def restarted(state: DRTState, rows: Tensor, first: DRTState, store: AbstractSto
 
 
 def reserved(
-    state: DRTState, num_tokens: int, attentions: Sequence[Attention], chunk_size: int,
+    state: DRTState, num_tokens: int, layers: Sequence[AbstractSequenceModule], chunk_size: int,
     store: AbstractStore,
 ) -> DRTState:  # fmt: skip
     """Return a copy with room for `num_tokens` more tokens of every row, for `DRT.step`."""
@@ -160,8 +165,7 @@ def reserved(
     # One place more, because `before_step` runs a landmark for all rows where one has it.
     num_places = seen + seen // L - most + 1
     caches = tuple(
-        layer.reserve(cache, num_places)
-        for layer, cache in zip(attentions, state.caches, strict=True)
+        layer.reserve(cache, num_places) for layer, cache in zip(layers, state.caches, strict=True)
     )
     same = bool((state.num_places // M == most // M).all())
     memory = store.reserve(state.memory, most // M if same else None, seen // L)
