@@ -18,6 +18,7 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     check_feature_map,
     check_flag,
+    copy_attention,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -107,6 +108,10 @@ class GLA(AbstractMixer):
         self.g_proj = Linear(config.gate_rank, H * K)
         self.norm = RMSNorm(V, eps=config.norm_eps)
         self.out_proj = Linear(HQ * V, d_model, bias=False)
+
+    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
+        """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
+        copy_attention(self.in_proj, self.widths, self.out_proj, wq, wk, wv, wo)
 
     def forward(
         self,

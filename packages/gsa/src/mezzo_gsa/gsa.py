@@ -15,7 +15,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.heads import check_flag
+from mezzo_gsa.heads import check_flag, copy_attention
 from mezzo_gsa.ops import Between, GSAState, chunk_gsa, chunk_gsa_projected, step_gsa_projected_
 from mezzo_gsa.ops.gates import gated_norm, log_gate, skip_padding
 
@@ -121,6 +121,10 @@ class GSA(AbstractMixer):
         power = float(self.config.damping) * torch.log1p(-1 / spans)  # log of α^τ = sigmoid(logit)
         logits = power - torch.log(-torch.expm1(power))
         start.copy_(logits.repeat(self.num_kv_heads))
+
+    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
+        """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
+        copy_attention(self.in_proj, self.widths, self.out_proj, wq, wk, wv, wo)
 
     def forward(
         self,

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 import torch.nn.functional as F
 from mezzo_core.ops.checks import check_number, check_size
-from torch import Tensor
+from torch import Tensor, nn
 
 FeatureMap = Literal["relu"]
 
@@ -86,3 +87,36 @@ def check_feature_map(config: str, feature_map: str | None) -> None:
 def apply_feature_map(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
     """Apply the feature map of a linear attention to queries or keys."""
     return x if feature_map is None else F.relu(x)
+
+
+@torch.no_grad()
+def copy_attention(
+    in_proj: nn.Linear,
+    widths: Sequence[int],
+    out_proj: nn.Linear,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wo: Tensor,
+) -> None:
+    """Copy the matrices of softmax attention to where a mixer of the family has its own.
+
+    Args:
+        in_proj: its first rows are Wq, Wk and Wv.
+        widths: of `in_proj`, as `Heads.split` takes them.
+        out_proj: Wo.
+        wq: (HQ D, C).
+        wk: (H D, C).
+        wv: (H D, C).
+        wo: (C, HQ D).
+
+    Raises:
+        ValueError: if the mixer's matrices have other shapes.
+    """
+    q, k, v, *_ = in_proj.weight.split(list(widths))
+    pairs = {"Wq": (q, wq), "Wk": (k, wk), "Wv": (v, wv), "Wo": (out_proj.weight, wo)}
+    for name, (own, weight) in pairs.items():
+        if own.shape != weight.shape:
+            raise ValueError(f"has no {name} of shape {tuple(weight.shape)}")
+    for own, weight in pairs.values():
+        own.copy_(weight)

@@ -20,6 +20,7 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     check_feature_map,
     check_flag,
+    copy_attention,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -109,6 +110,10 @@ class RetNet(AbstractMixer):
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         self.norm = RMSNorm(V, eps=config.norm_eps)
         self.out_proj = Linear(HQ * V, d_model, bias=False)
+
+    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
+        """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
+        copy_attention(self.in_proj, self.widths, self.out_proj, wq, wk, wv, wo)
 
     def forward(
         self,

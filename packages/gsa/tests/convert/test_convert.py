@@ -223,18 +223,26 @@ def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
     def narrow(attention, num_heads):
         return GLAConfig(num_heads, attention.num_kv_heads, expand_k=0.5)
 
-    with pytest.raises(UserError, match=r"GLAConfig has no Wq of shape \(32, 32\)"):
+    with pytest.raises(
+        UserError,
+        match=r"GLAConfig cannot be made of this attention: it has no Wq of shape \(32, 32\)",
+    ):
         convert(config, weights, narrow)
 
     def fewer_groups(attention, num_heads):
         return GSAConfig(num_heads, 1)
 
-    with pytest.raises(UserError, match=r"GSAConfig has no Wk of shape \(16, 32\)"):
+    with pytest.raises(
+        UserError,
+        match=r"GSAConfig cannot be made of this attention: it has no Wk of shape \(16, 32\)",
+    ):
         convert(config, weights, fewer_groups)
 
 
 def test_layers_that_have_no_keys_are_refused_in_one_line(transformer):
-    with pytest.raises(UserError, match="copied to GSA, GLA and RetNet, not to HGRN2Config"):
+    with pytest.raises(
+        UserError, match="HGRN2Config cannot be made of attention: its mixer has no"
+    ):
         convert(*transformer, lambda attention, num_heads: HGRN2Config(D))
 
 

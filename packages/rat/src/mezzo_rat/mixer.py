@@ -100,6 +100,43 @@ class RAT(AbstractMixer):
         """Start the forget gates with memories of up to the span (log u, u ~ U(1, span - 1))."""
         init_gate_bias(self.gate_bias, self.config.span or self.config.chunk_size)
 
+    @torch.no_grad()
+    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
+        """Copy the matrices of softmax attention, so that a Transformer can become a RAT.
+
+        Keys and values that heads share are repeated. The output gates start at 1/2 for every
+        token, and Wo is doubled: with chunks of one token and forget gates at 0, the outputs are
+        those of the attention.
+
+        Args:
+            wq: (C, C), with as many heads as the mixer.
+            wk: (H D, C), with H heads that divide these.
+            wv: (H D, C).
+            wo: (C, C).
+
+        Raises:
+            ValueError: if the heads do not fit, or those of the mixer share queries.
+        """
+        C, D = self.d_model, self.config.head_dim
+        if self.num_groups != self.num_heads:
+            raise ValueError("must have num_groups=None: heads of attention share no queries")
+        shared = [tuple(weight.shape) for weight in (wk, wv)]
+        fits = wq.shape == wo.shape == (C, C) and shared[0] == shared[1] == (len(wk), C)
+        if not fits or len(wk) % D or C % len(wk):
+            raise ValueError(
+                f"has {self.num_heads} heads of width {D}, got Wq of {tuple(wq.shape)}, "
+                f"Wk of {shared[0]}, Wv of {shared[1]}, Wo of {tuple(wo.shape)}"
+            )
+        k, v = (
+            weight.unflatten(0, (-1, D)).repeat_interleave(C // len(wk), 0).flatten(0, 1)
+            for weight in (wk, wv)
+        )
+        z, own_v, _, own_q, own_k = self.in_proj.weight.split(list(self.widths))
+        gate = z if self.config.gate_rank is None else self.z_proj.weight
+        gate.zero_()
+        for own, weight in ((own_q, wq), (own_k, k), (own_v, v), (self.out_proj.weight, 2 * wo)):
+            own.copy_(weight)
+
     def forward(
         self,
         x: Tensor,

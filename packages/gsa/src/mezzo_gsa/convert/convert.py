@@ -1,4 +1,4 @@
-"""T2R: makes the weights of a GSA, GLA or RetNet model from a Transformer's, for fine-tuning.
+"""T2R: makes the weights of GSA, GLA, RetNet and others from a Transformer's, for fine-tuning.
 
 As in the paper's section 4.2, these are copied: embeddings, norms, MLPs, and Wq, Wk, Wv, Wo of
 attention, with the heads and their groups. Other weights of a target are new: GSA's Wα, GLA's
@@ -18,10 +18,13 @@ The targets follow the paper's text:
 A Transformer can look far back from its first step, but GSA's slots start with memories of 12
 tokens. `gsa_spread`, which is not in the paper, is GSA with a bias by which they start with 2 to
 2048 tokens.
+
+A mixer of any package is a target if it has `take_attention`; RAT has it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from mezzo_core.errors import UserError
@@ -33,12 +36,20 @@ from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.on_meta import build_on_meta
 from torch import Tensor
 
-from mezzo_gsa.gla import GLA, GLAConfig
-from mezzo_gsa.gsa import GSA, SPANS, GSAConfig
-from mezzo_gsa.retnet import RetNet, RetNetConfig
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import SPANS, GSAConfig
+from mezzo_gsa.retnet import RetNetConfig
 
-Target = GSAConfig | GLAConfig | RetNetConfig
-MakeTarget = Callable[[AttentionConfig, int], Target]
+
+@runtime_checkable
+class TakesAttention(Protocol):
+    """A mixer that can start with the weights of softmax attention."""
+
+    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
+        """Copy (HQ D, C), (H D, C), (H D, C) and (C, HQ D); a ValueError if they do not fit."""
+
+
+MakeTarget = Callable[[AttentionConfig, int], MixerConfig]
 """A function from an attention layer and its number of query heads to the new layer."""
 
 
@@ -117,11 +128,11 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
 def convert(
     config: LMConfig, weights: Mapping[str, Tensor], make: MakeTarget, *, seed: int = 0
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Turn the weights of a Transformer into those of a model of GSA, GLA or RetNet.
+    """Turn the weights of a Transformer into those of a model of other mixers.
 
     Args:
         config: the Transformer.
-        weights: its `state_dict`. The result shares the copied tensors with it.
+        weights: its `state_dict`. The result shares all with it that is not a mixer's.
         make: one of `TARGETS`, or a function of yours.
         seed: of the new weights. torch's own generator is not changed.
 
@@ -152,20 +163,13 @@ def _mixer_weights(
     mixer: MixerConfig, config: LMConfig, old: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a layer's `state_dict`: attention's four matrices in their places, the rest new."""
-    built = mixer.build(config.d_model)
+    built, name = mixer.build(config.d_model), type(mixer).__name__
+    if not isinstance(built, TakesAttention):
+        raise UserError(f"{name} cannot be made of attention: its mixer has no take_attention")
     init_weights(built, config.init_std)
-    weights = {name: weight.to(old["q"].dtype) for name, weight in built.state_dict().items()}
-    if not isinstance(built, GSA | GLA | RetNet):
-        raise UserError(
-            f"attention's weights are copied to GSA, GLA and RetNet, not to {type(mixer).__name__}"
-        )
-    q, k, v, *others = weights["in_proj.weight"].split(list(built.widths))
-    replaced = {"q": q, "k": k, "v": v, "o": weights["out_proj.weight"]}
-    for part, new in replaced.items():
-        if new.shape != old[part].shape:
-            raise UserError(
-                f"{type(mixer).__name__} has no W{part} of shape {tuple(old[part].shape)} to copy "
-                "attention's weights to"
-            )
-    together = torch.cat([old["q"], old["k"], old["v"], *others])
-    return weights | {"in_proj.weight": together, "out_proj.weight": old["o"]}
+    built.to(old["q"].dtype)
+    try:
+        built.take_attention(*(old[part] for part in "qkvo"))
+    except ValueError as error:
+        raise UserError(f"{name} cannot be made of this attention: it {error}") from error
+    return dict(built.state_dict())
