@@ -30,6 +30,8 @@ CONFIGS = {
     "alibi window": AttentionConfig(
         head_dim=8, num_kv_heads=1, rope_base=None, alibi="olmo", window_size=4
     ),
+    "normed": AttentionConfig(head_dim=8, num_kv_heads=2, qk_norm="rms", norm_eps=1e-3),
+    "layer norms": AttentionConfig(head_dim=8, window_size=5, qk_norm="layer"),
 }
 configs = pytest.mark.parametrize("name", CONFIGS)
 some = settings(max_examples=15, deadline=None)
@@ -39,7 +41,11 @@ def build(config):
     if isinstance(config, str):
         config = CONFIGS[config]
     torch.manual_seed(0)
-    return config.build(C)
+    mixer = config.build(C)
+    for norm in (mixer.q_norm, mixer.k_norm):
+        for weight in norm.parameters():
+            torch.nn.init.normal_(weight, mean=1.0, std=0.3)
+    return mixer
 
 
 @configs
@@ -225,13 +231,26 @@ def test_inductor_compiles_an_odd_length_right():
         assert_close(f"d{name}", got, ref, rtol=1e-5)
 
 
+def test_queries_and_keys_are_normed_over_all_heads_and_values_are_not():
+    mixer, x = build(dataclasses.replace(CONFIGS["normed"], rope_base=None)), torch.randn(2, 9, C)
+
+    def rms(x, norm):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+
+    q, k, v = rms(mixer.wq(x), mixer.q_norm), rms(mixer.wk(x), mixer.k_norm), mixer.wv(x)
+    expected = mixer.wo(
+        attention(*(part.unflatten(-1, (-1, 8)) for part in (q, k, v))).out.flatten(2)
+    )
+    assert_close("y", mixer(x)[0], expected, rtol=1e-5)
+
+
 def test_flops_count_weights_and_visible_keys():
     T = 50
     for name, config in CONFIGS.items():
         mixer = build(name)
         W = config.window_size or T
         keys = sum(min(t + 1, W) for t in range(T)) / T
-        weights = sum(p.numel() for p in mixer.parameters())
+        weights = sum(w.weight.numel() for w in (mixer.wq, mixer.wk, mixer.wv, mixer.wo))
         assert mixer.flops_per_token(T) == pytest.approx(2 * weights + 4 * C * keys), name
 
 
@@ -258,6 +277,7 @@ def test_training_compiles_into_one_graph(name):
         ({"alibi": "press"}, "set rope_base=None"),
         ({"head_dim": 1}, "head_dim must be even for RoPE"),
         ({"alibi": "bloom", "rope_base": None}, "'press', 'olmo'"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive and finite, got 0.0"),
     ],
 )
 def test_bad_configurations_are_named(changes, message):

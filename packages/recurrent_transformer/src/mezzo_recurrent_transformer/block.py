@@ -4,15 +4,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mezzo_core.nn.attention import KVCache, check_alike, check_cache
+from mezzo_core.nn import AbstractBlock
+from mezzo_core.nn.attention import (
+    KVCache,
+    check_alike,
+    check_cache,
+    check_room,
+    empty_cache,
+    reserve_cache,
+)
 from mezzo_core.nn.linear import Linear, is_unchanged
-from mezzo_core.nn.mlp import GELUMLP
-from mezzo_core.nn.norm import RMSNorm
+from mezzo_core.nn.mlp import GELUMLP, MLPConfig
+from mezzo_core.nn.norm import RMSNorm, build_norm
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
+from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.positions import alibi_slopes
 from torch import Tensor, nn
 
-from mezzo_recurrent_transformer.layer import AbstractLayer, LayerConfig, weight_flops
+from mezzo_recurrent_transformer.layer import LayerConfig, init_as_released
 from mezzo_recurrent_transformer.ops.recurrent_layers import (
     LayerWeights,
     Past,
@@ -44,14 +54,37 @@ class RecurrentBlockConfig(LayerConfig):
         return RecurrentBlock(d_model, self)
 
 
-class RecurrentBlock(AbstractLayer):
+class RecurrentBlock(AbstractBlock):
     """A layer that attends to keys and values of its own outputs (section "The RT layer").
 
     For many layers, `RecurrentStackConfig` builds a stack that runs them at once: the same results
     in a fraction of the time.
     """
 
-    config: RecurrentBlockConfig
+    state_type = KVCache
+
+    def __init__(self, d_model: int, config: RecurrentBlockConfig) -> None:
+        super().__init__()
+        config.check_width(d_model)
+        self.d_model = d_model
+        self.config = config
+        self.num_heads = d_model // config.head_dim
+
+        def norm() -> nn.Module:
+            return build_norm(config.norm, d_model, config.norm_eps)
+
+        self.attention_norm = norm()
+        self.wq, self.wk, self.wv, self.wo = (
+            Linear(d_model, d_model, bias=False) for _ in range(4)
+        )
+        self.q_norm, self.k_norm = norm(), norm()
+        self.mlp_norm = norm()
+        self.mlp = GELUMLP(d_model, MLPConfig("gelu", config.hidden).hidden_width(d_model))
+
+    def init_own_weights(self) -> None:
+        """Draw the weights as the released code does, if `init_layer` asks for it."""
+        if self.config.init_layer is not None:
+            init_as_released(self, self.mlp, self.config.init_layer)
 
     def forward(
         self,
@@ -83,14 +116,48 @@ class RecurrentBlock(AbstractLayer):
         """Check the arguments of `step`, the room in the cache included."""
         _check_keeps_state(self.config)
         super().check_step(x, state)
+        check_room(state)
+
+    def init_state(self, batch: int) -> KVCache:
+        """Return an empty cache for `batch` rows."""
+        return empty_cache(batch, self.num_heads, self.config.head_dim, self.wk.weight)
+
+    def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
+        """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
+        self.check_reserve(state, num_tokens)
+        return reserve_cache(state, num_tokens)
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of keys and values of one sequence."""
+        return 2 * num_tokens * self.d_model * self.wk.weight.element_size()
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs per token: 2 a weight, and 4C for each key that it sees.
 
         The matrices of keys and values count twice, for the temporary and the persistent pair.
         """
-        seen = 4 * self.d_model * (num_tokens + 1) / 2
-        return weight_flops(self, (self.wk, self.wv)) + seen
+        matrices = [part for part in self.modules() if isinstance(part, nn.Linear)]
+        weights = sum(m.weight.numel() for m in (*matrices, self.wk, self.wv))
+        return 2 * weights + 4 * self.d_model * (num_tokens + 1) / 2
+
+    def slopes(self) -> Tensor:
+        """Return the ALiBi slopes (H,), zeros without ALiBi, on the device of the weights."""
+        device, dtype = self.wk.weight.device, accumulation_dtype(self.wk.weight.dtype)
+        if self.config.alibi is None:
+            return torch.zeros(self.num_heads, device=device, dtype=dtype)
+        return alibi_slopes(self.num_heads, self.config.alibi, device=device, dtype=dtype)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v (B, T, H, D) of normalized x."""
+        heads = (self.num_heads, self.config.head_dim)
+        q, k = self.q_norm(self.wq(x)), self.k_norm(self.wk(x))
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), self.wv(x).unflatten(-1, heads)
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Add attention (B, T, C) and the MLP to the residual stream."""
+        r = self.config.residual_scale
+        h = x + r * self.wo(attended)
+        return h + r * self.mlp(self.mlp_norm(h))
 
     def _persistent(self, z: Tensor) -> Tensor:
         return self.attention_norm(z) if self.config.persistent_norm else z

@@ -1,24 +1,14 @@
-"""What one layer of the Recurrent Transformer and one of its Transformer have in common.
-
-Both have the same weights under the same names, the same initialization and the same kind of state,
-so that the two are compared at equal weights and a checkpoint of one can be read as the other.
-"""
+"""Describes a layer of the Recurrent Transformer or of its Transformer, and draws its weights."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import torch
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn import AbstractBlock, MLPConfig
-from mezzo_core.nn.attention import KVCache, check_cache, check_room
-from mezzo_core.nn.linear import Linear
-from mezzo_core.nn.norm import RMSNorm
+from mezzo_core.nn.mlp import GELUMLP
+from mezzo_core.nn.norm import NormKind
 from mezzo_core.ops.checks import check_number, check_size
-from mezzo_core.ops.precision import accumulation_dtype
-from mezzo_core.positions import AlibiFormula, alibi_slopes
-from torch import Tensor, nn
-
-from mezzo_recurrent_transformer.ops.recurrent_layers import Norm
+from mezzo_core.positions import AlibiFormula
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,7 @@ class LayerConfig:
 
     head_dim: int = 64
     hidden: int | None = None
-    norm: Norm = "rms"
+    norm: NormKind = "rms"
     norm_eps: float = 1e-5
     alibi: AlibiFormula | None = "olmo"
     residual_scale: float = 1.0
@@ -59,105 +49,34 @@ class LayerConfig:
             check_size(name, "hidden", self.hidden)
         if self.init_layer is not None:
             check_size(name, "init_layer", self.init_layer, 0)
-        if self.norm not in get_args(Norm):
-            raise ValueError(f"norm must be one of {get_args(Norm)}, got {self.norm!r}")
+        if self.norm not in get_args(NormKind):
+            raise ValueError(f"norm must be one of {get_args(NormKind)}, got {self.norm!r}")
         if self.alibi is not None and self.alibi not in get_args(AlibiFormula):
             raise ValueError(f"alibi must be one of {get_args(AlibiFormula)}, got {self.alibi!r}")
 
+    def check_width(self, d_model: int) -> None:
+        """Raise a ValueError if head_dim does not divide the model's width."""
+        check_size(type(self).__name__, "d_model", d_model)
+        if d_model % self.head_dim:
+            raise ValueError(f"head_dim must divide d_model, got {self.head_dim} and {d_model}")
 
-class AbstractLayer(AbstractBlock):
-    """The weights of a layer, and what follows from them. Its state is a KV cache."""
 
-    state_type = KVCache
+def init_as_released(attention: Any, mlp: GELUMLP, layer: int) -> None:
+    """Draw a layer's matrices as the released code does.
 
-    def __init__(self, d_model: int, config: LayerConfig) -> None:
-        super().__init__()
-        check_size(type(config).__name__, "d_model", d_model)
-        if d_model % config.head_dim:
-            raise ValueError(f"head_dim must divide d_model, got {config.head_dim} and {d_model}")
-        self.d_model = d_model
-        self.config = config
-        self.num_heads = d_model // config.head_dim
-        self.attention_norm = self._norm()
-        self.wq, self.wk, self.wv, self.wo = (
-            Linear(d_model, d_model, bias=False) for _ in range(4)
-        )
-        self.q_norm, self.k_norm = self._norm(), self._norm()
-        self.mlp_norm = self._norm()
-        self.mlp = MLPConfig("gelu", config.hidden).build(d_model)
-
-    def init_own_weights(self) -> None:
-        """Draw the weights as the released code does, if `init_layer` asks for it."""
-        layer = self.config.init_layer
-        if layer is None:
-            return
-        for matrix in (self.wq, self.wk, self.wv, self.wo, self.mlp.up, self.mlp.down):
-            std = matrix.in_features**-0.5
-            if matrix in (self.wo, self.mlp.down):
-                std *= (2 * (layer + 1)) ** -0.5
-            nn.init.trunc_normal_(matrix.weight, std=std, a=-3 * std, b=3 * std)
-
-    def init_state(self, batch: int) -> KVCache:
-        """Return an empty cache for `batch` rows."""
-        dtype, device = self.wk.weight.dtype, self.wk.weight.device
-        shape = (batch, 0, self.num_heads, self.config.head_dim)
-        empty = torch.zeros(shape, dtype=dtype, device=device)
-        return KVCache(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))
-
-    def check_step(self, x: Tensor, state: KVCache) -> None:
-        """Check the arguments of `step`, the room in the cache included."""
-        super().check_step(x, state)
-        check_room(state)
-
-    def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
-        """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
-        self.check_reserve(state, num_tokens)
-        check_cache(state)
-        longest = int(state.lengths.max()) if state.lengths.numel() else 0
-        kept = min(longest, state.k.shape[1])
-        k, v = (
-            x.new_zeros(x.shape[0], longest + num_tokens, *x.shape[2:]) for x in (state.k, state.v)
-        )
-        k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
-        return KVCache(k, v, state.lengths.clone())
-
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of keys and values of one sequence."""
-        return 2 * num_tokens * self.d_model * self.wk.weight.element_size()
-
-    def slopes(self) -> Tensor:
-        """Return the ALiBi slopes (H,), zeros without ALiBi, on the device of the weights."""
-        device, dtype = self.wk.weight.device, accumulation_dtype(self.wk.weight.dtype)
-        if self.config.alibi is None:
-            return torch.zeros(self.num_heads, device=device, dtype=dtype)
-        return alibi_slopes(self.num_heads, self.config.alibi, device=device, dtype=dtype)
-
-    def _norm(self) -> nn.Module:
-        if self.config.norm == "none":
-            return nn.Identity()
-        if self.config.norm == "layer":
-            return nn.LayerNorm(self.d_model, self.config.norm_eps, bias=False)
-        return RMSNorm(self.d_model, self.config.norm_eps)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v (B, T, H, D) of normalized x."""
-        heads = (self.num_heads, self.config.head_dim)
-        q, k = self.q_norm(self.wq(x)), self.k_norm(self.wk(x))
-        return q.unflatten(-1, heads), k.unflatten(-1, heads), self.wv(x).unflatten(-1, heads)
-
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add attention (B, T, C) and the MLP to the residual stream."""
-        r = self.config.residual_scale
-        h = x + r * self.wo(attended)
-        return h + r * self.mlp(self.mlp_norm(h))
+    Args:
+        attention: the module with wq, wk, wv and wo.
+        mlp: the layer's MLP.
+        layer: l, the layer's index from 0: wo and down, which end a branch, start smaller by
+            1 / sqrt(2 (l + 1)).
+    """
+    for matrix in (attention.wq, attention.wk, attention.wv, attention.wo, mlp.up, mlp.down):
+        std = matrix.in_features**-0.5
+        if matrix in (attention.wo, mlp.down):
+            std *= (2 * (layer + 1)) ** -0.5
+        nn.init.trunc_normal_(matrix.weight, std=std, a=-3 * std, b=3 * std)
 
 
 def residual_scales(num_layers: int) -> float:
     """Return r = 1 / sqrt(number of layers), the paper's scale of each residual branch."""
     return num_layers**-0.5
-
-
-def weight_flops(layer: AbstractLayer, extra: Any = ()) -> float:
-    """Return 2 FLOPs for each weight of the layer's matrices, and of those in `extra` once more."""
-    matrices = [part for part in layer.modules() if isinstance(part, nn.Linear)]
-    return 2.0 * sum(matrix.weight.numel() for matrix in (*matrices, *extra))

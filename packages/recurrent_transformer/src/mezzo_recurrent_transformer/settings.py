@@ -59,8 +59,8 @@ def largest_bias(config: TrainConfig) -> float:
     """Return the maximum ALiBi bias of a recipe: the exponent of the smallest slope."""
     with torch.device("meta"):
         stack: Any = config.model.build().stack
-    block = stack.blocks[0]
-    return -math.log2(float(alibi_slopes(block.num_heads, block.config.alibi)[-1]))
+    layer = stack.blocks[0].config
+    return -math.log2(float(alibi_slopes(stack.d_model // layer.head_dim, layer.alibi)[-1]))
 
 
 def _model(recipe: str) -> Any:

@@ -127,9 +127,9 @@ def simulation_maps(claim: Claim) -> Measurement:
     z = run(ours, torch.cat([x, anything, zero], -1))
     found = {
         "z = (x; y; 0)": (z, torch.cat([x, run(layer, x), zero], -1)),
-        "Q": (ours.wq(inside) / scale, torch.cat([layer.wq(x), zero, zero], -1)),
-        "K": (ours.wk(inside), torch.cat([layer.wk(x), zero, zero], -1)),
-        "V": (ours.wv(inside), torch.cat([zero, zero, layer.wv(x)], -1)),
+        "Q": (ours.wq(inside) / scale, torch.cat([layer.mixer.wq(x), zero, zero], -1)),
+        "K": (ours.wk(inside), torch.cat([layer.mixer.wk(x), zero, zero], -1)),
+        "V": (ours.wv(inside), torch.cat([zero, zero, layer.mixer.wv(x)], -1)),
         "MLP": (ours.mlp(inside), torch.cat([zero, written, -a], -1)),
     }
     return errors(found, f"width 3 x {C}, one head, no norms, GELU, no positions")
@@ -148,7 +148,8 @@ def simulating(
         one_head: read and write as the proof does, which has one head: values lie in scratch.
             Otherwise they lie beside the keys, in the same heads, and Wo moves them to scratch.
     """
-    C, hidden, r = layer.d_model, layer.mlp.up.out_features, layer.config.residual_scale
+    theirs, hidden = layer.mixer, layer.mlp.up.out_features
+    C, r = layer.d_model, layer.residual_scale
     carry, *live, scratch = (slice(C * i, C * (i + 1)) for i in order)
     width = C * len(order)
     config = RecurrentBlockConfig(
@@ -157,14 +158,14 @@ def simulating(
         residual_scale=r,
         **BARE,  # type: ignore[arg-type]
     )
-    ours = config.build(width).to(layer.wq.weight)
+    ours = config.build(width).to(theirs.wq.weight)
     for parameter in ours.parameters():
         parameter.zero_()
     values = scratch if one_head else carry
-    ours.wq.weight[carry, carry] = layer.wq.weight * math.sqrt(len(order) if one_head else 1)
-    ours.wk.weight[carry, carry] = layer.wk.weight
-    ours.wv.weight[values, carry] = layer.wv.weight
-    ours.wo.weight[scratch, values] = layer.wo.weight
+    ours.wq.weight[carry, carry] = theirs.wq.weight * math.sqrt(len(order) if one_head else 1)
+    ours.wk.weight[carry, carry] = theirs.wk.weight
+    ours.wv.weight[values, carry] = theirs.wv.weight
+    ours.wo.weight[scratch, values] = theirs.wo.weight
     up, down = ours.mlp.up.weight, ours.mlp.down.weight
     # MLP(x + a): x is in carry, and attention has added a to scratch, which was 0.
     up[:hidden, carry] = up[:hidden, scratch] = layer.mlp.up.weight
@@ -319,8 +320,9 @@ def uniform(config: Config, alpha: float, value: Tensor) -> RecurrentBlock | Tra
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.zero_()
-        block.wv.weight.copy_(value)
-        block.wo.weight.copy_(torch.eye(width))
+        attention: Any = block.mixer if isinstance(block, TransformerBlock) else block
+        attention.wv.weight.copy_(value)
+        attention.wo.weight.copy_(torch.eye(width))
     return block
 
 

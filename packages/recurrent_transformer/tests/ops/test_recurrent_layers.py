@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mezzo_core.positions import alibi_slopes
 from mezzo_core.testing import assert_close, grads
 from mezzo_recurrent_transformer import TransformerBlockConfig
 from mezzo_recurrent_transformer.ops.recurrent_layers import (
@@ -220,11 +221,9 @@ def test_a_block_as_long_as_the_sequence_is_a_transformer(norm):
     options |= {"block_size": 21, "residual_scale": 0.6}
     config = TransformerBlockConfig(4, 12, norm, options["eps"], alibi="olmo", residual_scale=0.6)
     block = config.build(8).double()
-    options["alibi_slopes"] = block.slopes()
-    names = {
-        "wq": "wq", "wk": "wk", "wv": "wv", "wo": "wo", "up": "mlp.up", "down": "mlp.down",
-        "n1": "attention_norm", "n2": "mlp_norm", "q_norm": "q_norm", "k_norm": "k_norm",
-    }  # fmt: skip
+    options["alibi_slopes"] = alibi_slopes(2, "olmo", dtype=torch.float64)
+    names = {"up": "mlp.up", "down": "mlp.down", "n1": "mixer_norm", "n2": "mlp_norm"}
+    names |= {name: f"mixer.{name}" for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm")}
 
     def transformer(x, **weights):
         own = {f"{names[name]}.weight": w[0] for name, w in weights.items()}

@@ -55,7 +55,7 @@ def test_models_are_one_layer_of_the_papers_sizes(model, name):
     assert isinstance(built.stack, AutoEncoder) == is_compression
     layer = built.stack.encoder if is_compression else built.stack.blocks[0]
     assert type(layer) is kind
-    assert (layer.num_heads, layer.config.head_dim, layer.config.alibi) == (16, 8, "olmo")
+    assert (layer.d_model, layer.config.head_dim, layer.config.alibi) == (128, 8, "olmo")
     assert (layer.config.residual_scale, layer.config.init_layer) == (1, 0)
     norms = 5 * 128
     weights = 4 * 128**2 + 2 * 128 * 512 + norms + 2 * 128 * task.vocab_size

@@ -10,6 +10,7 @@ from torch import Tensor
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.norm import NormKind, build_norm
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_counts, check_number, check_size, is_read
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
@@ -54,6 +55,9 @@ class AttentionConfig:
         rope_base: base of RoPE by token position; None for no rotation.
         alibi: formula of the ALiBi slopes ("press" or "olmo"), or None for no ALiBi; needs
             `rope_base=None`.
+        qk_norm: a norm of the projected queries and one of the keys, each over all heads together,
+            before any rotation.
+        norm_eps: epsilon of these two.
     """
 
     head_dim: int = 64
@@ -61,6 +65,8 @@ class AttentionConfig:
     window_size: int | None = None
     rope_base: float | None = 10_000.0
     alibi: AlibiFormula | None = None
+    qk_norm: NormKind = "none"
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -94,6 +100,8 @@ class Attention(AbstractMixer):
         self.wk = Linear(d_model, kv_width, bias=False)
         self.wv = Linear(d_model, kv_width, bias=False)
         self.wo = Linear(d_model, d_model, bias=False)
+        self.q_norm = build_norm(config.qk_norm, d_model, config.norm_eps)
+        self.k_norm = build_norm(config.qk_norm, kv_width, config.norm_eps)
 
     def forward(
         self,
@@ -163,14 +171,7 @@ class Attention(AbstractMixer):
     def reserve(self, state: KVCache, num_tokens: int) -> KVCache:
         """Return a copy of the cache with slots for `num_tokens` more tokens of every row."""
         self.check_reserve(state, num_tokens)
-        check_cache(state, self.config.window_size)
-        longest = int(state.lengths.max()) if state.lengths.numel() else 0
-        S = self._num_slots(longest + num_tokens)
-        # If a row has more tokens than slots, the slots are a full ring of W, which stays as it is.
-        kept = min(longest, state.k.shape[1])
-        k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
-        k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
-        return KVCache(k, v, state.lengths.clone())
+        return reserve_cache(state, num_tokens, self.config.window_size)
 
     def overwritten(self) -> tuple[bool, ...]:
         """Tell that a window's keys and values are; without one they grow."""
@@ -180,8 +181,8 @@ class Attention(AbstractMixer):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
         width = (-1, self.config.head_dim)
-        q, k, v = (w(x).unflatten(2, width) for w in (self.wq, self.wk, self.wv))
-        return q, k, v
+        q, k = self.q_norm(self.wq(x)), self.k_norm(self.wk(x))
+        return q.unflatten(2, width), k.unflatten(2, width), self.wv(x).unflatten(2, width)
 
     def _slopes(self, q: Tensor) -> Tensor | None:
         if self.config.alibi is None:
@@ -189,13 +190,9 @@ class Attention(AbstractMixer):
         dtype = accumulation_dtype(q.dtype)
         return alibi_slopes(self.num_heads, self.config.alibi, device=q.device, dtype=dtype)
 
-    def _num_slots(self, num_tokens: int) -> int:
-        """Return the number of slots for `num_tokens` tokens: a window of W needs at most W."""
-        return min(num_tokens, self.config.window_size or num_tokens)
-
     def _keep(self, old: KVCache, k: Tensor, v: Tensor, lengths: Tensor) -> KVCache:
         """Return the new cache; k and v hold the old cache's slots, then this call's tokens."""
-        old_slots, S = old.k.shape[1], self._num_slots(k.shape[1])
+        old_slots, S = old.k.shape[1], _num_slots(k.shape[1], self.config.window_size)
         if old_slots == 0 and k.shape[1] == S:
             return KVCache(k, v, lengths)
         position = _slot_positions(lengths, S)
@@ -208,24 +205,48 @@ class Attention(AbstractMixer):
 
     def init_state(self, batch: int) -> KVCache:
         """Return an empty cache for `batch` rows."""
-        weight, sizes = self.wk.weight, (batch, 0, self.num_kv_heads, self.config.head_dim)
-        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
-        empty = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
-        lengths = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        return KVCache(empty, empty, lengths)
+        return empty_cache(batch, self.num_kv_heads, self.config.head_dim, self.wk.weight)
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of keys and values of one sequence; a window of W keeps W tokens."""
         width = self.num_kv_heads * self.config.head_dim
-        return 2 * self._num_slots(num_tokens) * width * self.wk.weight.element_size()
+        return (
+            2
+            * _num_slots(num_tokens, self.config.window_size)
+            * width
+            * self.wk.weight.element_size()
+        )
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the FLOPs per token: 2 for each weight, and 4 C for each key that it sees."""
-        weights = sum(weight.numel() for weight in self.parameters())
+        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
         window = min(self.config.window_size or num_tokens, num_tokens)
         # Token t sees min(t + 1, W) keys: 1 + 2 + ... + W, then W for each of the other T - W.
         keys = window * (window + 1) / 2 + (num_tokens - window) * window
         return 2 * weights + 4 * self.d_model * keys / max(num_tokens, 1)
+
+
+def empty_cache(batch: int, num_heads: int, head_dim: int, like: Tensor) -> KVCache:
+    """Return a cache without tokens for `batch` rows, in the dtype and on the device of `like`."""
+    # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+    empty = torch.zeros(batch, 0, num_heads, head_dim, dtype=like.dtype, device=like.device)
+    return KVCache(empty, empty, torch.zeros(batch, dtype=torch.int64, device=like.device))
+
+
+def reserve_cache(state: KVCache, num_tokens: int, window_size: int | None = None) -> KVCache:
+    """Return a copy with slots for `num_tokens` more tokens of every row; waits for a GPU.
+
+    Raises:
+        ValueError: as `check_cache`.
+    """
+    check_cache(state, window_size)
+    longest = int(state.lengths.max()) if state.lengths.numel() else 0
+    S = _num_slots(longest + num_tokens, window_size)
+    # If a row has more tokens than slots, the slots are a full ring of W, which stays as it is.
+    kept = min(longest, state.k.shape[1])
+    k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
+    k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
+    return KVCache(k, v, state.lengths.clone())
 
 
 def check_cache(state: KVCache, window_size: int | None = None) -> None:
@@ -274,6 +295,11 @@ def check_alike(caches: Sequence[KVCache], name: str = "state") -> None:
             )
 
 
+def _num_slots(num_tokens: int, window_size: int | None) -> int:
+    """Return the number of slots for `num_tokens` tokens: a window of W needs at most W."""
+    return min(num_tokens, window_size or num_tokens)
+
+
 def _slot_positions(lengths: Tensor, num_slots: int) -> Tensor:
     """Return (B, S), the position of the token in each slot, negative for an empty slot."""
     newest = lengths[:, None] - 1
@@ -298,5 +324,8 @@ def _check_config(d_model: int, config: AttentionConfig) -> None:
         raise ValueError("alibi and rope_base exclude each other: set rope_base=None for ALiBi")
     if config.rope_base is not None:
         check_number("AttentionConfig", "rope_base", config.rope_base, positive=True)
+    check_number("AttentionConfig", "norm_eps", config.norm_eps, positive=True)
+    if config.qk_norm not in get_args(NormKind):
+        raise ValueError(f"qk_norm must be one of {get_args(NormKind)}, got {config.qk_norm!r}")
     if config.rope_base is not None and D % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {D}")

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.norm import NormKind, build_norm
 from mezzo_core.nn.state import Rows
+from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.padding import without_padding
 
 
@@ -20,14 +22,19 @@ class MixerBlockConfig:
         mixer: the mixer along time.
         mlp: the MLP along channels, after the mixer.
         norm_eps: epsilon of both norms.
+        norm: what is before the mixer and before the MLP.
+        residual_scale: r, by which their outputs are multiplied before they are added.
     """
 
     mixer: MixerConfig
     mlp: MLPConfig = field(default_factory=MLPConfig)
     norm_eps: float = 1e-6
+    norm: NormKind = "rms"
+    residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_number("MixerBlockConfig", "residual_scale", self.residual_scale, positive=True)
 
     def build(self, d_model: int) -> "Block":
         """Build the block, on torch's default device.
@@ -39,7 +46,8 @@ class MixerBlockConfig:
         mixer = self.mixer.build(d_model)
         if not isinstance(mixer, AbstractMixer):
             raise TypeError(f"{type(self.mixer).__name__} builds no mixer")
-        return Block(mixer, self.mlp.build(d_model), d_model, self.norm_eps)
+        mlp = self.mlp.build(d_model)
+        return Block(mixer, mlp, d_model, self.norm_eps, self.norm, self.residual_scale)
 
 
 class AbstractMixerBlock(AbstractBlock):
@@ -84,28 +92,37 @@ class AbstractMixerBlock(AbstractBlock):
         return self.mixer.host_state_bytes(num_tokens)
 
     def without_padding(self, x: Tensor, state: Any, lengths: Tensor | None) -> Tensor:
-        """Return x with zeros as padding, because a NaN there would reach the norms' gradients."""
-        if lengths is not None:
-            self.check_input(x, state, None, lengths)
+        """Return x with zeros as padding, because a NaN there would reach the norms' gradients.
+
+        The norm comes before the mixer's checks, so x is checked here.
+        """
+        self.check_input(x, None if lengths is None else state, None, lengths)
         return without_padding(x, lengths)
 
 
 class Block(AbstractMixerBlock):
-    """`x + mixer(norm x)`, then `x + mlp(norm x)`.
+    """`x + r mixer(norm x)`, then `x + r mlp(norm x)`.
 
-    The norms are torch's own `RMSNorm`. It accumulates in float32 for bf16 and float16 inputs, is
-    one fused kernel on a GPU, and keeps the dtype of its input. So under autocast with float32
-    weights the residual stream stays float32, while the mixer and the MLP compute in bf16.
+    RMSNorm accumulates in float32 for bf16 and float16 inputs, is one fused kernel on a GPU, and
+    keeps the dtype of its input. So under autocast with float32 weights the residual stream stays
+    float32, while the mixer and the MLP compute in bf16.
     """
 
     def __init__(
-        self, mixer: AbstractMixer, mlp: nn.Module, d_model: int, norm_eps: float = 1e-6
+        self,
+        mixer: AbstractMixer,
+        mlp: nn.Module,
+        d_model: int,
+        norm_eps: float = 1e-6,
+        norm: NormKind = "rms",
+        residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.d_model = d_model
-        self.mixer_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.residual_scale = residual_scale
+        self.mixer_norm = build_norm(norm, d_model, norm_eps)
         self.mixer = mixer
-        self.mlp_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.mlp_norm = build_norm(norm, d_model, norm_eps)
         self.mlp = mlp
 
     def forward(
@@ -119,14 +136,19 @@ class Block(AbstractMixerBlock):
         """Map (B, T, C) to (B, T, C); arguments and results as `AbstractBlock.forward` says."""
         x = self.without_padding(x, state, lengths)
         mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
-        x = x + mixed
-        x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+        return self._finish(x, mixed), state
 
     def step(self, x: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
-        x = x + self.mixer.step(self.mixer_norm(x), state)
-        return x + self.mlp(self.mlp_norm(x))
+        self.check_input(x, None, None, None)
+        return self._finish(x, self.mixer.step(self.mixer_norm(x), state))
+
+    def _finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add the mixer's output and the MLP's to the residual stream."""
+        r = self.residual_scale
+        x = x + (mixed if r == 1 else r * mixed)
+        h = self.mlp(self.mlp_norm(x))
+        return x + (h if r == 1 else r * h)
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs per token of the mixer and the MLP; norms are not counted."""

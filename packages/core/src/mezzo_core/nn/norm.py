@@ -1,10 +1,15 @@
-"""RMSNorm of what autocast computes."""
+"""The norms of blocks and attention."""
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo_core.nn.linear import is_unchanged
+
+NormKind = Literal["rms", "layer", "none"]
+"""RMSNorm, LayerNorm without bias, or no norm."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -33,3 +38,10 @@ def is_plain_norm(norm: nn.Module, eps: float) -> bool:
         and norm.eps == eps
         and is_unchanged(norm)
     )
+
+
+def build_norm(kind: NormKind, width: int, eps: float) -> nn.Module:
+    """Build a norm over the last dimension, on torch's default device."""
+    if kind == "rms":
+        return RMSNorm(width, eps)
+    return nn.LayerNorm(width, eps, bias=False) if kind == "layer" else nn.Identity()

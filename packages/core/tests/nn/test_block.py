@@ -1,0 +1,65 @@
+"""A block around a mixer: its norms and its residual scale."""
+
+import pytest
+import torch
+from mezzo_core.nn import AttentionConfig, MixerBlockConfig, MLPConfig
+from mezzo_core.testing import assert_close
+from mezzo_core.testing.arguments import check_module_arguments
+from mezzo_core.testing.laws import LAWS
+from torch import nn
+
+C = 16
+CONFIGS = {
+    "plain": MixerBlockConfig(AttentionConfig(8)),
+    "scaled": MixerBlockConfig(
+        AttentionConfig(8, qk_norm="rms"), MLPConfig("swiglu", 24), residual_scale=0.3
+    ),
+    "layer norms": MixerBlockConfig(AttentionConfig(8), norm="layer", norm_eps=1e-3),
+    "no norms": MixerBlockConfig(AttentionConfig(8), norm="none", residual_scale=2.0),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def block(request):
+    torch.manual_seed(0)
+    block = CONFIGS[request.param].build(C)
+    for part in block.modules():
+        if isinstance(part, nn.RMSNorm | nn.LayerNorm):
+            nn.init.normal_(part.weight, mean=1.0, std=0.3)
+    return block
+
+
+@pytest.mark.parametrize("law", ["segments", "packed", "ragged", "step", "gradients", "precision"])
+def test_laws_are_kept(block, law):
+    LAWS[law](block)
+
+
+@pytest.mark.parametrize("name", ["plain", "no norms"])
+def test_arguments_replaced_are_refused_by_name(name):
+    check_module_arguments(CONFIGS[name].build(C))
+
+
+def test_both_branches_are_scaled_and_normed(block):
+    x = torch.randn(2, 9, C)
+    h = x + block.residual_scale * block.mixer(block.mixer_norm(x))[0]
+    expected = h + block.residual_scale * block.mlp(block.mlp_norm(h))
+    assert_close("y", block(x)[0], expected, rtol=1e-6)
+
+
+def test_norms_are_what_the_config_says():
+    x = torch.randn(3, C)
+    shifted = x - x.mean(-1, keepdim=True)
+    expected = {
+        "plain": x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
+        "layer norms": shifted / (shifted.square().mean(-1, keepdim=True) + 1e-3).sqrt(),
+        "no norms": x,
+    }
+    for name, y in expected.items():
+        block = CONFIGS[name].build(C)
+        for norm in (block.mixer_norm, block.mlp_norm):
+            assert_close(name, norm(x), y, rtol=1e-5)
+
+
+def test_a_scale_that_is_no_positive_number_is_refused():
+    with pytest.raises(ValueError, match="residual_scale must be positive and finite, got 0"):
+        MixerBlockConfig(AttentionConfig(8), residual_scale=0.0)
