@@ -1,10 +1,12 @@
 import math
 import reprlib
+from dataclasses import fields
 
 import pytest
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.train.config import OptimConfig
+from mezzo_core.train.config import OptimConfig, TrainConfig, Training
+from mezzo_core.train.recipes import AbstractHyperparameters
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,14 @@ def test_an_impossible_run_is_refused_by_name(tiny, field, value):
 def test_a_configuration_survives_json(tiny):
     config = tiny(optim=OptimConfig(clip=2.0, betas=(0.9, 0.98)))
     assert from_json(to_json(config)) == config
+
+
+def test_hyperparameters_set_all_that_a_training_has(tiny):
+    """What two architectures share may be any of it."""
+    config = tiny(seed=3, stop_at_accuracy=0.5, keep_checkpoints=7, track="tensorboard")
+    training = {field.name: getattr(config, field.name) for field in fields(Training)}
+    shared = AbstractHyperparameters(vocab_size=17, d_model=8, **training)
+    assert shared.run(config.name, config.model) == config
+    assert {field.name for field in fields(TrainConfig)} == {*training, "name", "model"}
+    with pytest.raises(UserError, match="steps must be"):
+        AbstractHyperparameters(vocab_size=17, d_model=8, **{**training, "steps": 0})

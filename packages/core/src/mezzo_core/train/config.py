@@ -53,13 +53,11 @@ class OptimConfig:
         _check("clip", self.clip, self.clip > 0, "above 0 (inf clips nothing)")
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """The full configuration of a training run: the same configuration gives the same model.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained, whatever the model.
 
     Attributes:
-        name: the recipe's name, stored with the model.
-        model: the language model.
         data: the corpus and its tokenizer, or a task.
         optim: the optimizer and its schedule.
         seq_len: T, tokens of a sequence.
@@ -89,11 +87,9 @@ class TrainConfig:
             than half of a GPU's memory. Losses and checkpoints are the same.
         track: also send the log to this tracker.
         init_from: a folder that `save_model` wrote. Training starts from its weights, which must
-            fit `model`. With None the initial weights are random.
+            fit the model. With None the initial weights are random.
     """
 
-    name: str
-    model: LMConfig
     data: SourceConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     seq_len: int = 512
@@ -116,7 +112,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check("name", self.name, bool(self.name.strip()), "a name that is not empty")
         for name in ("seq_len", "batch_size", "steps", "eval_every", "checkpoint_every"):
             _check_count(name, getattr(self, name))
         _check_count("keep_checkpoints", self.keep_checkpoints)
@@ -139,6 +134,23 @@ class TrainConfig:
                 self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
                 f"a divisor of batch_size = {self.batch_size} (or None)",
             )
+
+
+@dataclass(frozen=True)
+class TrainConfig(Training):
+    """The full configuration of a training run: the same configuration gives the same model.
+
+    Attributes:
+        name: the recipe's name, stored with the model.
+        model: the language model.
+    """
+
+    name: str
+    model: LMConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("name", self.name, bool(self.name.strip()), "a name that is not empty")
 
 
 def _check_count(name: str, value: int, also: str = "") -> None:
