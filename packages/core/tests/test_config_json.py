@@ -1,14 +1,14 @@
 import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Optional, Protocol
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.config_json import MARKER, check_fields, from_json, to_json
+from mezzo_core.config_json import MARKER, check_fields, from_json, to_json, with_defaults
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
@@ -315,3 +315,16 @@ def test_a_number_that_json_has_not_comes_back(clip):
 def test_it_comes_back_in_tuples_and_where_none_is_allowed_too(config):
     described = json.loads(json.dumps(to_json(config), allow_nan=False))
     assert from_json(described, (HERE,)) == config
+
+
+def test_fields_of_later_versions_have_their_defaults_in_what_was_stored_before():
+    config = LMConfig(17, 8, (AttentionConfig(4, qk_norm="rms"), AttentionConfig(4)))
+    stored = to_json(config)
+    for mixer in stored["mixers"]:
+        del mixer["qk_norm"], mixer["norm_eps"]
+    found = with_defaults(stored, config)
+    assert found["mixers"] == to_json(replace(config, mixers=(AttentionConfig(4),) * 2))["mixers"]
+    assert found | {"mixers": None} == to_json(config) | {"mixers": None}
+    assert "mixers" not in stored or "qk_norm" not in stored["mixers"][0], "the given JSON stays"
+    for damaged in (None, [], "text", {"mixers": 3}, {"mixers": [None]}, {"type": {}}):
+        with_defaults(damaged, config)

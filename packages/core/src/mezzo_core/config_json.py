@@ -68,6 +68,27 @@ def from_json(data: Any, allow_packages: Sequence[str] = ()) -> Any:
         raise UserError("config is nested too deeply") from None
 
 
+def with_defaults(data: Any, config: Any) -> Any:
+    """Return what `to_json` wrote before a field was added, with the defaults of later fields.
+
+    Args:
+        data: the parsed JSON.
+        config: a configuration of the same structure, whose classes tell the defaults.
+    """
+    if isinstance(config, tuple) and isinstance(data, list) and len(data) == len(config):
+        return [with_defaults(*pair) for pair in zip(data, config, strict=True)]
+    if not (is_dataclass(config) and isinstance(data, dict)):
+        return data
+    added = {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in _init_fields(type(config))
+        if f.name not in data
+    }
+    known = {name: _encode(value, name) for name, value in added.items() if value is not MISSING}
+    stored = {key: with_defaults(value, getattr(config, key, None)) for key, value in data.items()}
+    return {**known, **stored}
+
+
 def check_fields(config: Any) -> None:
     """Check that every field of a dataclass has the type of its annotation.
 

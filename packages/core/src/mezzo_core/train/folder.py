@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mezzo_core.config_json import to_json
+from mezzo_core.config_json import to_json, with_defaults
 from mezzo_core.data import SourceConfig
 from mezzo_core.data.mixture import TextConfig
 from mezzo_core.errors import UserError
@@ -83,7 +83,7 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
             "train into another folder"
         )
     if resume:
-        _refuse_another(out, found, to_json(config))
+        _refuse_another(out, with_defaults(found, config), to_json(config))
     elif config.init_from and Path(config.init_from).resolve() == (out / "model").resolve():
         raise UserError(
             f"starting over in {out} would remove the model that it is to start from: "
