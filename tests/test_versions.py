@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 OLDEST = dict(line.split(";")[0].split("==") for line in GROUPS["oldest"] if isinstance(line, str))
 CORE = tomllib.loads((ROOT / "packages/core/pyproject.toml").read_text())["project"]
-NEEDED = [*CORE["dependencies"], *CORE["optional-dependencies"]["train"]]
+EXTRAS = CORE["optional-dependencies"]
+NEEDED = [*CORE["dependencies"], *EXTRAS["train"], *EXTRAS["hub"]]
 PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 FLOORS = dict(line.split(">=") for line in NEEDED if ";" not in line)
 

@@ -1,0 +1,14 @@
+"""Models of mezzo in the Hugging Face libraries (extra `hub`).
+
+`import mezzo_core.hub` registers them: afterwards `AutoConfig`, `AutoModelForCausalLM` and
+`pipeline` read the folders that `export_model` writes.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mezzo_core.hub.cache import MezzoCache as MezzoCache
+from mezzo_core.hub.config import MezzoConfig as MezzoConfig
+from mezzo_core.hub.model import MezzoForCausalLM as MezzoForCausalLM
+
+AutoConfig.register(MezzoConfig.model_type, MezzoConfig, exist_ok=True)
+AutoModelForCausalLM.register(MezzoConfig, MezzoForCausalLM, exist_ok=True)

@@ -1,0 +1,215 @@
+"""A language model of mezzo as a model of transformers."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from mezzo_core.errors import UserError
+from mezzo_core.hub.cache import MezzoCache
+from mezzo_core.hub.config import MezzoConfig
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
+
+_NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
+"""The name of the cache in outputs and arguments, which depends on the version of transformers."""
+
+
+class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
+    """Holds an `LM`, as `lm`, and has the arguments and outputs of transformers' models."""
+
+    config_class = MezzoConfig
+    base_model_prefix = "lm"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _tied_weights_keys = {"lm.head.weight": "lm.embed.weight"}  # noqa: RUF012 (transformers' form)
+    _is_stateful = True
+
+    def __init__(self, config: MezzoConfig) -> None:
+        super().__init__(config)
+        self.lm = config.lm_config.build()
+        self.gradient_checkpointing = False
+        self._no_split_modules = sorted({type(unit).__name__ for unit in self.lm.units()})
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load a model, as every model of transformers does.
+
+        Raises:
+            UserError: if the folder lacks some of the model's weights, or their shapes differ.
+                Other models would be given random weights in their place.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        wrong = sorted(info["missing_keys"]) or sorted(name for name, *_ in info["mismatched_keys"])
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise UserError(f"no weights that fit the model for {', '.join(wrong[:3])}{more}")
+        return (model, info) if output_loading_info else model
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: MezzoCache | None = None,
+        past_key_values: MezzoCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: (B, T) int64, the tokens that come after those of the cache.
+            attention_mask: (B, S), whose last T columns tell real tokens (1) from padding (0), on
+                the left, on the right or between. Padding changes nothing: positions count real
+                tokens, and the logits of padding are meaningless. None: no padding.
+            cache: of the tokens before, which is updated.
+            past_key_values: the older name of `cache`.
+            labels: (B, T) int64, usually `input_ids`; -100 does not count, nor does padding. The
+                label of a token is what is predicted at the token before it.
+            use_cache: whether to return a cache; by default, if one was given.
+            logits_to_keep: give the logits of this many last positions; 0 for all.
+            num_items_in_batch: what to divide the sum of the losses by; by default, how many labels
+                count.
+            others: arguments of other models, which may only be None or False.
+
+        Returns:
+            `loss`, a float32 scalar in nats if there are labels; `logits` (B, T, vocab); the cache.
+
+        Raises:
+            UserError: if the mask has no column for each token, the cache is another model's, or
+                an argument is not supported.
+        """
+        _refuse(others)
+        cache = _given_cache(cache, past_key_values)
+        if use_cache and cache is None:
+            cache = MezzoCache(self.lm.init_state(len(input_ids)))
+        rows = _Rows.of(input_ids, attention_mask)
+        last_only = logits_to_keep == 1 and labels is None
+        can_step = rows.lengths is None and not torch.is_grad_enabled()
+        if cache is None:
+            # What follows a token does not change its logits, so padding needs no lengths here.
+            logits = self.lm(rows.tokens).logits
+        elif input_ids.shape[1] == 1 and cache.get_seq_length() and can_step:
+            logits = cache.step(self.lm, rows.tokens)
+        else:
+            logits, state = self.lm(
+                rows.tokens, cache.state, lengths=rows.lengths, last_only=last_only
+            )
+            cache.replace(state, input_ids.shape[1])
+        loss = None if labels is None else rows.loss(logits, labels, num_items_in_batch)
+        if logits.shape[1] == input_ids.shape[1]:
+            logits = rows.in_place(logits)[:, -logits_to_keep:]
+        kept = None if use_cache is False else cache
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: kept})
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.lm.embed
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embedding, by one of another vocabulary perhaps."""
+        self.lm.embed = value
+        self.lm.vocab_size = value.num_embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.lm.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the head."""
+        self.lm.head = new_embeddings
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the weights as they are: `LMConfig.build` has drawn them, or they were loaded."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Tell `generate` to leave the cache to `forward`."""
+        return False
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Let the backward compute the activations of every n-th unit again, or no longer."""
+        self.gradient_checkpointing = enable
+        for i, unit in enumerate(self.lm.units()):
+            unit.__dict__.pop("forward", None)
+            if enable and i % every_n_layers == 0:
+                unit.__dict__["forward"] = partial(gradient_checkpointing_func, unit.forward)
+
+
+class _Rows(NamedTuple):
+    """A batch with the padding of every row moved to its end, as `LM` takes it."""
+
+    tokens: Tensor
+    lengths: Tensor | None  # (B,), real tokens of each row; None if there is no padding
+    order: Tensor | None  # (B, T), where each token of a row was
+
+    @classmethod
+    def of(cls, input_ids: Tensor, attention_mask: Tensor | None) -> "_Rows":
+        B, T = input_ids.shape
+        if attention_mask is None:
+            return cls(input_ids, None, None)
+        shape = tuple(attention_mask.shape)
+        if len(shape) != 2 or shape[0] != B or shape[1] < T:
+            raise UserError(
+                f"attention_mask must be ({B}, S) with a column for each token, S >= {T}, "
+                f"got {shape}"
+            )
+        real = attention_mask[:, shape[1] - T :].bool()
+        if real.all():
+            return cls(input_ids, None, None)
+        order = real.logical_not().int().argsort(dim=1, stable=True)
+        # The token of padding may be none of the model's.
+        tokens = input_ids.masked_fill(~real, 0).gather(1, order)
+        return cls(tokens, real.sum(1), order)
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """Return the mean loss of the labels that count, or their sum by `count`."""
+        if self.order is not None and self.lengths is not None:
+            places = torch.arange(labels.shape[1], device=labels.device)
+            is_padding = places >= self.lengths[:, None]
+            labels = labels.gather(1, self.order).masked_fill(is_padding, NO_TARGET)
+        targets = labels[:, 1:]
+        loss, _ = cross_entropy(logits[:, :-1], targets)
+        return loss / ((targets != NO_TARGET).sum().clamp(min=1) if count is None else count)
+
+    def in_place(self, logits: Tensor) -> Tensor:
+        """Return the logits (B, T, vocab) where their tokens were."""
+        if self.order is None:
+            return logits
+        index = self.order.argsort(1)[:, :, None].expand_as(logits)
+        return logits.gather(1, index)
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Refuse arguments of other models, which would otherwise change nothing in silence."""
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if given:
+        raise UserError(f"MezzoForCausalLM does not take {', '.join(given)}")
+
+
+def _given_cache(cache: Any, past_key_values: Any) -> MezzoCache | None:
+    given = past_key_values if cache is None else cache
+    if given is not None and not isinstance(given, MezzoCache):
+        raise UserError(
+            "cache must be a MezzoCache, which a call with use_cache=True returns, "
+            f"got {type(given).__name__}"
+        )
+    return given

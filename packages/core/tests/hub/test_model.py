@@ -1,0 +1,199 @@
+"""An LM in the libraries around transformers: Trainer, accelerate, PEFT, pipeline."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from mezzo_core.errors import UserError
+from mezzo_core.hub import MezzoCache, MezzoConfig, MezzoForCausalLM
+from mezzo_core.nn import AttentionConfig, LMConfig, generate
+from peft import LoraConfig, PeftModel, get_peft_model
+from toys.retrieval import RetrievalConfig
+from transformers import AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+
+WINDOW = AttentionConfig(head_dim=8, window_size=5)
+CONFIG = LMConfig(17, 16, mixers=(WINDOW, AttentionConfig(head_dim=8)))
+TOKENS = torch.arange(20).remainder(5).expand(8, -1)
+
+
+def built(config: LMConfig = CONFIG, seed: int = 0) -> MezzoForCausalLM:
+    torch.manual_seed(seed)
+    return MezzoForCausalLM(MezzoConfig(config, pad_token_id=0)).eval()
+
+
+@pytest.fixture
+def model():
+    return built()
+
+
+def arguments(folder, **changes):
+    settings = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**settings, **changes})
+
+
+def data(num_rows: int = 8):
+    rows = torch.stack([torch.arange(20).add(i).remainder(5) for i in range(num_rows)])
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def test_trainer_trains_saves_and_resumes(model, tmp_path):
+    first = Trainer(model, arguments(tmp_path), train_dataset=data(), eval_dataset=data())
+    before = first.evaluate()["eval_loss"]
+    first.train()
+    assert first.evaluate()["eval_loss"] < before - 0.1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert loaded.lm.head.weight is loaded.lm.embed.weight
+    assert torch.equal(loaded(TOKENS).logits, model.eval()(TOKENS).logits)
+    again = built()
+    Trainer(again, arguments(tmp_path), train_dataset=data()).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    )
+    assert torch.equal(again.eval()(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path):
+    """Rows have labels of different numbers, so a mean of means would be another loss."""
+    rows = data()
+    for i, row in enumerate(rows):
+        row["labels"] = row["labels"].masked_fill(torch.arange(20) < 2 * i, -100)
+    weights = []
+    for size in (8, 2):
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        model = built()
+        args = arguments(tmp_path / str(size), max_steps=2, optim="sgd", **settings)
+        Trainer(model, args, train_dataset=rows).train()
+        weights.append(torch.cat([weight.flatten() for weight in model.parameters()]))
+    torch.testing.assert_close(*weights)
+
+
+def test_accelerate_runs_a_plain_loop(model):
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    losses = []
+    for _ in range(4):
+        loss = prepared(input_ids=TOKENS, labels=TOKENS).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert torch.equal(accelerator.unwrap_model(prepared).lm(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_an_adapter_is_saved_and_loaded(model, tmp_path):
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    adapted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(built(), tmp_path)
+    assert torch.equal(loaded(TOKENS).logits, adapted(TOKENS).logits)
+    assert not torch.equal(loaded(TOKENS).logits, built()(TOKENS).logits)
+
+
+def test_the_loss_is_that_of_the_lm_and_needs_no_real_padding(model):
+    loss = model(TOKENS, labels=TOKENS).loss
+    torch.testing.assert_close(loss, model.lm.loss(TOKENS[:, :-1], TOKENS[:, 1:]))
+    padding = torch.full((8, 3), 99)
+    for sides in ((padding, TOKENS), (TOKENS, padding), (TOKENS[:, :4], padding, TOKENS[:, 4:])):
+        tokens = torch.cat(sides, 1)
+        padded = model(tokens, attention_mask=tokens != 99, labels=tokens)
+        torch.testing.assert_close(padded.loss, loss)
+        real = padded.logits[tokens != 99].view(8, 20, 17)
+        torch.testing.assert_close(real, model(TOKENS).logits)
+
+
+def test_gradient_checkpointing_runs_each_layer_again_until_it_is_switched_off(model):
+    calls = []
+    for block in model.lm.stack.blocks:
+        block.mixer.register_forward_hook(lambda *_: calls.append(1))
+    for switch in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+        switch()
+        calls.clear()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        assert len(calls) == (4 if model.gradient_checkpointing else 2)
+
+
+def test_labels_of_nothing_give_a_loss_of_zero(model):
+    assert model(TOKENS, labels=torch.full_like(TOKENS, -100)).loss == 0
+
+
+def test_a_cache_continues_where_it_was(model):
+    whole = model(TOKENS).logits
+    first = model(TOKENS[:, :7], use_cache=True)
+    cache = first["cache"] if "cache" in first else first["past_key_values"]
+    parts = [first.logits]
+    with torch.no_grad():
+        for part in TOKENS[:, 7:].split([1, 1, 5, 1, 5], dim=1):
+            parts.append(model(part, past_key_values=cache).logits)
+    assert cache.get_seq_length() == 20
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_a_prompt_that_was_read_once_serves_two_continuations(model):
+    prompt, ends = TOKENS[:1, :9], ([3, 1], [2, 2, 2])
+    cache = MezzoCache(model.lm.init_state(1))
+    with torch.inference_mode():
+        model(prompt, past_key_values=cache)
+    for end in ends:
+        ids = torch.cat([prompt, torch.tensor([end])], 1)
+        mine = copy.deepcopy(cache)
+        new = model.generate(ids, past_key_values=mine, max_new_tokens=6)[:, ids.shape[1] :]
+        assert new.tolist() == generate(model.lm, ids.tolist(), max_new_tokens=6)
+
+
+def test_a_step_goes_on_beyond_the_room_that_was_reserved(model):
+    new = model.generate(TOKENS[:2], max_new_tokens=150)[:, 20:]
+    assert new.tolist() == generate(model.lm, TOKENS[:2].tolist(), max_new_tokens=150)
+
+
+def test_a_stack_of_another_package_needs_leave(monkeypatch, tmp_path):
+    config = LMConfig(17, 16, stack=RetrievalConfig())
+    with pytest.raises(UserError, match="toys"):
+        MezzoConfig(config)
+    monkeypatch.setattr(MezzoConfig, "allowed_packages", ("toys",))
+    model = built(config)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    given = {"max_new_tokens": 9, "num_beams": 3}
+    beams = loaded.generate(TOKENS[:2], **given)
+    assert torch.equal(beams, model.generate(TOKENS[:2], **given, use_cache=False))
+
+
+def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
+    model.resize_token_embeddings(23)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm.vocab_size == loaded.config.vocab_size == 23
+    tokens = torch.tensor([[3, 22]])
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"attention_mask": torch.ones(8, 4)}, r"attention_mask must be \(8, S\)"),
+        ({"attention_mask": torch.ones(8, 1, 20, 20)}, "attention_mask must be"),
+        ({"past_key_values": DynamicCache()}, "cache must be a MezzoCache.*got DynamicCache"),
+        ({"inputs_embeds": torch.ones(8, 20, 16)}, "does not take inputs_embeds"),
+        ({"output_hidden_states": True}, "does not take output_hidden_states"),
+    ],
+)
+def test_what_it_does_not_take_is_one_line(model, given, words):
+    with pytest.raises(UserError, match=words):
+        model(TOKENS, **given)
+
+
+def test_a_cache_of_another_model_is_refused(model):
+    other = built(LMConfig(17, 16, mixers=(AttentionConfig(head_dim=8),)))
+    with pytest.raises(ValueError, match="2 blocks' states, got 1"):
+        model(TOKENS, past_key_values=MezzoCache(other.lm.init_state(8)))

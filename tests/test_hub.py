@@ -1,0 +1,109 @@
+"""Every layer of every package in a model of transformers (`mezzo_core.hub`)."""
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.hub import MezzoConfig, MezzoForCausalLM
+from mezzo_core.nn import AbstractMixer, AbstractStack, AttentionConfig, LMConfig, generate
+from mezzo_core.nn.stack import BlocksConfig
+from mezzo_recurrent_transformer import RecurrentBlock
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[1]
+LAYERS = {
+    line: f"mezzo_{path.parents[1].name}"
+    for path in sorted(ROOT.glob("packages/*/tests/layers.txt"))
+    for line in path.read_text().splitlines()
+}
+WIDTH = 64
+PLAIN = LMConfig(17, WIDTH, mixers=(AttentionConfig(),), tie_embeddings=False)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [5, 5, 5, 5]]
+
+
+def described(line: str) -> LMConfig:
+    """Return a small model of this layer: a hybrid with attention, if it is no whole stack."""
+    layer = eval(line, vars(import_module(LAYERS[line])))
+    with torch.device("meta"):
+        built = layer.build(WIDTH)
+    if isinstance(built, AbstractMixer):
+        return replace(PLAIN, mixers=(layer, AttentionConfig(head_dim=8)))
+    is_stack = isinstance(built, AbstractStack)
+    return replace(PLAIN, mixers=(), stack=layer if is_stack else BlocksConfig((layer, layer)))
+
+
+@pytest.fixture(params=LAYERS)
+def model(request):
+    torch.manual_seed(0)
+    config = MezzoConfig(described(request.param), pad_token_id=0)
+    model = MezzoForCausalLM(config).eval()
+    with torch.no_grad():  # so that all rows do not end in one token
+        for weight in model.parameters():
+            weight.mul_(5 if weight.ndim == 2 else 1)
+    return model
+
+
+def padded(prompts):
+    """Return the prompts padded on the left, by a token that the model does not have."""
+    longest = max(map(len, prompts))
+    rows = [[99] * (longest - len(prompt)) + prompt for prompt in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": (torch.tensor(rows) != 99).long()}
+
+
+def test_it_is_saved_and_read_with_the_same_logits(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(17, (2, 9))
+    assert torch.equal(loaded(tokens).logits, model.lm(tokens).logits)
+
+
+def test_a_padded_batch_generates_what_each_prompt_does(model):
+    given = padded(PROMPTS)
+    new = model.generate(**given, max_new_tokens=12)[:, len(PROMPTS[0]) :]
+    assert new.tolist() == generate(model.lm, PROMPTS, max_new_tokens=12)
+    assert len(new.unique()) > 2
+
+
+def test_beams_with_a_cache_are_those_without(model):
+    given = {**padded(PROMPTS), "max_new_tokens": 8, "num_beams": 3}
+    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+
+
+def test_recomputed_activations_give_the_same_gradients(model):
+    tokens = torch.randint(17, (2, 9))
+    gradients = []
+    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        switch()
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_lora_trains_and_generates_or_is_refused(model):
+    tokens = torch.arange(20).remainder(5).expand(4, -1)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    if any(isinstance(part, RecurrentBlock) for part in model.modules()):
+        with pytest.raises(TypeError, match="recurrent layers use its weight and do not call it"):
+            adapted(input_ids=tokens)
+        return
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(weight.grad is not None for weight in trained)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    given = {"input_ids": tokens[:, :7], "max_new_tokens": 6}
+    adapted.eval()
+    assert torch.equal(adapted.generate(**given), adapted.generate(**given, use_cache=False))
+    merged = adapted.merge_and_unload()
+    assert any(not torch.equal(w, before[name]) for name, w in merged.named_parameters())
