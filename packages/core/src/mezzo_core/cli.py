@@ -24,6 +24,7 @@ from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.hub_commands import add_hub_commands
 from mezzo_core.inputs import (
     check_writable,
     choose_texts,
@@ -96,6 +97,7 @@ def make_app(paper: Paper) -> typer.Typer:
     _add_train(app, paper)
     _add_generate(app)
     _add_eval(app)
+    add_hub_commands(app)
     if paper.bench is not None:
         _add_bench(app, paper.bench)
     if paper.reproduce is not None:

@@ -139,6 +139,11 @@ class HFTokenizer:
         special = {number for number, token in added.items() if token.special}
         self.vocab_size: int = 1 + max(numbers - special | {eos_token, self.bos_token or 0})
 
+    @property
+    def backend(self) -> Any:
+        """The library's tokenizer."""
+        return self._backend
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens, without those that the tokenizer's template would add.
 

@@ -1,6 +1,7 @@
 """The configuration of a model, as transformers reads and writes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -70,3 +71,14 @@ class MezzoConfig(PretrainedConfig):
     def hidden_size(self) -> int:
         """Width C of the model."""
         return self.lm["d_model"]
+
+
+@contextmanager
+def allowing(packages: Sequence[str]) -> Iterator[None]:
+    """Let configurations name classes of these packages too, meanwhile."""
+    before = MezzoConfig.allowed_packages
+    MezzoConfig.allowed_packages = (*before, *packages)
+    try:
+        yield
+    finally:
+        MezzoConfig.allowed_packages = before

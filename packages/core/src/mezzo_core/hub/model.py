@@ -15,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from mezzo_core.errors import UserError
 from mezzo_core.hub.cache import MezzoCache
 from mezzo_core.hub.config import MezzoConfig
+from mezzo_core.nn.lm import LM
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
 
 _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
@@ -41,6 +42,14 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @classmethod
+    def around(cls, lm: LM, config: MezzoConfig) -> "MezzoForCausalLM":
+        """Return a model that holds this `LM` itself, which `config` describes."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.lm = lm
+        return model
+
+    @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load a model, as every model of transformers does.
 
@@ -48,7 +57,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             UserError: if the folder lacks some of the model's weights, or their shapes differ.
                 Other models would be given random weights in their place.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = super().from_pretrained(*args, **kwargs)
         wrong = sorted(info["missing_keys"]) or sorted(name for name, *_ in info["mismatched_keys"])
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

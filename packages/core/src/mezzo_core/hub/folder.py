@@ -1,0 +1,123 @@
+"""Folders of transformers: a run's model is written as one, and one is read into a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.data.mixture import TextConfig, change_texts
+from mezzo_core.data.tokenizers import Tokenizer
+from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
+from mezzo_core.hub.config import MezzoConfig, allowing
+from mezzo_core.hub.model import MezzoForCausalLM
+from mezzo_core.hub.tokenizer import to_transformers
+from mezzo_core.inputs import fitting_tokenizer, told_tokenizer
+from mezzo_core.libraries import library_errors
+from mezzo_core.nn.checkpoint import find_model, load_model, save_model
+
+
+def export_model(
+    run: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | None = None,
+    allow_packages: Sequence[str] = (),
+) -> list[str]:
+    """Write a run's model, its tokenizer and its generation settings for `from_pretrained`.
+
+    Args:
+        run: folder of a run or of a model.
+        out: a new folder, or an empty one.
+        tokenizer: where the model's tokenizer is now, if it is not where it was.
+        allow_packages: packages besides mezzo's own whose layers the model may have.
+
+    Returns:
+        The names of the files that were written.
+
+    Raises:
+        UserError: if `run` holds no model, its tokenizer is not found or cannot be written, its
+            weights are of several dtypes, or `out` is not empty or cannot be written.
+    """
+    folder, out = find_model(run), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} must be a new folder or an empty one")
+    lm, config, extra = load_model(folder, allow_packages=allow_packages)
+    dtypes = sorted({str(weight.dtype) for weight in lm.parameters()})
+    if len(dtypes) > 1:  # transformers reads all weights in one
+        raise UserError(f"{folder}: the weights must have one dtype, got {', '.join(dtypes)}")
+    has_text = "tokenizer" in extra or tokenizer is not None
+    kept = told_tokenizer(extra, folder, lm.vocab_size, tokenizer) if has_text else None
+    written = None if kept is None else to_transformers(kept)
+    with allowing(allow_packages):
+        model = MezzoForCausalLM.around(lm, MezzoConfig(config, extra, **_special(kept)))
+    model.generation_config = GenerationConfig(**_special(kept))
+    with library_errors(f"cannot write {out}"):
+        model.save_pretrained(out)
+        if written is not None:
+            written.save_pretrained(out)
+    return sorted(path.name for path in out.iterdir())
+
+
+def import_model(
+    folder: str | Path, run: str | Path, *, allow_packages: Sequence[str] = ()
+) -> None:
+    """Read a model that transformers has written, and save it as RUN/model.
+
+    It may have been trained further: by `Trainer`, or with adapters that were merged.
+
+    Args:
+        folder: what `export_model` or a model's `save_pretrained` wrote.
+        run: the folder of the run, which must not have a model yet.
+        allow_packages: packages besides mezzo's own whose layers the model may have.
+
+    Raises:
+        UserError: if `folder` holds no model of mezzo or a damaged one, or `run` holds a model.
+    """
+    folder, out = Path(folder), Path(run) / "model"
+    if out.exists():
+        raise UserError(f"{out} is there already: import into another folder")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no model: it has no config.json")
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind != MezzoConfig.model_type:
+        raise UserError(
+            f'{folder}/config.json: "model_type" must be {MezzoConfig.model_type!r}, got {kind!r}'
+        )
+    with allowing(allow_packages), library_errors(f"{folder} cannot be read"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        config = model.config.lm_config
+    save_model(model.lm, config, out, _told(model.config.extra, folder, config.vocab_size))
+
+
+def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the tokens that `generate` must know."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    stops = list(tokenizer.stop_tokens)
+    return {
+        "bos_token_id": tokenizer.bos_token,
+        "eos_token_id": stops if len(stops) > 1 else stops[0],
+        "pad_token_id": tokenizer.eos_token,
+    }
+
+
+def _told(extra: dict[str, Any], folder: Path, vocab_size: int) -> dict[str, Any]:
+    """Return `extra` with the tokenizer in the folder, if the one that it names is not there."""
+    if "tokenizer" not in extra:
+        return extra
+    try:
+        told_tokenizer(extra, folder, vocab_size)
+        return extra
+    except UserError:
+        if not (folder / "tokenizer.json").is_file():
+            return extra
+    name = str(folder.resolve())
+    data = from_json(extra["data"]) if "data" in extra else None
+    if isinstance(data, TextConfig):
+        extra = {**extra, "data": to_json(change_texts(data, tokenizer=name))}
+    identity = fitting_tokenizer(name, vocab_size).identity
+    # What was held out of a text is not known with another file of tokens.
+    return {**extra, "tokenizer": name, "tokenizer_identity": identity, "fingerprint": None}

@@ -1,0 +1,219 @@
+"""Models go to transformers and come back with the same bits, and so do their tokens."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.cli import Paper, make_app
+from mezzo_core.cli import run as run_app
+from mezzo_core.config_json import to_json
+from mezzo_core.data import DataConfig
+from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.errors import UserError
+from mezzo_core.hub import MezzoConfig, MezzoForCausalLM
+from mezzo_core.hub.folder import export_model, import_model
+from mezzo_core.hub.tokenizer import to_transformers
+from mezzo_core.nn import AttentionConfig, LMConfig, generate
+from mezzo_core.nn.checkpoint import load_model, save_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from toys.retrieval import RetrievalConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+CONFIG = LMConfig(257, 16, mixers=(AttentionConfig(head_dim=8),) * 2)
+TEXT = "Ein Gürtel, 1 < 2;\n\n  <|endoftext|> </s> 日本 \x00 😀 \r\n end "
+
+
+def save_run(folder, config=CONFIG, tokenizer="byte", **extra):
+    torch.manual_seed(0)
+    identity = load_tokenizer(tokenizer).identity
+    data = to_json(DataConfig(tokenizer=tokenizer))
+    told = {"tokenizer": tokenizer, "tokenizer_identity": identity, "data": data, **extra}
+    save_model(config.build(), config, folder / "model", told)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return save_run(tmp_path / "run")
+
+
+def weights(folder):
+    return load_file(folder / "model/model.safetensors")
+
+
+def words(folder, *, begin: bool = False):
+    """Write a byte-level BPE tokenizer with merges, whose template may add a token."""
+    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    merges = [("e", "n"), ("en", "d"), ("Ġ", "end")]
+    vocabulary = {**letters, **{a + b: 256 + i for i, (a, b) in enumerate(merges)}}
+    backend = Tokenizer(models.BPE({**vocabulary, "</s>": 259, "<s>": 260}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", "<s>"])
+    if begin:
+        backend.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 260)])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return str(folder)
+
+
+def test_a_model_goes_out_and_comes_back_with_the_same_bits(run, tmp_path):
+    files = export_model(run, tmp_path / "out")
+    assert {"config.json", "generation_config.json", "model.safetensors"} < set(files)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model, config, extra = load_model(run / "model")
+    tokens = torch.randint(257, (2, 9))
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    import_model(tmp_path / "out", tmp_path / "back")
+    assert load_model(tmp_path / "back/model")[1:] == (config, extra)
+    mine, theirs = weights(run), weights(tmp_path / "back")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_half_precision_and_untied_heads_stay(tmp_path):
+    torch.manual_seed(0)
+    config = replace(CONFIG, tie_embeddings=False)
+    save_model(config.build().bfloat16(), config, tmp_path / "run/model")
+    export_model(tmp_path / "run", tmp_path / "out")
+    import_model(tmp_path / "out", tmp_path / "back")
+    mine, theirs = weights(tmp_path / "run"), weights(tmp_path / "back")
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert {weight.dtype for weight in theirs.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_a_tokenizer_gives_the_same_tokens_and_texts(tmp_path, add_bos):
+    given = words(tmp_path / "words", begin=True)
+    for name in ["byte", given][add_bos:]:
+        mine = load_tokenizer(name, add_bos=add_bos)
+        to_transformers(mine).save_pretrained(tmp_path / "out")
+        theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+        tokens = [*mine.begin_tokens, *mine.encode(TEXT)]
+        assert theirs(TEXT)["input_ids"] == tokens
+        assert theirs.decode(tokens, skip_special_tokens=True) == mine.decode(tokens) == TEXT
+        assert (theirs.eos_token_id, theirs.bos_token_id) == (mine.eos_token, mine.bos_token)
+
+
+def test_a_pipeline_writes_what_generate_does(run, tmp_path):
+    export_model(run, tmp_path / "out")
+    write = pipeline("text-generation", str(tmp_path / "out"), device="cpu", batch_size=3)
+    prompts = ["It is", "A truth universally acknowledged", "x"]
+    asked = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
+    found = [answer[0]["generated_text"] for answer in write(prompts, **asked)]
+    tokenizer = load_tokenizer("byte")
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    new = generate(load_model(run / "model")[0], tokens, max_new_tokens=12, stop_tokens=(256,))
+    assert found == [tokenizer.decode(row) for row in new]
+
+
+def test_a_tokenizer_that_was_moved_is_found_in_the_folder(tmp_path):
+    name = words(tmp_path / "words")
+    run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name)
+    export_model(run, tmp_path / "out")
+    shutil.rmtree(name)
+    import_model(tmp_path / "out", tmp_path / "back")
+    _, _, extra = load_model(tmp_path / "back/model")
+    assert extra["tokenizer"] == extra["data"]["tokenizer"] == str(tmp_path / "out")
+    assert load_tokenizer(extra["tokenizer"]).identity == extra["tokenizer_identity"]
+    with pytest.raises(UserError, match="words"):
+        export_model(run, tmp_path / "again")
+
+
+def test_layers_of_another_package_need_leave_both_ways(tmp_path):
+    config = LMConfig(257, 16, stack=RetrievalConfig())
+    run = save_run(tmp_path / "run", config)
+    with pytest.raises(UserError, match="toys"):
+        export_model(run, tmp_path / "out")
+    export_model(run, tmp_path / "out", allow_packages=("toys",))
+    with pytest.raises(UserError, match="toys"):
+        import_model(tmp_path / "out", tmp_path / "back")
+    import_model(tmp_path / "out", tmp_path / "back", allow_packages=("toys",))
+    assert weights(tmp_path / "back").keys() == weights(run).keys()
+
+
+def drop_weight(folder):
+    kept = load_file(folder / "model.safetensors")
+    del kept["lm.stack.blocks.1.mixer.wk.weight"]
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def reshape_weight(folder):
+    change(folder, lambda config: config["lm"]["mixers"][0].update(num_kv_heads=1))
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change(folder, edit):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+DAMAGE = {
+    "no weights that fit the model for lm.stack.blocks.1.mixer.wk.weight": drop_weight,
+    "no weights that fit the model for lm.stack.blocks.0.mixer.wk.weight": reshape_weight,
+    "out cannot be read: ": cut,
+    "it has no config.json": lambda folder: (folder / "config.json").unlink(),
+    "\"model_type\" must be 'mezzo', got 'llama'": lambda folder: change(
+        folder, lambda config: config.update(model_type="llama")
+    ),
+    '"lm" is missing': lambda folder: change(folder, lambda config: config.pop("lm")),
+    "has no field 'depth'": lambda folder: change(
+        folder, lambda config: config["lm"].update(depth=3)
+    ),
+    "type 'os:System' is not from an allowed package": lambda folder: change(
+        folder, lambda config: config["lm"].update(type="os:System")
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGE)
+def test_a_damaged_folder_is_one_line(run, tmp_path, words):
+    export_model(run, tmp_path / "out")
+    DAMAGE[words](tmp_path / "out")
+    with pytest.raises(UserError, match=words) as told:
+        import_model(tmp_path / "out", tmp_path / "back")
+    assert len(str(told.value).splitlines()) == 1
+    assert not (tmp_path / "back").exists()
+
+
+def test_nothing_is_overwritten(run, tmp_path):
+    export_model(run, tmp_path / "out")
+    with pytest.raises(UserError, match="must be a new folder or an empty one"):
+        export_model(run, tmp_path / "out")
+    with pytest.raises(UserError, match="is there already"):
+        import_model(tmp_path / "out", run)
+
+
+def command(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        run_app(make_app(Paper("mezzo-x", "x", {})), [str(argument) for argument in arguments])
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_the_commands_write_and_read(run, tmp_path, capsys):
+    code, out, err = command(capsys, "export", run, tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "tokenizer.json" in out
+    code, out, err = command(capsys, "import", tmp_path / "out", tmp_path / "back")
+    assert (code, err) == (0, "")
+    assert str(tmp_path / "back/model") in out
+    code, out, err = command(capsys, "export", tmp_path, tmp_path / "none")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+
+
+def test_a_model_that_is_held_is_not_copied():
+    lm = CONFIG.build()
+    model = MezzoForCausalLM.around(lm, MezzoConfig(CONFIG))
+    assert model.lm is lm
+    assert not any(weight.is_meta for weight in model.parameters())
