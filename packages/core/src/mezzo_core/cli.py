@@ -24,7 +24,7 @@ from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
-from mezzo_core.hub_commands import add_hub_commands
+from mezzo_core.hub_commands import TaskOptions, add_hub_commands, measure_tasks
 from mezzo_core.inputs import (
     check_writable,
     choose_texts,
@@ -41,7 +41,11 @@ from mezzo_core.options import (
     Data,
     Device,
     InitFrom,
+    Limit,
+    NumFewshot,
     SkipBad,
+    TaskFolder,
+    Tasks,
     TextColumn,
     TokenizerName,
     TrainData,
@@ -290,13 +294,26 @@ def _add_eval(app: typer.Typer) -> None:
         segment_tokens: Annotated[
             int | None, typer.Option(min=1, help="Tokens of a row at a time, for bounded memory.")
         ] = None,
+        tasks: Tasks = None,
+        task_folder: TaskFolder = None,
+        num_fewshot: NumFewshot = None,
+        limit: Limit = None,
         tokenizer: TokenizerName = None,
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
-        """Measure perplexity and accuracy on held-out text: the validation part of `--data`."""
+        """Measure perplexity and accuracy on held-out text, or what `--tasks` of lm-eval ask.
+
+        The text is the validation part of `--data`.
+        """
         folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
+        if tasks is not None:
+            kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
+            asked = TaskOptions(tasks, task_folder, num_fewshot, limit, batch_size, seq_len)
+            found = {"run": str(run), **measure_tasks(model, kept, asked)}
+            Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
+            return
         how: dict[str, Any] = {"text_column": text_column, "skip_bad": skip_bad, "whole": whole}
         name, rows = open_told_data(
             extra, folder, model.vocab_size, data, tokenizer, seq_len, allowed, **how

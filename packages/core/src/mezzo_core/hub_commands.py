@@ -1,14 +1,32 @@
-"""The commands that lead to other libraries and back: export, import."""
+"""The commands that lead to other libraries and back: export, import, `eval --tasks`."""
 
+import logging
+import math
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from mezzo_core.console import show
+from mezzo_core.data.tokenizers import Tokenizer
+from mezzo_core.errors import UserError
 from mezzo_core.inputs import check_writable, expanded
-from mezzo_core.libraries import import_library
+from mezzo_core.libraries import import_library, library_errors
+from mezzo_core.nn.lm import LM
 from mezzo_core.options import AllowPackage, TokenizerName
+
+
+class TaskOptions(NamedTuple):
+    """Options of `eval --tasks`."""
+
+    tasks: str
+    folder: Path | None
+    num_fewshot: int | None
+    limit: int | None
+    batch_size: int
+    max_length: int | None
 
 
 def add_hub_commands(app: typer.Typer) -> None:
@@ -44,8 +62,49 @@ def add_hub_commands(app: typer.Typer) -> None:
         show(f"the model is in {run / 'model'}")
 
 
+def measure_tasks(model: LM, tokenizer: Tokenizer, asked: TaskOptions) -> dict[str, Any]:
+    """Return a model's results on tasks of lm-eval: its scores, and how they were measured.
+
+    Raises:
+        UserError: if lm-eval is not installed, or refuses a task.
+    """
+    _quiet_transformers()
+    import_library("lm_eval", "hub")
+    from mezzo_core.hub.lm_eval import MezzoEvalLM, evaluate_tasks
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names = [name for name in map(str.strip, asked.tasks.split(",")) if name]
+    if not names:
+        raise UserError("--tasks must name a task, or several with commas between them")
+    if asked.folder is not None and not asked.folder.is_dir():
+        raise UserError(f"--task-folder {asked.folder}: there is no such folder")
+    adapter = MezzoEvalLM(
+        model, tokenizer, batch_size=asked.batch_size, max_length=asked.max_length
+    )
+    # What lm-eval prints is no part of the results, which are JSON.
+    with library_errors("lm-eval failed"), redirect_stdout(sys.stderr):
+        found = evaluate_tasks(
+            adapter,
+            names,
+            folder=asked.folder,
+            num_fewshot=asked.num_fewshot,
+            limit=asked.limit,
+        )
+    scores = {
+        task: {name: _finite(score) for name, score in of_task.items()}
+        for task, of_task in found["results"].items()
+    }
+    how = {name: found[name] for name in ("versions", "n-shot", "n-samples")}
+    return {"results": scores, **how}
+
+
+def _finite(score: Any) -> Any:
+    """Return a score, or None for what JSON has no number for: an infinite perplexity, say."""
+    return None if isinstance(score, float) and not math.isfinite(score) else score
+
+
 def _quiet_transformers() -> None:
     """Keep its progress bars and warnings off a command's output."""
-    logging = import_library("transformers", "hub").utils.logging
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    told = import_library("transformers", "hub").utils.logging
+    told.disable_progress_bar()
+    told.set_verbosity_error()

@@ -47,3 +47,14 @@ InitFrom = Annotated[
         "tokenizer are then the folder's, the rest is the recipe's."
     ),
 ]
+Tasks = Annotated[
+    str | None, typer.Option(help="Names of tasks of lm-eval, with commas between them.")
+]
+TaskFolder = Annotated[
+    Path | None,
+    typer.Option(help="A folder with tasks of yours (.yaml files), in place of lm-eval's own."),
+]
+NumFewshot = Annotated[
+    int | None, typer.Option(min=0, help="Examples before each question of a task.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Questions a task. Default: all.")]

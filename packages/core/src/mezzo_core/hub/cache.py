@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from mezzo_core.nn.lm import LM
@@ -23,9 +23,10 @@ class MezzoCache(Cache):
     is_croppable = False
     is_linear = (False,)
 
-    def __init__(self, state: Any) -> None:
-        """Take the state before the first token, from the model's `init_state`."""
+    def __init__(self, lm: LM, state: Any) -> None:
+        """Take a model and its state before the first token, from its `init_state`."""
         super().__init__(layers=[])
+        self._lm = lm
         self.state = state
         self._num_tokens = 0
         self._room = 0  # how many more tokens `step` may write in the state's buffers
@@ -40,7 +41,7 @@ class MezzoCache(Cache):
         self._num_tokens += num_tokens
         self._room = 0
 
-    def step(self, lm: LM, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Tensor:
         """Decode one token of every row, (B, 1), in place; return its logits (B, 1, vocab)."""
         # Outside of inference mode, tensors that were made in it cannot be overwritten.
         is_frozen = not torch.is_inference_mode_enabled() and any(
@@ -48,18 +49,16 @@ class MezzoCache(Cache):
         )
         if self._room == 0 or is_frozen:
             self._room = max(_LEAST_ROOM, self._num_tokens)
-            self.state = lm.reserve(self.state, self._room)
-        lm.before_step(self.state)
-        logits = lm.step(tokens, self.state)
+            self.state = self._lm.reserve(self.state, self._room)
+        self._lm.before_step(self.state)
+        logits = self._lm.step(tokens, self.state)
         self._num_tokens += 1
         self._room -= 1
         return logits
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a row may come several times, or not at all."""
-        self.state = tree_map(
-            lambda part: part.index_select(0, indices.to(part.device)), self.state
-        )
+        self.state = self._lm.select(self.state, indices.long())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the rows of the beams that go on."""
@@ -69,6 +68,12 @@ class MezzoCache(Cache):
         """Repeat every row."""
         rows = len(tree_leaves(self.state)[0])
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MezzoCache":
+        """Return a second cache after the same tokens, of the same model."""
+        copy = MezzoCache(self._lm, self._lm.fork(self.state))
+        copy._num_tokens, copy._room = self._num_tokens, self._room
+        return copy
 
     def crop(self, *_: int) -> None:
         """Raise an error: a recurrent state does not forget its last tokens."""

@@ -105,7 +105,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse(others)
         cache = _given_cache(cache, past_key_values)
         if use_cache and cache is None:
-            cache = MezzoCache(self.lm.init_state(len(input_ids)))
+            cache = MezzoCache(self.lm, self.lm.init_state(len(input_ids)))
         rows = _Rows.of(input_ids, attention_mask)
         last_only = logits_to_keep == 1 and labels is None
         can_step = rows.lengths is None and not torch.is_grad_enabled()
@@ -113,7 +113,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             # What follows a token does not change its logits, so padding needs no lengths here.
             logits = self.lm(rows.tokens).logits
         elif input_ids.shape[1] == 1 and cache.get_seq_length() and can_step:
-            logits = cache.step(self.lm, rows.tokens)
+            logits = cache.step(rows.tokens)
         else:
             logits, state = self.lm(
                 rows.tokens, cache.state, lengths=rows.lengths, last_only=last_only
