@@ -141,7 +141,7 @@ def test_a_cache_continues_where_it_was(model):
 
 def test_a_prompt_that_was_read_once_serves_two_continuations(model):
     prompt, ends = TOKENS[:1, :9], ([3, 1], [2, 2, 2])
-    cache = MezzoCache(model.lm, model.lm.init_state(1))
+    cache = MezzoCache(model.lm, 1)
     with torch.inference_mode():
         model(prompt, past_key_values=cache)
     for end in ends:
@@ -196,4 +196,4 @@ def test_what_it_does_not_take_is_one_line(model, given, words):
 def test_a_cache_of_another_model_is_refused(model):
     other = built(LMConfig(17, 16, mixers=(AttentionConfig(head_dim=8),)))
     with pytest.raises(ValueError, match="2 blocks' states, got 1"):
-        model(TOKENS, past_key_values=MezzoCache(other.lm, other.lm.init_state(8)))
+        model(TOKENS, past_key_values=MezzoCache(other.lm, 8))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from mezzo_core.errors import UserError
 from mezzo_core.hub.cache import MezzoCache
 from mezzo_core.hub.config import MezzoConfig
+from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.lm import LM
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
 
@@ -105,25 +106,37 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse(others)
         cache = _given_cache(cache, past_key_values)
         if use_cache and cache is None:
-            cache = MezzoCache(self.lm, self.lm.init_state(len(input_ids)))
-        rows = _Rows.of(input_ids, attention_mask)
-        last_only = logits_to_keep == 1 and labels is None
-        can_step = rows.lengths is None and not torch.is_grad_enabled()
+            cache = MezzoCache(self.lm, len(input_ids))
+        padding = _padding(input_ids, attention_mask)
+        # The token of padding may be none of the model's.
+        tokens = input_ids if padding is None else padding.to_end(input_ids)
         if cache is None:
             # What follows a token does not change its logits, so padding needs no lengths here.
-            logits = self.lm(rows.tokens).logits
-        elif input_ids.shape[1] == 1 and cache.get_seq_length() and can_step:
-            logits = cache.step(rows.tokens)
+            logits = self.lm(tokens).logits
         else:
-            logits, state = self.lm(
-                rows.tokens, cache.state, lengths=rows.lengths, last_only=last_only
-            )
-            cache.replace(state, input_ids.shape[1])
-        loss = None if labels is None else rows.loss(logits, labels, num_items_in_batch)
-        if logits.shape[1] == input_ids.shape[1]:
-            logits = rows.in_place(logits)[:, -logits_to_keep:]
+            last_only = logits_to_keep == 1 and labels is None
+            logits = self._continue(cache, tokens, padding, last_only=last_only)
+        loss = None
+        if labels is not None:
+            loss = _loss(logits, labels, padding, num_items_in_batch)
+        if padding is not None and logits.shape[1] == tokens.shape[1]:
+            logits = padding.in_place(logits)
+        logits = logits[:, -logits_to_keep:]
         kept = None if use_cache is False else cache
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: kept})
+
+    def _continue(
+        self, cache: MezzoCache, tokens: Tensor, padding: Padding | None, *, last_only: bool
+    ) -> Tensor:
+        """Return the logits of more tokens; of the last real ones alone if only they are wanted."""
+        held = cache.held
+        is_step = tokens.shape[1] == 1 and padding is None and held.num_tokens > 0
+        if is_step and not torch.is_grad_enabled():
+            return held.step(tokens)
+        lengths = None if padding is None else padding.lengths
+        logits, state = self.lm(tokens, held.state, lengths=lengths, last_only=last_only)
+        held.replace(state, tokens.shape[1])
+        return logits
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -164,48 +177,30 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 unit.__dict__["forward"] = partial(gradient_checkpointing_func, unit.forward)
 
 
-class _Rows(NamedTuple):
-    """A batch with the padding of every row moved to its end, as `LM` takes it."""
+def _padding(input_ids: Tensor, attention_mask: Tensor | None) -> Padding | None:
+    B, T = input_ids.shape
+    if attention_mask is None:
+        return None
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != B or shape[1] < T:
+        raise UserError(
+            f"attention_mask must be ({B}, S) with a column for each token, S >= {T}, got {shape}"
+        )
+    return Padding.of(attention_mask[:, shape[1] - T :])
 
-    tokens: Tensor
-    lengths: Tensor | None  # (B,), real tokens of each row; None if there is no padding
-    order: Tensor | None  # (B, T), where each token of a row was
 
-    @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor | None) -> "_Rows":
-        B, T = input_ids.shape
-        if attention_mask is None:
-            return cls(input_ids, None, None)
-        shape = tuple(attention_mask.shape)
-        if len(shape) != 2 or shape[0] != B or shape[1] < T:
-            raise UserError(
-                f"attention_mask must be ({B}, S) with a column for each token, S >= {T}, "
-                f"got {shape}"
-            )
-        real = attention_mask[:, shape[1] - T :].bool()
-        if real.all():
-            return cls(input_ids, None, None)
-        order = real.logical_not().int().argsort(dim=1, stable=True)
-        # The token of padding may be none of the model's.
-        tokens = input_ids.masked_fill(~real, 0).gather(1, order)
-        return cls(tokens, real.sum(1), order)
+def _loss(
+    logits: Tensor, labels: Tensor, padding: Padding | None, count: Tensor | int | None
+) -> Tensor:
+    """Return the mean loss of the labels that count, or their sum by `count`.
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Return the mean loss of the labels that count, or their sum by `count`."""
-        if self.order is not None and self.lengths is not None:
-            places = torch.arange(labels.shape[1], device=labels.device)
-            is_padding = places >= self.lengths[:, None]
-            labels = labels.gather(1, self.order).masked_fill(is_padding, NO_TARGET)
-        targets = labels[:, 1:]
-        loss, _ = cross_entropy(logits[:, :-1], targets)
-        return loss / ((targets != NO_TARGET).sum().clamp(min=1) if count is None else count)
-
-    def in_place(self, logits: Tensor) -> Tensor:
-        """Return the logits (B, T, vocab) where their tokens were."""
-        if self.order is None:
-            return logits
-        index = self.order.argsort(1)[:, :, None].expand_as(logits)
-        return logits.gather(1, index)
+    The padding of the logits is at the end of their rows, that of the labels is not.
+    """
+    if padding is not None:
+        labels = padding.to_end(labels).masked_fill(padding.is_end(), NO_TARGET)
+    targets = labels[:, 1:]
+    loss, _ = cross_entropy(logits[:, :-1], targets)
+    return loss / ((targets != NO_TARGET).sum().clamp(min=1) if count is None else count)
 
 
 def _refuse(others: dict[str, Any]) -> None:
