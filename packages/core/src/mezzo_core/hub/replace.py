@@ -1,0 +1,190 @@
+"""Our mixers in place of attention inside Llama, Mistral and Qwen models of transformers.
+
+Importing this module registers the kinds of models that `replace_attention` makes ("mezzo_llama"
+for "llama"), so that `from_pretrained` reads what their `save_pretrained` wrote.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from mezzo_core.config_json import from_json, to_json
+from mezzo_core.errors import UserError
+from mezzo_core.hub.cache import HeldState, MixerLayer
+from mezzo_core.hub.config import MezzoConfig
+from mezzo_core.hub.padding import Padding
+from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+from mezzo_core.nn.init import init_weights
+
+
+class MixerAttention(nn.Module):
+    """A mixer with the arguments of transformers' attention; its state is a layer of the cache."""
+
+    def __init__(self, mixer: AbstractMixer, layer_idx: int) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Mix along time, (B, T, C) to (B, T, C).
+
+        Positions count the real tokens of a row; those that the model computes are for others.
+
+        Args:
+            hidden_states: (B, T, C).
+            attention_mask: what the model made of its mask: (B, 1, T, S), (B, S), or None.
+            cache: the model's cache, in which the layer keeps its state.
+            past_key_values: the older name of `cache`.
+
+        Raises:
+            UserError: if the mask is of another kind, or the cache has other layers.
+        """
+        cache = past_key_values if cache is None else cache
+        padding = _padding(attention_mask, hidden_states)
+        x = hidden_states if padding is None else padding.to_end(hidden_states)
+        if cache is None:
+            y, _state = self.mixer(x)
+        else:
+            y = self._continue(self._held(cache, len(x)), x, padding)
+        return (y if padding is None else padding.in_place(y)), None
+
+    def _continue(self, held: HeldState, x: Tensor, padding: Padding | None) -> Tensor:
+        is_step = x.shape[1] == 1 and padding is None and held.num_tokens > 0
+        if is_step and not torch.is_grad_enabled():
+            return held.step(x)
+        lengths = None if padding is None else padding.lengths
+        y, state = self.mixer(x, held.state, lengths=lengths)
+        held.replace(state, x.shape[1])
+        return y
+
+    def _held(self, cache: Any, batch: int) -> HeldState:
+        """Return the state in this layer's place of the cache; begin one if nothing was read."""
+        layers, i = cache.layers, self.layer_idx
+        if i < len(layers) and isinstance(layers[i], MixerLayer):
+            return layers[i].held
+        if i > len(layers) or (i < len(layers) and layers[i].is_initialized):
+            raise UserError(f"the cache has another model's layer in place {i}")
+        layer = MixerLayer(HeldState(self.mixer, self.mixer.init_state(batch)))
+        layers[i : i + 1] = [layer]
+        return layer.held
+
+
+def replace_attention(
+    model: PreTrainedModel, mixer: MixerConfig, layers: Sequence[int] | None = None
+) -> PreTrainedModel:
+    """Put new mixers in place of a model's attention, layer by layer.
+
+    The model's other weights are kept, and the given model must not be used any more. The result is
+    a model of transformers: `generate`, with a cache too, `save_pretrained` and `Trainer` work.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or Qwen3 for causal language modelling.
+        mixer: the configuration of the mixer.
+        layers: numbers of the layers whose attention is replaced; None for all.
+
+    Raises:
+        UserError: if the model is of another kind or lies on several devices, a layer is not there,
+            or the mixer does not support the model's width.
+    """
+    kind = str(model.config.model_type).removeprefix(_PREFIX)
+    if kind not in _KINDS:
+        raise UserError(f"model must be one of {', '.join(_KINDS)}, got {kind}")
+    depth = model.config.num_hidden_layers
+    chosen = range(depth) if layers is None else layers
+    if wrong := [i for i in chosen if not 0 <= i < depth]:
+        raise UserError(f"layers must be from 0 to {depth - 1}, got {wrong[0]}")
+    config_class, model_class = _KINDS[kind]
+    before = getattr(model.config, "mezzo_mixers", {})
+    mixers = {**before, **{str(i): to_json(mixer) for i in chosen}}
+    told = {**model.config.to_dict(), "model_type": _PREFIX + kind, "mezzo_mixers": mixers}
+    config = config_class.from_dict(told)
+    config._attn_implementation = model.config._attn_implementation  # which a dict does not tell
+    with torch.device("meta"):
+        made = model_class(config)
+    for name, part in model.named_children():
+        setattr(made, name, part)
+    place = next(model.parameters())
+    for i in chosen:
+        built = mixer.build(config.hidden_size)
+        init_weights(built, config.initializer_range)
+        _put(made, i, built.to(device=place.device, dtype=place.dtype))
+    made.generation_config = model.generation_config
+    return made.train(model.training)
+
+
+def _put(model: Any, layer: int, mixer: AbstractMixer) -> None:
+    model.model.layers[layer].self_attn = MixerAttention(mixer, layer)
+
+
+def _padding(mask: Any, x: Tensor) -> Padding | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        raise UserError(
+            "a mixer in place of attention takes the masks of attn_implementation "
+            f"sdpa, eager and flash_attention_2, got {type(mask).__name__}"
+        )
+    T = x.shape[1]
+    if mask.ndim == 2:
+        return Padding.of(mask[:, mask.shape[1] - T :])
+    # A token that is padding does not see itself; every other does, in a window too.
+    own = mask[:, 0].diagonal(mask.shape[-1] - T, 1, 2)
+    return Padding.of(own if own.dtype == torch.bool else own == 0)
+
+
+def _read_mixers(told: Mapping[str, Any]) -> dict[int, MixerConfig]:
+    return {int(i): from_json(mixer, MezzoConfig.allowed_packages) for i, mixer in told.items()}
+
+
+def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
+    """Make and register the classes of a kind of models, some of whose layers have mixers."""
+
+    def init(self: Any, config: PretrainedConfig) -> None:
+        cast(Any, model).__init__(self, config)
+        for i, mixer in _read_mixers(config.mezzo_mixers).items():
+            built = mixer.build(config.hidden_size)
+            init_weights(built, config.initializer_range)
+            _put(self, i, built)
+
+    named = {"model_type": _PREFIX + kind, "__module__": __name__}
+    config_class = cast(Any, type(f"Mezzo{config.__name__}", (config,), named))
+    own = {"__init__": init, "config_class": config_class, "__module__": __name__}
+    model_class = cast(Any, type(f"Mezzo{model.__name__}", (model,), own))
+    AutoConfig.register(_PREFIX + kind, config_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    return config_class, model_class
+
+
+_PREFIX = "mezzo_"
+_KINDS = {
+    kind: _with_mixers(kind, config, model)
+    for kind, config, model in (
+        ("llama", LlamaConfig, LlamaForCausalLM),
+        ("mistral", MistralConfig, MistralForCausalLM),
+        ("qwen2", Qwen2Config, Qwen2ForCausalLM),
+        ("qwen3", Qwen3Config, Qwen3ForCausalLM),
+    )
+}

@@ -1,0 +1,139 @@
+"""A mixer inside models of transformers: what it writes with a cache is what it writes without."""
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.hub import MezzoConfig
+from mezzo_core.hub.replace import replace_attention
+from mezzo_core.nn import AttentionConfig
+from toys.running_mean import RunningMeanConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "eager": (LlamaConfig, LlamaForCausalLM, {"attn_implementation": "eager"}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+}
+
+
+def original(kind="llama"):
+    torch.manual_seed(0)
+    config, model, changes = KINDS[kind]
+    return model(config(**{**SIZES, "initializer_range": 0.3, **changes})).eval()
+
+
+@pytest.fixture(autouse=True)
+def _toys_are_allowed(monkeypatch):
+    monkeypatch.setattr(MezzoConfig, "allowed_packages", ("toys",))
+
+
+MEAN, ATTENTION = RunningMeanConfig(), AttentionConfig(head_dim=8)
+CASES = [
+    ("llama", None, MEAN),
+    ("llama", [0], MEAN),
+    ("llama", None, ATTENTION),
+    *((kind, [1, 2], MEAN) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "layers", "mixer"), CASES)
+def test_with_a_cache_padding_and_beams_it_writes_what_it_does_without(kind, layers, mixer):
+    model = replace_attention(original(kind), mixer, layers)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [3, 9], [5, 5, 5, 5]]
+    rows = [[0] * (7 - len(prompt)) + prompt for prompt in prompts]
+    mask = torch.tensor([[0] * (7 - len(p)) + [1] * len(p) for p in prompts])
+    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    written = model.generate(torch.tensor(rows), **given)[:, 7:]
+    for prompt, row in zip(prompts, written, strict=True):
+        tokens = torch.tensor([prompt])
+        for _ in range(6):  # no cache, no padding
+            likeliest = model(tokens, use_cache=False).logits[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, likeliest], 1)
+        assert tokens[0, len(prompt) :].tolist() == row.tolist()
+    assert len(written.unique()) > 2
+    tokens, beams = torch.tensor([prompts[0]]), {"max_new_tokens": 4, "num_beams": 3}
+    assert torch.equal(
+        model.generate(tokens, **beams), model.generate(tokens, **beams, use_cache=False)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_saved_and_read_with_its_mixers(kind, tmp_path):
+    model = replace_attention(original(kind), RunningMeanConfig(), [0])
+    model = replace_attention(model, AttentionConfig(head_dim=8), [2])
+    model.save_pretrained(tmp_path)
+    told = {"attn_implementation": model.config._attn_implementation, "output_loading_info": True}
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, **told)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(loaded) is type(model)
+    tokens = torch.randint(31, (2, 9))
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_other_weights_are_kept_and_all_of_them_train():
+    before = original()
+    kept = {name: weight.clone() for name, weight in before.state_dict().items()}
+    model = replace_attention(before, RunningMeanConfig(), [1])
+    assert not any(weight.is_meta for weight in [*model.parameters(), *model.buffers()])
+    same = {name: weight for name, weight in model.state_dict().items() if name in kept}
+    assert all(torch.equal(weight, kept[name]) for name, weight in same.items())
+    assert {name for name in kept if name not in same} == {
+        f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"
+    }
+    tokens = torch.randint(31, (2, 9))
+    model(tokens, labels=tokens).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_attention_with_the_same_weights_gives_the_same_logits():
+    model, tokens = original(), torch.randint(31, (2, 9))
+    wanted = model(tokens).logits
+    old = [layer.self_attn for layer in model.model.layers]
+    model = replace_attention(model, AttentionConfig(head_dim=8, num_kv_heads=2))
+    for layer, attention in zip(model.model.layers, old, strict=True):
+        mixer = layer.self_attn.mixer
+        for part in "qkvo":
+            getattr(mixer, f"w{part}").weight = getattr(attention, f"{part}_proj").weight
+    torch.testing.assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_one_line():
+    with pytest.raises(UserError, match="must be one of llama, mistral, qwen2, qwen3, got gpt2"):
+        replace_attention(
+            GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)), AttentionConfig()
+        )
+    with pytest.raises(UserError, match="layers must be from 0 to 2, got 3"):
+        replace_attention(original(), AttentionConfig(head_dim=8), [3])
+    with pytest.raises(ValueError, match="head_dim must divide d_model"):
+        replace_attention(original(), AttentionConfig(head_dim=7))
+    cache = original()(torch.tensor([[1, 2]]), use_cache=True).to_tuple()[1]
+    model = replace_attention(original(), AttentionConfig(head_dim=8))
+    with pytest.raises(UserError, match="another model's layer in place 0"):
+        model(torch.tensor([[3]]), past_key_values=cache)
