@@ -1,46 +1,34 @@
-"""The command line of a paper's package: train, generate, eval; bench and reproduce if it has them.
+"""The command line of a paper's package: train, generate, eval and others.
 
 A package describes itself once (`Paper`) and gets its commands from `make_app`. `run` reports
 errors that the user can fix in one line with exit code 2. Other errors keep their traceback.
+
+Nothing here imports torch before a command needs it: help and mistyped words are answered at once.
 """
 
 import io
 import json
 import math
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
 import typer
 from rich.console import Console
 
+from mezzo_core import __version__
 from mezzo_core.console import show, write_continued
-from mezzo_core.data.mixture import TextConfig, change_texts
-from mezzo_core.data.stream_decoder import StreamDecoder
-from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
-from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.hub_commands import TaskOptions, add_hub_commands, measure_tasks
-from mezzo_core.inputs import (
-    check_writable,
-    choose_texts,
-    expanded,
-    open_told_data,
-    read_prompts,
-    start_from,
-    told_tokenizer,
-)
-from mezzo_core.nn.checkpoint import find_model, load_model
-from mezzo_core.nn.generate import NO_NUMBERS, stream
+from mezzo_core.lazy_commands import LazyCommand, LazyCommands
 from mezzo_core.options import (
     AllowPackage,
     Data,
     Device,
-    InitFrom,
     Limit,
     NumFewshot,
     SkipBad,
@@ -48,71 +36,50 @@ from mezzo_core.options import (
     Tasks,
     TextColumn,
     TokenizerName,
-    TrainData,
-    ValidationData,
 )
-from mezzo_core.train.distributed import launched_place
-from mezzo_core.train.loop import train
-from mezzo_core.train.recipes import Recipes, find_recipe
-from mezzo_core.train.stopping import StoppedError
+from mezzo_core.paper import Bench
+from mezzo_core.paper import Paper as Paper
+from mezzo_core.paths import check_writable, expanded
+from mezzo_core.recipe_commands import add_recipe_commands
+
+if TYPE_CHECKING:
+    import torch
+
+    from mezzo_core.papers.reproduction import Reproduction
 
 # click's error for wrong options and arguments. It is not imported from click, because typer may
 # use a copy of its own.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-Answer = Callable[[Sequence[str] | None, str, Path], Any]
-"""Takes the ids of tables and claims, the scale, and the folder of the report."""
-
-
-@dataclass(frozen=True)
-class Paper:
-    """The description of a package from which its command line is made.
-
-    Attributes:
-        command: the program's name, such as "mezzo-rat".
-        title: one line for the top of `--help`.
-        recipes: the recipes by name.
-        bench: function (device, quick, out) that measures speed and returns rows in the format of
-            `mezzo_core.bench`; None leaves the command out.
-        reproduce: function (ids, scale, out) that reproduces tables and claims; None leaves the
-            command out.
-        scales: the values of `--scale`, the default first; `reproduce` needs one.
-    """
-
-    command: str
-    title: str
-    recipes: Recipes
-    bench: Callable[[torch.device, bool, Path | None], Any] | None = None
-    reproduce: Answer | None = None
-    scales: tuple[str, ...] = ()
-
-
 def make_app(paper: Paper) -> typer.Typer:
     """Build the command line of one package."""
     app = typer.Typer(
         name=paper.command,
-        help=paper.title,
         no_args_is_help=True,
-        add_completion=False,
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
     )
-    _add_train(app, paper)
+    lazy = LazyCommands(app)
+    _add_version(app, paper)
+    lazy.add("train", _train(paper))
     _add_generate(app)
     _add_eval(app)
     add_hub_commands(app)
+    add_recipe_commands(app, paper)
     if paper.bench is not None:
         _add_bench(app, paper.bench)
-    if paper.reproduce is not None:
-        _add_reproduce(app, paper.reproduce, paper.scales)
+    if paper.reproduction is not None:
+        lazy.add("reproduce", _reproduce(paper.reproduction))
+    for name, command in paper.commands.items():
+        lazy.add(name, command)
     return app
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; a user's error is one line on stderr and exit code 2."""
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name=app.info.name or None, standalone_mode=False)
     except _USAGE_ERROR as error:
         if not (sys.argv[1:] if arguments is None else arguments):  # no arguments: show the help
             error.show()  # type: ignore[attr-defined]
@@ -120,11 +87,20 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
         _fail(error.format_message())  # type: ignore[attr-defined]
     except typer.Abort:
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("mezzo_"):
+            raise
+        _fail(
+            f"the commands need the package {error.name}: pip install '{app.info.name}[train]' "
+            "brings it"
+        )
     except (UserError, OSError) as error:
         _fail(str(error))
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
+        import torch
+
         whose = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
         options = "--seq-len, --batch-size, --micro-batch-size or --max-new-tokens"
         _fail(f"{whose}'s memory is full: a smaller model or a smaller {options} needs less")
@@ -138,96 +114,43 @@ def _fail(message: str) -> NoReturn:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Tell whether the memory is full. For a CPU torch has no error class, so look at the words."""
+    import torch
+
     words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         word in str(error) for word in words
     )
 
 
-def _add_train(app: typer.Typer, paper: Paper) -> None:
-    listing = ", ".join(paper.recipes)
-
-    @app.command(name="train", help=f"Train a model by a recipe.\n\nRecipes: {listing}")
-    def train_command(
-        recipe: Annotated[str, typer.Argument(help="The recipe's name.")],
-        data: TrainData = None,
-        validation_data: ValidationData = None,
-        text_column: TextColumn = None,
-        skip_bad: SkipBad = None,
-        tokenizer: TokenizerName = None,
-        vocab_size: Annotated[
-            int | None, typer.Option(help="The model's vocabulary, to fit another tokenizer.")
-        ] = None,
-        steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-        batch_size: Annotated[
-            int | None, typer.Option(help="Sequences an optimizer step, over all processes.")
-        ] = None,
-        micro_batch_size: Annotated[
-            int | None, typer.Option(help="Sequences at a time on a device; the rest accumulates.")
-        ] = None,
-        seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
-        init_from: InitFrom = None,
-        out: Annotated[
-            Path | None,
-            typer.Option(help="Where the run is kept. Default: runs/RECIPE.", callback=expanded),
-        ] = None,
-        compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
-        cuda_graph: Annotated[
-            bool | None, typer.Option(help="Replay steps as CUDA graphs, for small models.")
-        ] = None,
-        track: Annotated[str | None, typer.Option(help="tensorboard or trackio.")] = None,
-        fresh: Annotated[
-            bool, typer.Option("--fresh", help="Start over instead of resuming what --out holds.")
-        ] = False,
-        new_data: Annotated[
-            bool, typer.Option("--new-data", help="Go on even if the text has changed since.")
-        ] = False,
-        quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
-    ) -> None:
-        config = find_recipe(paper.recipes, recipe)
-        options = {
-            "validation_source": validation_data,
-            "text_column": text_column,
-            "skip_bad": skip_bad,
-            "tokenizer": tokenizer,
-        }
-        text = {name: value for name, value in options.items() if value is not None}
-        if not isinstance(config.data, TextConfig) and (data or text):
-            raise UserError(
-                f"the recipe {recipe} reads no text: --data, --tokenizer and their like do not fit"
-            )
-        if init_from is not None:
-            config = start_from(config, init_from, tokenizer)
-        if isinstance(config.data, TextConfig):
-            chosen = change_texts(config.data, **text)
-            config = replace(config, data=choose_texts(chosen, data) if data else chosen)
-        with _values_of_the_user():
-            config = _override(
-                config,
-                model=_override(config.model, vocab_size=vocab_size),
-                steps=steps,
-                batch_size=batch_size,
-                micro_batch_size=micro_batch_size,
-                seq_len=seq_len,
-                seed=seed,
-                compile=compile,
-                cuda_graph=cuda_graph,
-                track=track,
-            )
-        folder = out or Path("runs") / recipe
-        is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
-        try:
-            result = train(config, folder, resume=not fresh, new_data=new_data, quiet=quiet)
-        except StoppedError as stop:
-            if is_first:
-                show(f"{recipe}: {stop}", Console(stderr=True))
-            raise typer.Exit(stop.exit_code) from None
-        if is_first and result.val_perplexity is not None:
+def _add_version(app: typer.Typer, paper: Paper) -> None:
+    def tell(asked: bool) -> None:
+        if asked:
+            try:
+                torch_version = version("torch")
+            except PackageNotFoundError:
+                torch_version = "not installed"
             show(
-                f"{recipe}: validation perplexity {result.val_perplexity:.3f} after "
-                f"{result.steps} steps; the model is in {result.out / 'model'}"
+                f"{paper.command} {paper.version}, mezzo-core {__version__}, "
+                f"torch {torch_version}, Python {platform.python_version()}"
             )
+            raise typer.Exit
+
+    @app.callback(help=paper.title)
+    def main(
+        version: Annotated[
+            bool,
+            typer.Option("--version", callback=tell, is_eager=True, help="Show the versions."),
+        ] = False,
+    ) -> None: ...
+
+
+def _train(paper: Paper) -> LazyCommand:
+    def load() -> Callable[..., None]:
+        from mezzo_core.train.command import make_command
+
+        return make_command(paper)
+
+    return LazyCommand("Train a model by a recipe.", load, paper.check_name, paper.names)
 
 
 def _add_generate(app: typer.Typer) -> None:
@@ -254,6 +177,11 @@ def _add_generate(app: typer.Typer) -> None:
         allow_package: AllowPackage = None,
     ) -> None:
         """Continue a text with a trained model, printed as it is written."""
+        from mezzo_core.data.stream_decoder import StreamDecoder
+        from mezzo_core.inputs import read_prompts, told_tokenizer
+        from mezzo_core.nn.checkpoint import find_model, load_model
+        from mezzo_core.nn.generate import stream
+
         folder, chosen = find_model(run), _device(device)
         texts = read_prompts(prompt)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
@@ -306,6 +234,11 @@ def _add_eval(app: typer.Typer) -> None:
 
         The text is the validation part of `--data`.
         """
+        from mezzo_core.eval.evaluate import evaluate
+        from mezzo_core.inputs import open_told_data, told_tokenizer
+        from mezzo_core.nn.checkpoint import find_model, load_model
+        from mezzo_core.nn.generate import NO_NUMBERS
+
         folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
         if tasks is not None:
@@ -339,7 +272,7 @@ def _add_eval(app: typer.Typer) -> None:
         Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
 
 
-def _add_bench(app: typer.Typer, measure: Callable[[torch.device, bool, Path | None], Any]) -> None:
+def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
     @app.command()
     def bench(
         device: Device = None,
@@ -352,27 +285,34 @@ def _add_bench(app: typer.Typer, measure: Callable[[torch.device, bool, Path | N
         chosen = _device(device)
         if out is not None:
             check_writable(out, is_folder=False)
-        measure(chosen, quick, out)
+        load()(chosen, quick, out)
 
 
-def _add_reproduce(app: typer.Typer, answer: Answer, scales: tuple[str, ...]) -> None:
-    first, told, reports = scales[0], ", ".join(scales), Path("reports")
+def _reproduce(reproduction: "Callable[[], Reproduction]") -> LazyCommand:
+    words = "Rerun the paper's tables and claims, and write a report beside its numbers."
 
-    @app.command()
-    def reproduce(
-        ids: Annotated[
-            list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
-        ] = None,
-        scale: Annotated[str, typer.Option(help=f"How much to run: {told}.")] = first,
-        out: Annotated[
-            Path, typer.Option(help="Where the report goes.", callback=expanded)
-        ] = reports,
-    ) -> None:
-        """Rerun the paper's tables and claims, and write a report beside its numbers."""
-        if scale not in scales:
-            raise UserError(f"--scale takes {told}, got {scale!r}")
-        check_writable(out, is_folder=True)
-        answer(ids, scale, out)
+    def load() -> Callable[..., None]:
+        paper = reproduction()
+        first, told, reports = next(iter(paper.scales)), ", ".join(paper.scales), Path("reports")
+
+        def reproduce(
+            ids: Annotated[
+                list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
+            ] = None,
+            scale: Annotated[str, typer.Option(help=f"How much to run: {told}.")] = first,
+            out: Annotated[
+                Path, typer.Option(help="Where the report goes.", callback=expanded)
+            ] = reports,
+        ) -> None:
+            if scale not in paper.scales:
+                raise UserError(f"--scale takes {told}, got {scale!r}")
+            check_writable(out, is_folder=True)
+            paper.reproduce(ids, scale, out)
+
+        reproduce.__doc__ = words
+        return reproduce
+
+    return LazyCommand(words, load)
 
 
 @contextmanager
@@ -384,12 +324,9 @@ def _values_of_the_user() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def _override(config: Any, **options: Any) -> Any:
-    given = {name: value for name, value in options.items() if value is not None}
-    return replace(config, **given) if given else config
+def _device(name: str | None) -> "torch.device":
+    from mezzo_core.device import choose_device
 
-
-def _device(name: str | None) -> torch.device:
     try:
         return choose_device(name, None)
     except UserError as error:

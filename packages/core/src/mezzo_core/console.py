@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.errors import printable
+
+if TYPE_CHECKING:
+    from mezzo_core.data.stream_decoder import StreamDecoder
 
 
 def show(text: str, console: Console | None = None, *, style: str = "") -> None:
@@ -26,7 +29,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def write_continued(
-    texts: Sequence[str], decoders: Sequence[StreamDecoder], steps: Iterator[list[int | None]]
+    texts: Sequence[str], decoders: "Sequence[StreamDecoder]", steps: Iterator[list[int | None]]
 ) -> None:
     """Write the texts with their continuations; a single one as it comes, several at the end."""
     steps = chain(list(islice(steps, 1)), steps)  # the model may refuse: nothing is shown before

@@ -5,17 +5,19 @@ import math
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from mezzo_core.console import show
-from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.inputs import check_writable, expanded
 from mezzo_core.libraries import import_library, library_errors
-from mezzo_core.nn.lm import LM
 from mezzo_core.options import AllowPackage, TokenizerName
+from mezzo_core.paths import check_writable, expanded
+
+if TYPE_CHECKING:
+    from mezzo_core.data.tokenizers import Tokenizer
+    from mezzo_core.nn.lm import LM
 
 
 class TaskOptions(NamedTuple):
@@ -62,7 +64,7 @@ def add_hub_commands(app: typer.Typer) -> None:
         show(f"the model is in {run / 'model'}")
 
 
-def measure_tasks(model: LM, tokenizer: Tokenizer, asked: TaskOptions) -> dict[str, Any]:
+def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> dict[str, Any]:
     """Return a model's results on tasks of lm-eval: its scores, and how they were measured.
 
     Raises:

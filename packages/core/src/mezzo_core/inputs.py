@@ -1,6 +1,5 @@
-"""Inputs of the commands, checked before any work: prompts, tokenizers, data and output paths."""
+"""Inputs of the commands, checked before any work: prompts, tokenizers and data."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -238,32 +237,3 @@ def choose_texts(config: TextConfig, given: Sequence[str]) -> TextConfig:
         sources.append(source)
     texts = tuple(replace(first, source=source) for source in sources)
     return MixtureConfig(texts, tuple(weights), first.seed)
-
-
-def expanded(path: Path | None) -> Path | None:
-    """Return an option's path with ~ as a home folder, which a shell leaves in "--out=~/run".
-
-    Raises:
-        UserError: if that user is not known.
-    """
-    try:
-        return path and path.expanduser()
-    except RuntimeError:
-        raise UserError(f"{path} begins with a user that is not known here") from None
-
-
-def check_writable(path: Path, *, is_folder: bool) -> None:
-    """Check that a file or a folder can be written, before the work whose result goes there.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
-    there = path
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    wants_file = there == path and not is_folder
-    if not (there.is_file() if wants_file else there.is_dir()):
-        kind = "file" if wants_file else "folder"
-        raise UserError(f"{path} cannot be written: {there} is no {kind}")
-    if not os.access(there, os.W_OK):
-        raise UserError(f"{path} cannot be written: {there} allows no writing")

@@ -17,7 +17,7 @@ from mezzo_core.train.log import RunLog
 def command(tiny, monkeypatch, capsys):
     """Run a package's train command; return its exit code, its stdout and its stderr."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    paper = cli.Paper("tiny", "A paper.", {"tiny": tiny})
+    paper = cli.Paper("mezzo-tiny", "A paper.", "0.1.0", lambda: {"tiny": tiny})
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
@@ -68,7 +68,7 @@ def test_a_stopped_command_says_where_and_leaves_with_its_code(
     ],
 )
 def test_full_memory_is_one_line_that_says_what_helps(command, tmp_path, monkeypatch, fail):
-    monkeypatch.setattr(cli, "train", lambda *_, **__: fail())
+    monkeypatch.setattr("mezzo_core.train.command.train", lambda *_, **__: fail())
     line = one_line(command("--out", tmp_path / "run"))
     assert "memory is full" in line
     assert "--batch-size" in line
@@ -79,7 +79,7 @@ def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(cli, "train", fail)
+    monkeypatch.setattr("mezzo_core.train.command.train", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         command("--out", tmp_path / "run")
 
@@ -87,11 +87,20 @@ def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--seed", 2**64), "seed must be below 2^63"),
-        (("--seed", -1), "seed must be"),
-        (("--batch-size", 0), "batch_size must be"),
-        (("--batch-size", 2**63), "batch_size must be"),
-        (("--steps", 10**30), "steps must be"),
+        (("--seed", 2**64), "seed (--seed) must be below 2^63"),
+        (("--seed", -1), "seed (--seed) must be"),
+        (("--data-seed", -1), "seed (--data-seed) must be"),
+        (("--batch-size", 0), "batch_size (--batch-size) must be"),
+        (("--batch-size", 2**63), "batch_size (--batch-size) must be"),
+        (("--steps", 10**30), "steps (--steps) must be"),
+        (("--lr", 0), "lr (--lr) must be above 0, got 0.0"),
+        (("--min-lr", 1), "min_lr (--min-lr) must be from 0 to lr (--lr) = 0.003, got 1.0"),
+        (("--lrr", 1), "No such option: --lrr"),
+        (("--micro-batch-size", "few"), "'few' is neither a whole number nor none"),
+        (("--no-shard", "--precision", "fp8"), "precision (--precision) must be one of"),
+        (("--set", "model.mixers.head_dim=x"), "head_dim must be int, got 'x'"),
+        (("--set", "model.mixers.head=1"), "did you mean model.mixers.head_dim"),
+        (("--set", "model"), "--set takes SETTING=VALUE, got 'model'"),
         (("--out", "~no such user/run"), "begins with a user that is not known here"),
     ],
 )

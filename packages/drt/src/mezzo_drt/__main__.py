@@ -2,17 +2,21 @@
 
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from mezzo_drt import __version__
+
+if TYPE_CHECKING:
+    from mezzo_core.paper import Bench
+    from mezzo_core.papers.reproduction import Reproduction
+    from mezzo_core.train.recipes import Recipes
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with these arguments (default: the process's own)."""
     try:
         from mezzo_core.cli import Paper, make_app, run
-
-        from mezzo_drt.bench import bench
-        from mezzo_drt.claims import REPRODUCTION
-        from mezzo_drt.recipes import RECIPES
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -21,12 +25,31 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     paper = Paper(
         command="mezzo-drt",
         title="DRT: learned retrieval of past chunks inside attention.",
-        recipes=RECIPES,
-        bench=bench,
-        reproduce=REPRODUCTION.reproduce,
-        scales=tuple(REPRODUCTION.scales),
+        version=__version__,
+        recipes=_recipes,
+        table=Path(__file__).with_name("recipes.csv"),
+        bench=_bench,
+        reproduction=_reproduction,
     )
     run(make_app(paper), arguments)
+
+
+def _recipes() -> "Recipes":
+    from mezzo_drt.recipes import RECIPES
+
+    return RECIPES
+
+
+def _bench() -> "Bench":
+    from mezzo_drt.bench import bench
+
+    return bench
+
+
+def _reproduction() -> "Reproduction":
+    from mezzo_drt.claims import REPRODUCTION
+
+    return REPRODUCTION
 
 
 if __name__ == "__main__":

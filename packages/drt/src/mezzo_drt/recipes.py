@@ -206,3 +206,22 @@ RECIPES: Recipes = {
     for architecture in ARCHITECTURES
 }
 """All recipes by name."""
+
+DESCRIPTIONS = {
+    "base": "sliding-window attention alone",
+    "base_wide": "sliding-window attention, a window as wide as what DRT sees",
+    "base_deep": "the same, with two layers more",
+    "drt1": "DRT, one retrieval of past chunks",
+    "drt2": "DRT, two retrievals",
+    "no_gumbel": "DRT without noise in training",
+    "random": "DRT, chunks at random",
+    "fixed": "DRT, chunks by a similarity that is not learned",
+    "outside": "DRT, chunks by an outside encoder",
+}
+"""What each architecture is, for the list of recipes."""
+SUMMARIES: Mapping[str, str] = {
+    f"{size}_{architecture}": DESCRIPTIONS[architecture]
+    for size in SIZES
+    for architecture in ARCHITECTURES
+}
+"""What each recipe is."""

@@ -242,3 +242,33 @@ RECIPES: Recipes = {
     **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},
 }
 """All recipes by name; `t2r_*` fine-tune a converted Transformer (section 4.2)."""
+
+DESCRIPTIONS = {
+    "gsa": "GSA: a gated memory of slots",
+    "gsa_m32": "GSA, 32 slots a head",
+    "gsa_m128": "GSA, 128 slots a head",
+    "gsa_spread": "GSA, gates that begin with memories of several lengths",
+    "gsa_constant_decay": "GSA, a decay that does not depend on the data",
+    "gsa_between_none": "GSA, no softmax over the slots",
+    "gsa_between_swish": "GSA, Swish for the softmax",
+    "gsa_between_relu": "GSA, ReLU for the softmax",
+    "gsa_between_relu_squared": "GSA, squared ReLU for the softmax",
+    "abc": "ABC: slots without a gate",
+    "abc_code": "ABC as in the public code",
+    "gla": "GLA: gated linear attention",
+    "hgrn2": "HGRN2: a gated linear RNN with an outer-product state",
+    "retnet": "RetNet: linear attention with a fixed decay",
+    "mamba": "Mamba: a selective state space",
+    "attention": "softmax attention (Transformer++)",
+    "gsa_attention": "GSA and softmax attention in turn",
+}
+"""What each architecture is, for the list of recipes."""
+SUMMARIES: Mapping[str, str] = {
+    **{
+        f"{size}_{architecture}": DESCRIPTIONS[architecture]
+        for size, (_, architectures) in SIZES.items()
+        for architecture in architectures
+    },
+    **{f"t2r_{target}": f"Mistral 7B, converted, fine-tuned as {target}" for target in TARGETS},
+}
+"""What each recipe is."""

@@ -245,3 +245,31 @@ RECIPES: Recipes = {
     for architecture in architectures
 }
 """All recipes by name."""
+
+DESCRIPTIONS = {
+    "rnn": "a gated linear RNN",
+    "rnn_span16": "a gated linear RNN whose memories begin short",
+    "rat_l16": "RAT, chunks of 16 tokens",
+    "rat_l64": "RAT, chunks of 64",
+    "rat_l64_span16": "RAT, chunks of 64, whose memories begin short",
+    "rat_l128": "RAT, chunks of 128",
+    "rat_l256": "RAT, chunks of 256",
+    "attention": "softmax attention",
+    "attention_alibi": "softmax attention with ALiBi for RoPE",
+    "attention_swa": "attention, full and over a sliding window in turn",
+    "rat_swa": "RAT, chunks of 16, and sliding-window attention in turn",
+    "attention_swa_nope": "attention_swa, the full layers without positions",
+    "rat_swa_nope": "rat_swa, RAT without positions",
+    "rat_l64_full_qk": "RAT, chunks of 64, every head with its own queries and keys",
+    "rat_l64_token_rope": "RAT, chunks of 64, RoPE by token",
+    "reversed_c16": "RAT-Reversed: attention in 16 chunks, an RNN across them",
+    "reversed_c64": "RAT-Reversed, 64 chunks",
+    "reversed_c128": "RAT-Reversed, 128 chunks",
+}
+"""What each architecture is, for the list of recipes."""
+SUMMARIES: Mapping[str, str] = {
+    f"{size}_{architecture}": DESCRIPTIONS[architecture]
+    for size, (_, architectures) in SIZES.items()
+    for architecture in architectures
+}
+"""What each recipe is."""

@@ -1,19 +1,23 @@
 """`mezzo-recurrent-transformer`: train, generate, eval, bench, reproduce, synthetic."""
 
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from mezzo_recurrent_transformer import __version__
+
+if TYPE_CHECKING:
+    from mezzo_core.paper import Bench
+    from mezzo_core.papers.reproduction import Reproduction
+    from mezzo_core.train.recipes import Recipes
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with these arguments (default: the process's own)."""
     try:
         from mezzo_core.cli import Paper, make_app, run
-
-        from mezzo_recurrent_transformer.bench import bench
-        from mezzo_recurrent_transformer.claims import REPRODUCTION
-        from mezzo_recurrent_transformer.recipes import RECIPES
-        from mezzo_recurrent_transformer.synthetic.command import synthetic
+        from mezzo_core.lazy_commands import LazyCommand
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -22,14 +26,44 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     paper = Paper(
         command="mezzo-recurrent-transformer",
         title="The Recurrent Transformer: layers that attend to keys and values of their outputs.",
-        recipes=RECIPES,
-        bench=bench,
-        reproduce=REPRODUCTION.reproduce,
-        scales=tuple(REPRODUCTION.scales),
+        version=__version__,
+        recipes=_recipes,
+        table=Path(__file__).with_name("recipes.csv"),
+        bench=_bench,
+        reproduction=_reproduction,
+        commands={
+            "synthetic": LazyCommand(
+                "Train one recurrent layer and one Transformer layer on synthetic tasks, and "
+                "compare them.",
+                _synthetic,
+            )
+        },
     )
-    app = make_app(paper)
-    app.command()(synthetic)
-    run(app, arguments)
+    run(make_app(paper), arguments)
+
+
+def _recipes() -> "Recipes":
+    from mezzo_recurrent_transformer.recipes import RECIPES
+
+    return RECIPES
+
+
+def _bench() -> "Bench":
+    from mezzo_recurrent_transformer.bench import bench
+
+    return bench
+
+
+def _reproduction() -> "Reproduction":
+    from mezzo_recurrent_transformer.claims import REPRODUCTION
+
+    return REPRODUCTION
+
+
+def _synthetic() -> Callable[..., None]:
+    from mezzo_recurrent_transformer.synthetic.command import synthetic
+
+    return synthetic
 
 
 if __name__ == "__main__":

@@ -181,3 +181,18 @@ RECIPES: Recipes = {
     for architecture in architectures
 }
 """All recipes by name."""
+
+DESCRIPTIONS = {
+    "transformer": "a Transformer",
+    "recurrent": "the Recurrent Transformer",
+    "recurrent_b8": "the Recurrent Transformer, blocks of 8 tokens at once",
+    "recurrent_b32": "the Recurrent Transformer, blocks of 32 tokens at once",
+    "recurrent_raw": "the Recurrent Transformer, keys and values not normalized",
+}
+"""What each architecture is, for the list of recipes."""
+SUMMARIES: Mapping[str, str] = {
+    f"{size}_{architecture}": DESCRIPTIONS[architecture]
+    for size, (_, architectures) in SIZES.items()
+    for architecture in architectures
+}
+"""What each recipe is."""

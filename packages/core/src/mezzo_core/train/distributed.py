@@ -1,7 +1,8 @@
 """Training in one process or many: ranks, communication, sharding, the exchange of gradients.
 
 `torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK. Without them the world is one process, and nothing
-in this file communicates.
+in this file communicates. One process does not import FSDP and DTensor either: that takes two
+seconds.
 """
 
 import os
@@ -9,16 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _GLOO_SECONDS = 0.3
 
@@ -187,6 +189,9 @@ def shard(
     """
     if world.size == 1:
         return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     mesh = init_device_mesh(world.device.type, (world.size,))
     for part in (*units, model):
         # In torch 2.8 gloo returns the sum where the mean is requested. So the sum is requested,
@@ -195,6 +200,24 @@ def shard(
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
     for entry in entries:
         register_fsdp_forward_method(model, entry)
+
+
+def is_part(value: Tensor) -> "TypeGuard[DTensor]":
+    """Tell whether the processes each hold a part of the tensor."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Tell whether the processes each hold a part of the model: whether `shard` sharded it."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> None:
@@ -210,11 +233,11 @@ def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> 
         world: the processes.
         is_last: whether this is the last micro batch before the optimizer's step.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
+    if has_parts(model):
+        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         loss = loss * world.size  # FSDP averages gradients over the processes
     loss.backward()
-    if is_last and world.size > 1 and not isinstance(model, FSDPModule):
+    if is_last and world.size > 1 and not has_parts(model):
         _sum_gradients(model, world)
 
 

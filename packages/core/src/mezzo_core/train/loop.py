@@ -12,9 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
@@ -34,7 +31,7 @@ from mezzo_core.train.build import (
 )
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.distributed import World, backward, join_world
+from mezzo_core.train.distributed import World, backward, has_parts, is_part, join_world
 from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
@@ -261,7 +258,7 @@ def _take_step(run: _Run, parts: Sequence[Batch], count: int | Tensor) -> tuple[
         backward(loss, run.model, world, is_last=i + 1 == len(parts))
         total += loss.detach()
     grad_norm = clip_grad_norm_(run.model.parameters(), run.config.optim.clip)
-    if isinstance(grad_norm, DTensor):
+    if is_part(grad_norm):
         grad_norm = grad_norm.full_tensor()
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
@@ -298,7 +295,9 @@ def _save_model(run: _Run, step: int) -> None:
     """Write the trained model, whole, for `load_model`."""
     config, folder = run.config, run.out / "model"
     weights: dict[str, Any] | None = None
-    if isinstance(run.model, FSDPModule):
+    if has_parts(run.model):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(run.model, options=options)
     extra = {

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import current_name
+from mezzo_core.train.distributed import is_part
 
 # The names that safetensors gives to types. `write_shard` writes the format itself, because the
 # library's writer holds a whole file in memory and computes no checksums.
@@ -100,7 +100,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], process: int) -> Inde
     held: dict[str, Tensor] = {}
     for name, value in tensors.items():
         local, start = _local(value)
-        writes = local.numel() > 0 and (isinstance(value, DTensor) or process == 0)
+        writes = local.numel() > 0 and (is_part(value) or process == 0)
         pieces = [Piece(process, start, local.numel(), 0)] if writes else []
         index[name] = Stored(tuple(value.shape), _dtype(value), pieces, name)
         if writes:
@@ -236,8 +236,10 @@ def _is_whole(stored: Stored, processes: int) -> bool:
 
 def _local(value: Tensor) -> tuple[Tensor, int]:
     """Return this process's part of a tensor, and where it begins in the flat tensor."""
-    if not isinstance(value, DTensor):
+    if not is_part(value):
         return value.detach(), 0
+    from torch.distributed.tensor import Shard
+
     if value.placements != (Shard(0),):
         raise NotImplementedError(f"only rows can be sharded, got {value.placements}")
     # FSDP2 gives all processes equally many rows, except that the last ones may get fewer or none.

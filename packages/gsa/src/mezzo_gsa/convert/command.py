@@ -7,8 +7,8 @@ import torch
 import typer
 from mezzo_core.console import show
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.inputs import check_writable, expanded
 from mezzo_core.nn.checkpoint import save_model
+from mezzo_core.paths import check_writable, expanded
 
 from mezzo_gsa.convert.convert import ROTATED, TARGETS, convert
 from mezzo_gsa.convert.source import read_transformer

@@ -6,8 +6,8 @@ from typing import Annotated, Any, TypeVar
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.inputs import expanded
 from mezzo_core.papers.tables import format_value
+from mezzo_core.paths import expanded
 from typer import Option
 
 from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS

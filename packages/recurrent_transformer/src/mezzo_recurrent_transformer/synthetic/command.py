@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.inputs import expanded
 from mezzo_core.papers.figures import draw_result
 from mezzo_core.papers.measurement import read_result
 from mezzo_core.papers.tables import format_value
+from mezzo_core.paths import expanded
 from typer import Option
 
 from mezzo_recurrent_transformer.synthetic.sweep import NAMES, SweepConfig, sweep

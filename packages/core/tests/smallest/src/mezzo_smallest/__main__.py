@@ -18,7 +18,8 @@ def tiny() -> TrainConfig:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with these arguments (default: the process's own)."""
-    run(make_app(Paper("mezzo-smallest", "Looks back a few tokens.", {"tiny": tiny})), arguments)
+    paper = Paper("mezzo-smallest", "Looks back a few tokens.", "0.1.0", lambda: {"tiny": tiny})
+    run(make_app(paper), arguments)
 
 
 if __name__ == "__main__":

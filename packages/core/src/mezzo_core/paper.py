@@ -1,0 +1,68 @@
+"""The description of a paper's package, from which its command line is made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.lazy_commands import LazyCommand
+from mezzo_core.recipe_table import RecipeRow, make_table, read_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from mezzo_core.papers.reproduction import Reproduction
+    from mezzo_core.train.recipes import Recipes
+
+Bench = Callable[["torch.device", bool, Path | None], Any]
+"""Measures speed on a device, at tiny shapes if the bool says so, and appends its rows, in the
+format of `mezzo_core.bench`, to the file."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A package of a paper.
+
+    What needs torch is given by functions, which are called when a command needs it.
+
+    Attributes:
+        command: the program's name, such as "mezzo-rat".
+        title: one line for the top of `--help`.
+        version: of the package.
+        recipes: imports the recipes.
+        table: the file of the recipes' table (`mezzo_core.recipe_table`). With None the table is
+            made whenever it is needed.
+        bench: imports what measures speed; None leaves the command out.
+        reproduction: imports the paper's claims; None leaves `reproduce` out.
+        commands: the package's own commands, by name.
+    """
+
+    command: str
+    title: str
+    version: str
+    recipes: "Callable[[], Recipes]"
+    table: Path | None = None
+    bench: Callable[[], Bench] | None = None
+    reproduction: "Callable[[], Reproduction] | None" = None
+    commands: Mapping[str, LazyCommand] = field(default_factory=dict)
+
+    def rows(self) -> list[RecipeRow]:
+        """Return the table of the recipes."""
+        return read_table(self.table) if self.table else make_table(self.recipes(), {})
+
+    def names(self) -> list[str]:
+        """Return the names of the recipes."""
+        return [row.name for row in self.rows()] if self.table else list(self.recipes())
+
+    def check_name(self, name: str) -> None:
+        """Check that a recipe has this name.
+
+        Raises:
+            UserError: if none has; the message shows similar names.
+        """
+        if name not in (names := self.names()):
+            raise UserError(
+                f"no recipe is named {name!r} (`{self.command} recipes` lists them)"
+                f"{nearest(name, names)}"
+            )

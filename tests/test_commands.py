@@ -1,0 +1,105 @@
+"""The command lines of all packages: what they answer without torch, and tables of recipes."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from mezzo_core.recipe_table import FILE, make_table, read_table
+
+ROOT = Path(__file__).parents[1]
+PAPERS = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__main__.py"))
+RUN = """
+import sys
+from {package}.__main__ import main
+try:
+    main({words!r})
+except SystemExit as end:
+    heavy = [name for name in ("torch", "numpy", "pyarrow", "matplotlib") if name in sys.modules]
+    print("\\ncode", end.code, "imported", heavy)
+"""
+
+
+def answer(package, *words):
+    """Run a command in a process of its own; return what it printed, its code last."""
+    code = RUN.format(package=package, words=list(words))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", PAPERS)
+def test_help_is_answered_without_torch(package):
+    shown = answer(package, "--help")
+    for command in ("train", "generate", "eval", "recipes", "show", "--version"):
+        assert re.search(rf"│ {command} ", shown), shown
+    assert "code 0 imported []" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--version"], "mezzo-rat 0.1.0, mezzo-core 0.1.0, torch "),
+        (["recipes", "1p3b"], "1p3b_16k_rat_swa"),
+        (["trian"], "No such command 'trian'"),
+        (["train", "tiny_rat_l61"], "did you mean tiny_rat_l64, tiny_rat_l16"),
+        (["show", "tiny_rat_l61"], "did you mean tiny_rat_l64, tiny_rat_l16"),
+        (["generate", "runs/x", "--tempature", "1"], "No such option: --tempature"),
+        (["recipes", "huge"], "no recipe's name has 'huge' in it"),
+    ],
+)
+def test_what_needs_no_model_is_answered_without_torch(words, said):
+    shown = answer("mezzo_rat", *words)
+    assert said in shown
+    assert "imported []" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("mezzo-rat tra", ["train"]),
+        ("mezzo-rat train tiny_rat", ["tiny_rat_l64", "tiny_rat_l16", "tiny_rat_swa"]),
+        ("mezzo-rat show tiny_att", ["tiny_attention", "tiny_attention_swa"]),
+    ],
+)
+def test_a_shell_completes_commands_and_recipes(words, offered):
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mezzo_rat"],
+        env={**os.environ, "_MEZZO_RAT_COMPLETE": "complete_bash", **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.stdout.split() == offered, done.stderr
+
+
+@pytest.mark.parametrize("package", PAPERS)
+def test_the_table_of_recipes_is_that_of_the_recipes(package):
+    module = import_module(f"{package}.recipes")
+    found = read_table(Path(module.__file__).with_name(FILE))
+    assert found == make_table(module.RECIPES, module.SUMMARIES), (
+        f"python -m mezzo_core.recipe_table {package} writes it anew"
+    )
+    assert all(row.what for row in found)
+
+
+@pytest.mark.parametrize("package", PAPERS)
+def test_lazy_names_are_those_that_type_checkers_see(package):
+    module = import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text())
+    (checked,) = (node.body for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: node.module for node in checked for alias in node.names}
+    assert sorted(seen) == sorted(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    for name, place in seen.items():
+        assert getattr(module, name) is getattr(import_module(place), name)
+    assert module.ops is import_module(f"{package}.ops")
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        getattr(module, "Nothing")  # noqa: B009 (the name is what is tested)
