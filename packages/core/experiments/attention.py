@@ -3,18 +3,18 @@
     python packages/core/experiments/attention.py --out packages/core/results/nvidia-h200
     python packages/core/experiments/attention.py --out DIR --dry-run    # toy sizes, on a CPU
 
-Adds rows to attention.jsonl; a backend that cannot do a request, or is not installed, is left out.
+Writes attention.json; a backend that cannot do a request, or is not installed, is left out.
 """
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from mezzo_core import bench
-from mezzo_core.bench import Contender, Options, Row, say, timed
+from mezzo_core.bench import Header, Options
+from mezzo_core.bench.jobs import run
+from mezzo_core.bench.ops import Contender, excused, op_job, shape
 from mezzo_core.ops.attention import attention
 from mezzo_core.testing import assert_close
 from torch import Tensor
@@ -36,45 +36,55 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 def measure(options: Options) -> None:
     """Time every backend that the command line names at every shape, bf16."""
-    bench.run(rows(options), options.device, options.out / "attention.jsonl", say)
-
-
-def rows(options: Options) -> Iterator[Row]:
-    """Time the backends one after another."""
-    torch.manual_seed(0)
+    jobs = []
     for name, (sizes, extra) in SHAPES.items():
-        shape = {k: min(n, 64) if k == "T" else min(n, 4) for k, n in sizes.items()}
-        shape = shape if options.dry_run else sizes
-        bench.start_afresh()
-        B, T, HQ, H, D = shape.values()
-        inputs = {
-            x: torch.randn(B, T, heads, D, device=options.device, dtype=torch.bfloat16)
-            for x, heads in (("q", HQ), ("k", H), ("v", H))
-        }
-        extra = {**extra}
-        if "cu_seqlens" in extra:
-            lengths = [1000] * (T // 1000) + [T % 1000]
-            borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            extra["cu_seqlens"] = borders.to(options.device)
-        found: list[Tensor] = []
-        skips = "window_size" in extra or "cu_seqlens" in extra
-        for impl in (x for x in options.models if x in MASKED or not skips):
-            run = partial(attend, impl=impl, **extra)
-            try:
-                with torch.no_grad():
-                    found.append(run(**inputs))
-            except ValueError as error:
-                say(f"{name}: {error}")
-                continue
-            assert_close(f"{impl}'s output", found[-1], found[0], rtol=1e-2)
-            contender = Contender(f"{name} attention op", impl, shape, run, inputs)
-            yield from timed(contender, options.device, 0.02 if options.dry_run else 0.3, say)
+        if options.dry_run:
+            sizes = {letter: min(n, 64 if letter == "T" else 4) for letter, n in sizes.items()}
+        for impl in MASKED if extra else BACKENDS:
+            make = partial(prepare, impl, sizes, extra)
+            seconds = 0.02 if options.dry_run else 0.3
+            jobs.append(
+                excused(op_job(f"{name} attention op", impl, shape(**sizes), make, seconds))
+            )
+    cells = [cell for job in jobs for cell in job.cells]
+    header = Header(
+        kind="timings",
+        title="Attention's backends",
+        setting="medians of repeated calls",
+        how="scaled down" if options.dry_run else "other hardware",
+        columns=tuple(dict.fromkeys(cell.column for cell in cells)),
+        models=tuple(dict.fromkeys(cell.model for cell in cells)),
+        unit="ms",
+        better="lower",
+    )
+    wanted = [job for job in jobs if any(f"({x})" in job.cells[0].model for x in options.models)]
+    run(options.open("attention", header), wanted, options.runs, options.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def prepare(
+    impl: str, sizes: dict[str, int], extra: dict[str, Any], device: torch.device
+) -> Contender:
+    """Return a backend on random inputs, after a comparison with flex."""
+    torch.manual_seed(0)
+    B, T, HQ, H, D = sizes.values()
+    inputs = {
+        x: torch.randn(B, T, heads, D, device=device, dtype=torch.bfloat16)
+        for x, heads in (("q", HQ), ("k", H), ("v", H))
+    }
+    if "cu_seqlens" in extra:
+        lengths = [extra["cu_seqlens"]] * (T // extra["cu_seqlens"])
+        borders = torch.tensor([0, *accumulate(lengths), T], dtype=torch.int32).unique()
+        extra = {"cu_seqlens": borders.to(device)}
+    attend, other = (partial(output, impl=x, **extra) for x in (impl, "flex"))
+    with torch.no_grad():
+        assert_close("the output", attend(**inputs), other(**inputs), rtol=1e-2)
+    return Contender(attend, inputs)
+
+
+def output(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Return attention's output alone."""
     return attention(q, k, v, **options).out
 
 
 if __name__ == "__main__":
-    sys.exit(bench.run_script(measure, __doc__, BACKENDS))
+    sys.exit(run_script(measure, __doc__, BACKENDS))

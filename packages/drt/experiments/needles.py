@@ -20,15 +20,15 @@ kinds that the training part has too.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.bench import Header, Options, Result, attempt, origin, run_script, say
-from mezzo_core.bench.jobs import side_by_side
+from mezzo_core.bench import OOM, Cell, Entry, Header, Options, attempt, run_script, say
+from mezzo_core.bench.jobs import Job, run
 from mezzo_core.bench.training import corpus_name, measure_run
 from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.data.tokenized_corpus import token_store
@@ -38,10 +38,11 @@ from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import ModelSize, landmark_lm
-from mezzo_drt.claims import DRT1, DRT2, LANDMARK, PASSKEY, TWO_HOP
 from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, PasskeyConfig
-from mezzo_drt.recipes import ARCHITECTURES, small
+from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, small
 
+DRT1, DRT2, LANDMARK = PAPER_NAMES["drt1"], PAPER_NAMES["drt2"], "Landmark Attn."
+PASSKEY, TWO_HOP = "passkey", "two_hop"
 DEEP = "BaseLM +2 layers"
 MODELS = (DEEP, LANDMARK, DRT1, DRT2)
 MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2)}
@@ -158,15 +159,6 @@ DRY = Sizes(
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
 
-class Cell(NamedTuple):
-    """What is measured: a trained model on a result's task, at a length."""
-
-    name: str
-    model: str
-    column: str
-    seed: int
-
-
 class Run(NamedTuple):
     """A stage of a training, and its folder."""
 
@@ -177,63 +169,51 @@ class Run(NamedTuple):
 def measure(options: Options) -> None:
     """Train and measure all models on one task, and then, from there on, on the next."""
     sizes = DRY if options.dry_run else FULL
-    results = {name: result_file(name, sizes, options) for name in MEASURED}
-    failures = [measure_task(name, result, sizes, options) for name, result in results.items()]
-    if failed := [failure for failure in failures if failure is not None]:
-        raise failed[0]
-
-
-def measure_task(name: str, result: Result, sizes: Sizes, options: Options) -> Exception | None:
-    """Train all models on a task, then measure them, on short texts first.
-
-    Returns:
-        Why a training failed, if one did: the other models are still measured, on this task and the
-        next, before it is raised.
-    """
-    columns = sizes.columns[name]
-    cells = [
-        Cell(name, model, column, seed)
-        for column in columns
-        for seed in options.seeds
-        for model in options.models
-        if model in MEASURED[name]
-        and num_tokens(column) <= REACH.get(model, num_tokens(column))
-        and not result.has(model, column, seed=seed)
-    ]
-    trainings = {
-        (name, cell.model, cell.seed): partial(
-            train_stages, runs_of(name, cell.model, cell.seed, sizes, options)
+    for name, models in MEASURED.items():
+        jobs = (
+            job(name, model, seed, sizes, options)
+            for seed in options.seeds
+            for model in options.models
+            if model in models
         )
-        for cell in cells
-    }
-    trained, failure = {}, None
-    try:
-        for (_, model, seed), details in side_by_side(
-            trainings, options.runs, options.device, options.jobs
-        ):
-            trained[model, seed] = details
-            say(f"{model}: trained on {result.path.stem}, seed {seed}")
-    except Exception as error:
-        failure = error
-    cells = [cell for cell in cells if (cell.model, cell.seed) in trained]
-    calls = {cell: partial(measure_cell, cell, sizes, options) for cell in cells}
-    for (_, model, column, seed), (value, details) in side_by_side(
-        calls, options.runs, options.device, options.jobs
-    ):
-        first = trained[model, seed] if column == columns[0] else {}
-        result.add(value, model=model, column=column, seed=seed, **details, **first)
-    return failure
+        run(options.open(name, header(name, sizes, options)), jobs, *options.where)
 
 
-def train_stages(runs: list[Run], folder: Path, device: torch.device) -> dict[str, Any]:
+def job(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> Job:
+    """Return the job that trains a model on a task, and then measures it, on short texts first."""
+    lengths = [c for c in sizes.columns[name] if num_tokens(c) <= REACH.get(model, num_tokens(c))]
+    cells = tuple(Cell(model, column, seed=seed) for column in lengths)
+    return Job(cells, partial(train_and_ask, name, sizes, options))
+
+
+def train_and_ask(
+    name: str, sizes: Sizes, options: Options, cells: tuple[Cell, ...], folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:  # fmt: skip
     """Train stage after stage, each in its own folder, where one that is done is only read.
 
-    Returns:
-        What the last stage has come to.
+    Yields:
+        The share of right answers in % at each length, and the memory that it took to find them.
     """
+    model, _, _, seed = cells[0]
+    runs = runs_of(name, model, seed, sizes, options)
     for home, config in runs:
         details = measure_run(config, home, device, resume=True)
-    return {name: details[name] for name in ("parameters", "steps")}
+    say(f"{model}: trained on {name}, seed {seed}")
+    for cell in cells:
+        T, samples = num_tokens(cell.column), sizes.samples[cell.column]
+        if model == LANDMARK:
+            samples = min(samples, max(1, LANDMARK_TOKENS // T))
+        task = replace(on_text(sizes.stages[name][-1].task, sizes, options), test_rows=samples)
+        rows = min(max(1, TOGETHER // T), samples)
+        lm = load(model, runs[-1].home / "model", sizes, options, device)
+        data = task.build(T, token_store())
+        found = attempt(partial(ask, lm, data, rows, sizes.segment, device))
+        told = {"samples": samples, "rows": rows} if found != OOM else {}
+        if cell.column == sizes.columns[name][0]:
+            told |= {k: details[k] for k in ("parameters", "steps")}
+        value = OOM if isinstance(found, str) else found[0].pop("exact_match")
+        yield [cell.entry(value, **told, **({} if isinstance(found, str) else found[0]))]
 
 
 def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> list[Run]:
@@ -243,7 +223,7 @@ def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) ->
         for i, stage in enumerate(sizes.stages[task]):
             home = folder_of(task, model, seed, i, options)
             config = TrainConfig(
-                name=f"{Path(task).name}_{i}",
+                name=f"{task}_{i}",
                 model=configure(model, sizes, options),
                 data=on_text(stage.task, sizes, options),
                 optim=OptimConfig(
@@ -279,37 +259,21 @@ def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
     return ARCHITECTURES[names[model]](like)
 
 
-def load(cell: Cell, sizes: Sizes, options: Options, device: torch.device) -> LM:
+def load(model: str, trained: Path, sizes: Sizes, options: Options, device: torch.device) -> LM:
     """Load a trained model; DRT's chunks will go to the host's memory."""
-    config = configure(cell.model, sizes, options)
+    config = configure(model, sizes, options)
     if isinstance(config.stack, DRTConfig):
         config = replace(config, stack=replace(config.stack, offload=True))
     with device:
         lm = config.build()
-    runs = runs_of(cell.name, cell.model, cell.seed, sizes, options)
-    copy_weights(runs[-1].home / "model", lm)
+    copy_weights(trained, lm)
     return lm
 
 
-def measure_cell(
-    cell: Cell, sizes: Sizes, options: Options, folder: Path, device: torch.device
-) -> tuple[float | str, dict[str, Any]]:
-    """Return the share of right answers in %, and the memory that it took to find them."""
-    T, samples = num_tokens(cell.column), sizes.samples[cell.column]
-    if cell.model == LANDMARK:
-        samples = min(samples, max(1, LANDMARK_TOKENS // T))
-    task = replace(on_text(sizes.stages[cell.name][-1].task, sizes, options), test_rows=samples)
-    data = task.build(T, token_store())
-    lm = load(cell, sizes, options, device)
-    rows = min(max(1, TOGETHER // T), samples)
-    found = attempt(lambda: [ask(lm, data, rows, sizes.segment, device)])
-    if isinstance(found, str):
-        return found, {}
-    return found[0].pop("exact_match"), {"samples": samples, "rows": rows, **found[0]}
-
-
-def ask(lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device) -> dict[str, Any]:
-    """Ask the question of each test row, of so many rows at a time."""
+def ask(
+    lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Ask the question of each test row, of so many rows at a time; return what came of it."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.empty_cache()
@@ -318,12 +282,13 @@ def ask(lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device)
     # The weights' bytes are counted, and autocast stores keys and values in bf16.
     share = torch.bfloat16.itemsize / torch.float32.itemsize if is_cuda else 1
     assert found.exact_match is not None
-    return {
+    measures = {
         "exact_match": 100 * found.exact_match,
         "accuracy": 100 * found.accuracy,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else None,
         "host_gb": rows * lm.host_state_bytes(data.seq_len) * share / 1e9,
     }
+    return [measures]
 
 
 def num_tokens(column: str) -> int:
@@ -339,7 +304,7 @@ def on_text(task: AbstractNeedleConfig, sizes: Sizes, options: Options) -> Abstr
 
 def folder_of(name: str, model: str, seed: int, stage: int, options: Options) -> Path:
     """Return the folder of a stage's run."""
-    return options.runs / f"{Path(name).name}_{MODELS.index(model)}_{seed}_{stage}"
+    return options.runs / f"{name}_{MODELS.index(model)}_{seed}_{stage}"
 
 
 def asked(task: AbstractNeedleConfig) -> str:
@@ -350,8 +315,8 @@ def asked(task: AbstractNeedleConfig) -> str:
     return f"{task.name}, of {task.num_noise + 1} paths"
 
 
-def result_file(name: str, sizes: Sizes, options: Options) -> Result:
-    """Open the result that the claims know by its name."""
+def header(name: str, sizes: Sizes, options: Options) -> Header:
+    """Return the header of a task's result."""
     what = {PASSKEY: "A passkey", TWO_HOP: "Paths of two hops"}[name]
     c = sizes.stack
     stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
@@ -374,7 +339,7 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         f"rows in segments of {sizes.segment}, at most {TOGETHER} tokens of them together or one "
         "row, DRT's chunks on the host",
     )
-    header = Header(
+    return Header(
         kind="recall",
         title=f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
         setting="; ".join(setting),
@@ -384,7 +349,6 @@ def result_file(name: str, sizes: Sizes, options: Options) -> Result:
         unit="%",
         better="higher",
     )
-    return Result(options.out / f"{Path(name).name}.json", header, origin(options.device), say)
 
 
 if __name__ == "__main__":

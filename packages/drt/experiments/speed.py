@@ -4,15 +4,13 @@
     python packages/drt/experiments/speed.py --out DIR --dry-run    # on a CPU
 
 Writes inference.json, length.json, training_speed.json and reading.json; `--models inference
-BaseLM` measures a part. `mezzo-drt reproduce --scale gpu` measures the same and compares it with
-the paper.
+BaseLM` measures a part. `mezzo-drt bench` measures the same at this machine's sizes, and `mezzo-drt
+reproduce` compares it with the paper.
 """
 
 import sys
 
-from mezzo_core.papers.speeds import run_speeds
-from mezzo_drt.speed import DECODING, DRY, GROWING, MEASURERS, PAPER, READING, TRAINING
+from mezzo_drt.speed import SPEEDS
 
 if __name__ == "__main__":
-    every = (*DECODING, *GROWING, *TRAINING, *READING)
-    sys.exit(run_speeds(__doc__, MEASURERS, PAPER, DRY, every))
+    sys.exit(SPEEDS.script(__doc__))

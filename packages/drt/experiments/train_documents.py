@@ -17,21 +17,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.tested import train_and_test
-from mezzo_core.bench.training import SWEPT, at_rate, in_words, train_swept
-from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.jobs import run
+from mezzo_core.bench.training import SWEPT, at_rate, in_words, of_model, sweep, training
+from mezzo_core.data import load_tokenizer
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
-from mezzo_drt.claims import DRT1, LONG, SHORT, TRAINED_AT
 from mezzo_drt.documents import perplexities
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 
 OURS = ("fixed", "outside")  # are not in the paper's table
-PROJECTED = f"{DRT1}, projected"
+PROJECTED = f"{PAPER_NAMES['drt1']}, projected"
 MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe not in OURS}
 MODELS[PROJECTED] = "drt1"
-LENGTHS = (SHORT, TRAINED_AT, LONG)
+TRAINED_AT = 4096
+LENGTHS = {"2048": 2048, "4096": TRAINED_AT, "16384": 16_384}
 STEPS, BATCH = 4800, 2
 """39M tokens. A text should have half of that or more, so that it is read twice at most."""
 RATES = {"5e-4": 5e-4, "1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
@@ -59,41 +59,46 @@ def measure(options: Options) -> None:
         unit="perplexity",
         better="lower",
     )
-    lengths = {name: int(name) // (TOY if options.dry_run else 1) for name in LENGTHS}
+    lengths = {name: T // (TOY if options.dry_run else 1) for name, T in LENGTHS.items()}
     tokens = ", ".join(map(str, lengths.values()))
     tested = replace(
         swept,
         title="Perplexity on long documents, by the length of the evaluation",
         setting=f"{told}, each model's best of {', '.join(RATES)} with seed {SWEPT}; evaluated in "
         f"windows of {tokens} tokens that overlap by half, with the same targets; {landmarks}",
-        columns=LENGTHS,
+        columns=tuple(LENGTHS),
     )
-    name, machine = f"long_documents_{Path(options.tokenizer).name}", origin(options.device)
-    rates = Result(options.out / f"{name}_rates.json", swept, machine, say)
-    result = Result(options.out / f"{name}.json", tested, machine, say)
+    name = f"long_documents_{Path(options.tokenizer).name}"
+    rates, result = options.open(f"{name}_rates", swept), options.open(name, tested)
     configs = {model: configure(MODELS[model], options) for model in options.models}
     if PROJECTED in configs:
         configs[PROJECTED] = projected(configs[PROJECTED])
-    where = (options.runs, options.device, options.jobs)
-    train_swept(rates, configs, RATES, (SWEPT,), *where)
+    sweep(rates, configs, RATES, (SWEPT,), *options.where)
     best = {model: rates.best_column(model, seed=SWEPT) for model in configs}
     chosen = {model: at_rate(configs[model], RATES[rate]) for model, rate in best.items() if rate}
-    train_and_test(result, chosen, options.seeds, partial(perplexities, lengths=lengths), *where)
+    test = partial(of_model, partial(perplexities, lengths=lengths))
+    jobs = (
+        training(model, [*LENGTHS], replace(config, seed=seed), test)
+        for seed in options.seeds
+        for model, config in chosen.items()
+    )
+    run(result, jobs, *options.where)
 
 
 def configure(architecture: str, options: Options) -> TrainConfig:
     """Return the run of one model on the given text; in a dry run at a toy size."""
-    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
     if options.dry_run:
         recipe = RECIPES[f"tiny_{architecture}"]()
-        toy = int(TRAINED_AT) // TOY
-        return replace(recipe, data=data, seq_len=toy, batch_size=2, steps=2, eval_batches=1)
+        toy = TRAINED_AT // TOY
+        return replace(
+            recipe, data=options.text, seq_len=toy, batch_size=2, steps=2, eval_batches=1
+        )
     recipe = RECIPES[f"small_{architecture}"]()
     vocab_size = load_tokenizer(options.tokenizer).vocab_size
     return replace(
         recipe,
         model=replace(recipe.model, vocab_size=vocab_size),
-        data=data,
+        data=options.text,
         batch_size=BATCH,
         steps=STEPS,
         optim=replace(recipe.optim, warmup_fraction=WARMUP),

@@ -1,83 +1,38 @@
-"""The speeds, rehearsed on a CPU: what is written, kept, left out and refused."""
+"""The speeds on a CPU: that they are of what they say, and what has no speed."""
 
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from mezzo_core.bench.generation import fill
-from mezzo_core.bench.training_step import training_step
 from mezzo_core.errors import FailedRunError
-from mezzo_core.papers.measurement import How, read_result
-from mezzo_core.testing.scripts import run_script
-from mezzo_drt import bench, inference, speed
-from mezzo_drt.claims import ANSWERS, REPRODUCTION
+from mezzo_drt import inference, speed
+from mezzo_drt.claims import REPRODUCTION
 from mezzo_drt.recipes import RECIPES, tiny
 from mezzo_drt.speed import (
     BASE,
     BLOCK_RECURRENT,
-    CAN_OFFLOAD,
-    DECODING,
     DRT1,
     DRT2,
     DRY,
-    GROWING,
     LANDMARK,
     MEASURERS,
     OFFLOADED,
     PAPER,
     PLAIN,
-    READING,
-    TRAINING,
     WINDOW,
-    Cell,
     model_config,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
-
-SCRIPT = Path(__file__).parents[1] / "experiments/speed.py"
-
-
-def run(folder, *words):
-    return run_script(SCRIPT, "--dry-run", "--out", str(folder), *words)
 
 
 def quiet(line):
     pass
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory):
-    """A dry run of everything."""
-    folder = tmp_path_factory.mktemp("results") / "cpu"
-    assert run(folder) == 0
-    return {name: read_result(folder / f"{name}.json") for name in MEASURERS}
-
-
-def test_a_rehearsal_measures_every_cell(rehearsal):
-    """Three times, but for the long texts."""
-    models = {
-        "inference": DECODING,
-        "length": GROWING,
-        "training_speed": TRAINING,
-        "reading": READING,
-    }
-    for name, ours in rehearsal.items():
-        assert {model for _, model in ours.rows} == set(models[name])
-        assert ours.how is How.SCALED_DOWN
-        for group, model in ours.rows:
-            for column in ours.columns:
-                passes = ours.by_seed(model, column, group)
-                left_out = column in OFFLOADED[True] and model not in CAN_OFFLOAD
-                expected = range(0 if left_out else 1 if name == "reading" else 3)
-                assert list(passes) == list(expected)
-                assert all(value > 0 for value in passes.values())
-
-
-def test_the_state_is_what_a_prompt_leaves(rehearsal):
-    ours = rehearsal["inference"]
+def test_the_state_is_what_a_prompt_leaves(tmp_path):
+    ours = MEASURERS["inference"](DRY, tmp_path, quiet)
     memory = OFFLOADED[False][1]
     for group, model in ours.rows:
         lm = model_config(model, tiny()).build()
@@ -100,33 +55,11 @@ def test_a_text_is_read_whole():
     assert PAPER.segment % speed.SIZES[PAPER.size]().drt.chunk_size == 0
 
 
-def test_a_sequences_time_is_its_share_of_the_step(rehearsal):
-    for entry in rehearsal["length"].entries:
+def test_a_sequences_time_is_its_share_of_the_step(tmp_path):
+    for entry in MEASURERS["length"](replace(DRY, models=(DRT1,)), tmp_path, quiet).entries:
         B, T = entry.details["B"], int(entry.column)
         assert DRY.tokens == B * T
         assert entry.value * entry.details["tokens_per_second"] == pytest.approx(1e3 * T, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("id", "words"),
-    [
-        ("table3", f"{DRT1} over BaseLM, prompts of 48K"),
-        ("table4.throughput", "of 10 neighbours"),
-        ("claim.brt_time", "not measured"),  # at 16,384 tokens
-        ("claim.train_time_linear", "not measured"),
-        ("claim.multiple_retrievals", "at 350M, 32K"),
-    ],
-)
-def test_the_claims_read_the_names_that_are_written(rehearsal, id, words):
-    (answer,) = (each for each in ANSWERS if each.id == f"drt.{id}")
-    printed = REPRODUCTION.published.by_id[answer.id]
-    found = [
-        each.criterion(printed, ours)
-        for each in answer.evidence
-        if (ours := each.find(SimpleNamespace(results={}, measured=rehearsal.get), printed))
-    ]
-    assert len(found) == 1
-    assert words in found[0].summary
 
 
 def test_a_full_run_has_the_lengths_that_the_claims_read():
@@ -153,47 +86,14 @@ def test_models_are_those_of_the_recipes():
     assert model_config(LANDMARK, s) == speed.landmark_lm(speed.ModelSize())
 
 
-def test_files_and_models_are_measured_alone_and_once(tmp_path, capsys):
-    words = ("--models", "length", DRT1)
-    assert run(tmp_path, *words) == 0
-    assert run(tmp_path, *words, BASE) == 0
-    lines = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
-    lengths = len(DRY.lengths)
-    assert lines == [f"length: {DRT1}"] * lengths + [f"length: {BASE}"] * lengths
-    assert [path.name for path in tmp_path.glob("*.json")] == ["length.json"]
-
-
 @pytest.mark.parametrize("name", MEASURERS)
 def test_an_op_that_is_wrong_has_no_speed(name, tmp_path, monkeypatch):
-    right = bench.grouped_cross_attention
-    monkeypatch.setattr(bench, "grouped_cross_attention", lambda *a, **o: 1.1 * right(*a, **o))
-    with pytest.raises(FailedRunError, match="the output is wrong here"):
+    right = speed.grouped_cross_attention
+    monkeypatch.setattr(speed, "grouped_cross_attention", lambda *a, **o: 1.1 * right(*a, **o))
+    speed._check_op.cache_clear()
+    with pytest.raises(FailedRunError, match="grouped_cross_attention is wrong here"):
         MEASURERS[name](DRY, tmp_path, quiet)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("model", GROWING)
-def test_what_is_compiled_ahead_is_what_the_models_compile(model):
-    """The layers of a model of two are, as graphs, those of the whole model."""
-    s = replace(tiny(), drt=replace(tiny().drt, num_layers=8))
-    cell, found = Cell(model, "", s, 2, 64), []
-    for each in (cell, cell.shallow):
-        torch._dynamo.reset()
-        codes = set()
-
-        def remember(graph, inputs, codes=codes):
-            codes.add(graph.code)
-            return graph
-
-        torch.manual_seed(0)
-        lm = model_config(each.model, each.s).build()
-        for unit in lm.units():
-            if not isinstance(getattr(unit, "mixer", None), speed.BlockRecurrent):
-                unit.compile(dynamic=False, fullgraph=True, backend=remember)
-        training_step(lm, each.B, each.T)()
-        found.append(codes)
-    assert found[0] == found[1]
-    assert len(found[0]) == (3 if model in (DRT1, DRT2) else 1)
 
 
 @pytest.mark.parametrize("model", [BLOCK_RECURRENT, LANDMARK])

@@ -15,16 +15,15 @@ always do. The others are Table 1's models, with states of 128 (HGRN2, as GSA), 
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import in_words, train_swept
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.training import in_words, sweep
 from mezzo_core.data import DataConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_gsa.claims import ABC_CODE, ABLATION_RATES
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
 
 TABLE_1 = {name: PAPER_NAMES[name] for name in ("attention", "retnet", "gla", "hgrn2")}
+ABC_CODE = "w/o decay, as in the authors' program"
 NAMES = ABLATION | {"abc_code": ABC_CODE, "gsa_spread": "GSA, slots started apart"} | TABLE_1
 """The name of each row, by the recipe's."""
 RATES = {"3.75e-4": 3.75e-4, "7.5e-4": 7.5e-4, "1.5e-3": 1.5e-3, "3e-3": 3e-3, "6e-3": 6e-3}
@@ -66,15 +65,13 @@ def measure(options: Options) -> None:
         unit="perplexity",
         better="lower",
     )
-    path = options.out / f"{Path(ABLATION_RATES).name}.json"
-    result = Result(path, header, origin(options.device), say)
-    train_swept(result, configs, RATES, options.seeds, options.runs, options.device, options.jobs)
+    result = options.open("ablation_rates", header)
+    sweep(result, configs, RATES, options.seeds, *options.where)
 
 
 def configure(name: str, options: Options) -> TrainConfig:
     """Return the run of one row, on the given text."""
-    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
-    hyperparameters = replace(TOY if options.dry_run else SMALL, data=data)
+    hyperparameters = replace(TOY if options.dry_run else SMALL, data=options.text)
     config = train_config(f"ablation_{name}", hyperparameters, name)
     # The head is tied to the embedding: so few tokens cannot train another matrix.
     return replace(config, model=replace(config.model, tie_embeddings=True))

@@ -9,18 +9,19 @@ damping and with its scale, each at three rates and with three seeds: mqar_autho
 Then all models at all widths and six rates: mqar_authors.json. A run ends after 64 epochs or when
 it has solved the task, and is never cut by time.
 
-The committed result mqar is of an earlier program: its "setting" says what was different.
+mqar_authors_variants feeds no claim. The committed result mqar is of an earlier program: its
+"setting" says what was different.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.jobs import run
 from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS, SweepConfig
-from mezzo_gsa.mqar.sweep import Choice, add_best
+from mezzo_gsa.mqar.sweep import Choice, choices
 from mezzo_gsa.mqar.task import MQARConfig
 
 GSA = NAMES["gsa"]
@@ -56,8 +57,7 @@ def measure(options: Options) -> None:
     header = replace(at_one_width(config).header(), models=rows)
     fill(f"{config.name}_variants", header, variants, options)
     models = [name for name in options.models if name in config.models]
-    whole = [Choice(config, model, width) for width, model in product(config.widths, models)]
-    fill(config.name, config.header(), whole, options)
+    fill(config.name, config.header(), choices(config, models), options)
 
 
 def at_one_width(config: SweepConfig, **changes: Any) -> SweepConfig:
@@ -66,11 +66,11 @@ def at_one_width(config: SweepConfig, **changes: Any) -> SweepConfig:
     return replace(config, widths=config.widths[1:2], learning_rates=rates, **changes)
 
 
-def fill(name: str, header: Header, choices: Sequence[Choice], options: Options) -> None:
+def fill(name: str, header: Header, wanted: Sequence[Choice], options: Options) -> None:
     """Add the choices to a result; without any there is no file."""
-    if choices:
-        result = Result(options.out / f"{name}.json", header, origin(options.device), say)
-        add_best(result, choices, say, runs=options.runs, device=options.device, jobs=options.jobs)
+    if wanted:
+        jobs = [choice.job(options.runs) for choice in wanted]
+        run(options.open(name, header), jobs, *options.where)
 
 
 if __name__ == "__main__":

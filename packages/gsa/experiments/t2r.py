@@ -11,22 +11,20 @@ Transformer's learning rate. It writes t2r_rates.json.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.jobs import side_by_side
-from mezzo_core.bench.training import NO_SPEED, in_words, outcome
-from mezzo_core.data import DataConfig
+from mezzo_core.bench import Cell, Entry, Header, Options, run_script
+from mezzo_core.bench.jobs import Job, run
+from mezzo_core.bench.training import in_words, training
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_gsa.claims import T2R_RATES
 from mezzo_gsa.convert import TARGETS, convert
 
 TRANSFORMER, CONTROL = "Transformer", "GSA from nothing"
@@ -81,21 +79,16 @@ def measure(options: Options) -> None:
         unit="perplexity",
         better="lower",
     )
-    path = options.out / f"{Path(T2R_RATES).name}.json"
-    result = Result(path, header, origin(options.device), say)
+    result = options.open("t2r_rates", header)
     for part in ((TRANSFORMER,), (*CONVERTED, CONTROL)):
-        calls = {
-            (model, column, seed): partial(train_one, options, model, column, seed)
+        jobs = (
+            Job((Cell(model, rate, seed=seed),), partial(train_one, options, model))
             for seed in options.seeds
             for model in part
-            for column in (RATES if model in CONVERTED else [FROM_NOTHING])
-            if model in options.models and not result.has(model, column, seed=seed)
-        }
-        for (model, column, seed), found in side_by_side(
-            calls, options.runs, options.device, options.jobs
-        ):
-            value = found.pop("perplexity")
-            result.add(value, model=model, column=column, seed=seed, **found | NO_SPEED)
+            if model in options.models
+            for rate in (RATES if model in CONVERTED else [FROM_NOTHING])
+        )
+        run(result, jobs, *options.where)
 
 
 def configure(column: str, seed: int, options: Options) -> TrainConfig:
@@ -105,19 +98,21 @@ def configure(column: str, seed: int, options: Options) -> TrainConfig:
         config,
         optim=replace(config.optim, lr=lr, min_lr=lr / 10),
         seed=seed,
-        data=DataConfig(source=options.data, tokenizer=options.tokenizer),
+        data=options.text,
         eval_every=config.steps // 5,
         checkpoint_every=config.steps,
     )
 
 
 def train_one(
-    options: Options, model: str, column: str, seed: int, folder: Path, device: torch.device
-) -> dict[str, Any]:
+    options: Options, model: str, cells: tuple[Cell, ...], folder: Path, device: torch.device
+) -> Iterator[list[Entry]]:
     """Train one model in a scratch folder; a Transformer in one that stays, for its conversions."""
-    config, kept = configure(column, seed, options), options.runs / f"transformer-{seed}"
+    ((_, rate, _, seed),) = cells
+    config, kept = configure(rate, seed, options), options.runs / f"transformer-{seed}"
     if model == TRANSFORMER:
-        return outcome(config, kept, device)
+        yield from training(model, [rate], config).work(cells, kept, device)
+        return
     source, described, extra = load_model(kept / "model")
     target = TARGETS[CONVERTED.get(model, "gsa")]
     new, weights = convert(described, source.state_dict(), target, seed=seed)
@@ -128,7 +123,7 @@ def train_one(
             built = new.build()
         save_model(built, new, folder / "start", extra, weights=weights)
         config = replace(config, init_from=str(folder / "start"))
-    return outcome(config, folder / "run", device)
+    yield from training(model, [rate], config).work(cells, folder / "run", device)
 
 
 if __name__ == "__main__":

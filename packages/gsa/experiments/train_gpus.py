@@ -8,23 +8,15 @@ Writes train_gpus.json.
 """
 
 import sys
+from itertools import product
 
-from mezzo_core.bench import Options, run_script
-from mezzo_core.bench.processes import measure_settings
+from mezzo_core.bench.gpus import run_settings
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
 
 MODELS = {
     f"{PAPER_NAMES[architecture]}, {size}": (size, architecture)
-    for size in ("340m", "1p3b")
-    for architecture in ("gsa", "attention")
+    for size, architecture in product(("340m", "1p3b"), ("gsa", "attention"))
 }
 
-
-def measure(options: Options) -> None:
-    """Train one model after another."""
-    names = (("tiny", name) if options.dry_run else (size, name) for size, name in MODELS.values())
-    measure_settings(options, dict(zip(MODELS, (recipe(*each) for each in names), strict=True)))
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, tuple(MODELS), trains=True))
+    sys.exit(run_settings(__doc__, MODELS, recipe))

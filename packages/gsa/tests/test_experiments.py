@@ -12,16 +12,9 @@ import pytest
 import torch
 from mezzo_core.bench import Options
 from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.papers.claims import find
-from mezzo_core.papers.measurement import (
-    Entry,
-    How,
-    Measurement,
-    at_best,
-    read_results,
-)
-from mezzo_gsa.bench import fla
-from mezzo_gsa.claims import ABC_CODE, ABLATION_RATES, PPL, REPRODUCTION, T2R_RATES
+from mezzo_core.papers.measurement import How, read_results
+from mezzo_gsa import speed
+from mezzo_gsa.claims import REPRODUCTION
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 PUBLISHED = REPRODUCTION.published
@@ -32,7 +25,8 @@ def script(name):
     return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
 
 
-speed, ablation, mqar, t2r = map(script, ("model_speed", "ablation", "mqar", "t2r"))
+ablation, mqar, t2r = map(script, ("ablation", "mqar", "t2r"))
+MODELS = speed.TRAINING | speed.SLOTS
 
 
 @pytest.fixture
@@ -50,59 +44,15 @@ def rehearse(tmp_path, monkeypatch):
     return run
 
 
-def test_speeds_have_a_value_for_each_pass_and_are_not_measured_again(rehearse, capsys):
-    models = ("Xfmr++", "GSA", "GSA w/o recomp.", "32 slots")
-    code, found = rehearse("model_speed", "--models", *models)
-    assert (code, set(found)) == (0, {"speed_training", "speed_slots", "speed_generation"})
-    assert {entry.model for entry in found["speed_training"].entries} == set(models[:3])
-    assert {entry.model for entry in found["speed_slots"].entries} == {"32 slots"}
-    for each in found.values():
-        assert (each.how, each.seeds) == (How.SCALED_DOWN, [0, 1, 2])
-    for model in ("Xfmr++", "GSA"):
-        passes = [found["speed_generation"].by_seed(model, f"N={N}") for N in (4, 8)]
-        assert all(0 < passes[0][seed] < passes[1][seed] for seed in range(3))
-    capsys.readouterr()
-    assert rehearse("model_speed", "--models", *models) == (0, found)
-    assert capsys.readouterr().out == ""
-
-
-def test_speeds_can_answer_the_claims_about_them():
-    assert set(speed.SLOTS) == set(PUBLISHED.claim("gsa.claim.slot_throughput").ordering)
-    committed = read_results(REPRODUCTION.results_folder)
-    for name, models in (("training", speed.TRAINING), ("generation", speed.GENERATING)):
-        measured = {entry.model for entry in committed[f"nvidia-h200/speed_{name}"].entries}
-        assert measured <= set(models)
-
-
-@pytest.mark.parametrize("name", speed.MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_papers_size_and_one_keeps_its_states(name):
-    config = speed.configure(name, speed.FULL)
+    config = speed.configure(name, MODELS[name], speed.FULL)
     with torch.device("meta"):
         model = config.build()
     assert 1.25e9 < model.num_parameters() < 1.45e9
     assert len(model.stack.blocks) == 24
     kept = {getattr(mixer, "keep_states", False) for mixer in config.mixers}
     assert kept == {name == "GSA w/o recomp."}
-
-
-def test_fla_is_left_out_where_it_is_not_installed(rehearse, monkeypatch, capsys):
-    monkeypatch.setattr(fla, "is_installed", lambda: False)
-    assert rehearse("model_speed", "--models", speed.FLA) == (0, {})
-    assert "flash-linear-attention is not installed" in capsys.readouterr().out
-
-
-def test_an_ablation_sweeps_the_rates_and_then_takes_the_best(rehearse):
-    words = ("--seeds", "0", "1", "--runs", "runs", "--models", "abc_code", "hgrn2")
-    code, found = rehearse("ablation", *words)
-    assert (code, set(found)) == (0, {"ablation_rates"})
-    ours = found["ablation_rates"]
-    assert ours.columns == tuple(ablation.RATES)
-    assert [row for _, row in ours.rows] == [ABC_CODE, "HGRN2"]
-    for _, row in ours.rows:
-        tried = [ours.by_seed(row, column) for column in ours.columns]
-        assert [set(by_seed) for by_seed in tried].count({0, 1}) == 1, "the best rate"
-        assert all(0 in by_seed for by_seed in tried[1:4])
-        assert len(at_best(ours, PPL).cell(row, PPL)) == 2
 
 
 def test_the_rows_of_the_ablation_differ_in_their_models_alone():
@@ -130,29 +80,6 @@ def test_states_have_the_sizes_that_the_ablation_says():
 
     told = {"gsa": 128, "hgrn2": 128, "gla": 192, "retnet": 256}
     assert {name: size(name) for name in told} == told
-
-
-@pytest.mark.parametrize(
-    ("id", "script", "pairs"),
-    [
-        ("table2", ablation, 8),
-        ("claim.table1_order", ablation, 2),
-        ("claim.ablation_gating", ablation, 3),
-        ("claim.ablation_softmax", ablation, 4),
-        ("claim.ablation_slots", ablation, 2),
-        ("claim.t2r_order", t2r, 2),
-    ],
-)
-def test_the_claims_read_the_rows_of_the_scripts(id, script, pairs):
-    names = t2r.MODELS if script is t2r else ablation.NAMES.values()
-    entries = tuple(Entry(name, "1e-3", 1.0, seed=seed) for name in names for seed in range(3))
-    ours = Measurement(entries, ("1e-3",), "a setting", origin={"gpu": "a GPU"}, source="new")
-    name = T2R_RATES if script is t2r else ABLATION_RATES
-    run = SimpleNamespace(results={name: ours}, trained=lambda *_: None)
-    (answer,) = (each for each in REPRODUCTION.answers if each.id == f"gsa.{id}")
-    found = find(answer, PUBLISHED, run)
-    assert f"of {pairs} neighbours {pairs} not settled" in found.summary
-    assert found.measurements[0].columns == (PPL,)
 
 
 def test_parts_of_mqar_are_selected_by_their_models(rehearse):
@@ -251,18 +178,3 @@ def test_the_full_size_is_a_small_mistral():
         assert 40e6 < model.build().num_parameters() < 60e6
     (mixer,) = set(model.mixers)
     assert model.d_model // mixer.head_dim == 4 * mixer.num_kv_heads  # as Mistral 7B's
-
-
-@pytest.mark.parametrize("name", ["ablation", "model_speed", "mqar", "t2r"])
-def test_wrong_words_are_answered_in_one_line(name, rehearse, monkeypatch, capsys):
-    assert rehearse(name, "--models", "GSB")[0] == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no model is named 'GSB'" in line
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [name, "--out", "elsewhere"])
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    assert exit.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "CUDA GPU" in line
-    assert not Path("elsewhere").exists()

@@ -3,14 +3,13 @@
     python packages/rat/experiments/speed.py --out packages/rat/results/nvidia-h200
     python packages/rat/experiments/speed.py --out DIR --dry-run      # toy sizes, on a CPU
 
-Writes speed_table6.json and so on; `--models table6 "RAT(L=16)"` measures a part. `mezzo-rat
-reproduce --scale gpu` measures the same and compares it with the paper.
+Writes speed_table6.json and so on; `--models table6 "RAT(L=16)"` measures a part. `mezzo-rat bench`
+measures the same at this machine's sizes, and `mezzo-rat reproduce` compares it with the paper.
 """
 
 import sys
 
-from mezzo_core.papers.speeds import run_speeds
-from mezzo_rat.speed import DRY, FULL, GENERATING, LAYERS, MEASURERS
+from mezzo_rat.speed import SPEEDS
 
 if __name__ == "__main__":
-    sys.exit(run_speeds(__doc__, MEASURERS, FULL, DRY, (*LAYERS, *GENERATING)))
+    sys.exit(SPEEDS.script(__doc__))

@@ -9,13 +9,16 @@ is an eighth of the micro-batches. Writes train_200m.json.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.processes import share_of_peak
-from mezzo_core.bench.training import WARMUP, in_words, measure_run
-from mezzo_core.data import DataConfig
+import torch
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.gpus import peak_flops, share_of_peak
+from mezzo_core.bench.jobs import run
+from mezzo_core.bench.training import WARMUP, in_words, training
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, paper_200m, train_config
 
@@ -25,22 +28,15 @@ SHORT = replace(PAPER, steps=64, batch_size=16, eval_every=64, eval_batches=None
 TOY = {"vocab_size": 257, "d_model": 32, "num_layers": 2, "head_dim": 8, "seq_len": 128}
 DRY = replace(SHORT, **TOY, steps=WARMUP + 2, eval_batches=1, compile=False)
 """The same form at a size that a CPU trains in seconds."""
-
-COLUMNS = (
-    "Hours on one GPU for 15B tokens",
-    "% of bf16 peak",
-    "s to the first step",
-    "Train. loss",
-    "Val. PPL",
-)
+HOURS, SHARE, FIRST = "Hours on one GPU for 15B tokens", "% of bf16 peak", "s to the first step"
+COLUMNS = (HOURS, SHARE, FIRST, "Train. loss", "Val. PPL")
 
 
 def measure(options: Options) -> None:
     """Train one model after another, each with the first seed."""
-    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
-    shared = replace(DRY if options.dry_run else SHORT, data=data)
-    every = {m: train_config(f"200m_{name}", shared, name) for m, name in NAMES.items()}
-    first, where = every[options.models[0]], origin(options.device)
+    shared = replace(DRY if options.dry_run else SHORT, data=options.text)
+    every = {m: train_config(f"200m_{NAMES[m]}", shared, NAMES[m]) for m in options.models}
+    first = every[options.models[0]]
     header = Header(
         kind="training",
         title="Short trainings of the paper's 200M recipes",
@@ -53,27 +49,22 @@ def measure(options: Options) -> None:
         unit="",
         better="lower",
     )
-    result = Result(options.out / "train_200m.json", header, where, say)
-    for model in options.models:
-        if not result.has(model, COLUMNS[-1]):
-            found = measure_run(every[model], options.runs / "train_200m", options.device)
-            add(result, model, every[model], found, where["gpu"])
+    columns = [c for c in COLUMNS if c != SHARE or peak_flops(options.device) is not None]
+    jobs = (training(model, columns, config, speeds) for model, config in every.items())
+    run(options.open("train_200m", header), jobs, options.runs / "train_200m", options.device)
 
 
-def add(
-    result: Result, model: str, config: TrainConfig, found: dict[str, Any], gpu: str | None
-) -> None:
-    """Add what came of a training, column by column; `gpu` is the GPU's name."""
-    speed, loss = found["tokens_per_second"], found["steps"]["train"][-1][1]
-    hours = PAPER.steps * PAPER.batch_size * PAPER.seq_len / speed / 3600
-    share = share_of_peak(config, speed, gpu)
-    values = (hours, share, found["seconds_to_first_step"], loss, found["perplexity"])
-    names = ("parameters", "tokens_per_second", "peak_gb", "steps")
-    details = {name: found[name] for name in names}
-    for column, value in zip(COLUMNS, values, strict=True):
-        if value is not None and not result.has(model, column):
-            result.add(value, model=model, column=column, **details)
-            details = {}
+def speeds(
+    config: TrainConfig, found: dict[str, Any], folder: Path, device: torch.device
+) -> Mapping[str, float]:
+    """Return what came of a training, but for the perplexity."""
+    speed = found["tokens_per_second"]
+    return {
+        HOURS: PAPER.steps * PAPER.batch_size * PAPER.seq_len / speed / 3600,
+        SHARE: share_of_peak(config, speed, device),
+        FIRST: found["seconds_to_first_step"],
+        "Train. loss": found["steps"]["train"][-1][1],
+    }
 
 
 if __name__ == "__main__":

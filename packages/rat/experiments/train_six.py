@@ -15,14 +15,12 @@ compile. To take fewer, name fewer `--models` or `--seeds`.
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import in_words, train_swept
-from mezzo_core.data import DataConfig
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.training import in_words, sweep
 from mezzo_core.train.config import OptimConfig
 from mezzo_rat.recipes import PAPER_NAMES, SHORT_RUN, mid, tiny, train_config
-from mezzo_rat.trainings import SIX, STARTED
+from mezzo_rat.trainings import STARTED
 
 MODELS = {model: name for name, model in PAPER_NAMES.items()}
 MODELS |= {f"RNN{STARTED}": "rnn_span16", f"RAT(L=64){STARTED}": "rat_l64_span16"}
@@ -44,8 +42,7 @@ DRY = replace(tiny(), optim=OPTIM, seq_len=64, batch_size=2, steps=2, eval_batch
 
 def measure(options: Options) -> None:
     """Train each model at each rate, then with the other seeds at its best."""
-    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
-    shared = replace(DRY if options.dry_run else FULL, data=data)
+    shared = replace(DRY if options.dry_run else FULL, data=options.text)
     configs = {m: train_config(f"six_{MODELS[m]}", shared, MODELS[m]) for m in options.models}
     words = in_words(configs[options.models[0]], options.device)
     header = Header(
@@ -58,10 +55,9 @@ def measure(options: Options) -> None:
         unit="perplexity",
         better="lower",
     )
-    path = options.out / f"{Path(SIX).name}.json"
-    result = Result(path, header, origin(options.device), say)
-    where = (options.runs / "train_six", options.device, options.jobs)
-    train_swept(result, configs, RATES, options.seeds, *where)
+    folder, *where = options.where
+    result = options.open("train_six", header)
+    sweep(result, configs, RATES, options.seeds, folder / "train_six", *where)
 
 
 if __name__ == "__main__":

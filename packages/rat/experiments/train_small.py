@@ -17,27 +17,16 @@ A seed is 40 trainings of 25M tokens, and most of them compile anew. To take few
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.tested import loss_by_length, train_and_test
-from mezzo_core.bench.training import in_words, train_models, train_runs
-from mezzo_core.data import DataConfig
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.jobs import run
+from mezzo_core.bench.training import in_words, loss_by_length, of_model, training
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
-from mezzo_rat.trainings import (
-    CONTEXTS,
-    FULL_QK,
-    IN_PLACE_OF,
-    LONG,
-    NOPE,
-    POSITIONS,
-    STARTED,
-    TOKEN_ROPE,
-)
+from mezzo_rat.trainings import FULL_QK, NOPE, STARTED, TOKEN_ROPE
 
 SIX = {model: name for name, model in PAPER_NAMES.items()}
 IN_CONTEXTS = {
@@ -54,7 +43,7 @@ IN_LONG = {model: name for model, name in SIX.items() if model != "RAT(L=64)"}
 IN_POSITIONS = {model: SIX[model] for model in ("RNN", "Attention-SWA", "RAT(L=16)-SWA")}
 IN_POSITIONS |= {f"{m}{NOPE}": f"{n}_nope" for m, n in IN_POSITIONS.items() if m != "RNN"}
 MODELS = tuple(dict.fromkeys((*IN_CONTEXTS, *IN_LONG, *IN_POSITIONS)))
-TRAINED_AT = {column: int(column[2:]) for column in IN_PLACE_OF}
+TRAINED_AT = {f"T={T}": T for T in (1024, 2048, 4096)}
 TESTED_AT = {f"T={T}": T for T in (512, 1024, 2048, 4096)}
 TOKENS = 8192
 """Tokens of a step."""
@@ -72,31 +61,43 @@ TOY = 8  # a dry run has this many times fewer tokens in a sequence
 
 def measure(options: Options) -> None:
     """Train the models of each file with each seed."""
-    where = (options.runs / "train_small", options.device, options.jobs)
+    folder, *where = options.where
+    folder = folder / "train_small"
 
     by_column = {c: configure(IN_CONTEXTS, T, options) for c, T in TRAINED_AT.items()}
     title = "RAT, its ablations and RAT-Reversed by the training context, at equal tokens a step"
-    result = open_result(CONTEXTS, title, by_column["T=1024"], tuple(TRAINED_AT), options)
-    runs = [
-        (model, column, replace(config, seed=seed))
+    header = head(title, by_column["T=1024"], TRAINED_AT, options)
+    jobs = (
+        training(model, [column], replace(configs[model], seed=seed))
         for seed in options.seeds
         for column, configs in by_column.items()
-        for model, config in wanted(configs, options).items()
-    ]
-    train_runs(result, runs, *where)
+        for model in configs
+        if model in options.models
+    )
+    run(options.open("train_contexts", header), jobs, folder, *where)
 
-    configs = configure(IN_LONG, 4096, options, rope_base=500_000.0)
-    title = "A longer context, with a RoPE base of 500,000"
-    result = open_result(LONG, title, configs, ("Val.",), options)
-    train_models(result, wanted(configs, options), options.seeds, *where)
+    long = configure(IN_LONG, 4096, options, rope_base=500_000.0)
+    header = head("A longer context, with a RoPE base of 500,000", long, ["Val."], options)
+    jobs = (
+        training(model, ["Val."], replace(long[model], seed=seed))
+        for seed in options.seeds
+        for model in long
+        if model in options.models
+    )
+    run(options.open("train_long", header), jobs, folder, *where)
 
     configs = configure(IN_POSITIONS, 1024, options)
     title = "Loss by the length of the test, with and without RoPE"
-    result = open_result(POSITIONS, title, configs, tuple(TESTED_AT), options, "nats a token")
+    header = replace(head(title, configs, TESTED_AT, options), unit="nats a token")
     lengths = {c: T // TOY if options.dry_run else T for c, T in TESTED_AT.items()}
-    windows = 1 if options.dry_run else None
-    test = partial(loss_by_length, lengths=lengths, windows=windows)
-    train_and_test(result, wanted(configs, options), options.seeds, test, *where)
+    test = partial(loss_by_length, lengths=lengths, windows=1 if options.dry_run else None)
+    jobs = (
+        training(m, [*TESTED_AT], replace(configs[m], seed=seed), partial(of_model, test))
+        for seed in options.seeds
+        for m in configs
+        if m in options.models
+    )
+    run(options.open("train_positions", header), jobs, folder, *where)
 
 
 def configure(
@@ -105,7 +106,7 @@ def configure(
     """Return the runs of models at a context; in a dry run at a toy size."""
     shared = replace(
         DRY if options.dry_run else FULL,
-        data=DataConfig(source=options.data, tokenizer=options.tokenizer),
+        data=options.text,
         seq_len=T // TOY if options.dry_run else T,
         batch_size=TOKENS // T,
         rope_base=rope_base,
@@ -113,31 +114,20 @@ def configure(
     return {m: train_config(f"small_{name}", shared, name) for m, name in models.items()}
 
 
-def wanted(configs: Mapping[str, TrainConfig], options: Options) -> dict[str, TrainConfig]:
-    """Return the runs of the models that the command line names."""
-    return {model: config for model, config in configs.items() if model in options.models}
-
-
-def open_result(
-    name: str,
-    title: str,
-    configs: Mapping[str, TrainConfig],
-    columns: tuple[str, ...],
-    options: Options,
-    unit: str = "perplexity",
-) -> Result:
-    """Open the result that the claims know by its name; its setting is that of the first run."""
-    header = Header(
+def head(
+    title: str, configs: Mapping[str, TrainConfig], columns: Iterable[str], options: Options
+) -> Header:
+    """Return the header of a result, whose setting is that of the first run."""
+    return Header(
         kind="training",
         title=title,
         setting=in_words(next(iter(configs.values())), options.device),
         how="scaled down",
-        columns=columns,
+        columns=tuple(columns),
         models=tuple(configs),
-        unit=unit,
+        unit="perplexity",
         better="lower",
     )
-    return Result(options.out / f"{Path(name).name}.json", header, origin(options.device), say)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_tables_that_claims_lean_on_exist():
 def test_an_answer_names_results_that_are_there():
     results = read_results(REPRODUCTION.results_folder)
     names = ("speed_table6", "speed_table7", "speed_table8", "speed_fig5", "train_six")
-    assert {f"nvidia-h200/{name}" for name in (*names, "train_200m", "bench")} <= set(results)
+    assert {f"nvidia-h200/{name}" for name in (*names, "train_200m")} <= set(results)
     assert {results[f"nvidia-h200/{name}"].how for name in names[:4]} == {How.OTHER_HARDWARE}
 
 

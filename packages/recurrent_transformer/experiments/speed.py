@@ -5,15 +5,13 @@
     python packages/recurrent_transformer/experiments/speed.py --out DIR --dry-run    # on a CPU
 
 Writes speed_graphs.json, speed_length.json, speed_throughput.json and speed_decoding.json;
-`--models length decoding` measures a part. `mezzo-recurrent-transformer reproduce --scale gpu`
-measures the same and compares it with the paper.
+`--models length decoding` measures a part. `mezzo-recurrent-transformer bench` measures the same at
+this machine's sizes, and `mezzo-recurrent-transformer reproduce` compares it with the paper.
 """
 
 import sys
 
-from mezzo_core.papers.speeds import run_speeds
-from mezzo_recurrent_transformer.speed import DRY, FULL, LAYERS, MEASURERS, MODELS
+from mezzo_recurrent_transformer.speed import SPEEDS
 
 if __name__ == "__main__":
-    every = (*LAYERS["graphs"], *LAYERS["length"], *MODELS)
-    sys.exit(run_speeds(__doc__, MEASURERS, FULL, DRY, every))
+    sys.exit(SPEEDS.script(__doc__))

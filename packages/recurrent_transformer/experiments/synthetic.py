@@ -14,7 +14,7 @@ is not trained again. For other sizes use the command `mezzo-recurrent-transform
 import sys
 from dataclasses import replace
 
-from mezzo_core.bench import Options, run_script, say
+from mezzo_core.bench import Options, run_script
 from mezzo_recurrent_transformer.synthetic.sweep import NAMES, SweepConfig, sweep
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
@@ -39,20 +39,11 @@ TOY = SweepConfig(
 
 def measure(options: Options) -> None:
     """Run one sweep after the other."""
+    runs, device, jobs = options.where
     for name, whole in SWEEPS.items():
-        sweep(
-            replace(
-                TOY if options.dry_run else whole,
-                models=options.models,
-                cuda_graph=options.cuda_graph,
-            ),
-            options.out,
-            say,
-            name=name,
-            runs=options.runs,
-            device=options.device,
-            jobs=options.jobs,
-        )
+        config = TOY if options.dry_run else whole
+        config = replace(config, models=options.models, cuda_graph=options.cuda_graph)
+        sweep(config, options.out, name=name, runs=runs, device=device, jobs=jobs)
 
 
 if __name__ == "__main__":

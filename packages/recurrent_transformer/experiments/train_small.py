@@ -12,16 +12,21 @@ learning rates, with and without the norm before the persistent pair. `--models`
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-from mezzo_core.bench import Header, Options, Result, origin, run_script, say
-from mezzo_core.bench.training import at_rate, conditions, train_models, train_runs
-from mezzo_core.data import DataConfig
+from mezzo_core.bench import Header, Options, run_script
+from mezzo_core.bench.jobs import run
+from mezzo_core.bench.training import at_rate, conditions, training
 from mezzo_core.train.config import TrainConfig
-from mezzo_recurrent_transformer.claims import NORMALIZED, RATES, RAW, RT, SMALL, XFMR
-from mezzo_recurrent_transformer.criteria import with_layers
-from mezzo_recurrent_transformer.recipes import SIZES, Hyperparameters, tiny, train_config
+from mezzo_recurrent_transformer.recipes import (
+    PAPER_NAMES,
+    SIZES,
+    Hyperparameters,
+    tiny,
+    train_config,
+    with_layers,
+)
 
+XFMR, RT = PAPER_NAMES.values()
 KINDS = {
     RT: "recurrent",
     XFMR: "transformer",
@@ -34,7 +39,7 @@ MODELS = {
     for layers in (12, 6)
 }
 """Size and architecture of each model of train_small.json."""
-NORMS = {NORMALIZED: "recurrent", RAW: "recurrent_raw"}
+NORMS = {"with RMSNorm": "recurrent", "without RMSNorm": "recurrent_raw"}
 LEARNING_RATES = {"1e-3": 1e-3, "3e-3": 3e-3, "1e-2": 1e-2}
 PPL = "Val. PPL"
 
@@ -57,11 +62,13 @@ def measure(options: Options) -> None:
         unit="perplexity",
         better="lower",
     )
-    result = result_file(options, SMALL, small)
-    configs = {
-        model: configure(*MODELS[model], options) for model in options.models if model in MODELS
-    }
-    train_models(result, configs, options.seeds, options.runs, options.device, options.jobs)
+    jobs = (
+        training(model, [PPL], replace(configure(*MODELS[model], options), seed=seed))
+        for seed in options.seeds
+        for model in options.models
+        if model in MODELS
+    )
+    run(options.open("train_small", small), jobs, *options.where)
     rates = replace(
         small,
         title="RMSNorm before the persistent pairs, at three learning rates",
@@ -69,34 +76,28 @@ def measure(options: Options) -> None:
         columns=tuple(LEARNING_RATES),
         models=tuple(NORMS),
     )
-    result = result_file(options, RATES, rates)
-    runs = []
-    for seed in options.seeds:
-        for model in (model for model in options.models if model in NORMS):
-            for column, lr in LEARNING_RATES.items():
-                config = configure("small_12", NORMS[model], options)
-                runs.append((model, column, replace(at_rate(config, lr), seed=seed)))
-    train_runs(result, runs, options.runs, options.device, options.jobs)
+    jobs = (
+        training(model, [column], replace(at_rate(config, lr), seed=seed))
+        for seed in options.seeds
+        for model in options.models
+        if model in NORMS
+        for config in [configure("small_12", NORMS[model], options)]
+        for column, lr in LEARNING_RATES.items()
+    )
+    run(options.open("train_rates", rates), jobs, *options.where)
 
 
 def hyperparameters(size: str, options: Options) -> Hyperparameters:
     """Return those of a size, on the given text; in a dry run at a toy size."""
-    data = DataConfig(source=options.data, tokenizer=options.tokenizer)
     if options.dry_run:
-        return replace(tiny(), data=data, seq_len=16, batch_size=2, steps=2, eval_batches=1)
+        return replace(tiny(), data=options.text, seq_len=16, batch_size=2, steps=2, eval_batches=1)
     make, _ = SIZES[size]
-    return replace(make(), data=data, eval_batches=None, checkpoint_every=10**9)
+    return replace(make(), data=options.text, eval_batches=None, checkpoint_every=10**9)
 
 
 def configure(size: str, architecture: str, options: Options) -> TrainConfig:
     """Return the run of one model."""
     return train_config(f"{size}_{architecture}", hyperparameters(size, options), architecture)
-
-
-def result_file(options: Options, name: str, header: Header) -> Result:
-    """Open the result that the claims know by its name."""
-    path = options.out / f"{Path(name).name}.json"
-    return Result(path, header, origin(options.device), say)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from mezzo_core.papers.measurement import How, read_result
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
@@ -43,13 +42,3 @@ def test_the_sweeps_are_the_papers_but_for_what_each_cuts():
     )
     assert short == "max_steps 4000, not None"
     assert whole == "learning_rates (0.001,), not (0.001, 0.0005, 0.0001)"
-
-
-def test_wrong_words_are_answered_in_one_line(rehearse, monkeypatch, capsys):
-    assert rehearse("--models", "lstm", "--dry-run") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no model is named 'lstm'" in line
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert rehearse() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "CUDA GPU" in line

@@ -276,15 +276,18 @@ def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
     @app.command()
     def bench(
         device: Device = None,
-        quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, seconds.")] = False,
+        quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, seconds.")] = False,
         out: Annotated[
-            Path | None, typer.Option(help="Append rows to this .jsonl file.", callback=expanded)
+            Path | None, typer.Option(help="Folder of the result files.", callback=expanded)
         ] = None,
     ) -> None:
-        """Measure speed and memory on this machine; every op is checked before it is timed."""
+        """Measure the paper's speeds at this machine's sizes; what is wrong has no speed.
+
+        A folder goes on where it was left.
+        """
         chosen = _device(device)
         if out is not None:
-            check_writable(out, is_folder=False)
+            check_writable(out, is_folder=True)
         load()(chosen, quick, out)
 
 

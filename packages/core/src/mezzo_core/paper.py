@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mezzo_core.train.recipes import Recipes
 
 Bench = Callable[["torch.device", bool, Path | None], Any]
-"""Measures speed on a device, at tiny shapes if the bool says so, and appends its rows, in the
-format of `mezzo_core.bench`, to the file."""
+"""Measures speeds on a device, at toy sizes if the bool says so, into result files of a folder."""
 
 
 @dataclass(frozen=True)

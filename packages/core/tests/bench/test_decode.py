@@ -5,9 +5,8 @@ from importlib import import_module
 import pytest
 import torch
 from mezzo_core.bench import OOM, attempt, build_layer, time_step
-from mezzo_core.bench.generation import fill, free_memory
+from mezzo_core.bench.generation import free_memory
 from mezzo_core.nn.attention import Attention, AttentionConfig
-from mezzo_core.nn.lm import LMConfig
 
 CPU = torch.device("cpu")
 CONFIG = AttentionConfig(head_dim=8)
@@ -34,36 +33,12 @@ def test_every_step_is_at_the_position(layer, monkeypatch):
     assert all(0 < timing.ms_p20 <= timing.ms for timing in timings)
 
 
-def test_the_host_works_before_every_step(layer, monkeypatch):
-    order = []
-    right = Attention.step
-    monkeypatch.setattr(Attention, "before_step", lambda self, state: order.append("host"))
-
-    def step(self, x, state):
-        order.append("step")
-        return right(self, x, state)
-
-    monkeypatch.setattr(Attention, "step", step)
-    time_step(layer, 2, 4, passes=1, seconds=0.0)
-    assert order == ["host", "step"] * (len(order) // 2)
-
-
 def test_a_state_that_does_not_fit_is_not_tried(layer, monkeypatch):
     monkeypatch.setattr(generation, "free_memory", lambda device: 2 * layer.mixer.state_bytes(23))
     assert attempt(lambda: time_step(layer, 3, 20, passes=1)) == OOM
     assert len(attempt(lambda: time_step(layer, 2, 20, passes=1, seconds=0.0))) == 1
     monkeypatch.undo()
     assert free_memory(CPU) == float("inf")
-
-
-def test_a_models_state_is_filled_with_numbers_and_its_lengths():
-    model = LMConfig(vocab_size=11, d_model=16, mixers=(CONFIG,) * 2).build()
-    state = model.reserve(model.init_state(2), 9)
-    fill(state, 5)
-    for cache in state:
-        assert cache.lengths.tolist() == [5, 5]
-        assert cache.k.std() > 0.5
-        assert cache.v.std() > 0.5
 
 
 @pytest.mark.gpu

@@ -5,16 +5,13 @@ from importlib import import_module
 import pytest
 import torch
 from mezzo_core.bench import (
-    Layer,
     build_layer,
     check_layer,
-    check_mixers,
     compiled,
     time_layer,
 )
 from mezzo_core.errors import FailedRunError
 from mezzo_core.nn.attention import Attention, AttentionConfig
-from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.stack import BlocksConfig
 from toys.own_keys import OwnKeysConfig
 from toys.running_mean import RunningMeanConfig
@@ -28,13 +25,6 @@ CONFIG = AttentionConfig(head_dim=8)
 @pytest.fixture
 def layer():
     return build_layer(CONFIG, C, CPU)
-
-
-def test_a_layer_has_the_same_weights_at_each_call(layer):
-    for ours, theirs in zip(
-        layer.parameters(), build_layer(CONFIG, C, CPU).parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_a_forward_needs_no_gradient_and_a_training_has_one_of_every_weight(layer, monkeypatch):
@@ -60,10 +50,6 @@ def test_a_forward_needs_no_gradient_and_a_training_has_one_of_every_weight(laye
     assert {id(weight) for weight in layer.parameters()} < asked[0]
     assert (len(forward), len(train)) == (3, 2)
     assert all(0 < each.ms_p20 <= each.ms <= each.ms_p80 for each in forward + train)
-
-
-def test_a_cpu_runs_the_layer_itself(layer):
-    assert compiled(layer) is layer
 
 
 @pytest.mark.parametrize("mixer", [CONFIG, RunningMeanConfig()])
@@ -109,15 +95,6 @@ def test_a_wrong_output_is_refused_and_the_references_own_error_is_not(layer, fa
     layer_module._compare(layer, "the output", exact * 1.02, exact, low)
     with pytest.raises(FailedRunError, match="the output is wrong"):
         layer_module._compare(layer, "the output", exact * factor, exact, low)
-
-
-def test_each_kind_of_layer_of_a_model_is_checked_once(monkeypatch):
-    checked = []
-    monkeypatch.setattr(layer_module, "check_layer", checked.append)
-    mixers = (CONFIG, RunningMeanConfig(), CONFIG)
-    check_mixers(LMConfig(vocab_size=11, d_model=C, mixers=mixers), CPU)
-    assert [type(each.mixer).__name__ for each in checked] == ["Attention", "RunningMean"]
-    assert all(isinstance(each, Layer) for each in checked)
 
 
 @pytest.mark.gpu

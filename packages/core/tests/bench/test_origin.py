@@ -85,15 +85,6 @@ def test_where_git_tells_nothing_the_environment_may(repository, ask, monkeypatc
     assert commit() is None
 
 
-def test_a_folder_outside_of_any_repository_has_no_commit(tmp_path, ask, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.delenv("MEZZO_COMMIT", raising=False)
-    ask(tmp_path / "site/origin.py")
-    assert commit() is None
-    monkeypatch.setenv("MEZZO_COMMIT", "0123abc")
-    assert commit() == "0123abc"
-
-
 def test_a_machine_is_described_in_words():
     described = origin(torch.device("cpu"))
     assert list(described) == KEYS
@@ -101,22 +92,3 @@ def test_a_machine_is_described_in_words():
     assert [described[key] for key in GPU_KEYS] == [None] * 4
     assert described["torch"] == torch.__version__
     assert described["commit"] == commit()
-
-
-def test_the_assemblers_are_told_and_one_that_was_replaced_is_not():
-    knobs = pytest.importorskip("triton").knobs
-    old, newer = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None)
-    if newer is None:
-        assert MODULE._ptxas() == old.version
-        return
-    assert MODULE._ptxas() == f"{old.version}, {newer.version}"
-    with knobs.nvidia.scope():
-        knobs.nvidia.ptxas = newer.path
-        assert MODULE._ptxas() == newer.version
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_described_with_its_software():
-    described = origin(torch.device("cuda"))
-    assert None not in described.values()
-    assert described["driver"].replace(".", "").isdigit()

@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
-from mezzo_core.bench import OOM, Header, Result, Timing, origin
+from mezzo_core.bench import OOM, Cell, Header, Result, origin
 from mezzo_core.bench import result as result_module
 from mezzo_core.bench.result import EntryFields
 from mezzo_core.errors import UserError
@@ -25,7 +25,8 @@ HEADER = Header(
     groups=("B=2", "B=4"),
 )
 HERE = {**origin(torch.device("cpu")), "commit": "c1", "date": "2026-01-01"}
-PLACE = {"model": "RAT(L=16)", "column": "64", "group": "B=2"}
+PLACE = Cell("RAT(L=16)", "64", "B=2")
+OTHER = Cell("Attention", "64", "B=2")
 SINGLE = replace(HEADER, groups=())
 
 
@@ -37,8 +38,8 @@ def test_a_file_has_the_header_the_machine_and_the_entries(tmp_path):
     path = tmp_path / "made" / "table8.json"
     result = Result(path, HEADER, HERE)
     assert not path.exists()
-    result.add(1.234567, **PLACE, B=2, host_ms=None, steps={"train": [(1, 2.3456789)]})
-    result.add(OOM, model="Attention", column="128", group="B=4", seed=1)
+    result.add(PLACE.entry(1.234567, B=2, host_ms=None, steps={"train": [(1, 2.3456789)]}))
+    result.add(Cell("Attention", "128", "B=4", 1).entry(OOM))
     found = content(path)
     assert found.pop("entries") == [
         {
@@ -69,72 +70,40 @@ def test_a_file_has_the_header_the_machine_and_the_entries(tmp_path):
 
 def test_without_groups_an_entry_has_none(tmp_path):
     result = Result(tmp_path / "a.json", SINGLE, HERE)
-    result.add(1, model="Attention", column="64")
-    assert result.has("Attention", "64")
+    result.add(Cell("Attention", "64").entry(1))
+    assert result.has(Cell("Attention", "64"))
     assert "group" not in content(result.path)["entries"][0]
 
 
-def test_every_pass_is_an_entry_with_its_own_details(tmp_path):
+def test_entries_that_are_added_together_are_said_in_one_line(tmp_path):
     said = []
     result = Result(tmp_path / "table8.json", HEADER, HERE, say=said.append)
-    result.add_passes([Timing(2.0, 1.0, 3.0), Timing(4.0, 1.0, 5.0)], "ms", **PLACE, B=2)
-    result.add_passes(OOM, "ms", model="Attention", column="64", group="B=2", B=2)
-    first, second, third = content(result.path)["entries"]
-    assert first == {
-        "group": "B=2",
-        "model": "RAT(L=16)",
-        "column": "64",
-        "seed": 0,
-        "value": 2.0,
-        "B": 2,
-        "ms_p20": 1.0,
-        "ms_p80": 3.0,
-    }
-    assert (second["seed"], second["value"], second["ms_p80"]) == (1, 4.0, 5.0)
-    assert (third["value"], third["B"]) == (OOM, 2)
-    assert said == [
-        "table8: RAT(L=16), 64, B=2, 0: 2.0 4.0 ms",
-        "table8: Attention, 64, B=2, 0: OOM ms",
-    ]
+    result.add(*(PLACE._replace(seed=seed).entry(value) for seed, value in enumerate((2.0, 4.0))))
+    assert said == ["table8: RAT(L=16), 64, B=2, 0: 2.0 4.0 ms"]
 
 
-def test_a_measurement_that_is_killed_keeps_its_entries_and_goes_on(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    measured = []
-
-    def measure_all(stop_at=None):
-        result = Result(path, SINGLE, {**HERE, "date": "2026-02-02"})
-        for model in HEADER.models:
-            for column in HEADER.columns:
-                if not result.has(model, column):
-                    if len(measured) == stop_at:
-                        raise KeyboardInterrupt
-                    measured.append((model, column))
-                    result.add(1.0, model=model, column=column)
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_all(stop_at=3)
-    assert len(content(path)["entries"]) == 3
-    measure_all()
-    assert len(measured) == len(set(measured)) == len(content(path)["entries"]) == 4
-    assert {file.name for file in tmp_path.iterdir()} == {"a.json", ".a.lock"}
+def test_the_best_column_has_the_best_number(tmp_path):
+    result = Result(tmp_path / "a.json", SINGLE, HERE)
+    assert result.best_column("Attention") is None
+    result.add(Cell("Attention", "64").entry(OOM), Cell("Attention", "128").entry(2.0))
+    assert result.best_column("Attention") == "128"
 
 
 def test_two_scripts_at_once_keep_the_entries_of_both(tmp_path):
     first, second = (Result(tmp_path / "a.json", HEADER, HERE) for _ in range(2))
     for seed in range(2):
-        first.add(1.0, **PLACE, seed=seed)
-        second.add(2.0, **{**PLACE, "model": "Attention"}, seed=seed)
+        first.add(PLACE._replace(seed=seed).entry(1.0))
+        second.add(OTHER._replace(seed=seed).entry(2.0))
     models = [entry["model"] for entry in content(tmp_path / "a.json")["entries"]]
     assert models == ["RAT(L=16)", "Attention"] * 2
-    assert second.has(**PLACE)
+    assert second.has(PLACE)
     with pytest.raises(ValueError, match="already"):
-        first.add(3.0, **{**PLACE, "model": "Attention"}, seed=1)
+        first.add(OTHER._replace(seed=1).entry(3.0))
 
 
 def test_a_script_that_adds_while_another_writes_waits_for_it(tmp_path, monkeypatch):
     first, second = (Result(tmp_path / "a.json", HEADER, HERE) for _ in range(2))
-    others = [Thread(target=second.add, args=(2.0,), kwargs={**PLACE, "seed": 1})]
+    others = [Thread(target=second.add, args=(PLACE._replace(seed=1).entry(2.0),))]
 
     def write(path, text):
         if others:
@@ -144,14 +113,14 @@ def test_a_script_that_adds_while_another_writes_waits_for_it(tmp_path, monkeypa
 
     monkeypatch.setattr(result_module, "write_whole", write)
     other = others[0]
-    first.add(1.0, **PLACE)
+    first.add(PLACE.entry(1.0))
     other.join()
     assert [entry["seed"] for entry in content(tmp_path / "a.json")["entries"]] == [0, 1]
 
 
 def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
     result = Result(tmp_path / "a.json", HEADER, HERE)
-    result.add(1.0, **PLACE)
+    result.add(PLACE.entry(1.0))
     before = result.path.read_text()
 
     def killed(*_):
@@ -159,16 +128,16 @@ def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypat
 
     monkeypatch.setattr("mezzo_core.files.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
-        result.add(2.0, **PLACE, seed=1)
+        result.add(PLACE._replace(seed=1).entry(2.0))
     assert result.path.read_text() == before
     monkeypatch.undo()
-    result.add(2.0, **PLACE, seed=1)
-    assert Result(result.path, HEADER, HERE).has("RAT(L=16)", "64", "B=2", 1)
+    result.add(PLACE._replace(seed=1).entry(2.0))
+    assert Result(result.path, HEADER, HERE).has(PLACE._replace(seed=1))
 
 
 @pytest.mark.parametrize("key", ["commit", "gpu", "driver", "ptxas", "cpu", "torch"])
 def test_another_commit_or_machine_is_refused(tmp_path, key):
-    Result(tmp_path / "a.json", HEADER, HERE).add(1.0, **PLACE)
+    Result(tmp_path / "a.json", HEADER, HERE).add(PLACE.entry(1.0))
     with pytest.raises(UserError, match=rf"a.json has another {key} \(.*not 'other'.*remove it"):
         Result(tmp_path / "a.json", HEADER, {**HERE, key: "other"})
 
@@ -177,7 +146,7 @@ def test_another_commit_or_machine_is_refused(tmp_path, key):
     "change", [{"setting": "other"}, {"columns": ("64",)}, {"groups": ()}, {"unit": "s"}]
 )
 def test_another_header_is_refused(tmp_path, change):
-    Result(tmp_path / "a.json", HEADER, HERE).add(1.0, **PLACE)
+    Result(tmp_path / "a.json", HEADER, HERE).add(PLACE.entry(1.0))
     with pytest.raises(UserError, match=f"another {next(iter(change))}"):
         Result(tmp_path / "a.json", replace(HEADER, **change), HERE)
 
@@ -213,9 +182,8 @@ def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
     ],
 )
 def test_an_entry_that_is_no_measurement_is_refused(tmp_path, change, words):
-    Result(tmp_path / "a.json", HEADER, HERE).add_passes(
-        [Timing(2.0, 1.0, 3.0), Timing(4.0, 1.0, 5.0)], "ms", **PLACE, lr=0.1
-    )
+    both = (PLACE._replace(seed=seed).entry(2.0, lr=0.1) for seed in range(2))
+    Result(tmp_path / "a.json", HEADER, HERE).add(*both)
     found = content(tmp_path / "a.json")
     found["entries"][0] |= change
     (tmp_path / "a.json").write_text(json.dumps(found))
@@ -230,26 +198,21 @@ def test_an_entry_that_is_no_measurement_is_refused(tmp_path, change, words):
 def test_an_entry_stands_in_the_header(tmp_path, change):
     result = Result(tmp_path / "a.json", HEADER, HERE)
     with pytest.raises(ValueError, match="none of the header's"):
-        result.add(1.0, **{**PLACE, **change})
+        result.add(PLACE._replace(**change).entry(1.0))
     assert not result.path.exists()
 
 
 def test_an_entry_is_added_once_and_is_a_number(tmp_path):
     result = Result(tmp_path / "a.json", HEADER, HERE)
-    result.add(1.0, **PLACE)
+    result.add(PLACE.entry(1.0))
     with pytest.raises(ValueError, match="already"):
-        result.add(2.0, **PLACE)
+        result.add(PLACE.entry(2.0))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        result.add(float("nan"), **PLACE, seed=1)
+        result.add(PLACE._replace(seed=1).entry(float("nan")))
     with pytest.raises(ValueError, match="value must be"):
-        result.add("x", **PLACE, seed=1)
+        result.add(PLACE._replace(seed=1).entry("x"))
     assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
-    assert not result.has("RAT(L=16)", "64", "B=2", 1)
-
-
-def test_a_header_is_checked():
-    with pytest.raises(UserError, match=r"Header\.how"):
-        replace(HEADER, how="somehow")
+    assert not result.has(PLACE._replace(seed=1))
 
 
 def test_each_field_of_a_header_and_an_entry_replaced_is_named_or_right():

@@ -76,16 +76,3 @@ def test_a_mistake_is_one_line(run, capsys, monkeypatch, tmp_path, words, measur
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(named, line)
     assert not (tmp_path / "out").exists()
-
-
-def test_another_error_is_not_hidden(run):
-    with pytest.raises(ZeroDivisionError):
-        run("--dry-run", measure=lambda options: 1 / 0)
-
-
-def test_help_shows_the_first_line(run, capsys):
-    with pytest.raises(SystemExit):
-        run("--help")
-    out = capsys.readouterr().out
-    assert "Measure a table." in out
-    assert "More." not in out

@@ -30,13 +30,6 @@ def test_the_median_is_told_and_not_the_mean():
     assert astuple(timing)[3:] == (None, None)
 
 
-def test_a_cpu_runs_what_a_gpu_would_capture():
-    def step():
-        return None
-
-    assert captured(step, CPU) is step
-
-
 def test_what_does_not_fit_is_out_of_memory_and_another_error_stays():
     def work():
         raise torch.OutOfMemoryError

@@ -7,28 +7,31 @@ import shutil
 import statistics
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import OOM, Header, Result, origin, training
+from mezzo_core.bench import Cell, Header, Result, origin, training
+from mezzo_core.bench.jobs import DIVERGED, run
 from mezzo_core.bench.training import (
-    conditions,
+    Tuning,
     corpus_name,
     in_words,
+    loss_by_length,
     measure_run,
+    of_model,
     steady_and_first,
-    train_models,
-    train_swept,
+    sweep,
 )
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import DivergenceError
-from toys.own_keys import OwnKeysConfig
 from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
@@ -79,10 +82,6 @@ def finished(configs, tmp_path_factory):
 @pytest.fixture
 def result(tmp_path):
     return Result(tmp_path / "results/table2.json", HEADER, HERE)
-
-
-def entries(result):
-    return json.loads(result.path.read_text())["entries"]
 
 
 def test_a_run_is_measured_by_its_log(configs, tmp_path):
@@ -142,44 +141,41 @@ def test_a_run_from_another_model_has_that_models_loss_first(configs, tmp_path):
     assert (start, loss) == (0, pytest.approx(math.log(first["perplexity"]), rel=1e-5))
 
 
-def test_a_killed_experiment_trains_only_what_is_missing(configs, result, tmp_path, monkeypatch):
-    trained = []
-    right = training.measure_run
+def test_a_training_has_a_value_in_every_column_and_its_details_once(configs, tmp_path):
+    lengths = {"T=8": 8, "T=32": 32}
+    header = replace(HEADER, columns=tuple(lengths))
+    result = Result(tmp_path / "tested.json", header, HERE)
+    test = partial(of_model, partial(loss_by_length, lengths=lengths, windows=2))
+    config = replace(configs["Attention"], seed=1)
+    run(result, [training.training("Attention", [*lengths], config, test)], tmp_path / "runs", CPU)
+    first, second = result.entries
+    assert (first.column, second.column, first.seed) == ("T=8", "T=32", 1)
+    assert first.value != second.value
+    assert {"parameters", "tokens_per_second", "steps"} <= set(first.details)
+    assert not second.details
 
-    def measure_run(config, folder, device):
-        if len(trained) == 3:
-            raise KeyboardInterrupt
-        trained.append((config.seed, config.name))
-        return right(config, folder, device)
 
-    monkeypatch.setattr(training, "measure_run", measure_run)
-    with pytest.raises(KeyboardInterrupt):
-        train_models(result, configs, (0, 1), tmp_path / "runs", CPU)
-    assert trained == [(0, "Attention"), (0, "Mean"), (1, "Attention")]
-    assert len(entries(result)) == 3
-    trained.clear()
-    train_models(Result(result.path, HEADER, HERE), configs, (0, 1), tmp_path / "runs", CPU)
-    assert trained == [(1, "Mean")]
-    found = entries(result)
-    assert [(entry["seed"], entry["model"]) for entry in found] == [
-        (seed, model) for seed in (0, 1) for model in configs
+def test_without_a_test_its_value_is_the_perplexity(configs, result, tmp_path):
+    jobs = [training.training(m, ["Val. PPL"], config) for m, config in configs.items()]
+    run(result, jobs, tmp_path / "runs", CPU, processes=2)
+    log = (tmp_path / "runs/job_0/log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["val_perplexity"] in [
+        pytest.approx(entry.value, rel=1e-4) for entry in result.entries
     ]
-    assert len({entry["value"] for entry in found}) == 4
-    for entry in found:
-        assert 1 < entry["value"] < 257
-        assert {"parameters", "tokens_per_second", "steps"} <= set(entry)
-        assert "peak_gb" not in entry
+    assert all("tokens_per_second" not in entry.details for entry in result.entries)
 
 
-def test_trainings_at_the_same_time_are_the_same_and_have_no_speed(configs, result, tmp_path):
-    train_models(result, configs, (0,), tmp_path / "runs", CPU, jobs=2)
-    alone = Result(tmp_path / "alone.json", HEADER, HERE)
-    train_models(alone, configs, (0,), tmp_path / "runs", CPU)
-    values = [
-        {entry["model"]: entry["value"] for entry in entries(each)} for each in (result, alone)
-    ]
-    assert values[0] == values[1]
-    assert all("tokens_per_second" not in entry for entry in entries(result))
+def test_all_lengths_have_the_same_targets(configs):
+    torch.manual_seed(0)
+    # A window of one token: the context does not matter, so equal targets give equal losses.
+    mixers = (AttentionConfig(head_dim=8, window_size=1),)
+    config = replace(configs["Attention"], data=DataConfig())
+    model = replace(config.model, mixers=mixers).build()
+    lengths = {"T=8": 8, "T=32": 32}
+    losses = loss_by_length(model, config, lengths=lengths, windows=3)
+    assert losses["T=8"] == pytest.approx(losses["T=32"], rel=1e-6)
+    batches = islice(config.data.build(32, None).validation_batches(1), 3)
+    assert losses["T=32"] == pytest.approx(evaluate(model, batches).loss, rel=1e-6)
 
 
 @pytest.fixture
@@ -194,7 +190,7 @@ def taught(configs, monkeypatch):
     def measure_run(config, folder, device):
         taught.trained.append((config.name, config.seed, config.optim.lr, config.optim.min_lr))
         best, lr = taught.best[config.name], config.optim.lr
-        return {"perplexity": 1 + abs(math.log(lr / best)) if best else training.DIVERGED}
+        return {"perplexity": 1 + abs(math.log(lr / best)) if best else DIVERGED}
 
     monkeypatch.setattr(training, "measure_run", measure_run)
     return taught
@@ -203,7 +199,7 @@ def taught(configs, monkeypatch):
 def test_the_first_seed_tries_the_rates_and_the_others_take_the_best(taught, tmp_path):
     header, rates = replace(HEADER, columns=("low", "high")), {"low": 1e-3, "high": 1e-2}
     result = Result(tmp_path / "swept.json", header, HERE)
-    train_swept(result, taught.configs, rates, (0, 1), tmp_path / "runs", CPU)
+    sweep(result, taught.configs, rates, (0, 1), tmp_path / "runs", CPU)
     assert taught.trained == [
         *(("Attention", 0, 1e-3, 2.5e-4), ("Mean", 0, 1e-3, 2.5e-4)),
         *(("Attention", 0, 1e-2, 2.5e-3), ("Mean", 0, 1e-2, 2.5e-3)),
@@ -211,7 +207,7 @@ def test_the_first_seed_tries_the_rates_and_the_others_take_the_best(taught, tmp
     ]
     taught.trained.clear()
     result = Result(result.path, header, HERE)
-    train_swept(result, taught.configs, rates, (2,), tmp_path / "runs", CPU)
+    sweep(result, taught.configs, rates, (2,), tmp_path / "runs", CPU)
     assert [(name, seed) for name, seed, *_ in taught.trained] == [("Attention", 2), ("Mean", 2)]
 
 
@@ -225,30 +221,59 @@ def test_a_sweep_begins_in_the_middle_and_goes_on_at_its_ends(taught, tmp_path, 
     result = Result(tmp_path / "swept.json", replace(HEADER, columns=tuple(rates)), HERE)
     taught.best["Mean"] = best
     config = {"Mean": taught.configs["Mean"]}
-    train_swept(result, config, rates, (0, 1), tmp_path / "runs", CPU)
+    sweep(result, config, rates, (0, 1), tmp_path / "runs", CPU)
     assert {rate for _, seed, rate, _ in taught.trained if seed == 0} == tried
     assert [rate for _, seed, rate, _ in taught.trained if seed == 1] == ([best] if best else [])
 
 
-@pytest.mark.parametrize(
-    ("error", "value"),
-    [(torch.OutOfMemoryError("full"), OOM), (DivergenceError("nan"), training.DIVERGED)],
-)
-def test_a_training_that_fails_is_a_value_and_the_others_go_on(
-    configs, result, tmp_path, monkeypatch, error, value
-):
-    right = training.measure_run
+@pytest.fixture
+def tune(configs, tmp_path, monkeypatch):
+    """Tune over rates whose runs measure what is given; return the entry, and the folders."""
 
-    def measure_run(config, folder, device):
-        if config.name == "Attention":
-            raise error
-        return right(config, folder, device)
+    def run_all(*measured, **options):
+        rates, folders = (1e-4, 1e-3, 1e-2, 1.0)[: len(measured)], []
 
-    monkeypatch.setattr(training, "measure_run", measure_run)
-    train_models(result, configs, (0,), tmp_path / "runs", CPU)
-    first, second = entries(result)
-    assert first == {"model": "Attention", "column": "Val. PPL", "seed": 0, "value": value}
-    assert second["value"] > 1
+        def measure(config, folder, device, *, resume):
+            assert resume
+            folders.append(folder)
+            found = measured[rates.index(config.optim.lr)]
+            if found is None:
+                raise DivergenceError("the loss exploded")
+            measures = {"accuracy": found[0], "exact_match": found[-1]}
+            return {"perplexity": 1.0, "tokens_per_second": 2, **measures}
+
+        monkeypatch.setattr(training, "measure_run", measure)
+        every = [replace(configs["Mean"], optim=OptimConfig(lr, min_lr=0.0)) for lr in rates]
+        cells = (Cell("Mean", "Val. PPL"), Cell("Mean", "Val. PPL", seed=1))
+        cells = cells[: len(options.get("by", (1,)))]
+        result = Result(tmp_path / "tuned.json", HEADER, HERE)
+        run(result, [Tuning("toy", cells, every, Path("runs/toy"), **options).job], tmp_path, CPU)
+        return *result.entries, folders
+
+    return run_all
+
+
+def test_the_best_run_comes_first_and_a_diverged_one_last(tune, capsys):
+    entry, folders = tune([0.5], None, [0.9], [0.7], details={"state_bytes": 8})
+    assert (entry.value, entry.details["lr"], entry.details["state_bytes"]) == (0.9, 1e-2, 8)
+    others = [(run["lr"], run["accuracy"]) for run in entry.details["others"]]
+    assert others == [(1.0, 0.7), (1e-4, 0.5), (1e-3, DIVERGED)]
+    assert folders[1] == Path("runs/toy_lr0.001")
+    assert capsys.readouterr().out.startswith("toy lr0.0001: 0.5\ntoy lr0.001: diverged\n")
+    assert not {"perplexity", "tokens_per_second"} & set(entry.details)
+
+
+def test_a_second_measure_decides_between_equal_runs(tune):
+    by = ("exact_match", "accuracy")
+    first, second, _ = tune([0.5, 0.0], [0.6, 0.0], [0.9, -0.5], by=by)
+    assert (first.value, second.value, first.details["lr"]) == (0.0, 0.6, 1e-3)
+    assert not second.details
+
+
+def test_one_run_that_is_good_enough_ends_a_tuning(tune):
+    entry, folders = tune([0.5], [0.995], [0.999], enough=0.99)
+    assert (entry.details["lr"], len(folders)) == (1e-3, 2)
+    assert tune(None)[0].value == 0.995, "and it is not tuned again"
 
 
 def test_the_first_step_is_what_the_warm_up_took_beyond_its_speed():
@@ -267,14 +292,6 @@ def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):
         measure_run(configs["Mean"], tmp_path, CPU)
 
 
-@pytest.mark.gpu
-def test_a_run_that_is_only_read_has_no_peak(configs, tmp_path):
-    measure = partial(measure_run, configs["Mean"], tmp_path, torch.device("cuda"), resume=True)
-    first, second = measure(), measure()
-    assert first["peak_gb"] > 0
-    assert second == {**first, "peak_gb": None}
-
-
 def test_a_corpus_is_called_by_its_files(tmp_path):
     for name in ("a.txt", "b.jsonl"):
         (tmp_path / name).write_text("text")
@@ -289,10 +306,3 @@ def test_a_run_is_told_in_words(configs):
         "C 16, 1 layers, T 16, 4 steps of 2 sequences (128 tokens of words.txt, tokenizer byte), "
         "lr 0.003, warm-up 5% of the steps, fp32, torch.compile off"
     )
-
-
-def test_the_layers_of_a_stack_are_told_too(configs):
-    mean = configs["Mean"]
-    stack = BlocksConfig((OwnKeysConfig(),) * 3)
-    words = in_words(replace(mean, model=replace(mean.model, mixers=(), stack=stack)), CPU)
-    assert words == f"C 16, 3 layers, {conditions(mean, CPU)}"

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mezzo_core.bench.training_step import model_rows, time_training, training_step
+from mezzo_core.bench.training_step import time_training, training_step
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.nn.lm import LMConfig
 
 CPU = torch.device("cpu")
 CONFIG = LMConfig(vocab_size=37, d_model=16, mixers=(AttentionConfig(head_dim=8),))
@@ -33,30 +33,6 @@ def test_the_speed_counts_the_tokens_of_a_batch():
     for found in time_training(CONFIG.build(), 2, 8, passes=2):
         assert found.tokens_per_second == pytest.approx(2 * 8 / found.step_ms * 1e3)
         assert (found.host_ms, found.peak_gb) == (None, None)
-
-
-def test_a_batch_that_does_not_fit_is_an_error_of_memory(monkeypatch):
-    def loss(self, tokens, targets):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(LM, "loss", loss)
-    with pytest.raises(torch.OutOfMemoryError):
-        time_training(CONFIG.build(), 2, 8)
-
-
-def test_a_bench_has_a_row_of_a_model():
-    (row,) = model_rows("tiny_attention", "reference", CONFIG, 2, 8, CPU, 0.0)
-    assert (row.name, row.impl) == ("tiny_attention model train", "reference")
-    assert row.shape == {"B": 2, "T": 8, "C": 16}
-    assert row.timing.ms > 0
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_second_row_has_the_steps_as_cuda_graphs():
-    found = list(model_rows("tiny", "auto", CONFIG, 2, 8, torch.device("cuda"), 0.1))
-    assert [row.impl for row in found] == ["auto", "CUDA graph"]
-    launched, replayed = (row.timing.ms for row in found)
-    assert replayed < launched
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from mezzo_core.papers.measurement import Entry, Measurement, read_timings
+from mezzo_core.papers.measurement import Entry, Measurement
 from mezzo_core.papers.tables import format_value, measured_grid
 
 ORIGIN = {"gpu": None, "cpu": "a CPU", "torch": "2.11", "commit": "new", "date": "2026-01-31"}
@@ -56,19 +56,10 @@ def test_the_caption_names_the_machine_the_software_the_commits_and_the_file():
     assert "GPU 9" in grid(older, origin={**ORIGIN, "gpu": "GPU 9", "driver": "5"}).caption
 
 
-def test_timings_are_a_row_each(tmp_path):
-    path = tmp_path / "gpu" / "bench.jsonl"
-    path.parent.mkdir()
-    path.write_text(
-        '{"name": "rat op train", "impl": "triton", "shape": {"B": 1, "T": 8}, "ms": 1.23456, '
-        '"ms_p20": 1.0, "ms_p80": 2, "host_ms": 0.25, "peak_gb": null, "gpu": "G", "cpu": "C", '
-        '"torch": "2", "commit": "abc", "date": "2026-01-31"}\n'
-    )
-    found = measured_grid(read_timings(path))
-    assert found.rows == (
-        ("rat op train", "triton", "B1 T8", "1.235", "1 to 2", "0.25", "-", "abc"),
-    )
-    assert found.caption.endswith("G, torch 2, commit abc, 2026-01-31, gpu/bench.jsonl")
+def test_timings_are_a_row_each():
+    timed = Entry("op train (triton)", "B1 T8", 1.23456, details={"ms_p20": 1.0, "ms_p80": 2})
+    found = measured_grid(Measurement((timed,), ("B1 T8",), "toy", kind="timings"))
+    assert found.rows == (("op train (triton)", "B1 T8", "1.235", "1 to 2", "-", "-", "-"),)
 
 
 @pytest.mark.parametrize(

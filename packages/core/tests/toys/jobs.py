@@ -2,9 +2,12 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from mezzo_core.bench import Cell, Entry
+from mezzo_core.bench.jobs import Job
 from mezzo_core.errors import UserError
 
 
@@ -28,3 +31,14 @@ def threads_of(folder: Path, device: torch.device) -> int:
 
 def fail(folder: Path, device: torch.device) -> None:
     raise UserError("this one fails")
+
+
+def job_of(cells: tuple[Cell, ...]) -> Job:
+    """Return a job that gives each cell the number that its column is named by."""
+    return Job(cells, _numbers)
+
+
+def _numbers(cells: tuple[Cell, ...], folder: Path, device: torch.device) -> Iterator[list[Entry]]:
+    details = {"parameters": 1, "tokens_per_second": 2.0, "seconds_to_first_step": 3.0}
+    for cell in cells:
+        yield [cell.entry(float(cell.column), **details)]

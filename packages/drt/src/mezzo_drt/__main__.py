@@ -41,9 +41,9 @@ def _recipes() -> "Recipes":
 
 
 def _bench() -> "Bench":
-    from mezzo_drt.bench import bench
+    from mezzo_drt.speed import SPEEDS
 
-    return bench
+    return SPEEDS.bench
 
 
 def _reproduction() -> "Reproduction":

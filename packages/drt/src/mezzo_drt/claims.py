@@ -260,7 +260,6 @@ ANSWERS = (
 )  # fmt: skip
 
 _CPU = Budget(
-    seeds=(0, 1, 2),
     steps=200,
     batch_size=4,
     seq_len=256,

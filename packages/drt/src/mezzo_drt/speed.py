@@ -3,26 +3,26 @@
 Each is measured into `NAME.json` below a folder. The op is checked before anything is timed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.bench import Result, attempt, start_afresh
-from mezzo_core.bench.jobs import side_by_side
-from mezzo_core.bench.result import Say
-from mezzo_core.bench.training_step import TrainingSpeed, time_training, training_step
+from mezzo_core.bench import Cell, Entry
+from mezzo_core.bench.jobs import Job, passes, timing
+from mezzo_core.bench.ops import check_op
+from mezzo_core.bench.speeds import AbstractSizes, Speeds
+from mezzo_core.bench.training_step import TrainingSpeed, time_training
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.nn.lm import LM
-from mezzo_core.papers.measurement import Measurement
-from mezzo_core.papers.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 
-from mezzo_drt import bench
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent
 from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
-from mezzo_drt.inference import Decoding, Reading, time_decoding, time_reading
+from mezzo_drt.inference import Reading, time_decoding, time_reading
+from mezzo_drt.ops import grouped_cross_attention
+from mezzo_drt.ops.grouped_cross_attention.reference import grouped_cross_attention_reference
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, PG19, SIZES, Hyperparameters, paper, tiny
 
 BASE, DRT1, DRT2 = (PAPER_NAMES[name] for name in ("base", "drt1", "drt2"))
@@ -44,8 +44,6 @@ _STEPS = (
     "whole training steps (forward, backward, fused AdamW; on a GPU bf16 autocast over float32, "
     "layers compiled one by one)"
 )
-COMPILERS = 5
-"""Processes that compile at the same time, before anything is timed."""
 
 
 @dataclass(frozen=True)
@@ -108,165 +106,103 @@ DRY = Sizes(
     lengths=(32, 64),
     tokens=128,
 )
-"""A rehearsal on a CPU: the same steps at toy sizes."""
+"""Toy sizes for a CPU, and for a rehearsal: the same steps."""
 
 
-def measure_inference(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure Table 3: the time of a token and the state's memory, with and without offload.
-
-    Returns:
-        What the file then has; None if none of its models is wanted.
-
-    Raises:
-        UserError: if the op computes wrong results, which is then not timed, or the file cannot be
-            written or continued.
-    """
-    result = _result(
-        "inference",
-        sizes,
-        folder,
-        say,
-        title="Decoding after a prompt (Table 3)",
-        setting=f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one sequence: "
-        f"milliseconds of a token, the mean over {sizes.new_tokens} greedy ones by CUDA graphs "
+def inference(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Table 3: the time of a token and the state's memory, with and without offload."""
+    header = {
+        "title": "Decoding after a prompt (Table 3)",
+        "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
+        f"sequence: ms of a token, the mean over {sizes.new_tokens} greedy ones by CUDA graphs "
         "that were captured before, landmarks included; GB of the state on the GPU, without "
         f"weights; {PASSES} passes, one after another; {PLAIN} has nothing to offload and is "
         "measured for both",
-        columns=sum(OFFLOADED.values(), ()),
-        models=DECODING,
-        groups=tuple(sizes.prompts),
-        unit="ms, GB",
-        better="lower",
-    )
-    for model in filter(sizes.wants, DECODING):
-        for group, prompt in sizes.prompts.items():
-            for offload, (times, memory) in OFFLOADED.items():
-                if result.has(model, times, group) or (offload and model not in CAN_OFFLOAD):
-                    continue
-                passes = attempt(partial(_decode, sizes, model, prompt, offload))
-                for field, column in (("ms", times), ("state_gb", memory)):
-                    result.add_passes(passes, field, model=model, column=column, group=group)
-    return as_measured(result)
+        "columns": sum(OFFLOADED.values(), ()),
+        "models": DECODING,
+        "groups": tuple(sizes.prompts),
+        "unit": "ms, GB",
+        "better": "lower",
+    }
+    jobs = [
+        Job(
+            tuple(Cell(model, column, group) for column in columns),
+            partial(_decode, sizes, model, prompt, offload),
+        )
+        for model in DECODING
+        for group, prompt in sizes.prompts.items()
+        for offload, columns in OFFLOADED.items()
+        if model in CAN_OFFLOAD or not offload
+    ]
+    return header, jobs
 
 
-def measure_training(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure Table 4: the tokens a second of training steps, and the highest memory.
+def _decode(
+    sizes: Sizes, model: str, prompt: int, offload: bool, cells: tuple[Cell, ...],
+    folder: Path, device: torch.device,
+) -> Iterator[list[Entry]]:  # fmt: skip
+    """Yield the passes of a token's time, and those of the state's memory."""
+    _check_op(device)
+    lm = _reader(sizes, model, offload, device)
+    # Of two landmarks the first is eager, and the second is captured.
+    warmup = 2 * SIZES[sizes.size]().drt.chunk_size + 2
+    lengths = (prompt, sizes.new_tokens, sizes.prefill)
+    found = time_decoding(lm, *lengths, warmup=warmup, passes=PASSES)
+    for cell in cells:
+        yield passes(cell, found, "ms" if cell.column.startswith("time") else "state_gb")
 
-    Returns, raises: as `measure_inference`.
-    """
+
+def training(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Table 4: the tokens a second of training steps, and the highest memory."""
     shapes = "; ".join(
         f"{name}: {s.drt.num_layers} layers, C = {s.d_model}, F = {s.drt.hidden}, T = {s.seq_len}"
         for name, s in sizes.trained.items()
     )
-    result = _result(
-        "training_speed",
-        sizes,
-        folder,
-        say,
-        title="Training throughput (Table 4)",
-        setting=f"{_STEPS} of one sequence of random tokens; {shapes}",
-        columns=tuple(sizes.trained),
-        models=TRAINING,
-        unit="tokens/s",
-        better="higher",
-    )
-    cells = (
-        Cell(model, column, s, 1, s.seq_len)
+    header = {
+        "title": "Training throughput (Table 4)",
+        "setting": f"{_STEPS} of one sequence of random tokens; {shapes}",
+        "columns": tuple(sizes.trained),
+        "models": TRAINING,
+        "unit": "tokens/s",
+        "better": "higher",
+    }
+    jobs = [
+        timing(
+            {Cell(model, column): {"B": 1, "T": s.seq_len, "passes": PASSES}},
+            partial(_training_timer, model, s),
+            "tokens_per_second",
+        )
         for column, s in sizes.trained.items()
         for model in TRAINING
-    )
-    for cell, passes in _trained(cells, sizes, result):
-        result.add_passes(
-            passes, "tokens_per_second", model=cell.model, column=cell.column, B=cell.B
-        )
-    return as_measured(result)
+    ]
+    return header, jobs
 
 
-def measure_length(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure Figure 3a: the time of a training step, for each of its sequences, over T.
+def length(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Figure 3a: the time of a training step, for each of its sequences, over T.
 
     All steps have as many tokens, so that short sequences keep a GPU as busy as long ones. BaseLM's
     time over DRT's is the share of the training speed that retrieval leaves.
-
-    Returns, raises: as `measure_inference`.
     """
-    result = _result(
-        "length",
-        sizes,
-        folder,
-        say,
-        title="Time of training over the length (Figure 3a)",
-        setting=f"{_STEPS} of {sizes.tokens} random tokens, models of the size "
+    header = {
+        "title": "Time of training over the length (Figure 3a)",
+        "setting": f"{_STEPS} of {sizes.tokens} random tokens, models of the size "
         f"{sizes.size}: the step's milliseconds over its sequences",
-        columns=tuple(map(str, sizes.lengths)),
-        models=GROWING,
-        unit="ms",
-        better="lower",
-    )
-    s = SIZES[sizes.size]()
-    cells = (
-        Cell(model, str(T), s, sizes.tokens // T, T) for T in sizes.lengths for model in GROWING
-    )
-    for cell, found in _trained(cells, sizes, result):
-        passes = found if isinstance(found, str) else [OfSequence.of(p, cell.B) for p in found]
-        result.add_passes(passes, "ms", model=cell.model, column=cell.column, B=cell.B)
-    return as_measured(result)
-
-
-def measure_reading(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure the time to read a text, and the memory that it takes, to millions of tokens.
-
-    Returns, raises: as `measure_inference`.
-    """
-    result = _result(
-        "reading",
-        sizes,
-        folder,
-        say,
-        title="Time to read a text",
-        setting=f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one sequence "
-        f"in segments of {sizes.segment} random tokens, chunks in the host's memory, one pass; "
-        "peak GB: of the GPU, weights included",
-        columns=tuple(map(str, sizes.texts)),
-        models=READING,
-        unit="s",
-        better="lower",
-    )
-    for T in sizes.texts:
-        for model in filter(sizes.wants, READING):
-            if not result.has(model, str(T)):
-                passes = attempt(partial(_read, sizes, model, T))
-                result.add_passes(passes, "seconds", model=model, column=str(T))
-    return as_measured(result)
-
-
-MEASURERS: Measurers = {
-    "inference": measure_inference,
-    "length": measure_length,
-    "training_speed": measure_training,
-    "reading": measure_reading,
-}
-"""What this module measures, by the names of the files."""
-
-
-def _decode(sizes: Sizes, model: str, prompt: int, offload: bool) -> list[Decoding]:
-    lm = _reader(sizes, model, offload)
-    # Of two landmarks the first is eager, and the second is captured.
-    warmup = 2 * SIZES[sizes.size]().drt.chunk_size + 2
-    return time_decoding(lm, prompt, sizes.new_tokens, sizes.prefill, warmup=warmup, passes=PASSES)
-
-
-def _read(sizes: Sizes, model: str, count: int) -> list[Reading]:
-    return [time_reading(_reader(sizes, model, offload=True), count, sizes.segment)]
-
-
-def _reader(sizes: Sizes, model: str, offload: bool) -> LM:
-    """Return a model with random weights, that keeps chunks in the host's memory if asked for."""
-    start_afresh()
-    s = SIZES[sizes.size]()
-    config = model_config(model, replace(s, drt=replace(s.drt, offload=offload)))
-    lm = _build(config, torch.device(sizes.device)).eval()
-    return lm.bfloat16() if sizes.device == "cuda" else lm
+        "columns": tuple(map(str, sizes.lengths)),
+        "models": GROWING,
+        "unit": "ms",
+        "better": "lower",
+    }
+    jobs = [
+        timing(
+            {Cell(model, str(T)): {"B": sizes.tokens // T, "T": T, "passes": PASSES}},
+            partial(_sequence_timer, model, SIZES[sizes.size]()),
+            "ms",
+        )
+        for T in sizes.lengths
+        for model in GROWING
+    ]
+    return header, jobs
 
 
 @dataclass(frozen=True)
@@ -278,63 +214,66 @@ class OfSequence:
     host_ms: float | None
     peak_gb: float | None
 
-    @classmethod
-    def of(cls, step: TrainingSpeed, B: int) -> "OfSequence":
-        """Return it for a step of B sequences."""
-        return cls(step.step_ms / B, step.tokens_per_second, step.host_ms, step.peak_gb)
+
+def _sequence_timer(
+    model: str, s: Hyperparameters, device: torch.device
+) -> Callable[..., list[OfSequence]]:
+    time = _training_timer(model, s, device)
+
+    def of_sequences(B: int, **sizes: int) -> list[OfSequence]:
+        return [
+            OfSequence(p.step_ms / B, p.tokens_per_second, p.host_ms, p.peak_gb)
+            for p in time(B=B, **sizes)
+        ]
+
+    return of_sequences
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A training that is timed: B sequences of T tokens in a step."""
-
-    model: str
-    column: str
-    s: Hyperparameters
-    B: int
-    T: int
-
-    @property
-    def shallow(self) -> "Cell":
-        """The same layers, compiled, in a model of two; both DRTs have the same."""
-        s = replace(self.s, drt=replace(self.s.drt, num_layers=2))
-        return replace(self, model=DRT1 if self.model == DRT2 else self.model, s=s)
-
-
-def _trained(
-    cells: Iterable[Cell], sizes: Sizes, result: Result
-) -> Iterator[tuple[Cell, list[TrainingSpeed] | str]]:
-    """Yield the speed of each cell that is wanted and not in the file."""
-    device = torch.device(sizes.device)
-    missing = [c for c in cells if sizes.wants(c.model) and not result.has(c.model, c.column)]
-    if device.type == "cuda":
-        shallow = [cell.shallow for cell in missing]
-        calls = {(cell.model, cell.column): partial(compile_ahead, cell) for cell in shallow}
-        for _ in side_by_side(calls, result.path.parent, device, COMPILERS):
-            pass
-    for cell in missing:
-        yield cell, attempt(partial(_train, cell, device))
-
-
-def _train(cell: Cell, device: torch.device) -> list[TrainingSpeed]:
-    start_afresh()
-    return time_training(_compiled(cell, device), cell.B, cell.T, passes=PASSES)
-
-
-def compile_ahead(cell: Cell, folder: Path, device: torch.device) -> None:
-    """Compile a model's layers; torch keeps the code on the disk, where other processes find it."""
-    torch._inductor.config.compile_threads = 1  # processes that do this are busy enough
-    start_afresh()
-    training_step(_compiled(cell, device), cell.B, cell.T)()
-
-
-def _compiled(cell: Cell, device: torch.device) -> LM:
-    lm = _build(model_config(cell.model, cell.s), device)
+def _training_timer(
+    model: str, s: Hyperparameters, device: torch.device
+) -> Callable[..., list[TrainingSpeed]]:
+    _check_op(device)
+    lm = _build(model_config(model, s), device)
     for unit in lm.units():
         # The loop of a recurrent layer would be unrolled.
         if device.type == "cuda" and not isinstance(getattr(unit, "mixer", None), BlockRecurrent):
             unit.compile(dynamic=False)
-    return lm
+    return partial(time_training, lm)
+
+
+def reading(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the time to read a text, and the memory that it takes, to millions of tokens."""
+    header = {
+        "title": "Time to read a text",
+        "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
+        f"sequence in segments of {sizes.segment} random tokens, chunks in the host's memory, one "
+        "pass; peak GB: of the GPU, weights included",
+        "columns": tuple(map(str, sizes.texts)),
+        "models": READING,
+        "unit": "s",
+        "better": "lower",
+    }
+    jobs = [
+        timing({Cell(model, str(T)): {"T": T}}, partial(_reading_timer, sizes, model), "seconds")
+        for T in sizes.texts
+        for model in READING
+    ]
+    return header, jobs
+
+
+def _reading_timer(
+    sizes: Sizes, model: str, device: torch.device
+) -> Callable[[int], list[Reading]]:
+    _check_op(device)
+    lm = _reader(sizes, model, True, device)
+    return lambda T: [time_reading(lm, T, sizes.segment)]
+
+
+def _reader(sizes: Sizes, model: str, offload: bool, device: torch.device) -> LM:
+    """Return a model with random weights, that keeps chunks in the host's memory if asked for."""
+    s = SIZES[sizes.size]()
+    lm = _build(model_config(model, replace(s, drt=replace(s.drt, offload=offload))), device).eval()
+    return lm.bfloat16() if device.type == "cuda" else lm
 
 
 def model_config(model: str, s: Hyperparameters) -> LMConfig:
@@ -365,11 +304,36 @@ def _dtype(sizes: Sizes) -> str:
     return "bf16" if sizes.device == "cuda" else "float32"
 
 
-def _result(name: str, sizes: Sizes, folder: Path, say: Say, **header: Any) -> Result:
-    """Open a result file, after a check of the op."""
-    device = torch.device(sizes.device)
-    shapes, dtype = bench.QUICK, torch.float32
-    if device.type == "cuda":
-        shapes, dtype = bench.GPU, torch.bfloat16
-    bench.check_op(**bench.op_inputs(2, 8 * shapes.chunk_size, shapes, device, dtype))
-    return open_speeds(folder / f"{name}.json", sizes, PAPER, say, **header)
+@cache
+def _check_op(device: torch.device) -> None:
+    """Compare the op with its definition, where each chunk reads random ones that it may read."""
+    is_cuda = device.type == "cuda"
+    B, N, R, H, D, L = (2, 8, 8, 12, 64, 64) if is_cuda else (2, 8, 4, 2, 16, 16)
+    noise = partial(torch.randn, device=device, dtype=torch.bfloat16 if is_cuda else None)
+    # Chunk n reads what chunk n - 1 retrieved among the chunks before n - 1.
+    chunk = torch.arange(N, device=device)
+    scores = torch.rand(B, N, N, device=device).masked_fill(chunk >= chunk[:, None] - 1, -1)
+    best, indices = scores.topk(R, -1)
+    indices = indices.masked_fill(best < 0, -1)
+    weights = torch.randn(B, N, R, device=device).masked_fill(indices < 0, -torch.inf)
+    inputs = {
+        "q": noise(B, N, L + 1, H, D),  # with landmarks
+        "k": noise(B, N, L, H, D),
+        "v": noise(B, N, L, H, D),
+        "weights": weights.softmax(-1).nan_to_num(),  # the first two chunks read nothing
+    }
+    op = partial(grouped_cross_attention, indices=indices, softmax1=True)
+    definition = partial(
+        grouped_cross_attention_reference, indices=indices, softmax1=True, scale=D**-0.5
+    )
+    check_op("grouped_cross_attention", op, definition, inputs)
+
+
+SPEEDS = Speeds(
+    {"inference": inference, "length": length, "training_speed": training, "reading": reading},
+    PAPER,
+    DRY,
+    prefix="",
+)
+MEASURERS = SPEEDS.measurers
+"""What this module measures, by the names of the files."""

@@ -52,9 +52,9 @@ def _recipes() -> "Recipes":
 
 
 def _bench() -> "Bench":
-    from mezzo_gsa.bench import bench
+    from mezzo_gsa.speed import SPEEDS
 
-    return bench
+    return SPEEDS.bench
 
 
 def _reproduction() -> "Reproduction":

@@ -41,9 +41,9 @@ def _recipes() -> "Recipes":
 
 
 def _bench() -> "Bench":
-    from mezzo_rat.bench import bench
+    from mezzo_rat.speed import SPEEDS
 
-    return bench
+    return SPEEDS.bench
 
 
 def _reproduction() -> "Reproduction":

@@ -342,7 +342,7 @@ ANSWERS = (
     *needs("the downstream tasks, none of which is part of this version", "setup.scope"),
 )
 
-# 18 trainings; 32 batches are 40% of the validation part.
+# 32 batches are 40% of the validation part.
 _CPU = replace(trainings.CPU, test_lengths=(256, 512, 1024, 2048))
 _SMOKE = replace(trainings.SMOKE, test_lengths=(64, 128))
 REPRODUCTION = Reproduction(

@@ -6,18 +6,17 @@ Each is measured into `speed_NAME.json` below a folder.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
-from mezzo_core.bench import Timing, attempt, start_afresh
-from mezzo_core.bench.generation import time_step, time_throughput
+from mezzo_core.bench import Cell, Timing
+from mezzo_core.bench.generation import Throughput, time_step, time_throughput
+from mezzo_core.bench.jobs import Job, timing
 from mezzo_core.bench.layer import build_layer, check_layer, check_mixers, compiled, time_layer
-from mezzo_core.bench.result import Say
+from mezzo_core.bench.speeds import AbstractSizes, Speeds
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
-from mezzo_core.papers.measurement import Measurement
-from mezzo_core.papers.speeds import AbstractSizes, Measurers, as_measured, open_speeds
+from mezzo_core.nn.lm import LMConfig
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
@@ -35,7 +34,6 @@ def paper_layers(head_dim: int) -> dict[str, MixerConfig]:
     }
 
 
-LAYERS = tuple(paper_layers(head_dim=1))
 GENERATING = {
     PAPER_NAMES[name]: name for name in ("attention", "rat_l16", "attention_swa", "rat_swa", "rnn")
 }
@@ -98,22 +96,14 @@ CPU = Sizes(
     seconds=0.02,
 )
 DRY = Sizes(
-    *(32, 8, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0),
+    *(64, 16, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0),
     device="cpu",
 )
-"""A rehearsal on a CPU: the same steps at toy sizes."""
+"""A rehearsal: the same steps at toy sizes."""
 
 
-def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure "table6" (training), "table7" (prefilling) or "table8" (decoding).
-
-    Returns:
-        What the file then has; None if none of its models is wanted.
-
-    Raises:
-        UserError: if a layer computes wrong results, which is then not timed, or the file cannot be
-            written or continued.
-    """
+def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List times of one layer: "table6" (training), "table7" (prefilling), "table8" (decoding)."""
     cuda, decoding = sizes.device == "cuda", name == "table8"
     title, what = {
         "table6": ("Training time of one layer (Table 6)", "forward and backward"),
@@ -122,91 +112,97 @@ def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measureme
     }[name]
     batch = "whole batch" if decoding else f"{sizes.tokens:,} tokens a batch"
     bf16 = "bf16, in a CUDA graph" if decoding else "bf16 autocast over float32, torch.compile"
-    lengths = sizes.positions if decoding else sizes.lengths
-    result = open_speeds(
-        folder / f"speed_{name}.json",
-        sizes,
-        FULL,
-        say,
-        title=title,
-        setting=f"{what} of one layer (norm, mixer, residual), {batch}, "
+    every = paper_layers(sizes.head_dim)
+    header = {
+        "title": title,
+        "setting": f"{what} of one layer (norm, mixer, residual), {batch}, "
         f"{bf16 if cuda else 'float32, eager'}, C = {sizes.d_model}, D = {sizes.head_dim}; "
         "medians of 3 passes",
-        columns=tuple(map(str, lengths)),
-        models=LAYERS,
-        groups=tuple(f"B={B}" for B in sizes.batches) if decoding else (),
-        unit="ms",
-        better="lower",
-    )
-    cells = [(f"B={B}", B, T) for B in sizes.batches for T in lengths]
-    if not decoding:
-        cells = [("", max(1, sizes.tokens // T), T) for T in lengths]
-    for model, config in paper_layers(sizes.head_dim).items():
-        missing = [cell for cell in cells if not result.has(model, str(cell[2]), cell[0])]
-        if not (missing and sizes.wants(model)):
-            continue
-        start_afresh()
-        layer = build_layer(config, sizes.d_model, torch.device(sizes.device))
-        check_layer(layer)
-        time: Callable[..., list[Timing]]
+        "columns": tuple(map(str, sizes.positions if decoding else sizes.lengths)),
+        "models": tuple(every),
+        "groups": tuple(f"B={B}" for B in sizes.batches) if decoding else (),
+        "unit": "ms",
+        "better": "lower",
+    }
+    jobs = []
+    for model, config in every.items():
         if decoding:
-            time = partial(time_step, layer.bfloat16() if cuda else layer)
+            cells = {
+                Cell(model, str(T), f"B={B}"): {"B": B, "position": T}
+                for B in sizes.batches
+                for T in sizes.positions
+            }
         else:
-            phase: Literal["train", "forward"] = "train" if name == "table6" else "forward"
-            time = partial(time_layer, layer, compiled(layer), phase)
-        for group, B, T in missing:
-            passes = attempt(partial(time, B, T, seconds=sizes.seconds))
-            state_gb = B * layer.mixer.state_bytes(T) / 1e9 if decoding else None
-            names = {"model": model, "column": str(T), "group": group}
-            result.add_passes(passes, "ms", **names, B=B, state_gb=state_gb)
-    return as_measured(result)
+            cells = {
+                Cell(model, str(T)): {"B": max(1, sizes.tokens // T), "T": T} for T in sizes.lengths
+            }
+        phase = {"table6": "train", "table7": "forward"}.get(name)
+        jobs.append(timing(cells, partial(_layer_timer, config, phase, sizes), "ms"))
+    return header, jobs
 
 
-def measure_generation(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure Figure 5: the most tokens a second that a whole model generates.
+def _layer_timer(
+    config: MixerConfig, phase: Any, sizes: Sizes, device: torch.device
+) -> Callable[..., list[Timing]]:
+    layer = build_layer(config, sizes.d_model, device)
+    check_layer(layer)
+    if phase is not None:
+        return partial(time_layer, layer, compiled(layer), phase, seconds=sizes.seconds)
+    layer = layer.bfloat16() if device.type == "cuda" else layer
+    return partial(time_step, layer, seconds=sizes.seconds)
+
+
+def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Figure 5: the most tokens a second that a whole model generates.
 
     The value leaves the time of the prompts out. So must the paper's, without saying so: its RNN's
     130,000 tokens a second after prompts of 15,360 would otherwise mean 2 million prompt tokens a
     second, five times what an H100's peak allows a model of 1.3B weights. `with_prompt` has it.
-
-    Returns, raises: as `measure_layers`.
     """
-    device = torch.device(sizes.device)
+    dtype = "bf16" if sizes.device == "cuda" else "float32"
     recipes = ", ".join(sorted(set(sizes.contexts.values())))
-    result = open_speeds(
-        folder / "speed_fig5.json",
-        sizes,
-        FULL,
-        say,
-        title="Largest throughput of generation (Figure 5, Tables 1 and 11)",
-        setting=f"{sizes.new_tokens} new tokens after a prompt of T - {sizes.new_tokens}, random "
-        f"weights of the recipes {recipes}, {'bf16' if device.type == 'cuda' else 'float32'}, the "
+    header = {
+        "title": "Largest throughput of generation (Figure 5, Tables 1 and 11)",
+        "setting": f"{sizes.new_tokens} new tokens after a prompt of T - {sizes.new_tokens}, "
+        f"random weights of the recipes {recipes}, {dtype}, the "
         f"largest batch whose state fits (at most {sizes.max_batch}); greedy steps, in a CUDA "
         "graph on a GPU, timed at the first, middle and last position; the prompts' time is left "
         "out, as it must be in the paper's numbers, and is in the details; 3 passes",
-        columns=tuple(f"T={T}" for T in sizes.contexts),
-        models=tuple(GENERATING),
-        unit="tokens a second",
-        better="higher",
-    )
-    for T, size in sizes.contexts.items():
-        for name, architecture in GENERATING.items():
-            if result.has(name, f"T={T}") or not sizes.wants(name):
-                continue
-            start_afresh()
-            config = recipe(size, architecture).model
-            check_mixers(config, device)
-            with device:
-                model = config.build().eval()
-            model = model.bfloat16() if device.type == "cuda" else model
-            time = partial(time_throughput, max_batch=sizes.max_batch, seconds=sizes.seconds)
-            passes = attempt(partial(time, model, T, sizes.new_tokens))
-            result.add_passes(passes, "tokens_per_second", model=name, column=f"T={T}")
-    return as_measured(result)
+        "columns": tuple(f"T={T}" for T in sizes.contexts),
+        "models": tuple(GENERATING),
+        "unit": "tokens a second",
+        "better": "higher",
+    }
+    jobs = [
+        timing(
+            {Cell(name, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}},
+            partial(_generation_timer, recipe(size, architecture).model, sizes),
+            "tokens_per_second",
+        )
+        for T, size in sizes.contexts.items()
+        for name, architecture in GENERATING.items()
+    ]
+    return header, jobs
 
 
-MEASURERS: Measurers = {
-    **{name: partial(measure_layers, name) for name in ("table6", "table7", "table8")},
-    "fig5": measure_generation,
-}
+def _generation_timer(
+    config: LMConfig, sizes: Sizes, device: torch.device
+) -> Callable[..., list[Throughput]]:
+    check_mixers(config, device)
+    with device:
+        model = config.build().eval()
+    model = model.bfloat16() if device.type == "cuda" else model
+    return partial(time_throughput, model, max_batch=sizes.max_batch, seconds=sizes.seconds)
+
+
+SPEEDS = Speeds(
+    {
+        **{name: partial(layers, name) for name in ("table6", "table7", "table8")},
+        "fig5": generation,
+    },
+    FULL,
+    DRY,
+    CPU,
+)
+MEASURERS = SPEEDS.measurers
 """What this module measures, by the names in the files' names."""

@@ -49,9 +49,9 @@ def _recipes() -> "Recipes":
 
 
 def _bench() -> "Bench":
-    from mezzo_recurrent_transformer.bench import bench
+    from mezzo_recurrent_transformer.speed import SPEEDS
 
-    return bench
+    return SPEEDS.bench
 
 
 def _reproduction() -> "Reproduction":

@@ -237,7 +237,7 @@ ANSWERS = (
 )
 
 # A recurrent layer is a loop over tokens on a CPU: short sequences, many of them at once.
-_CPU = Budget(seeds=(0, 1, 2), steps=100, batch_size=32, seq_len=64, eval_batches=10)
+_CPU = Budget(steps=100, batch_size=32, seq_len=64, eval_batches=10)
 REPRODUCTION = Reproduction(
     name="recurrent-transformer",
     module=__file__,

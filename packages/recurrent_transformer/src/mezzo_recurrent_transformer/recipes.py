@@ -59,6 +59,11 @@ PAPER_NAMES = {"transformer": "Transformer", "recurrent": "Recurrent Transformer
 """The names of the two architectures in the paper's tables."""
 
 
+def with_layers(model: str, layers: int) -> str:
+    """Return the name of a model with so many layers."""
+    return f"{model}, {layers} layers"
+
+
 def tiny() -> Hyperparameters:
     """A tenth of a million weights: trains in a minute on a laptop and needs no network.
 

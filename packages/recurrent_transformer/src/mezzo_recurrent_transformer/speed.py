@@ -4,37 +4,27 @@ Each is measured into `speed_NAME.json` below a folder. The algorithm of the pap
 op: it is Algorithm 1 in eager PyTorch (`schedule`), launched from Python or as one CUDA graph.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from mezzo_core.bench import (
-    Layer,
-    Timing,
-    attempt,
-    build_layer,
-    captured,
-    check_layer,
-    compiled,
-    measure,
-    start_afresh,
-)
-from mezzo_core.bench.generation import time_throughput
-from mezzo_core.bench.result import Say
+from mezzo_core.bench import Cell, Timing, captured, measure
+from mezzo_core.bench.generation import Throughput, time_throughput
+from mezzo_core.bench.jobs import Job, timing
+from mezzo_core.bench.layer import build_layer, check_layer, compiled
+from mezzo_core.bench.speeds import AbstractSizes, Speeds
 from mezzo_core.bench.timing import WARMUP_CALLS
-from mezzo_core.bench.training_step import time_training
+from mezzo_core.bench.training_step import TrainingSpeed, time_training
 from mezzo_core.nn.lm import LM
-from mezzo_core.papers.measurement import Measurement
-from mezzo_core.papers.speeds import AbstractSizes, Measurers, as_measured, open_speeds
 from mezzo_core.train.config import TrainConfig
 from torch import Tensor
 
 from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, stack_weights
-from mezzo_recurrent_transformer.criteria import with_layers
 from mezzo_recurrent_transformer.ops.recurrent_layers import recurrent_layers
-from mezzo_recurrent_transformer.recipes import PAPER_NAMES, recipe
+from mezzo_recurrent_transformer.recipes import PAPER_NAMES, recipe, with_layers
 from mezzo_recurrent_transformer.schedule import tiled_forward
 from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
 
@@ -104,8 +94,8 @@ FULL = Sizes(
 )
 DRY = Sizes(
     device="cpu",
-    d_model=16,
-    head_dim=8,
+    d_model=32,
+    head_dim=16,
     seq_len=8,
     batches=(1, 2),
     batch=2,
@@ -118,140 +108,65 @@ DRY = Sizes(
     most_generated=8,
     seconds=0.0,
 )
-"""A rehearsal on a CPU: the same steps at toy sizes."""
+"""Toy sizes for a CPU, and for a rehearsal: the same steps."""
 
 
-def measure_layers(name: str, sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure the forward of one layer over the batch ("graphs") or over T ("length").
-
-    Returns:
-        What the file then has; None if none of its models is wanted.
-
-    Raises:
-        UserError: if a layer computes wrong results, which is then not timed, or the file cannot be
-            written or continued.
-    """
+def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the forward of one layer over the batch ("graphs") or over T ("length")."""
     by_batch = name == "graphs"
-    cells = [(str(T), sizes.batch, T) for T in sizes.lengths]
+    cells = {str(T): {"B": sizes.batch, "T": T} for T in sizes.lengths}
     if by_batch:
-        cells = [(f"B={B}", B, sizes.seq_len) for B in sizes.batches]
+        cells = {f"B={B}": {"B": B, "T": sizes.seq_len} for B in sizes.batches}
     what = {"graphs": "latency over the batch (Table 2)", "length": "latency over the length"}[name]
-    cuda = sizes.device == "cuda"
-    result = open_speeds(
-        folder / f"speed_{name}.json",
-        sizes,
-        FULL,
-        say,
-        title=f"One layer: {what}",
-        setting=f"forward of one layer, attention and MLP, C = {sizes.d_model}, heads of "
+    header = {
+        "title": f"One layer: {what}",
+        "setting": f"forward of one layer, attention and MLP, C = {sizes.d_model}, heads of "
         f"{sizes.head_dim}, {f'T = {sizes.seq_len}' if by_batch else f'B = {sizes.batch}'}, "
-        f"{'bf16' if cuda else 'float32'}; naive: the definition in eager PyTorch, a token at a "
+        f"{_dtype(sizes)}; naive: the definition in eager PyTorch, a token at a "
         "time; tiled: Algorithm 1 in eager PyTorch; the Transformer compiled; medians of "
         f"{PASSES} passes",
-        columns=tuple(column for column, *_ in cells),
-        models=LAYERS[name],
-        unit="ms",
-        better="lower",
-    )
-    wanted = [model for model in LAYERS[name] if sizes.wants(model)]
-    missing = [
-        (model, *cell)
-        for model in wanted
-        for cell in cells
-        if not result.has(model, cell[0]) and not (model == NAIVE and cell[2] > sizes.naive)
-    ]
-    if missing:
-        start_afresh()
-        time = _timers(sizes)
-        for model, column, B, T in missing:
-            passes = attempt(partial(time[model], B, T))
-            result.add_passes(passes, "ms", model=model, column=column, B=B)
-    return as_measured(result)
+        "columns": tuple(cells),
+        "models": LAYERS[name],
+        "unit": "ms",
+        "better": "lower",
+    }
+    jobs = []
+    for model in LAYERS[name]:
+        most = sizes.naive if model == NAIVE else math.inf
+        wanted = {Cell(model, column): each for column, each in cells.items() if each["T"] <= most}
+        jobs.append(timing(wanted, partial(_layer_timer, model, sizes), "ms"))
+    return header, jobs
 
 
-def measure_throughput(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure the tokens a second of training steps of the 300M models.
+def _layer_timer(
+    model: str, sizes: Sizes, device: torch.device
+) -> Callable[[int, int], list[Timing]]:
+    """Return a function that times a checked layer at B and T."""
+    config = TransformerBlockConfig if model == TRANSFORMER else RecurrentBlockConfig
+    layer = build_layer(config(head_dim=sizes.head_dim), sizes.d_model, device, alone=True)
+    check_layer(layer)
+    layer = layer.bfloat16() if device.type == "cuda" else layer
+    block: Any = layer.mixer
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        NAIVE: partial(by_definition, block),
+        EAGER: partial(tiled_forward, block),
+        GRAPH: partial(tiled_forward, block),
+        OP: layer,
+    }
+    run = compiled(layer) if model == TRANSFORMER else forms[model]
 
-    Returns, raises: as `measure_layers`.
-    """
-    sizes_named = ", ".join(dict.fromkeys(sizes.trained.values()))
-    result = open_speeds(
-        folder / "speed_throughput.json",
-        sizes,
-        FULL,
-        say,
-        title="Training throughput of the 300M models",
-        setting=f"whole training steps (forward, backward, fused AdamW) of the recipes of "
-        f"{sizes_named}, random tokens, bf16 autocast over float32 on a GPU, where the "
-        "Transformer's layers are compiled; B: sequences that are computed at once",
-        columns=("tokens/s",),
-        models=tuple(MODELS),
-        unit="tokens/s",
-        better="higher",
-    )
-    for model, (depth, architecture) in MODELS.items():
-        if result.has(model, "tokens/s") or not sizes.wants(model):
-            continue
-        config, lm = _build(sizes, depth, architecture)
-        if sizes.device == "cuda" and config.compile:
-            for unit in lm.stack.units():
-                unit.compile(dynamic=False)
-        B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
-        passes = attempt(partial(time_training, lm, B, config.seq_len, passes=PASSES))
-        result.add_passes(passes, "tokens_per_second", model=model, column="tokens/s", B=B)
-    return as_measured(result)
+    @torch.no_grad()
+    def time(B: int, T: int) -> list[Timing]:
+        x = torch.randn(B, T, sizes.d_model, device=device, dtype=layer.norm.weight.dtype)
+        work: Callable[[], object] = partial(run, x)
+        if model == GRAPH:
+            work = captured(work, device)
+        return [
+            measure(work, device, seconds=sizes.seconds, warmup=0 if i else WARMUP_CALLS, least=2)
+            for i in range(PASSES)
+        ]
 
-
-def measure_decoding(sizes: Sizes, folder: Path, say: Say) -> Measurement | None:
-    """Measure the tokens a second that the 300M models generate, each at its largest batch.
-
-    Returns, raises: as `measure_layers`.
-    """
-    sizes_named = ", ".join(dict.fromkeys(sizes.trained.values()))
-    dtype = "bf16" if sizes.device == "cuda" else "float32"
-    result = open_speeds(
-        folder / "speed_decoding.json",
-        sizes,
-        FULL,
-        say,
-        title="Decoding of the 300M models",
-        setting=f"models of the recipes of {sizes_named}, {dtype}; the last {sizes.new_tokens} of "
-        "T tokens, by a CUDA graph of a step, at the largest batch B that fits, at most "
-        f"{sizes.most_generated}",
-        columns=tuple(f"T={T}" for T in sizes.contexts),
-        models=tuple(MODELS),
-        unit="tokens/s",
-        better="higher",
-    )
-    for model, (depth, architecture) in MODELS.items():
-        for T in sizes.contexts:
-            if result.has(model, f"T={T}") or not sizes.wants(model):
-                continue
-            _, lm = _build(sizes, depth, architecture)
-            lm = lm.eval()
-            lm = lm.bfloat16() if sizes.device == "cuda" else lm
-            work = partial(time_throughput, lm, T, sizes.new_tokens, passes=PASSES)
-            limits = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
-            passes = attempt(partial(work, **limits))
-            result.add_passes(passes, "tokens_per_second", model=model, column=f"T={T}")
-    return as_measured(result)
-
-
-def _build(sizes: Sizes, depth: int, architecture: str) -> tuple[TrainConfig, LM]:
-    """Return a recipe and its model."""
-    start_afresh()
-    config = recipe(sizes.trained[depth], architecture)
-    torch.manual_seed(0)
-    with torch.device(sizes.device):
-        return config, config.model.build()
-
-
-MEASURERS: Measurers = {
-    **{name: partial(measure_layers, name) for name in LAYERS},
-    "throughput": measure_throughput,
-    "decoding": measure_decoding,
-}
-"""What this module measures, by the names in the files' names."""
+    return time
 
 
 def by_definition(block: RecurrentBlock, x: Tensor) -> Tensor:
@@ -271,38 +186,91 @@ def by_definition(block: RecurrentBlock, x: Tensor) -> Tensor:
     ).z
 
 
-def _timers(sizes: Sizes) -> dict[str, Callable[[int, int], list[Timing]]]:
-    """Return for each layer a function that times it at B and T."""
-    device = torch.device(sizes.device)
-
-    def checked(config: RecurrentBlockConfig | TransformerBlockConfig) -> Layer:
-        layer = build_layer(config, sizes.d_model, device, alone=True)
-        check_layer(layer)
-        return layer.bfloat16() if device.type == "cuda" else layer
-
-    ours, transformer = (
-        checked(config(head_dim=sizes.head_dim))
-        for config in (RecurrentBlockConfig, TransformerBlockConfig)
-    )
-    block = ours.mixer
-    assert isinstance(block, RecurrentBlock)
-    runs: dict[str, Callable[[Tensor], Tensor]] = {
-        NAIVE: partial(by_definition, block),
-        EAGER: partial(tiled_forward, block),
-        GRAPH: partial(tiled_forward, block),
-        OP: ours,
-        TRANSFORMER: compiled(transformer),
+def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the tokens a second of training steps of the 300M models."""
+    header = {
+        "title": "Training throughput of the 300M models",
+        "setting": f"whole training steps (forward, backward, fused AdamW) of the recipes of "
+        f"{_recipes(sizes)}, random tokens, bf16 autocast over float32 on a GPU, where the "
+        "Transformer's layers are compiled; B: sequences that are computed at once",
+        "columns": ("tokens/s",),
+        "models": tuple(MODELS),
+        "unit": "tokens/s",
+        "better": "higher",
     }
+    jobs = []
+    for model, (depth, architecture) in MODELS.items():
+        config = recipe(sizes.trained[depth], architecture)
+        B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
+        cells = {Cell(model, "tokens/s"): {"B": B, "T": config.seq_len, "passes": PASSES}}
+        jobs.append(timing(cells, partial(_training_timer, config), "tokens_per_second"))
+    return header, jobs
 
-    @torch.no_grad()
-    def time(model: str, B: int, T: int) -> list[Timing]:
-        x = torch.randn(B, T, sizes.d_model, device=device, dtype=ours.norm.weight.dtype)
-        work: Callable[[], object] = partial(runs[model], x)
-        if model == GRAPH:
-            work = captured(work, device)
-        return [
-            measure(work, device, seconds=sizes.seconds, warmup=0 if i else WARMUP_CALLS, least=2)
-            for i in range(PASSES)
-        ]
 
-    return {model: partial(time, model) for model in runs}
+def _training_timer(
+    config: TrainConfig, device: torch.device
+) -> Callable[..., list[TrainingSpeed]]:
+    model = _build(config, device)
+    if device.type == "cuda" and config.compile:
+        for unit in model.stack.units():
+            unit.compile(dynamic=False)
+    return partial(time_training, model)
+
+
+def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the tokens a second that the 300M models generate, each at its largest batch."""
+    header = {
+        "title": "Decoding of the 300M models",
+        "setting": f"models of the recipes of {_recipes(sizes)}, {_dtype(sizes)}; the last "
+        f"{sizes.new_tokens} of T tokens, by a CUDA graph of a step, at the largest batch B that "
+        f"fits, at most {sizes.most_generated}",
+        "columns": tuple(f"T={T}" for T in sizes.contexts),
+        "models": tuple(MODELS),
+        "unit": "tokens/s",
+        "better": "higher",
+    }
+    jobs = []
+    for model, (depth, architecture) in MODELS.items():
+        cells = {
+            Cell(model, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}
+            for T in sizes.contexts
+        }
+        config = recipe(sizes.trained[depth], architecture)
+        jobs.append(timing(cells, partial(_decoding_timer, config, sizes), "tokens_per_second"))
+    return header, jobs
+
+
+def _decoding_timer(
+    config: TrainConfig, sizes: Sizes, device: torch.device
+) -> Callable[..., list[Throughput]]:
+    model = _build(config, device).eval()
+    model = model.bfloat16() if device.type == "cuda" else model
+    limits: dict[str, Any] = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
+    return partial(time_throughput, model, passes=PASSES, **limits)
+
+
+def _build(config: TrainConfig, device: torch.device) -> LM:
+    torch.manual_seed(0)
+    with device:
+        return config.model.build()
+
+
+def _recipes(sizes: Sizes) -> str:
+    return ", ".join(dict.fromkeys(sizes.trained.values()))
+
+
+def _dtype(sizes: Sizes) -> str:
+    return "bf16" if sizes.device == "cuda" else "float32"
+
+
+SPEEDS = Speeds(
+    {
+        **{name: partial(layers, name) for name in LAYERS},
+        "throughput": throughput,
+        "decoding": decoding,
+    },
+    FULL,
+    DRY,
+)
+MEASURERS = SPEEDS.measurers
+"""What this module measures, by the names in the files' names."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import typer
-from mezzo_core.bench import sweep as core_sweep
 from mezzo_core.bench import training
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
@@ -32,10 +31,6 @@ TINY = SweepConfig(
     batch_size=8,
     epochs=2,
 )
-
-
-def silent(line):
-    assert isinstance(line, str)
 
 
 def rows(folder):
@@ -85,9 +80,9 @@ def test_a_layer_learns_a_map_by_heart_and_then_stops(model, tmp_path):
         TINY, tasks=(task,), models=(model,), d_model=32, batch_size=32, epochs=50,
         learning_rates=(1e-2,),
     )  # fmt: skip
-    result = sweep(config, tmp_path, silent, device="cpu")
-    assert [entry["value"] for entry in result.entries] == [1.0, 1.0]
-    assert result.entries[0]["steps"]["val"][-1][0] < 400
+    result = sweep(config, tmp_path, device="cpu")
+    assert [entry.value for entry in result.entries] == [1.0, 1.0]
+    assert result.entries[0].details["steps"]["val"][-1][0] < 400
 
 
 def test_compression_is_learned_through_the_last_token(tmp_path):
@@ -98,8 +93,7 @@ def test_compression_is_learned_through_the_last_token(tmp_path):
 
 
 def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):
-    lines = []
-    result = sweep(TINY, tmp_path / "here", lines.append, device="cpu")
+    result = sweep(TINY, tmp_path / "here", device="cpu")
     read = read_result(result.path)
     assert result.path.name == "synthetic.json"
     assert (read.kind, read.how) == ("recall", How.SCALED_DOWN)
@@ -129,17 +123,18 @@ def test_the_best_exact_match_is_told_and_token_accuracy_decides_between_equals(
         exact, accuracy = measures[config.optim.lr, config.optim.weight_decay]
         return {"exact_match": exact, "accuracy": accuracy, "perplexity": 1.0}
 
-    monkeypatch.setattr(core_sweep, "measure_run", trained)
+    monkeypatch.setattr(training, "measure_run", trained)
     config = replace(
         TINY, tasks=(MEMORY,), models=("recurrent",), learning_rates=(1e-4, 1e-3),
         weight_decays=(0.0, 0.1),
     )  # fmt: skip
-    exact, by_token = sweep(config, tmp_path, silent, device="cpu").entries
-    assert (exact["value"], by_token["value"]) == (0.6, 0.8)
-    assert (exact["lr"], exact["weight_decay"], len(exact["others"])) == (1e-3, 0.0, 3)
+    exact, by_token = sweep(config, tmp_path, device="cpu").entries
+    assert (exact.value, by_token.value, by_token.details) == (0.6, 0.8, {})
+    told = exact.details
+    assert (told["lr"], told["weight_decay"], len(told["others"])) == (1e-3, 0.0, 3)
     measures[1e-4, 0.1] = (1.0, 1.0)
-    exact, _ = sweep(config, tmp_path / "solved", silent, device="cpu").entries
-    assert (exact["value"], len(exact["others"])) == (1.0, 1)
+    exact, _ = sweep(config, tmp_path / "solved", device="cpu").entries
+    assert (exact.value, len(exact.details["others"])) == (1.0, 1)
 
 
 def test_a_sweep_that_was_killed_goes_on(tmp_path, monkeypatch):
@@ -158,28 +153,28 @@ def test_a_sweep_that_was_killed_goes_on(tmp_path, monkeypatch):
     config = replace(TINY, tasks=(MEMORY,), models=("transformer",), seeds=(0, 1))
     dies = 6  # in the second seed's second step
     with pytest.raises(KeyboardInterrupt):
-        sweep(config, tmp_path, silent, device="cpu")
+        sweep(config, tmp_path, device="cpu")
     dies = None
-    whole = sweep(config, tmp_path, silent, device="cpu")
+    whole = sweep(config, tmp_path, device="cpu")
     name = "memorization transformer lr 0.001 decay 0"
     assert stepped[:4] == [(name, 0, step) for step in (1, 2, 3, 4)]
     assert stepped[6:] == [(name, 1, step) for step in (2, 3, 4)]
-    apart = sweep(config, tmp_path / "apart", silent, device="cpu")
-    assert [e["value"] for e in whole.entries] == [e["value"] for e in apart.entries]
+    apart = sweep(config, tmp_path / "apart", device="cpu")
+    assert [e.value for e in whole.entries] == [e.value for e in apart.entries]
     before = whole.path.read_text()
     del stepped[:]
-    assert sweep(config, tmp_path, silent, device="cpu").path.read_text() == before
+    assert sweep(config, tmp_path, device="cpu").path.read_text() == before
     assert not stepped
 
 
 def test_a_kill_between_the_two_entries_of_a_run_loses_none(tmp_path):
     config = replace(TINY, tasks=(MEMORY,), models=("transformer",))
-    path = sweep(config, tmp_path, silent, device="cpu").path
+    path = sweep(config, tmp_path, device="cpu").path
     whole = path.read_text()
     content = json.loads(whole)
     del content["entries"][1:]
     path.write_text(json.dumps(content))
-    assert sweep(config, tmp_path, silent, device="cpu").path.read_text() == whole
+    assert sweep(config, tmp_path, device="cpu").path.read_text() == whole
 
 
 def test_harder_settings_have_columns_of_their_own(tmp_path, monkeypatch):
@@ -189,9 +184,9 @@ def test_harder_settings_have_columns_of_their_own(tmp_path, monkeypatch):
         seen.append((folder.name, config.data.max_letters))
         return {"exact_match": 0.0, "accuracy": 0.0, "perplexity": 1.0}
 
-    monkeypatch.setattr(core_sweep, "measure_run", trained)
+    monkeypatch.setattr(training, "measure_run", trained)
     config = replace(TINY, tasks=(TASKS["copying"],), models=("transformer",), harder=True)
-    columns = sweep(config, tmp_path, silent, device="cpu").header.columns
+    columns = sweep(config, tmp_path, device="cpu").header.columns
     assert columns == ("copying", "copying, max_letters 40", "copying, max_letters 80")
     assert [letters for _, letters in seen] == [20, 40, 80]
     assert seen[1][0] == "copying_max_letters40_transformer_seed0_lr0.001_weight_decay0"

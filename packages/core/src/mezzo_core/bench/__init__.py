@@ -1,22 +1,14 @@
-"""Measuring, once for all papers. `.training` and `.training_step` need mezzo-core[train]."""
+"""Measuring, once for all papers: an experiment is a list of jobs that fill a result file.
 
-from mezzo_core.bench.generation import time_latency as time_latency
-from mezzo_core.bench.generation import time_step as time_step
-from mezzo_core.bench.generation import time_throughput as time_throughput
-from mezzo_core.bench.layer import Layer as Layer
-from mezzo_core.bench.layer import build_layer as build_layer
-from mezzo_core.bench.layer import check_layer as check_layer
-from mezzo_core.bench.layer import check_mixers as check_mixers
-from mezzo_core.bench.layer import compiled as compiled
-from mezzo_core.bench.layer import time_layer as time_layer
+`jobs` and what builds on it need mezzo-core[train].
+"""
+
 from mezzo_core.bench.origin import commit as commit
 from mezzo_core.bench.origin import origin as origin
+from mezzo_core.bench.result import Cell as Cell
+from mezzo_core.bench.result import Entry as Entry
 from mezzo_core.bench.result import Header as Header
 from mezzo_core.bench.result import Result as Result
-from mezzo_core.bench.rows import Contender as Contender
-from mezzo_core.bench.rows import Row as Row
-from mezzo_core.bench.rows import run as run
-from mezzo_core.bench.rows import timed as timed
 from mezzo_core.bench.script import Options as Options
 from mezzo_core.bench.script import run_script as run_script
 from mezzo_core.bench.script import say as say

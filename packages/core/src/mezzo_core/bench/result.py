@@ -9,10 +9,10 @@ follows the value are details of the same measurement.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from filelock import FileLock  # torch brings it
 
@@ -23,11 +23,44 @@ from mezzo_core.files import acquire, is_number, read_json, write_whole
 Say = Callable[[str], None]
 
 
+class Cell(NamedTuple):
+    """A place in a result: a model's row, a column, a seed (of a speed: a pass)."""
+
+    model: str
+    column: str
+    group: str = ""
+    seed: int = 0
+
+    def entry(self, value: float | int | str, **details: Any) -> "Entry":
+        """Return the entry of this cell."""
+        return Entry(self.model, self.column, value, self.group, self.seed, details)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number: of a model, in a column, for one seed (of a speed: in one pass).
+
+    A value may be a word, such as "OOM". `details` are further results of the same run.
+    """
+
+    model: str
+    column: str
+    value: float | int | str
+    group: str = ""
+    seed: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cell(self) -> Cell:
+        """Where it stands."""
+        return Cell(self.model, self.column, self.group, self.seed)
+
+
 @dataclass(frozen=True)
 class Header:
     """What a file measures; columns, models and groups are names in the paper's order."""
 
-    kind: Literal["speed", "training", "recall"]
+    kind: Literal["speed", "training", "recall", "timings"]
     title: str  # the table or figure, in words
     setting: str  # what was measured, in words
     how: Literal["the paper's setting", "other hardware", "scaled down"]
@@ -56,6 +89,8 @@ class EntryFields:
     tokens_per_second: float = 0.0
     peak_gb: float = 0.0
     host_ms: float = 0.0
+    ms_p20: float = 0.0
+    ms_p80: float = 0.0
     commit: str = ""
     steps: dict[str, list[list[float]]] = field(default_factory=dict)
     """Curves by name, such as "train": points of a step and a loss."""
@@ -69,8 +104,8 @@ class EntryFields:
                 raise UserError(f"EntryFields.{name} must be finite, got {value}")
 
 
-def read_content(path: Path) -> tuple[Header, dict[str, Any]]:
-    """Read a result file; return its header and all of its content.
+def read_file(path: Path) -> tuple[Header, dict[str, Any], list[Entry]]:
+    """Read a result file; return its header, all that it says, and its entries.
 
     Raises:
         UserError: if it cannot be read or is no result. The message names the file and the reason.
@@ -82,27 +117,22 @@ def read_content(path: Path) -> tuple[Header, dict[str, Any]]:
             value = content[name]
             given[name] = tuple(value) if isinstance(value, list) else value
         header = Header(**given)
-        check_origin(content)
-        keys = set()
-        for entry in content["entries"]:
-            key = _checked_key(entry, header)
-            if key in keys:
-                raise ValueError(f"two entries of {key}")
-            keys.add(key)
+        _check_origin(content)
+        found: dict[Cell, Entry] = {}
+        for each in content["entries"]:
+            entry = _checked(each, header)
+            if entry.cell in found:
+                raise ValueError(f"two entries of {tuple(entry.cell)}")
+            found[entry.cell] = entry
     except KeyError as error:
         raise UserError(f"{path}: no result file: {error} is missing") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: no result file: {error}") from error
-    return header, content
+    return header, content, [*found.values()]
 
 
-def check_origin(content: Mapping[str, Any]) -> None:
-    """Check what a result or a row of a bench says of the machine and the software.
-
-    Raises:
-        KeyError: if a necessary text is missing.
-        TypeError: if one is no text.
-    """
+def _check_origin(content: Mapping[str, Any]) -> None:
+    """Check what a result says of the machine and the software."""
     texts = {name: content[name] for name in ("cpu", "torch", "date")}
     others = {name: content[name] for name in ("gpu", "commit")}
     others |= {name: content.get(name) for name in ("triton", "driver", "cuda", "ptxas")}
@@ -139,9 +169,13 @@ class Result:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{path.parent}: cannot be made ({error.strerror})") from error
-        self.entries: list[dict[str, Any]] = []
-        self._keys: set[tuple[str, str, str, int]] = set()
+        self._found: dict[Cell, Entry] = {}
         self._take_in()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All entries, in the order in which they were added."""
+        return [*self._found.values()]
 
     def _take_in(self) -> None:
         """Read the file, if it exists, and take in its entries.
@@ -151,114 +185,87 @@ class Result:
         """
         if not self.path.exists():
             return
-        _, content = read_content(self.path)
+        _, content, entries = read_file(self.path)
         for name, ours in self._head.items():
             if name != "date" and content.get(name) != ours:
                 was = f"{content.get(name)!r:.300}, not {ours!r:.300}"
                 raise UserError(
                     f"{self.path} has another {name} ({was}): remove it, or write elsewhere"
                 )
-        self.entries += [entry for entry in content["entries"] if _key(entry) not in self._keys]
-        self._keys |= set(map(_key, content["entries"]))
+        self._found |= {entry.cell: entry for entry in entries}
 
-    def has(self, model: str, column: str, group: str = "", seed: int = 0) -> bool:
-        """Tell whether the file has this entry."""
-        return (model, column, group, seed) in self._keys
+    def has(self, cell: Cell) -> bool:
+        """Tell whether the file has an entry of this cell."""
+        return cell in self._found
 
     def best_column(self, model: str, group: str = "", seed: int = 0) -> str | None:
         """Return the column where a model's number is best; None if it has no numbers."""
-        found = {
-            entry["column"]: entry["value"]
-            for entry in self.entries
-            if (entry["model"], *_key(entry)[2:]) == (model, group, seed)
-        }
-        return best_of(found, self.header.better)
+        cells = (Cell(model, column, group, seed) for column in self.header.columns)
+        values = {cell.column: self._found[cell].value for cell in cells if cell in self._found}
+        return best_of(values, self.header.better)
 
-    def add(
-        self,
-        value: float | str,
-        *,
-        model: str,
-        column: str,
-        group: str = "",
-        seed: int = 0,
-        **details: Any,
-    ) -> None:
-        """Add an entry and write the file.
+    def add(self, *entries: Entry) -> None:
+        """Add entries, and write the file.
 
         Numbers are rounded to five significant digits; details that are None are left out.
 
         Raises:
-            ValueError: if the header lacks the model, column or group, the file has this entry, or
-                a value is no finite number and none of the known words.
+            ValueError: if the header lacks the model, column or group, the file has such an entry,
+                or a value is no finite number and none of the known words.
             UserError: if the file cannot be written, or has become another's.
         """
-        names = {"group": group, "model": model, "column": column, "seed": seed}
-        self._add([{**names, "value": value, **details}])
-
-    def add_passes(
-        self,
-        passes: list[Any] | str,
-        field: str,
-        *,
-        model: str,
-        column: str,
-        group: str = "",
-        **details: Any,
-    ) -> None:
-        """Add all passes of a speed, and write the file; the errors are those of `add`.
-
-        `passes`, from `attempt`, has a dataclass for each pass, such as a `Timing`, or is OOM. Of a
-        pass, `field` is the value, and the other fields become details.
-        """
-        names = {"group": group, "model": model, "column": column}
-        found = [{field: passes}] if isinstance(passes, str) else map(asdict, passes)
-        self._add(
-            {**names, "seed": seed, "value": each.pop(field), **details, **each}
-            for seed, each in enumerate(found)
-        )
-
-    def _add(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        told = [{k: part for k, part in each.items() if part not in (None, "")} for each in entries]
-        new = json.loads(json.dumps(told, allow_nan=False), parse_float=_rounded)
+        told = json.dumps([*map(_to_json, entries)], allow_nan=False)
         try:
             # Another script may add to the file, such as one that measures other models on another
             # GPU: what it has measured stays, and under the lock nothing comes between.
             with acquire(FileLock(self.path.with_name(f".{self.path.stem}.lock"))):
                 self._take_in()
-                names = self._check_new(new)
+                new = [_checked(e, self.header) for e in json.loads(told, parse_float=_rounded)]
+                for entry in new:
+                    if self.has(entry.cell):
+                        raise ValueError(f"{self.path.name} has {tuple(entry.cell)} already")
                 write_whole(self.path, self._text([*self.entries, *new]))
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"{self.path}: cannot be written ({reason})") from error
-        self.entries += new
-        self._keys.update(map(_key, new))
-        values = " ".join(str(entry["value"]) for entry in new)
-        place = ", ".join(str(name) for name in names if name != "")
+        self._found |= {entry.cell: entry for entry in new}
+        values = " ".join(str(entry.value) for entry in new)
+        place = ", ".join(str(name) for name in new[0].cell if name != "")
         self._say(f"{self.path.stem}: {place}: {values} {self.header.unit}")
 
-    def _check_new(self, new: list[dict[str, Any]]) -> tuple[str, str, str, int]:
-        """Return the place of the first new entry, which the header must have, and we must not."""
-        names, *_ = [_checked_key(entry, self.header) for entry in new]
-        if names in self._keys:
-            raise ValueError(f"{self.path.name} has {names} already")
-        return names
-
-    def _text(self, entries: list[dict[str, Any]]) -> str:
+    def _text(self, entries: list[Entry]) -> str:
         lines = [f" {json.dumps(name)}: {json.dumps(part)}," for name, part in self._head.items()]
-        rows = (f"  {json.dumps(entry)}" for entry in entries)
+        rows = (f"  {json.dumps(_to_json(entry))}" for entry in entries)
         return "\n".join(["{", *lines, ' "entries": [', ",\n".join(rows), " ]", "}", ""])
 
 
-def best_of(values: Mapping[str, float | str], better: str) -> str | None:
+def best_of(values: Mapping[str, float | int | str], better: str) -> str | None:
     """Return the name of the best number, the first of equal ones; None if there are only words."""
     numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
     choose = max if better == "higher" else min
     return choose(numbers, key=numbers.__getitem__, default=None)
 
 
-def _key(entry: Mapping[str, Any]) -> tuple[str, str, str, int]:
-    return entry["model"], entry["column"], entry.get("group", ""), entry.get("seed", 0)
+def _to_json(entry: Entry) -> dict[str, Any]:
+    cell = {"group": entry.group, "model": entry.model, "column": entry.column, "seed": entry.seed}
+    told = {**cell, "value": entry.value, **entry.details}
+    return {name: part for name, part in told.items() if part not in (None, "")}
+
+
+def _checked(content: Any, header: Header) -> Entry:
+    """Check an entry and its place in the header."""
+    if not isinstance(content, dict):
+        raise TypeError(f"an entry must be an object, got {content!r:.60}")
+    EntryFields(**{f.name: content[f.name] for f in fields(EntryFields) if f.name in content})
+    details = dict(content)
+    names = ("model", "column", "value", "group", "seed")
+    known = {name: details.pop(name) for name in names if name in details}
+    entry = Entry(**known, details=details)
+    every = (header.models, header.columns, header.groups or ("",))
+    for name, allowed in zip(entry.cell, every, strict=False):
+        if name not in allowed:
+            raise ValueError(f"{name!r} is none of the header's {allowed}")
+    return entry
 
 
 def _is_curve(points: Any) -> bool:
@@ -266,19 +273,6 @@ def _is_curve(points: Any) -> bool:
         isinstance(point, list) and len(point) == 2 and all(map(is_number, point))
         for point in points
     )
-
-
-def _checked_key(entry: Any, header: Header) -> tuple[str, str, str, int]:
-    """Check an entry and its place in the header; return its key."""
-    if not isinstance(entry, dict):
-        raise TypeError(f"an entry must be an object, got {entry!r:.60}")
-    EntryFields(**{f.name: entry[f.name] for f in fields(EntryFields) if f.name in entry})
-    key = _key(entry)
-    known = (header.models, header.columns, header.groups or ("",))
-    for name, allowed in zip(key, known, strict=False):
-        if name not in allowed:
-            raise ValueError(f"{name!r} is none of the header's {allowed}")
-    return key
 
 
 def _rounded(number: str) -> float:

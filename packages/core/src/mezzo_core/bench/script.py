@@ -11,10 +11,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from mezzo_core.bench.origin import origin
+from mezzo_core.bench.result import Header, Result
 from mezzo_core.errors import UserError, nearest, printable
+
+if TYPE_CHECKING:
+    from mezzo_core.data import DataConfig
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,26 @@ class Options:
     runs: Path = Path("runs/experiments")  # scratch folder
     jobs: int = 1  # trainings at the same time
     cuda_graph: bool = False  # whether small models' steps are replayed
+
+    @property
+    def where(self) -> tuple[Path, torch.device, int]:
+        """The last arguments of `run` and `sweep`."""
+        return self.runs, self.device, self.jobs
+
+    @property
+    def text(self) -> "DataConfig":
+        """The text to train on."""
+        from mezzo_core.data import DataConfig  # which needs mezzo-core[train]
+
+        return DataConfig(source=self.data, tokenizer=self.tokenizer)
+
+    def open(self, name: str, header: Header) -> Result:
+        """Open the result file of this name, which every addition is said of.
+
+        Raises:
+            UserError: see `Result`.
+        """
+        return Result(self.out / f"{name}.json", header, origin(self.device), say)
 
 
 def run_script(

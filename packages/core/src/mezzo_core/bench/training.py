@@ -1,9 +1,9 @@
-"""Trains models and measures how well and how fast: each model once with each seed."""
+"""Trains models and measures how well and how fast: the jobs of trainings, and sweeps of rates."""
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from mezzo_core.bench.jobs import side_by_side
-from mezzo_core.bench.result import Result
-from mezzo_core.bench.timing import OOM, start_afresh
+from mezzo_core.bench.jobs import DIVERGED, SPEEDS, Job, run
+from mezzo_core.bench.result import Cell, Entry, Result
+from mezzo_core.bench.script import say
+from mezzo_core.bench.timing import start_afresh
 from mezzo_core.data import DataConfig
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX
@@ -21,53 +22,93 @@ from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.lm import LM
 from mezzo_core.nn.stack import Stack
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.log import read_rows
 from mezzo_core.train.loop import DivergenceError, train
 from mezzo_core.train.meter import StepRow
 
-DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
 """Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
 POINTS = 100  # at most, of a stored curve
 SWEPT = 0
 """The seed with which learning rates are compared."""
-NO_SPEED = dict.fromkeys(("tokens_per_second", "seconds_to_first_step"))
-"""Takes the place of the speeds of trainings that ran at the same time."""
+Measure = Callable[[TrainConfig, dict[str, Any], Path, torch.device], Mapping[str, float]]
+"""Takes a run, what `measure_run` gives, its folder and the device; returns a value a column."""
 
 
-def train_models(
-    result: Result,
-    configs: Mapping[str, TrainConfig],
-    seeds: Sequence[int],
-    folder: Path,
-    device: torch.device,
-    jobs: int = 1,
-) -> None:
-    """Train each model with each seed, the first seed first, and add it to the first column.
+def training(
+    model: str, columns: Sequence[str], config: TrainConfig, measure: Measure | None = None
+) -> Job:
+    """Return the job that trains a model, and gives its row the value of each column.
 
     Args:
-        result: what it has already is left out.
-        configs: the runs by the models' names; their seed is replaced.
-        seeds: of the initial weights; the data's order has its own.
-        folder: scratch, see `measure_run`.
-        device: where to train.
-        jobs: trainings at the same time, see `side_by_side`.
+        model: its name in the result.
+        columns: that get a value; the details of the run stand in the first of them.
+        config: the run, in a scratch folder; its seed is that of the cells.
+        measure: what the values are; a column that it leaves out has the validation perplexity.
     """
-    column = result.header.columns[0]
-    runs = [(m, column, replace(c, seed=seed)) for seed in seeds for m, c in configs.items()]
-    train_runs(result, runs, folder, device, jobs)
+    cells = tuple(Cell(model, column, seed=config.seed) for column in columns)
+    return Job(cells, partial(_train, config, measure))
 
 
-def train_swept(
+def _train(
+    config: TrainConfig,
+    measure: Measure | None,
+    cells: tuple[Cell, ...],
+    folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:
+    found = measure_run(config, folder, device)
+    values = measure(config, found, folder, device) if measure else {}
+    perplexity = found.pop("perplexity")
+    yield [
+        cell.entry(values.get(cell.column, perplexity), **({} if i else found))
+        for i, cell in enumerate(cells)
+    ]
+
+
+def of_model(
+    test: Callable[[LM, TrainConfig], Mapping[str, float]],
+    config: TrainConfig,
+    found: dict[str, Any],
+    folder: Path,
+    device: torch.device,
+) -> Mapping[str, float]:
+    """Return what a test finds of the trained model, with `partial` a `Measure`."""
+    model, _, _ = load_model(folder / "model", device=device)
+    return test(model, config)
+
+
+def loss_by_length(
+    model: LM, config: TrainConfig, *, lengths: Mapping[str, int], windows: int | None = None
+) -> dict[str, float]:
+    """Return the loss on the validation part in windows of each length T, in nats a token.
+
+    Args:
+        model: the model.
+        config: its run, for the text.
+        lengths: by the names of columns.
+        windows: how many of the longest length are read; None reads all. All lengths have the same
+            targets, if they divide the longest.
+    """
+    longest, found = max(lengths.values(), default=0), {}
+    for column, T in lengths.items():
+        text = config.data.build(T, token_store())
+        batches = islice(text.validation_batches(longest // T), windows)
+        found[column] = evaluate(model, batches, precision=config.precision).loss
+    return found
+
+
+def sweep(
     result: Result,
     configs: Mapping[str, TrainConfig],
     rates: Mapping[str, float],
     seeds: Sequence[int],
     folder: Path,
     device: torch.device,
-    jobs: int = 1,
+    processes: int = 1,
 ) -> None:
     """Train each model at several learning rates with seed SWEPT, with the other seeds at its best.
 
@@ -76,39 +117,38 @@ def train_swept(
     `mezzo_core.papers.claims.swept` reads such a result.
 
     Args:
-        result: what it has already is left out.
+        result: its columns are the rates; what it has already is left out.
         configs: the runs by the models' names; their seed and rate are replaced.
-        rates: the learning rates in order, by the names of the result's columns.
+        rates: the learning rates in order, by the names of the columns.
         seeds: of the initial weights.
-        folder: scratch, see `measure_run`.
-        device: where to train.
-        jobs: trainings at the same time, see `side_by_side`.
+        folder: as the following, see `run`.
+        device: as said.
+        processes: as said.
     """
     columns = list(rates)
 
-    def run(model: str, column: str, seed: int) -> tuple[str, str, TrainConfig]:
-        return model, column, replace(at_rate(configs[model], rates[column]), seed=seed)
+    def train_all(wanted: Sequence[tuple[str, str, int]]) -> None:
+        jobs = [
+            training(model, [rate], replace(at_rate(configs[model], rates[rate]), seed=seed))
+            for model, rate, seed in wanted
+        ]
+        run(result, jobs, folder, device, processes)
 
     middle = columns[max(0, len(columns) - 3) // 2 :][:3]
-    wanted = [run(model, column, SWEPT) for column in middle for model in configs]
+    wanted = [(model, rate, SWEPT) for rate in middle for model in configs]
     best: dict[str, str | None] = {}
     while wanted:
-        train_runs(result, wanted, folder, device, jobs)
+        train_all(wanted)
         best = {model: result.best_column(model, seed=SWEPT) for model in configs}
         wanted = [
-            run(model, column, SWEPT)
+            (model, rate, SWEPT)
             for model, found in best.items()
             if found is not None
-            for column in _around(columns, found)
-            if not result.has(model, column, seed=SWEPT)
+            for rate in _around(columns, found)
+            if not result.has(Cell(model, rate, seed=SWEPT))
         ]
-    others = [
-        run(model, column, seed)
-        for seed in seeds
-        for model, column in best.items()
-        if column is not None and seed != SWEPT
-    ]
-    train_runs(result, others, folder, device, jobs)
+    others = [seed for seed in seeds if seed != SWEPT]
+    train_all([(model, rate, seed) for seed in others for model, rate in best.items() if rate])
 
 
 def _around(columns: Sequence[str], column: str) -> Sequence[str]:
@@ -123,38 +163,68 @@ def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
     return replace(config, optim=replace(optim, lr=lr, min_lr=optim.min_lr / optim.lr * lr))
 
 
-def train_runs(
-    result: Result,
-    runs: Iterable[tuple[str, str, TrainConfig]],
-    folder: Path,
-    device: torch.device,
-    jobs: int = 1,
-) -> None:
-    """Train runs, told by model and column, and add each, unless the result has it.
+@dataclass(frozen=True)
+class Tuning:
+    """The work that trains one model with several optimizers, and tells the best run.
 
-    Its value is the validation perplexity; OOM or DIVERGED stand for a training that does not fit
-    into the GPU, or whose loss exploded. Trainings at the same time have no speed.
+    A run has a folder of its own, so that a killed one resumes, and a finished one is only read.
+
+    Attributes:
+        name: of what is trained, for what is said.
+        cells: those that get the measures `by`, one each; the first has the run's details, and in
+            "others" those of the other runs, the best first.
+        configs: the runs, in the order in which they are made.
+        folder: what the runs' folders begin with; their settings follow, as in "gsa_lr0.001".
+        swept: the fields of `OptimConfig` in which the runs differ.
+        by: the measures that decide, higher ones being better; the second one decides between runs
+            that are equal by the first. Those of a run whose loss exploded are DIVERGED.
+        enough: no further runs are made after one that is above this by the first measure.
+        details: further ones.
     """
-    calls = {
-        (model, column, config.seed): partial(outcome, config)
-        for model, column, config in runs
-        if not result.has(model, column, seed=config.seed)
-    }
-    for (model, column, seed), found in side_by_side(calls, folder, device, jobs):
-        if jobs > 1:
-            found |= NO_SPEED
-        value = found.pop("perplexity")
-        result.add(value, model=model, column=column, seed=seed, **found)
 
+    name: str
+    cells: tuple[Cell, ...]
+    configs: Sequence[TrainConfig]
+    folder: Path
+    swept: tuple[str, ...] = ("lr",)
+    by: tuple[str, ...] = ("accuracy",)
+    enough: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
-def outcome(config: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Do as `measure_run`, but let a training that fails have OOM or DIVERGED as perplexity."""
-    try:
-        return measure_run(config, folder, device)
-    except torch.OutOfMemoryError:
-        return {"perplexity": OOM}
-    except DivergenceError:
-        return {"perplexity": DIVERGED}
+    @property
+    def job(self) -> Job:
+        """The job that does this."""
+        return Job(self.cells, self)
+
+    def __call__(
+        self, cells: tuple[Cell, ...], folder: Path, device: torch.device
+    ) -> Iterator[list[Entry]]:
+        """Train one run after another; `folder` is not used."""
+        runs: list[dict[str, Any]] = []
+        for config in self.configs:
+            runs.append(self._run(config, device))
+            if self.enough is not None and self._scores(runs[-1])[0] > self.enough:
+                break
+        best, *others = sorted(runs, key=self._scores, reverse=True)
+        values = dict(zip(self.cells, [best.pop(measure) for measure in self.by], strict=True))
+        told = {**self.details, **best, "others": others or None}
+        yield [c.entry(values[c], **(told if c == self.cells[0] else {})) for c in cells]
+
+    def _run(self, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+        settings = {name: getattr(config.optim, name) for name in self.swept}
+        words = [f"{name}{value:g}" for name, value in settings.items()]
+        folder = self.folder.with_name("_".join([self.folder.name, *words]))
+        try:
+            found = measure_run(config, folder, device, resume=True)
+            found = {k: part for k, part in found.items() if k not in ("perplexity", *SPEEDS)}
+        except DivergenceError:
+            found = dict.fromkeys(self.by, DIVERGED)
+        say(f"{self.name} {' '.join(words)}: {', '.join(str(found[each]) for each in self.by)}")
+        return settings | found
+
+    def _scores(self, run: dict[str, Any]) -> list[float]:
+        """Return a run's measures, below all others if the training diverged."""
+        return [-1.0 if run[measure] == DIVERGED else run[measure] for measure in self.by]
 
 
 def measure_run(

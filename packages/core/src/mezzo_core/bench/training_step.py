@@ -1,19 +1,16 @@
 """The speed and the memory of whole training steps: forward, backward, optimizer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mezzo_core.bench.layer import RECOMPILATIONS
-from mezzo_core.bench.rows import Row
 from mezzo_core.bench.timing import WARMUP_CALLS, measure
 from mezzo_core.device import autocast
-from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.nn.lm import LM
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
-from mezzo_core.train.replay import Replayed
 
 
 @dataclass(frozen=True)
@@ -42,42 +39,21 @@ def time_training(model: LM, B: int, T: int, *, passes: int = 3) -> list[Trainin
     return found
 
 
-def training_step(
-    model: LM, B: int, T: int, *, cuda_graph: bool = False
-) -> Callable[[], Sequence[Tensor]]:
+def training_step(model: LM, B: int, T: int) -> Callable[[], object]:
     """Return a function that trains a model on random tokens (B, T), always the same.
 
-    It returns the loss. The weights stay float32; a GPU multiplies under bf16 autocast. The
-    optimizer is fused AdamW. Compile the model's units first to measure compiled code. With
-    `cuda_graph` a GPU replays the step, as `TrainConfig.cuda_graph` says.
+    The weights stay float32; a GPU multiplies under bf16 autocast. The optimizer is fused AdamW.
+    Compile the model's units first to measure compiled code.
     """
     device = model.embed.weight.device
-    optimizer = build_optimizer(model, OptimConfig(), captured=cuda_graph)
+    optimizer = build_optimizer(model, OptimConfig())
     tokens = torch.randint(model.vocab_size, (B, T + 1), device=device)
 
-    def step() -> tuple[Tensor]:
+    def step() -> None:
         with autocast(device, "auto"):
             loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return (loss.detach(),)
 
-    return Replayed(step, device) if cuda_graph else step
-
-
-def model_rows(
-    name: str, impl: str, config: LMConfig, B: int, T: int, device: torch.device, seconds: float
-) -> Iterator[Row]:
-    """Time training steps of a small model, not compiled, for a `bench` command.
-
-    On a GPU a second row has the same steps as CUDA graphs.
-    """
-    for cuda_graph in (False, True) if device.type == "cuda" else (False,):
-        torch.manual_seed(0)
-        with device:
-            model = config.build()
-        step = training_step(model, B, T, cuda_graph=cuda_graph)
-        timing = measure(step, device, seconds=seconds)
-        shape = {"B": B, "T": T, "C": config.d_model}
-        yield Row(f"{name} model train", "CUDA graph" if cuda_graph else impl, shape, timing)
+    return step

@@ -1,8 +1,8 @@
 """Numbers that we measured, with their setting and the machine that they come from.
 
 A result file (`packages/PAPER/results/MACHINE/NAME.json`) holds one measurement; it is written by
-`mezzo_core.bench.result`. A file NAME.jsonl there holds the timings that `bench` wrote, a row for
-each. The numbers of a `reproduce` run, counted, timed or from tiny trainings, have the same form.
+`mezzo_core.bench.result`. The numbers of a `reproduce` run, counted, timed or from tiny trainings,
+have the same form.
 """
 
 import statistics
@@ -12,10 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mezzo_core.bench.result import best_of, read_content
-from mezzo_core.bench.rows import read_row
-from mezzo_core.errors import UserError
-from mezzo_core.files import parse_json, read_small
+from mezzo_core.bench.result import Entry as Entry
+from mezzo_core.bench.result import best_of, read_file
 from mezzo_core.papers.published import Claim, Row, Table, Value
 
 
@@ -30,21 +28,6 @@ class How(str, Enum):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One number: of a model, in a column, for one seed (of a speed: in one pass).
-
-    A value may be a word, such as "OOM". `details` are further results of the same run.
-    """
-
-    model: str
-    column: str
-    value: Value
-    group: str = ""
-    seed: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Measurement:
     """Numbers that can be compared with each other: of one setting, machine and commit."""
 
@@ -54,7 +37,7 @@ class Measurement:
     how: How = How.SCALED_DOWN
     unit: str = ""
     better: str = "lower"  # or "higher"
-    kind: str = "count"  # or "speed", "training", "recall" or "timings"
+    kind: str = "count"  # or that of a `Header`
     title: str = ""
     origin: Mapping[str, Any] = field(default_factory=dict)  # gpu, commit, ...; empty: of this run
     source: str = ""  # the result file, such as "nvidia-h200/speed_table6"
@@ -157,13 +140,12 @@ def at_best(ours: Measurement, name: str) -> Measurement:
 
 
 def read_results(folder: Path) -> dict[str, Measurement]:
-    """Read the result files and the timings below a `results` folder, by "MACHINE/NAME".
+    """Read the result files below a `results` folder, by "MACHINE/NAME".
 
     Raises:
         UserError: if a file is no result; the message names the file and the error.
     """
     found = [read_result(path) for path in sorted(folder.glob("*/*.json"))]
-    found += [read_timings(path) for path in sorted(folder.glob("*/*.jsonl"))]
     return {each.source: each for each in found}
 
 
@@ -173,58 +155,15 @@ def read_result(path: Path) -> Measurement:
     Raises:
         UserError: if it is no result; the message names the file and the error.
     """
-    header, content = read_content(path)
+    header, content, found = read_file(path)
     groups, models = header.groups or ("",), header.models
-    found = [_entry(entry) for entry in content["entries"]]
     found.sort(key=lambda entry: (groups.index(entry.group), models.index(entry.model)))
+    origin = ("gpu", "cpu", "torch", "commit", "date", "triton", "driver", "cuda", "ptxas")
     return Measurement(
         entries=tuple(found),
         columns=header.columns,
         how=How(header.how),
-        origin=_origin(content),
+        origin={name: content.get(name) for name in origin},
         source=f"{path.parent.name}/{path.stem}",
         **{key: content[key] for key in ("setting", "unit", "better", "kind", "title")},
     )
-
-
-def read_timings(path: Path) -> Measurement:
-    """Read the rows that `bench` wrote: "NAME (IMPLEMENTATION)" by shape, in ms.
-
-    Raises:
-        UserError: if a line is no such row; the message names the line and the error.
-    """
-    entries, origin = [], {}
-    for number, line in enumerate(read_small(path).splitlines(), 1):
-        try:
-            row = parse_json(line)
-            shape = " ".join(f"{letter}{size}" for letter, size in read_row(row).shape.items())
-            details = {**row, "shape": shape, "range": (row["ms_p20"], row["ms_p80"])}
-            name = f"{row['name']} ({row['impl']})"
-            entries.append(Entry(name, shape, row["ms"], details=details))
-            origin = _origin(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {number}: no row of a bench: {error!r}") from error
-    return Measurement(
-        tuple(entries),
-        tuple(dict.fromkeys(entry.column for entry in entries)),
-        "medians of repeated calls",
-        How.OTHER_HARDWARE,
-        "ms",
-        kind="timings",
-        title=f"Ops, layers and models one at a time ({path.stem})",
-        origin=origin,
-        source=f"{path.parent.name}/{path.stem}",
-    )
-
-
-def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: content[key] for key in ("gpu", "cpu", "torch", "commit", "date")} | {
-        key: content.get(key) for key in ("triton", "driver", "cuda", "ptxas")
-    }
-
-
-def _entry(content: Mapping[str, Any]) -> Entry:
-    details = dict(content)
-    fields = ("model", "column", "value", "group", "seed")
-    known = {key: details.pop(key) for key in fields if key in details}
-    return Entry(**known, details=details)

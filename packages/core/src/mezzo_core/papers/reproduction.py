@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mezzo_core.bench.origin import origin
+from mezzo_core.bench.speeds import Measurers
 from mezzo_core.console import show, show_table
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
@@ -26,7 +27,6 @@ from mezzo_core.papers.measurement import Measurement, printed_measurement, read
 from mezzo_core.papers.published import Published, load_published
 from mezzo_core.papers.report import Figure, PaperReport, Report
 from mezzo_core.papers.report_files import prepare_folder, write_report
-from mezzo_core.papers.speeds import Measurers
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
 

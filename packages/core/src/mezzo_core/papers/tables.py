@@ -98,13 +98,16 @@ def _further(entry: Entry) -> dict[str, float]:
 
 
 def _timings_grid(ours: Measurement) -> Grid:
-    """Return the grid of the rows that `bench` wrote, one for each of its timings."""
-    names = ("name", "impl", "shape", "ms", "range", "host_ms", "peak_gb", "commit")
-    titles = ("", "implementation", "shape", "ms", "20% to 80%", "host ms", "peak GB", "commit")
+    """Return the grid of single timings, a row for each: their shapes are too many for columns."""
+    titles = ("", "shape", "ms", "20% to 80%", "host ms", "peak GB", "commit")
     rows = []
     for entry in ours.entries:
-        found = {**entry.details, "range": " to ".join(map(format_value, entry.details["range"]))}
-        rows.append(tuple(format_value(found.get(name)) for name in names))
+        low, high, *others = map(
+            entry.details.get, ("ms_p20", "ms_p80", "host_ms", "peak_gb", "commit")
+        )
+        spread = f"{format_value(low)} to {format_value(high)}"
+        cells = (entry.value, spread, *others)
+        rows.append((entry.model, entry.column, *map(format_value, cells)))
     return Grid(_caption(ours, rows), titles, tuple(rows))
 
 
@@ -134,7 +137,7 @@ def _origin(ours: Measurement) -> Iterator[str]:
     elif ours.kind in ("training", "recall"):
         yield f"seeds: {', '.join(map(str, ours.seeds))}"
     if ours.source:
-        yield f"{ours.source}.json{'l' if ours.kind == 'timings' else ''}"
+        yield f"{ours.source}.json"
 
 
 def _cell(ours: Measurement, model: str, column: str, group: str) -> str:

@@ -1,18 +1,16 @@
-"""The tiny trainings of a `reproduce` run: recipes with a small budget, with several seeds."""
+"""The tiny trainings of a `reproduce` run: recipes with a small budget."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mezzo_core.bench.tested import loss_by_length
-from mezzo_core.bench.training import measure_run
+from mezzo_core.bench.jobs import side_by_side
+from mezzo_core.bench.training import loss_by_length, measure_run
 from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.nn.checkpoint import load_model
@@ -33,7 +31,6 @@ PROMPT = "Elizabeth was "
 class Budget:
     """The size of each training of a reproduction."""
 
-    seeds: tuple[int, ...]  # of the weights; every model is trained once with each
     steps: int  # and batch_size and seq_len: as in `TrainConfig`
     batch_size: int
     seq_len: int
@@ -42,9 +39,9 @@ class Budget:
     parallel: bool = True  # train one model on each core, rather than one model on all cores
 
 
-CPU = Budget(seeds=(0, 1, 2), steps=160, batch_size=2, seq_len=512, eval_batches=32)
-"""Takes about half a minute for each model and seed on one core."""
-SMOKE = Budget(seeds=(0,), steps=3, batch_size=1, seq_len=64, eval_batches=1, parallel=False)
+CPU = Budget(steps=160, batch_size=2, seq_len=512, eval_batches=32)
+"""Takes about half a minute for each model on one core."""
+SMOKE = Budget(steps=3, batch_size=1, seq_len=64, eval_batches=1, parallel=False)
 """Takes seconds, and only shows that everything runs."""
 
 
@@ -63,14 +60,15 @@ class Training:
         Their `loss_at` is in nats a token by "T=...", in windows of T. All lengths read the same
         text: the first WINDOWS windows of the longest length.
         """
+        shutil.rmtree(self.folder, ignore_errors=True)
         found = measure_run(self.config, self.folder, choose_device(None, None))
         model, _, _ = load_model(self.folder / "model", device=torch.device("cpu"))
         lengths = {f"T={T}": T for T in self.test_lengths}
         losses = loss_by_length(model, self.config, lengths=lengths, windows=WINDOWS)
         return found | {"loss_at": losses}
 
-    def attempt(self) -> dict[str, Any] | Exception:
-        """Do as `run`, but return the error of a training that fails.
+    def attempt(self, folder: Path, device: torch.device) -> dict[str, Any] | Exception:
+        """Do as `run`, but return the error of a training that fails; see `side_by_side`.
 
         Raises:
             UserError: see `failure`; it ends the other trainings too.
@@ -81,19 +79,13 @@ class Training:
             failure(error)
             return error
 
-    def steps_done(self) -> int:
-        """Return how many steps a training in progress has logged."""
-        log = self.folder / "log.jsonl"
-        return log.read_text(encoding="utf-8").count('"loss":') if log.exists() else 0
-
 
 class Trainings:
     """The trainings of one reproduction, which run once, when the first claim asks for them.
 
-    The models are recipes by the paper's names. The data keeps its own seed, so all runs read the
-    same tokens in the same order, and are evaluated on the same text. The run of the first seed is
-    in `runs/RECIPE`, that of another in `runs/RECIPE-seedN`; older runs there are replaced. `watch`
-    is called with a name, and how many of how many steps are done.
+    The models are recipes by the paper's names. All runs read the same tokens in the same order,
+    and are evaluated on the same text. They are in `runs/RECIPE`; older runs there are replaced.
+    `watch` is called with a name, and how many of how many trainings are done.
     """
 
     def __init__(
@@ -103,24 +95,20 @@ class Trainings:
         runs: Path,
         watch: Callable[[str, int, int], None],
     ) -> None:
-        self.budget, self._watch = budget, watch
+        self.budget, self._runs, self._watch = budget, runs, watch
         self._found: list[dict[str, Any] | Exception] = []
         self.all = []
-        for seed in budget.seeds:
-            for model, recipe in models.items():
-                changes = {key: getattr(budget, key) for key in SIZES}
-                config = replace(recipe, **changes, seed=seed, micro_batch_size=None)
-                config = replace(config, eval_every=budget.steps, checkpoint_every=budget.steps)
-                name = recipe.name + (f"-seed{seed}" if seed != budget.seeds[0] else "")
-                self.all.append(Training(model, config, runs / name, budget.test_lengths))
+        for model, recipe in models.items():
+            changes = {key: getattr(budget, key) for key in SIZES}
+            config = replace(recipe, **changes, micro_batch_size=None)
+            config = replace(config, eval_every=budget.steps, checkpoint_every=budget.steps)
+            self.all.append(Training(model, config, runs / recipe.name, budget.test_lengths))
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The models of which every training has succeeded; none before the first call."""
+        """The models whose training has succeeded; none before the first call."""
         outcomes = zip(self.all, self._found, strict=False)
-        failed = {training.model for training, found in outcomes if isinstance(found, Exception)}
-        models = dict.fromkeys(training.model for training in self.all[: len(self._found)])
-        return tuple(model for model in models if model not in failed)
+        return tuple(t.model for t, found in outcomes if not isinstance(found, Exception))
 
     def results(self, models: Sequence[str] = ()) -> Iterator[tuple[Training, dict[str, Any]]]:
         """Yield each training of these models (none: of all) with its results.
@@ -171,41 +159,31 @@ class Trainings:
         return (
             f"models of {found['parameters'] / 1e6:.1f}M weights, {budget.steps} steps of "
             f"{budget.batch_size} sequences of {budget.seq_len} bytes ({tokens:,} in all) of "
-            "three Austen novels; the seeds change the initial weights, not the text or its order"
+            "three Austen novels"
         )
 
     def _train(self) -> list[dict[str, Any] | Exception]:
-        """Train each model once with each seed, and return what came of each, or its error.
+        """Train each model once, and return what came of each, or its error.
 
         Small models gain little from a second thread, so with `budget.parallel` each core trains a
-        model of its own, with one thread each.
+        model of its own, with one thread each. On one GPU several would slow each other down.
         """
-        for training in self.all:
-            shutil.rmtree(training.folder, ignore_errors=True)
-        name, total = "training the tiny models", len(self.all) * self.budget.steps
-        # Several processes slow each other down on one GPU, so there one training runs at a time.
-        if torch.cuda.is_available() or not self.budget.parallel:
-            found: list[dict[str, Any] | Exception] = []
-            for training in self.all:
-                self._watch(name, len(found) * self.budget.steps, total)
-                found.append(training.attempt())
-            return found
-        mine = hasattr(os, "sched_getaffinity")  # the cores that this process may use
-        cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
-        workers = min(cores, MAX_PROCESSES, len(self.all))
-        context = get_context("spawn")
-        with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
-            futures = [pool.submit(Training.attempt, training) for training in self.all]
-            while (state := wait(futures, 0.5, FIRST_EXCEPTION)).not_done:
-                if any(future.exception() for future in state.done):
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
-                self._watch(name, sum(training.steps_done() for training in self.all), total)
-            return [future.result() for future in futures]
+        processes = 1
+        if self.budget.parallel and not torch.cuda.is_available():
+            mine = hasattr(os, "sched_getaffinity")  # the cores that this process may use
+            cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
+            processes = min(cores, MAX_PROCESSES)
+        calls = {i: training.attempt for i, training in enumerate(self.all)}
+        name, found = "training the tiny models", dict[int, dict[str, Any] | Exception]()
+        self._watch(name, 0, len(calls))
+        for i, each in side_by_side(calls, self._runs, torch.device("cpu"), processes):
+            found[i] = each
+            self._watch(name, len(found), len(calls))
+        return [found[i] for i in range(len(calls))]
 
 
 def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
-    """Let a model of the first seed continue PROMPT."""
+    """Let a model continue PROMPT."""
     training = next(training for training in trainings.all if training.model == model)
     trained, _, extra = load_model(training.folder / "model", device=torch.device("cpu"))
     tokenizer = load_tokenizer(extra["tokenizer"])
@@ -217,6 +195,5 @@ def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
         stop_tokens=(tokenizer.eos_token,),
         seed=0,
     )
-    seed = training.config.seed
-    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8, seed {seed}"
+    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8"
     return Sample(title, PROMPT, tokenizer.decode(tokens))

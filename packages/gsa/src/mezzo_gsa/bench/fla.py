@@ -4,14 +4,10 @@ Only the benchmarks use it, to compare with our ops and layers.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from mezzo_core.bench import Contender, Layer
+from mezzo_core.bench.layer import Layer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.lm import LM
@@ -32,29 +28,19 @@ def title(*words: str) -> str:
     return ", ".join((f"fla {__version__}", *words))
 
 
-@contextmanager
-def excused(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Report an error of fla as a line, and go on: it must not stop our benchmark."""
-    try:
-        yield
-    except Exception as error:
-        say(f"fla: {what} is not measured: {type(error).__name__}: {error}")
-
-
-def gsa_contenders(ours: Contender, scale: float) -> Iterator[Contender]:
-    """Yield fla's op beside ours, by default and with the states kept for the backward.
+def gsa_op(scale: float, *, keep_states: bool) -> Callable[..., Tensor]:
+    """Return fla's chunk_gsa of q, k, v and log gates, as our op is called.
 
     Its write strengths s = 1 - exp(g) are an argument, so computing them is not timed.
     """
     from fla.ops.gsa import chunk_gsa  # type: ignore[import-not-found, unused-ignore]
 
-    def run(level: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
+    level = 0 if keep_states else 2
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
         return chunk_gsa(q, k, v, s, g, scale=scale, checkpoint_level=level)[0]
 
-    s = -torch.expm1(ours.inputs["g"]).to(ours.inputs["q"].dtype)
-    theirs = replace(ours, impl=title(), run=partial(run, 2), inputs={**ours.inputs, "s": s})
-    yield theirs
-    yield replace(theirs, impl=title("states kept"), run=partial(run, 0), phases=("train",))
+    return run
 
 
 def gla_op(scale: float) -> Callable[..., Tensor]:

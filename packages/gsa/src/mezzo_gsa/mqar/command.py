@@ -109,11 +109,11 @@ def mqar(
         compile=compile,
         cuda_graph=cuda_graph,
     )
-    result = sweep(config, out, show, device=device)
+    result = sweep(config, out, device=device)
     rows = []
     for entry in result.entries:
-        shown = map(format_value, map(entry.get, ("value", "lr", "state_bytes")))
-        rows.append((entry["model"], entry["column"].removeprefix("C="), *shown))
+        shown = (entry.value, *map(entry.details.get, ("lr", "state_bytes")))
+        rows.append((entry.model, entry.column.removeprefix("C="), *map(format_value, shown)))
     show_table(("model", "C", "accuracy", "lr", "state (bytes a row)"), rows)
     show(f"{result.path} has every run")
 

@@ -68,7 +68,7 @@ def synthetic(
         cuda_graph=cuda_graph,
         **checked_later,
     )
-    result = sweep(config, out, show, device=device)
+    result = sweep(config, out, device=device)
     found = read_result(result.path)
     rows = []
     for column in found.columns:

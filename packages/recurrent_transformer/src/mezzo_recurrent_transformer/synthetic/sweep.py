@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.bench import Header, Result, origin
-from mezzo_core.bench.result import Say
-from mezzo_core.bench.sweep import Sweep, best_runs
+from mezzo_core.bench import Cell, Header, Result, origin, say
+from mezzo_core.bench.jobs import Job, run
+from mezzo_core.bench.training import Tuning
 from mezzo_core.config_json import check_fields
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
@@ -200,7 +200,6 @@ class SweepConfig:
 def sweep(
     config: SweepConfig,
     out: Path,
-    say: Say,
     *,
     name: str = "synthetic",
     runs: Path | None = None,
@@ -217,11 +216,10 @@ def sweep(
     Args:
         config: what to run.
         out: the folder of the result.
-        say: called with a line of text as the sweep goes on.
         name: of the result's file.
         runs: the folder of the runs' folders; None: `out`.
         device: None takes a GPU if there is one.
-        jobs: models trained at the same time, see `best_runs`.
+        jobs: models trained at the same time, see `run`.
 
     Raises:
         UserError: if `out` has the result of another sweep or cannot be written, or there is no
@@ -230,33 +228,24 @@ def sweep(
     chosen = choose_device(device, None)
     result = Result(out / f"{name}.json", config.header(), origin(chosen), say)
     folder = (runs or out) / name
-    missing = [
-        (seed, column, model)
-        for seed, column, model in product(config.seeds, config.columns(), config.models)
-        if not result.has(NAMES[model], column, BY_TOKEN, seed)
-    ]
-    sweeps = [_sweep(config, *each, folder) for each in missing]
-    swept, by = ("lr", "weight_decay"), ("exact_match", "accuracy")
-    for i, best in best_runs(sweeps, chosen, say, jobs, swept=swept, by=by):
-        seed, column, model = missing[i]
-        place: dict[str, Any] = {"model": NAMES[model], "column": column, "seed": seed}
-        exact, by_token = best.pop("exact_match"), best.pop("accuracy")
-        if not result.has(**place, group=EXACT):
-            result.add(exact, **place, group=EXACT, **best)
-        result.add(by_token, **place, group=BY_TOKEN)
+    wanted = product(config.seeds, config.columns(), config.models)
+    run(result, [_job(config, *each, folder) for each in wanted], folder, chosen, jobs)
     return result
 
 
-def _sweep(config: SweepConfig, seed: int, column: str, model: str, folder: Path) -> Sweep:
-    """Return the trainings of one model with every setting of the optimizer."""
+def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) -> Job:
+    """Return the job that trains one model with every setting of the optimizer."""
     optims = product(config.learning_rates, config.weight_decays)
     task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
-    return Sweep(
+    return Tuning(
         f"{column} {model} seed {seed}",
+        tuple(Cell(NAMES[model], column, group, seed) for group in (EXACT, BY_TOKEN)),
         [config.run(model, task, lr, decay, seed) for lr, decay in optims],
         folder / f"{words}_{model}_seed{seed}",
+        swept=("lr", "weight_decay"),
+        by=("exact_match", "accuracy"),
         enough=SOLVED,
-    )
+    ).job
 
 
 def _changes(whose: str, ours: Any, protocols: Any) -> list[str]:

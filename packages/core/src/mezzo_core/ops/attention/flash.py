@@ -47,7 +47,7 @@ def is_fastest(r: Request) -> bool:
 
     So it was on an H200, in training 1.03 to 1.2 times as fast as cuDNN (plain causal attention),
     1.6 times as fast as flex_attention under windows and 2.4 times on packed sequences
-    (packages/core/results/nvidia-h200/attention.jsonl).
+    (packages/core/results/nvidia-h200/attention.json).
     """
     return unsupported(r) is None and _runs_on_4(r) and _generation(r) == HOPPER
 

@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mezzo_core.bench import Options, processes
-from mezzo_core.bench.processes import (
-    SETTINGS,
-    STEPS,
-    TOKENS,
-    measure_processes,
-    measure_settings,
-    share_of_peak,
-    shortened,
-)
+from mezzo_core.bench import Options, gpus
+from mezzo_core.bench.gpus import SETTINGS, STEPS, TOKENS, measure_processes, shortened
 from mezzo_core.bench.training import measure_run
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
@@ -45,7 +37,8 @@ def test_two_processes_train_as_one(tmp_path):
     assert two["peak_gb"] is None
 
 
-def test_each_setting_is_measured_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("peak", [None, 1e12])
+def test_each_setting_is_measured_once(tmp_path, monkeypatch, peak):
     asked = []
 
     def measured(config, count, folder, device):
@@ -53,15 +46,16 @@ def test_each_setting_is_measured_once(tmp_path, monkeypatch):
         steps = {"train": [[1, 3.0], [2, 2.5]]}
         return {"tokens_per_second": 100 * count, "peak_gb": 1.5, "steps": steps}
 
-    monkeypatch.setattr(processes, "measure_processes", measured)
+    monkeypatch.setattr(gpus, "measure_processes", measured)
+    monkeypatch.setattr(gpus, "peak_flops", lambda device: peak)
     for _ in range(2):
-        measure_settings(options(tmp_path), {"toy": RECIPE, "other": RECIPE})
+        gpus.measure_settings(options(tmp_path), {"toy": RECIPE, "other": RECIPE})
     assert asked == [(1, False), (2, False), (1, True)]
     ours = read_result(tmp_path / "results/cpu/train_gpus.json")
     assert [row for _, row in ours.rows] == [f"toy, {setting}" for setting in SETTINGS]
-    assert [ours.typical(row, "tokens/s") for _, row in ours.rows] == [100, 200, 100]
-    assert ours.typical("toy, 2 GPUs", "peak GB of a GPU") == 1.5
-    assert ours.typical("toy, 2 GPUs", "Train. loss") == 2.5
+    assert [ours.typical(row, gpus.SPEED) for _, row in ours.rows] == [100, 200, 100]
+    assert ours.typical("toy, 2 GPUs", gpus.LOSS) == 2.5
+    assert ours.typical("toy, 2 GPUs", gpus.PEAK) == (peak and 1.5)
 
 
 def test_a_short_run_is_the_recipe_but_for_its_length_and_text(tmp_path):
@@ -70,15 +64,13 @@ def test_a_short_run_is_the_recipe_but_for_its_length_and_text(tmp_path):
     changed = {name for name, value in vars(full).items() if value != getattr(RECIPE, name)}
     steps = {"steps", "eval_every", "eval_batches", "checkpoint_every"}
     assert changed == {"model", "batch_size", *steps}
-    assert full.model == replace(RECIPE.model, vocab_size=257)
 
 
-def test_the_share_of_the_peak_counts_six_flops_a_weight():
+def test_the_share_of_the_peak_counts_six_flops_a_weight(monkeypatch):
     model = LMConfig(vocab_size=512, d_model=256, mixers=(AttentionConfig(head_dim=32),) * 4)
     config = TrainConfig(name="wide", model=model, seq_len=8)
     with torch.device("meta"):
         weights = model.build().num_parameters()
+    monkeypatch.setattr(gpus, "peak_flops", lambda device: 989e12)
     share = 100 * 6 * weights * 1e6 / 989e12
-    assert share_of_peak(config, 1e6, "NVIDIA H200") == pytest.approx(share, rel=0.02)
-    assert share_of_peak(config, 1e6, "another GPU") is None
-    assert share_of_peak(config, 1e6, None) is None
+    assert gpus.share_of_peak(config, 1e6, CPU) == pytest.approx(share, rel=0.02)

@@ -1,0 +1,85 @@
+"""Each script of experiments/, rehearsed on a CPU: it fills the files that claims read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.bench import gpus
+from mezzo_core.bench.result import read_file
+from mezzo_core.testing.scripts import run_script
+from mezzo_core.train.log import RunLog
+from mezzo_drt.recipes import PAPER_NAMES
+
+ROOT = Path(__file__).parents[1] / "packages"
+ONE = ("--seeds", "0")
+LANDMARK, DRT = "Landmark Attn.", PAPER_NAMES["drt1"]
+RT12 = "Recurrent Transformer, 12 layers"
+WORDS = {
+    "core/attention": (),
+    "drt/needles": (*ONE, "--models", LANDMARK, DRT),
+    "drt/speed": (),
+    "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
+    "gsa/ablation": (*ONE, "1", "--models", "abc_code", "hgrn2"),
+    "gsa/model_speed": (),
+    "gsa/mqar": ("--models", "gsa_2_layers", "gsa_scale_1", "gla"),
+    "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
+    "gsa/train_gpus": (),
+    "rat/speed": (),
+    "rat/train_200m": (),
+    "rat/train_gpus": (),
+    "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),
+    "rat/train_small": (*ONE, "--models", "RNN", "Attention-SWA", "RAT(L=16)-SWA NoPE"),
+    "recurrent_transformer/speed": (),
+    "recurrent_transformer/synthetic": (),
+    "recurrent_transformer/train_small": (
+        *ONE,
+        "--models",
+        "Transformer, 12 layers",
+        "with RMSNorm",
+    ),
+}
+"""What is said besides: a few models show what all do."""
+
+
+def test_every_script_is_rehearsed():
+    scripts = {f"{p.parts[-3]}/{p.stem}" for p in ROOT.glob("*/experiments/*.py")}
+    assert scripts == set(WORDS)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypatch, capsys):
+    package, script = name.split("/")
+    path = ROOT / package / "experiments" / f"{script}.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
+    found = {"tokens_per_second": 1.0, "peak_gb": None, "steps": {"train": [[1, 2.0]]}}
+    monkeypatch.setattr(gpus, "measure_processes", lambda *_: found)
+    command = ("--dry-run", "--out", "results/cpu", *WORDS[name])
+    assert run_script(path, *command) == 0
+    measured = {each.stem: read_file(each) for each in Path("results/cpu").glob("*.json")}
+    for stem, (header, _, entries) in measured.items():
+        assert header.how == "scaled down"
+        assert entries
+        if header.kind == "speed" and stem != "reading":  # a long text is read once
+            assert {entry.seed for entry in entries} == {0, 1, 2}
+        for committed in (ROOT / package / "results").glob(f"*/{stem}.json"):
+            theirs = read_file(committed)[0]
+            assert set(theirs.models) <= set(header.models) or header.kind == "timings"
+            if header.kind == "training":
+                assert set(theirs.columns) <= set(header.columns)
+    capsys.readouterr()
+    assert run_script(path, *command) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "not measured" not in line]
+    assert not [line for line in told if "trained on" not in line], "nothing is measured again"
+
+
+@pytest.mark.parametrize("name", ["gsa/mqar", "rat/speed", "recurrent_transformer/synthetic"])
+def test_what_cannot_be_measured_is_refused_in_one_line(name, tmp_path, capsys, monkeypatch):
+    package, script = name.split("/")
+    path = ROOT / package / "experiments" / f"{script}.py"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, said in ((["--dry-run", "--models", "GSB"], "'GSB'"), ([], "needs a CUDA GPU")):
+        assert run_script(path, "--out", str(tmp_path / "out"), *words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert not (tmp_path / "out").exists()
