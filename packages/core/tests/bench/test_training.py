@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mezzo_core.bench import Cell, Header, Result, origin, training
-from mezzo_core.bench.jobs import DIVERGED, run
+from mezzo_core.bench.jobs import run
 from mezzo_core.bench.training import (
+    DIVERGED,
     Tuning,
     corpus_name,
     in_words,
@@ -163,6 +164,17 @@ def test_without_a_test_its_value_is_the_perplexity(configs, result, tmp_path):
         pytest.approx(entry.value, rel=1e-4) for entry in result.entries
     ]
     assert all("tokens_per_second" not in entry.details for entry in result.entries)
+
+
+def test_a_training_that_diverges_is_a_word_in_every_column(configs, tmp_path, monkeypatch):
+    def measure(*_):
+        raise DivergenceError("the loss exploded")
+
+    monkeypatch.setattr(training, "measure_run", measure)
+    header = replace(HEADER, columns=("a", "b"))
+    result = Result(tmp_path / "a.json", header, HERE)
+    run(result, [training.training("Mean", ["a", "b"], configs["Mean"])], tmp_path, CPU)
+    assert [entry.value for entry in result.entries] == [DIVERGED] * 2
 
 
 def test_all_lengths_have_the_same_targets(configs):

@@ -15,18 +15,14 @@ def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int,
     return number, os.getpid(), f"{folder} {device}"
 
 
-def meet(shared: Path, folder: Path, device: torch.device) -> str:
-    """Return the folder once two processes are here, so that neither can take both calls."""
+def meet(shared: Path, folder: Path, device: torch.device) -> tuple[str, int]:
+    """Return folder and threads once two processes are here, so that neither takes both calls."""
     (shared / str(os.getpid())).touch()
     for _ in range(1200):
         if len(list(shared.iterdir())) == 2:
-            return str(folder)
+            return str(folder), torch.get_num_threads()
         time.sleep(0.05)
     raise AssertionError("the other process did not come within a minute")
-
-
-def threads_of(folder: Path, device: torch.device) -> int:
-    return torch.get_num_threads()
 
 
 def fail(folder: Path, device: torch.device) -> None:

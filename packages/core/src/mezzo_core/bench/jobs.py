@@ -16,9 +16,7 @@ import torch
 from mezzo_core.bench.result import Cell, Entry, Result
 from mezzo_core.bench.script import say
 from mezzo_core.bench.timing import OOM, attempt, start_afresh
-from mezzo_core.train.loop import DivergenceError
 
-DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 SPEEDS = ("tokens_per_second", "seconds_to_first_step")
 """Details that say nothing where several jobs run at the same time."""
 Work = Callable[[tuple[Cell, ...], Path, torch.device], Iterable[Sequence[Entry]]]
@@ -33,8 +31,7 @@ _place: tuple[Path, torch.device]
 class Job:
     """Cells of a result, and the work that fills them; several processes must be able to have it.
 
-    If the work does not fit into the GPU or its loss explodes, the cells that are left are OOM or
-    DIVERGED.
+    If the work does not fit into the GPU, the cells that are left are OOM.
     """
 
     cells: tuple[Cell, ...]
@@ -51,12 +48,8 @@ class Job:
                 yield entries
                 for entry in entries:
                     left.pop(entry.cell, None)
-            return
         except torch.OutOfMemoryError:
-            word = OOM
-        except DivergenceError:
-            word = DIVERGED
-        yield [cell.entry(word) for cell in left]
+            yield [cell.entry(OOM) for cell in left]
 
     def all(self, cells: tuple[Cell, ...], folder: Path, device: torch.device) -> list[Any]:
         """Return all that `measure` yields, for another process."""

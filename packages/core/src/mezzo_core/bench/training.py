@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mezzo_core.bench.jobs import DIVERGED, SPEEDS, Job, run
+from mezzo_core.bench.jobs import SPEEDS, Job, run
 from mezzo_core.bench.result import Cell, Entry, Result
 from mezzo_core.bench.script import say
 from mezzo_core.bench.timing import start_afresh
@@ -29,6 +29,7 @@ from mezzo_core.train.log import read_rows
 from mezzo_core.train.loop import DivergenceError, train
 from mezzo_core.train.meter import StepRow
 
+DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
 """Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
 POINTS = 100  # at most, of a stored curve
@@ -60,7 +61,11 @@ def _train(
     folder: Path,
     device: torch.device,
 ) -> Iterator[list[Entry]]:
-    found = measure_run(config, folder, device)
+    try:
+        found = measure_run(config, folder, device)
+    except DivergenceError:
+        yield [cell.entry(DIVERGED) for cell in cells]
+        return
     values = measure(config, found, folder, device) if measure else {}
     perplexity = found.pop("perplexity")
     yield [
