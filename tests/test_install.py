@@ -118,15 +118,8 @@ def test_the_wheels_hold_what_the_commands_need(wheels):
 def answers(package):
     """Return what a paper's counts and committed results say: id, how, outcome and summary."""
     from importlib import import_module
-    from types import SimpleNamespace
 
-    from mezzo_core.papers.claims import find
-    from mezzo_core.papers.measurement import read_results
-
-    paper = import_module(f"{package}.claims").REPRODUCTION
-    results = read_results(paper.results_folder)
-    run = SimpleNamespace(results=results, trained=lambda *_: None, measured=lambda _: None)
-    findings = [find(answer, paper.published, run) for answer in paper.answers]
+    findings = import_module(f"{package}.claims").REPRODUCTION.committed()
     return [[each.id, each.how, each.outcome, each.summary] for each in findings]
 
 

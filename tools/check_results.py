@@ -1,60 +1,55 @@
-"""Write each package's RESULTS.md, and the tables in the READMEs: `python tools/check_results.py`.
+"""Write each package's RESULTS.md, and the READMEs' numbers: `python tools/check_results.py`.
 
-A README's table stands between `<!-- table MACHINE/NAME -->` and `<!-- end of table -->`; in the
-workspace's README, PACKAGE/MACHINE/NAME. With `--figures`, figures of results that are missing or
-of other numbers are drawn: each keeps the checksum of its result.
+A README's measured numbers stand before a comment `<!-- SOURCE: REFERENCE -->`, by which they are
+written (`mezzo_core.papers.markdown.evaluate`). In the workspace's README sources begin with the
+package, `rat/nvidia-h200/...`. With `--figures`, figures of results that are missing or of other
+numbers are drawn: each keeps the checksum of its result.
 """
 
 import hashlib
-import re
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 from mezzo_core.papers.figures import draw_result, model_names
-from mezzo_core.papers.markdown import results_markdown, table
-from mezzo_core.papers.measurement import Measurement, printed_measurement, read_results
-from mezzo_core.papers.published import Claim, Published, Table, load_published
-from mezzo_core.papers.tables import measured_grid
+from mezzo_core.papers.markdown import results_markdown, write_numbers
+from mezzo_core.papers.measurement import Measurement, read_results
+from mezzo_core.papers.reproduction import Reproduction
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parents[2] for path in ROOT.glob("packages/*/src/*/published.toml"))
 CHECKSUM = "Result"
 """The name of a figure's checksum in its file."""
-TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def documents(folder: Path) -> dict[Path, str]:
     """Return the README, and for a package RESULTS.md, as they should be."""
-    readme, found = folder / "README.md", sources(folder)
-
-    def write(match: re.Match[str]) -> str:
-        grid = measured_grid(found[match[2]])
-        return "\n".join((match[1], *table(grid), match[3]))
-
-    texts = {readme: TABLE.sub(write, readme.read_text(encoding="utf-8"))}
+    readme = folder / "README.md"
+    texts = {readme: write_numbers(readme.read_text(encoding="utf-8"), sources(folder))}
     if folder != ROOT:
-        path, title = folder / "results", f"mezzo-{folder.name.replace('_', '-')}"
-        texts[folder / "RESULTS.md"] = results_markdown(path, title, published(folder))
+        paper = reproduction(folder)
+        text = results_markdown(
+            folder / "results", f"mezzo-{paper.name}", paper.published, paper.committed()
+        )
+        texts[folder / "RESULTS.md"] = text
     return texts
 
 
 def sources(folder: Path) -> dict[str, Measurement]:
-    """Return what a README's numbers come from: the results, and the paper's tables and claims."""
-    if folder == ROOT:
-        every = {f"{package.name}/": sources(package) for package in PACKAGES}
-        return {package + name: each for package, s in every.items() for name, each in s.items()}
-    paper = published(folder)
-    with_numbers: list[Table | Claim] = [*paper.tables, *(c for c in paper.claims if c.labels)]
-    return {each.id: printed_measurement(each) for each in with_numbers} | read_results(
-        folder / "results"
-    )
+    """Return the results that a README's numbers come from."""
+    if folder != ROOT:
+        return read_results(folder / "results")
+    every = {package.name: sources(package) for package in PACKAGES}
+    return {f"{package}/{name}": ours for package, s in every.items() for name, ours in s.items()}
 
 
-def published(package: Path) -> Published:
-    """Return what the package's paper says."""
-    return load_published(next(package.glob("src/*/published.toml")))
+def reproduction(package: Path) -> Reproduction:
+    """Return the package's paper."""
+    (path,) = package.glob("src/*/claims.py")
+    paper: Reproduction = import_module(f"{path.parent.name}.claims").REPRODUCTION
+    return paper
 
 
 def figures(package: Path) -> Iterator[tuple[Measurement, Path, str]]:
@@ -77,7 +72,7 @@ def drawn_from(figure: Path) -> str | None:
 def draw_figures(package: Path) -> None:
     """Draw the figures that do not show their results."""
     found = list(figures(package))
-    names = model_names(published(package), [ours for ours, *_ in found])
+    names = model_names(reproduction(package).published, [ours for ours, *_ in found])
     for ours, path, checksum in found:
         if drawn_from(path) != checksum:
             draw_result(ours, path, names, metadata={CHECKSUM: checksum})

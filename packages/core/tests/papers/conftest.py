@@ -4,12 +4,18 @@ from dataclasses import replace
 
 import pytest
 from mezzo_core.papers.claims import Finding
-from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.figures import draw_result
 from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.outcomes import Outcome
 from mezzo_core.papers.published import Claim, Published, Row, Table
-from mezzo_core.papers.report import Figure, PaperReport, Report, Sample
-from mezzo_core.papers.report_files import prepare_folder, write_report
+from mezzo_core.papers.report import (
+    Figure,
+    PaperReport,
+    Report,
+    Sample,
+    prepare_folder,
+    write_report,
+)
 
 ROWS = (Row("x|y", (7.61,)), Row("z", ("OOM",)))
 TABLE = Table("p.t1", "A <title> & more", "perplexity", "ppl", "lower", "big", ("T=8",), ROWS)
@@ -31,9 +37,9 @@ OURS = Measurement(
     kind="training",
 )
 FINDINGS = [
-    Finding("p.t1", "table", How.SCALED_DOWN, Outcome.AGREES, "as <printed>", (OURS,), ("a & b",)),
-    Finding("p.c1", "claim", How.OTHER_HARDWARE, Outcome.DIFFERS, "the other way"),
-    Finding("p.c2", "claim", How.NOT_ATTEMPTED, None, "too large"),
+    Finding("p.t1", How.SCALED_DOWN, Outcome.AGREES, "as <printed>", (OURS,), ("a & b",)),
+    Finding("p.c1", How.OTHER_HARDWARE, Outcome.DIFFERS, "the other way"),
+    Finding("p.c2", How.NOT_ATTEMPTED, None, "too large"),
 ]
 
 

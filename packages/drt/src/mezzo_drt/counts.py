@@ -1,4 +1,4 @@
-"""What is counted without training: attention's pairs, caches, retrievals, groups of layers."""
+"""What is counted without training: attention's pairs, caches, retrievals, fields."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,27 +6,25 @@ from typing import Any
 
 import torch
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig
-from mezzo_core.papers.beside import beside
-from mezzo_core.papers.growth import growing
+from mezzo_core.papers.beside import beside, growth
 from mezzo_core.papers.measurement import Measurement
-from mezzo_core.papers.published import Claim, Value
-from torch import nn
+from mezzo_core.papers.published import Claim
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mezzo_drt.places import whole_places
 from mezzo_drt.recipes import RECIPES, attention_field
-from mezzo_drt.stack import DRT, DRTConfig
+from mezzo_drt.stack import DRTConfig
 
-LENGTHS = tuple(2**i for i in range(14, 25, 2))
-"""T, from the paper's training length to 16M."""
-WIDTHS = (64, 128)
+LENGTHS = (2**14, 2**24)
+"""T: the paper's training length, and 16M."""
 PAPER = DRTConfig()
 OFFLOADED = replace(PAPER, offload=True)
 PAPER_DRT = "128m_pg19_drt1"
 NEAR = {"total attention field": 1e-3, "parameters": 0.08}
 """658 x 14 is about 9216, as printed; and "comparable" parameters, of which none are printed."""
-SCORES, READING, WINDOW = "scores over G L^2/S^2", "reading over (N/2) L K S", "window over N L W"
+SCORES, READING, WINDOW = "scores as G L^2/S^2", "reading as (N/2) L K S", "window as N L W"
+Function = Callable[[int], float]
 
 
 def pairs(config: DRTConfig, num_tokens: int) -> dict[str, float]:
@@ -52,54 +50,51 @@ def pairs(config: DRTConfig, num_tokens: int) -> dict[str, float]:
 
 def complexity_full(claim: Claim) -> Measurement:
     """Count the FLOPs of full attention by torch's counter, without those of its projections."""
-    rows: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {}
-    for N in (1, 3):
-        blocks = (MixerBlockConfig(AttentionConfig(head_dim=8)),) * N
+
+    def attention(num_layers: int) -> Function:
+        blocks = (MixerBlockConfig(AttentionConfig(head_dim=8)),) * num_layers
         with torch.device("meta"):  # shapes are enough for the counter
             stack = BlocksConfig(blocks).build(16)
         weights = sum(w.numel() for w in stack.parameters() if w.ndim == 2)
 
-        def attention(T: int, stack: nn.Module = stack, weights: int = weights) -> float:
+        def flops(T: int) -> float:
             # torch's counter has no formula for the fused attention of a CPU.
             math = sdpa_kernel(SDPBackend.MATH)
             with torch.no_grad(), math, FlopCounterMode(display=False) as counter:
                 stack(torch.empty(1, T, 16, device="meta"))
             return counter.get_total_flops() - 2 * T * weights
 
-        def formula(T: int, N: int = N) -> float:
-            return N * T**2
+        return flops
 
-        rows[f"{N} layers"] = attention, formula
-    setting = "FLOPs of the products of q, k and v, over N L^2"
-    return growing(rows, setting, (256, 512, 1024, 2048))
+    rows: dict[str, tuple[Function, Function]] = {
+        f"{N} layers as L^2": (attention(N), lambda T: T**2) for N in (1, 3)
+    }
+    return growth(rows, (256, 1024), "FLOPs of the products of q, k and v")
 
 
 def complexity_scores(claim: Claim) -> Measurement:
     """Count the pairs of landmarks that are compared, with one group and with more."""
-    rows = {
-        f"G = {G}, S = {S}": (
-            lambda T, G=G, S=S: pairs(DRTConfig(num_groups=G, chunk_size=S), T)[SCORES],
-            lambda T, G=G, S=S: G * T**2 / S**2,
-        )
-        for G in (1, 2, 3)
-        for S in (32, 64)
+
+    def scores(G: int, S: int) -> Function:
+        return lambda T: pairs(DRTConfig(num_groups=G, chunk_size=S), T)[SCORES] * S**2 / G
+
+    rows: dict[str, tuple[Function, Function]] = {
+        f"G = {G}, S = {S}": (scores(G, S), lambda T: T**2) for G in (1, 2, 3) for S in (32, 64)
     }
-    return growing(rows, "pairs of landmarks, over G L^2/S^2", LENGTHS)
+    return growth(rows, (2**14, 2**20), "pairs of landmarks times S^2/G, as L^2")
 
 
 def complexity_total(claim: Claim) -> Measurement:
     """Count each of the three parts of attention, at the paper's sizes."""
-    c = PAPER
-    formulas = {
-        SCORES: lambda T: c.num_groups * T**2 / c.chunk_size**2,
-        READING: lambda T: c.num_layers / 2 * T * c.num_retrieved * c.chunk_size,
-        WINDOW: lambda T: c.num_layers * T * c.window_size,
+
+    def part(name: str) -> Function:
+        return lambda T: pairs(PAPER, T)[name]
+
+    rows: dict[str, tuple[Function, Function]] = {
+        name: (part(name), lambda T, power=power: T**power)  # type: ignore[misc]
+        for name, power in ((SCORES, 2), (READING, 1), (WINDOW, 1))
     }
-    rows = {
-        part: (lambda T, part=part: pairs(c, T)[part], formula)
-        for part, formula in formulas.items()
-    }
-    return growing(rows, "pairs of a forward of the 12 layers", LENGTHS)
+    return growth(rows, LENGTHS, "pairs of a forward of the 12 layers")
 
 
 def linear_attention_cost(claim: Claim) -> Measurement:
@@ -112,21 +107,18 @@ def linear_attention_cost(claim: Claim) -> Measurement:
         found = pairs(PAPER, T)
         return found[SCORES] + 2 * (found[READING] + found[WINDOW])
 
-    rows: Any = {"products over T": (products, float)}
-    return growing(rows, "products of attention in 12 layers, for each channel", LENGTHS)
+    setting = "products of attention in 12 layers, for each channel"
+    return growth({"products as T": (products, float)}, LENGTHS, setting)
 
 
 def kv_memory_full(claim: Claim) -> Measurement:
-    """Take the state of full attention, of several depths and widths."""
-    rows = {}
+    """Take the state of full attention, of several depths and widths, as N L d."""
+    rows: dict[str, tuple[Function, Function]] = {}
     for N in (12, 24):
-        for C in WIDTHS:
-            stack = BlocksConfig((MixerBlockConfig(AttentionConfig(head_dim=16)),) * N).build(C)
-            rows[f"{N} layers, d = {C}"] = (
-                stack.state_bytes,
-                lambda T, N=N, C=C: N * T * C,
-            )
-    return growing(rows, "bytes of state, over N L d", LENGTHS)
+        for d in (64, 128):
+            stack = BlocksConfig((MixerBlockConfig(AttentionConfig(head_dim=16)),) * N).build(d)
+            rows[f"{N} layers, d = {d}"] = (stack.state_bytes, float)
+    return growth(rows, LENGTHS, "bytes of state, as L")
 
 
 def kv_memory_offload(claim: Claim) -> Measurement:
@@ -134,67 +126,50 @@ def kv_memory_offload(claim: Claim) -> Measurement:
 
     The three terms have constants of their own: keys and values of the window count twice.
     """
-    c, C = OFFLOADED, WIDTHS[0]
+    c, d = OFFLOADED, 64
     with torch.device("meta"):
-        stack = c.build(C)
+        stack = c.build(d)
 
     def formula(T: int) -> float:
         reading = c.num_layers / 2 * c.num_retrieved * c.chunk_size
-        return T * C / c.chunk_size + reading * C + c.num_layers * c.window_size * C
+        return T * d / c.chunk_size + reading * d + c.num_layers * c.window_size * d
 
-    setting = "bytes of state on the GPU, over L d/S + (N/2) K S d + N W d"
-    return growing({"12 layers": (stack.state_bytes, formula)}, setting, LENGTHS)
-
-
-def swap_frequency(claim: Claim) -> Measurement:
-    """Decode S tokens three times, and count the retrievals."""
-    S, printed, ours = 8, {}, {}
-    for G in (1, 2, 3):
-        found = retrievals(_small(12, G, S), 3 * S)
-        printed[f"retrievals in {S} tokens, G = {G}"] = G
-        ours[f"retrievals in {S} tokens, G = {G}"] = found / 3
-    return beside(printed, ours, "decoding of three chunks")
-
-
-def retrieval_vs_landmark(claim: Claim) -> Measurement:
-    """Decode two chunks with the paper's layers and chunks, and count the retrievals."""
-    tokens = 2 * PAPER.chunk_size
-    found = retrievals(_small(PAPER.num_layers, 1, PAPER.chunk_size), tokens)
-    # Landmark Attention retrieves at every token in every layer (section 2).
-    ours = (tokens / found, found / (PAPER.num_layers * tokens))
-    names = ("tokens a retrieval", "share of Landmark Attention's retrievals")
-    printed = (float(claim.values[0]), 1 / (12 * 64))
-    return beside(
-        dict(zip(names, printed, strict=True)),
-        dict(zip(names, ours, strict=True)),
-        "decoding of two chunks with 12 layers",
-    )
+    setting = "bytes of state on the GPU, as L d/S + (N/2) K S d + N W d"
+    return growth({"12 layers": (stack.state_bytes, formula)}, LENGTHS, setting)
 
 
 @torch.no_grad()
-def retrievals(config: DRTConfig, num_tokens: int) -> int:
-    """Decode so many tokens; count the retrievals before the one that follows."""
-    stack, _, counter = _build(config)
-    state = stack.reserve(stack.init_state(1), num_tokens + 1)
-    for _ in range(num_tokens + 1):
-        stack.before_step(state)
-        stack.step(torch.randn(1, 1, stack.d_model), state)
-    return counter[0]
+def swap_frequency(claim: Claim) -> Measurement:
+    """Decode two chunks of a small stack, and count its retrievals, with each number of groups."""
+    S, printed, ours = 4, dict[str, float](), dict[str, float]()
+    for G in (1, 2, 3):
+        stack = DRTConfig(
+            num_layers=2 * G, num_groups=G, chunk_size=S, window_size=8, head_dim=8
+        ).build(16)
+        seen: list[int] = []
+        for query in stack.queries:
+            query.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        state = stack.reserve(stack.init_state(1), 2 * S + 1)
+        for _ in range(2 * S + 1):
+            stack.before_step(state)
+            stack.step(torch.randn(1, 1, 16), state)
+        name = f"retrievals in {S} tokens, G = {G}"
+        printed[name], ours[name] = G, len(seen) / 2
+    return beside(printed, ours, "decoding of two chunks")
 
 
-def group_map(claim: Claim) -> Measurement:
-    """Watch which retrieval is the latest when an upper layer runs, and compare with g(l)."""
-    printed, ours = {}, {}
-    for N, G in ((12, 1), (12, 2), (12, 3), (8, 4)):
-        stack, groups, _ = _build(_small(N, G, 4))
-        with torch.no_grad():
-            stack(torch.randn(1, 12, stack.d_model))
-        for i, group in enumerate(groups):
-            layer = N // 2 + 1 + i  # layers count from 1
-            name = f"group of layer {layer} of {N}, G = {G}"
-            printed[name] = -(-(layer - N // 2) // (N // (2 * G)))
-            ours[name] = group
-    return beside(printed, ours, "the order of retrievals and layers in a forward")
+def retrieval_vs_landmark(claim: Claim) -> Measurement:
+    """Compare with Landmark Attention, which retrieves at every token in every layer.
+
+    DRT retrieves once a chunk for each group (`swap_frequency`).
+    """
+    tokens = PAPER.chunk_size / PAPER.num_groups
+    names = ("tokens a retrieval", "share of Landmark Attention's retrievals")
+    printed = (float(claim.values[0]), 1 / (12 * 64))
+    ours = (tokens, 1 / (tokens * PAPER.num_layers))
+    return beside(
+        dict(zip(names, printed, strict=True)), dict(zip(names, ours, strict=True)), "the paper's"
+    )
 
 
 def baseline_field_768(claim: Claim) -> Measurement:
@@ -209,66 +184,18 @@ def baseline_field_768(claim: Claim) -> Measurement:
 def baseline_14_layers(claim: Claim) -> Measurement:
     """Compare BaseLM with two layers more: its window, field and weights."""
     name = "128m_pg19_base_deep"
-    layers = _windows(name)
-    printed: dict[str, Value] = {
-        "layers": claim.values[0],
-        "window": claim.values[1],
-        "total attention field": 12 * 512 + 6 * 512,
-        "parameters": _parameters(PAPER_DRT),
-    }
-    ours: dict[str, Value] = {
-        "layers": len(layers),
-        "window": layers[0],
-        "total attention field": sum(layers),
-        "parameters": _parameters(name),
-    }
-    setting = f"recipe {name}; its parameters beside those of {PAPER_DRT}"
-    return beside(printed, ours, setting)
-
-
-def _small(num_layers: int, num_groups: int, chunk_size: int) -> DRTConfig:
-    """Describe a narrow stack."""
-    return DRTConfig(
-        num_layers=num_layers,
-        num_groups=num_groups,
-        chunk_size=chunk_size,
-        num_retrieved=2,
-        window_size=8,
-        head_dim=8,
-        hidden=8,
-        num_encoder_layers=1,
+    layers, names = _windows(name), ("layers", "window", *NEAR)
+    printed = (*claim.values[:2], 12 * 512 + 6 * 512, _model(PAPER_DRT).num_parameters())
+    ours = (len(layers), layers[0], sum(layers), _model(name).num_parameters())
+    return beside(
+        dict(zip(names, printed, strict=True)),
+        dict(zip(names, ours, strict=True)),
+        f"recipe {name}; its parameters beside those of {PAPER_DRT}",
     )
-
-
-def _build(config: DRTConfig) -> tuple[DRT, list[int], list[int]]:
-    """Build a small stack.
-
-    Returns:
-        It, a list that each run of an upper layer in a forward appends its group to, counted from
-        1, and a list of one number, the retrievals so far.
-    """
-    torch.manual_seed(0)
-    stack, groups, count = config.build(16).eval(), list[int](), [0]
-
-    def retrieved(*_: Any) -> None:
-        count[0] += 1
-
-    def ran(*_: Any) -> None:
-        groups.append(count[0])
-
-    for query in stack.queries:
-        query.register_forward_hook(retrieved)
-    for layer in stack.upper:
-        layer.register_forward_hook(ran)
-    return stack, groups, count
 
 
 def _windows(recipe: str) -> list[int]:
     return [block.mixer.config.window_size for block in _model(recipe).stack.blocks]
-
-
-def _parameters(recipe: str) -> int:
-    return sum(weight.numel() for weight in _model(recipe).parameters())
 
 
 def _model(recipe: str) -> Any:

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 from mezzo_core.nn.contract import AbstractMixer, MixerConfig
-from mezzo_core.papers.beside import beside_printed
-from mezzo_core.papers.criteria import Judgement, Outcome
-from mezzo_core.papers.measurement import Entry, How, Measurement, entries
-from mezzo_core.papers.published import Claim, Table, Value, load_published
+from mezzo_core.papers.beside import beside, beside_printed
+from mezzo_core.papers.measurement import Entry, Measurement, entries
+from mezzo_core.papers.published import Claim, load_published
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,29 +16,32 @@ from mezzo_rat.reversed import RATReversedConfig
 from mezzo_rat.speed import paper_layers
 
 C, HEAD_DIM = 128, 32
-FLOPS_AT = (256, 512, 1024)
-GROWTH = ("growth, counted", "growth, formula")
 GPU_BYTES = 120e9
 """Memory of the paper's GPU."""
 
 
 def flops(claim: Claim) -> Measurement:
-    """Count the FLOPs a token of each layer, and what one more token of context adds to them.
+    """Compare what a token of context adds to each layer's FLOPs with the paper's growth.
 
-    They are counted in two ways: by torch's counter on a forward pass, which counts masked logits
-    in full, and from `flops_per_token`, which leaves them out. The first grows twice as fast as the
-    second, for RAT as for attention.
+    It is 0 for the RNN, and an L-th of attention's for RAT. The FLOPs are those of torch's counter,
+    which counts masked logits in full, on a forward pass, and those of `flops_per_token`.
     """
-    more = FLOPS_AT[-1] - FLOPS_AT[0]
-    rows: dict[str, list[Value]] = {}
+    ours = dict[str, float]()
     for name, config in paper_layers(HEAD_DIM).items():
         mixer = config.build(C)
-        seen = [count_flops(mixer, T) for T in FLOPS_AT]
-        known = [mixer.flops_per_token(T) for T in FLOPS_AT]
-        rows[name] = [*seen, (seen[-1] - seen[0]) / more, (known[-1] - known[0]) / more]
-    columns = (*(f"T={T}" for T in FLOPS_AT), *GROWTH)
-    setting = f"one mixer, C = {C}, D = {HEAD_DIM}, forward; matrix products counted by torch"
-    return Measurement(entries(rows, columns), columns, setting, How.PAPER, "FLOPs a token")
+        for way, count in (("torch", count_flops), ("our formula", flops_by_formula)):
+            ours[f"{name}, by {way}"] = (count(mixer, 1024) - count(mixer, 256)) / (1024 - 256)
+    printed = dict.fromkeys(ours, 0.0)
+    for way in ("torch", "our formula"):
+        printed[f"Attention, by {way}"] = attention = ours[f"Attention, by {way}"]
+        printed |= {f"RAT(L={L}), by {way}": attention / L for L in (16, 64, 128)}
+    setting = f"FLOPs a token that one more token of context adds, C = {C}, D = {HEAD_DIM}"
+    return beside(printed, ours, setting)
+
+
+def flops_by_formula(mixer: AbstractMixer, num_tokens: int) -> float:
+    """Return the FLOPs a token of a forward pass, as the layer itself says."""
+    return mixer.flops_per_token(num_tokens)
 
 
 def count_flops(mixer: nn.Module, num_tokens: int) -> float:
@@ -49,22 +51,6 @@ def count_flops(mixer: nn.Module, num_tokens: int) -> float:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         mixer(torch.randn(1, num_tokens, C))
     return counter.get_total_flops() / num_tokens
-
-
-def grows_as_claimed(printed: Table | Claim, ours: Measurement) -> Judgement:
-    """FLOPs a token are constant for the RNN; they grow as T/L for RAT and as T for attention."""
-    rnn = [ours.typical("RNN", column) for column in GROWTH]
-    ratios = {
-        L: [ours.by_seed("Attention", c)[0] / ours.by_seed(f"RAT(L={L})", c)[0] for c in GROWTH]
-        for L in (16, 64, 128)
-    }
-    right = rnn == [0, 0] and all(abs(r / L - 1) < 0.01 for L in ratios for r in ratios[L])
-    words = (f"{r:.2f} (by our formula {f:.2f}) times RAT(L={L})'s" for L, (r, f) in ratios.items())
-    return Judgement(
-        Outcome.AGREES if right else Outcome.DIFFERS,
-        f"a token of context adds to the FLOPs of attention {', '.join(words)}; to the RNN's "
-        f"{rnn[0]:g}",
-    )
 
 
 def reversed_chunks(claim: Claim) -> Measurement:

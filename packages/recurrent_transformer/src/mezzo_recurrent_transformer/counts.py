@@ -1,14 +1,14 @@
 """What is counted of the schedule and of a step: loads, arithmetic, launches."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
-from mezzo_core.papers.beside import beside
-from mezzo_core.papers.growth import growing
-from mezzo_core.papers.measurement import How, Measurement, entries
-from mezzo_core.papers.published import Claim, Value
+from mezzo_core.papers.beside import beside, growth
+from mezzo_core.papers.measurement import Measurement
+from mezzo_core.papers.published import Claim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,70 +16,57 @@ from mezzo_recurrent_transformer.block import RecurrentBlockConfig
 from mezzo_recurrent_transformer.schedule import Softmax, Tile, fold, tiled_forward, tiles
 
 NAIVE, TILED = "naive", "tiled"
-LENGTHS = tuple(2**i for i in range(8, 15))
+LENGTHS = (2**8, 2**14)
 HEAD_DIM = 8
 
 
+@cache
 def loads(num_tokens: int) -> dict[str, tuple[int, int]]:
     """Count the vectors that a head's attention loads, and the pairs of query and key it computes.
 
     A pair of key and value is two vectors, a query one. Temporary pairs are left out: both ways of
     evaluation load each once.
     """
-    found = {NAIVE: (0, 0), TILED: (0, 0)}
-    for t in range(1, num_tokens):  # one query meets all persistent pairs
-        found[NAIVE] = _add(found[NAIVE], Tile(range(t), range(t, t + 1)))
-    for tile in tiles(num_tokens):
-        found[TILED] = _add(found[TILED], tile)
-    return found
 
+    def count(found: Iterable[Tile]) -> tuple[int, int]:
+        sizes = [(len(tile.keys), len(tile.queries)) for tile in found]
+        return sum(2 * k + q for k, q in sizes), sum(k * q for k, q in sizes)
 
-def _add(sums: tuple[int, int], tile: Tile) -> tuple[int, int]:
-    keys, queries = len(tile.keys), len(tile.queries)
-    return sums[0] + 2 * keys + queries, sums[1] + keys * queries
+    # One query meets all persistent pairs.
+    naive = (Tile(range(t), range(t, t + 1)) for t in range(1, num_tokens))
+    return {NAIVE: count(naive), TILED: count(tiles(num_tokens))}
 
 
 def hbm_traffic(claim: Claim) -> Measurement:
     """Count the vectors of a head that each evaluation loads."""
-    found = {T: loads(T) for T in LENGTHS}
-    return growing(
-        {
-            "naive over T^2": (lambda T: found[T][NAIVE][0], lambda T: T**2),
-            "tiled over T log T": (lambda T: found[T][TILED][0], _t_log_t),
-        },
-        "vectors of queries, keys and values that a head loads",
-        LENGTHS,
-    )
+    rows = {
+        "naive as T^2": (lambda T: loads(T)[NAIVE][0], lambda T: T**2),
+        "tiled as T log T": (lambda T: loads(T)[TILED][0], lambda T: T * math.log2(T)),
+    }
+    return growth(rows, LENGTHS, "vectors of queries, keys and values that a head loads")
 
 
 def attention_flops(claim: Claim) -> Measurement:
     """Count the pairs of query and key; each is the same arithmetic."""
-    found = {T: loads(T) for T in LENGTHS}
-    return growing(
-        {
-            "naive over T^2": (lambda T: found[T][NAIVE][1], lambda T: T**2),
-            "tiled over T^2": (lambda T: found[T][TILED][1], lambda T: T**2),
-        },
-        "pairs of query and key of a head",
-        LENGTHS,
-    )
+    rows = {
+        "naive as T^2": (lambda T: loads(T)[NAIVE][1], lambda T: T**2),
+        "tiled as T^2": (lambda T: loads(T)[TILED][1], lambda T: T**2),
+    }
+    return growth(rows, LENGTHS, "pairs of query and key of a head")
 
 
 def arithmetic_intensity(claim: Claim) -> Measurement:
     """Divide the pairs of query and key by the vectors that are loaded for them."""
-    found = {T: loads(T) for T in LENGTHS}
 
-    def intensity(name: str) -> Callable[[int], float]:
-        return lambda T: found[T][name][1] / found[T][name][0]
+    def intensity(name: str, T: int) -> float:
+        vectors, pairs = loads(T)[name]
+        return pairs / vectors
 
-    return growing(
-        {
-            "naive": (intensity(NAIVE), lambda T: 1),
-            "tiled over T / log T": (intensity(TILED), lambda T: T / math.log2(T)),
-        },
-        "pairs of query and key for each vector that a head loads",
-        LENGTHS,
-    )
+    rows = {
+        "naive as 1": (lambda T: intensity(NAIVE, T), lambda T: 1),
+        "tiled as T / log T": (lambda T: intensity(TILED, T), lambda T: T / math.log2(T)),
+    }
+    return growth(rows, LENGTHS, "pairs of query and key for each vector that a head loads")
 
 
 def cache_locality(claim: Claim) -> Measurement:
@@ -88,28 +75,21 @@ def cache_locality(claim: Claim) -> Measurement:
     def positions(T: int) -> float:
         return sum(len(tile.keys) for tile in tiles(T)) / T
 
-    return growing(
-        {"positions over log T": (positions, math.log2)}, "positions read by a step", LENGTHS
-    )
+    return growth({"as log T": (positions, math.log2)}, LENGTHS, "positions read by a step")
 
 
 def tile_intensity(claim: Claim) -> Measurement:
-    """Divide the arithmetic of tiles, which torch counts, by the numbers in q, k and v.
+    """Compare the arithmetic of tiles for each number in q, k and v with the paper's formula.
 
-    What is left after a division by the paper's formula must be the same for every tile. A product
-    with a single key is no matrix product to torch, which does not count it.
+    torch counts the arithmetic, but no product with a single key, which is no matrix product to it.
     """
-    found = dict[str, float]()
+    ours, printed = dict[str, float](), dict[str, float]()
     for queries, keys in ((1, 64), (4, 4), (64, 4), (16, 64), (64, 64)):
         flops, numbers = _tile_costs(queries, keys)
-        formula = 2 * queries * keys / (queries + 2 * keys)
-        found[f"{queries} queries, {keys} keys"] = flops / numbers / formula
-    return Measurement(
-        entries({"intensity over the formula": list(found.values())}, tuple(found)),
-        tuple(found),
-        f"a tile of one head, D = {HEAD_DIM}: FLOPs that torch counts for each number of q, k, v",
-        How.PAPER,
-    )
+        name = f"{queries} queries, {keys} keys"
+        ours[name] = flops / 2 / numbers
+        printed[name] = 2 * queries * keys / (queries + 2 * keys)
+    return beside(printed, ours, "multiplications of a tile for each number of q, k, v")
 
 
 def tile_example(claim: Claim) -> Measurement:
@@ -134,32 +114,10 @@ def _tile_costs(queries: int, keys: int) -> tuple[int, int]:
     return counter.get_total_flops(), HEAD_DIM * (queries + 2 * keys)
 
 
-def tile_size(claim: Claim) -> Measurement:
-    """Compare every tile with the paper's formula, and count how often each pair is folded."""
-    printed, ours = dict[str, Value](), dict[str, Value]()
-    for T in (100, 256):
-        sides, folded = 0, list[tuple[int, int]]()
-        for t, tile in enumerate(tiles(T), 1):
-            side = 1
-            while t % (2 * side) == 0:
-                side *= 2
-            # The paper counts positions from 1: keys t-P+1..t, queries t+1..min(t+P, N).
-            keys, queries = range(t - side + 1, t + 1), range(t + 1, min(t + side, T) + 1)
-            right = [[i + 1 for i in part] for part in (tile.keys, tile.queries)]
-            sides += right == [list(keys), list(queries)]
-            folded += [(i, j) for i in tile.queries for j in tile.keys]
-        printed |= {f"tiles as printed, T = {T}": T - 1, f"pairs, T = {T}": T * (T - 1) // 2}
-        ours[f"tiles as printed, T = {T}"] = sides
-        ours[f"pairs, T = {T}"] = len(set(folded)) if len(set(folded)) == len(folded) else 0
-    return beside(printed, ours, "tiles of the schedule; pairs folded exactly once")
-
-
 class Launches(TorchDispatchMode):
     """Counts the calls of torch's operators that compute something."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view
@@ -175,10 +133,7 @@ def kernel_launches(claim: Claim) -> Measurement:
             tiled_forward(block, torch.randn(1, T, 16))
         return counter.count
 
-    lengths = (64, 128, 256, 512)
-    return growing(
-        {"launches over T": (launches, float)}, "operators launched by one layer", lengths
-    )
+    return growth({"launches as T": (launches, float)}, (32, 256), "operators of one layer")
 
 
 def mlp_batch(claim: Claim) -> Measurement:
@@ -190,10 +145,5 @@ def mlp_batch(claim: Claim) -> Measurement:
         moved = sum(B * inputs + inputs * outputs + B * outputs for inputs, outputs in products)
         return sum(2 * B * inputs * outputs for inputs, outputs in products) / moved
 
-    batches = tuple(2**i for i in range(1, 8))
-    setting = f"FLOPs of the MLP for each number that it moves, C = {C}, by batch"
-    return growing({"intensity over B": (intensity, float)}, setting, batches)
-
-
-def _t_log_t(num_tokens: int) -> float:
-    return num_tokens * math.log2(num_tokens)
+    setting = f"FLOPs of the MLP for each number that it moves, C = {C}, batches"
+    return growth({"intensity as B": (intensity, float)}, (2, 128), setting)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mezzo_core.papers.claims import Evidence, counted
-from mezzo_core.papers.criteria import Equal
+from mezzo_core.papers.criteria import Within
 from mezzo_core.papers.measurement import How, Measurement, entries
 from mezzo_core.papers.published import Claim, Value
 
@@ -25,7 +25,7 @@ def in_recipes(
 
     Args:
         recipes: functions that return a recipe, by name.
-        rounded: relative tolerances by label, see `Equal`.
+        rounded: relative tolerances by label, see `Within`.
         further: functions of a recipe, for expressions that are no path.
     """
 
@@ -39,7 +39,7 @@ def in_recipes(
                 ours[label] = further[path](recipe) if path in further else _value(recipe, path)
         return beside_printed(claim, ours, f"recipes {', '.join(used)}")
 
-    return counted(compare, Equal(rounded or {}))
+    return counted(compare, Within(rounded or {}))
 
 
 def _value(recipe: Any, expression: str) -> Value:
@@ -61,18 +61,37 @@ def _found(found: Any, path: str) -> Any:
 
 
 def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Measurement:
-    """Put our values beside those of the paper that have the same labels, for `Equal`.
+    """Put our values beside those of the paper that have the same labels, for `Within`.
 
     Labels that we have no value for (number of GPUs) are named in the setting.
     """
     printed = {label: value for label, value in claim.labelled().items() if label in ours}
     left_out = ", ".join(label for label in claim.labels if label not in ours)
-    words = f"; left out: {left_out}" if left_out else ""
-    return beside(printed, ours, f"{setting}{words}")
+    return beside(printed, ours, f"{setting}{f'; left out: {left_out}' if left_out else ''}")
 
 
 def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
-    """Put our values beside printed ones by their labels, for `Equal`."""
+    """Put our values beside printed ones by their labels, for `Within`."""
     rows = {label: (value, ours[label]) for label, value in printed.items()}
-    columns, setting = ("printed", "ours"), f"{setting}; nothing was trained"
+    columns = ("printed", "ours")
     return Measurement(entries(rows, columns), columns, setting, How.PAPER)
+
+
+def growth(
+    rows: Mapping[str, tuple[Callable[[int], float], Callable[[int], float]]],
+    lengths: tuple[int, int],
+    setting: str,
+) -> Measurement:
+    """Put how many times something grows from one length to another beside the claimed growth.
+
+    Args:
+        rows: what is counted and what the paper says that it grows as, functions of the length, by
+            the name of what grows and how.
+        lengths: the first and the last.
+        setting: what is counted, in words.
+    """
+    first, last = lengths
+    ours, printed = (
+        {name: both[i](last) / both[i](first) for name, both in rows.items()} for i in (0, 1)
+    )
+    return beside(printed, ours, f"{setting}, from {first} to {last}")

@@ -1,27 +1,32 @@
-"""A paper's claims: what answers each table and claim, by which criterion, or what it would need.
+"""A paper's claims: what answers each table and claim, and by which criterion.
 
-A package has one list of `Answer`s, `ANSWERS` in its `claims.py`, in the paper's order:
+A package has one `ANSWERS` in its `claims.py`, in the paper's order: evidence by id. What no
+evidence answers says in `published.toml` what it needs.
 
-    Answer("rat.table6", result("nvidia-h200/speed_table6", AsPrinted()), measured("table6", ...)),
-    Answer("rat.claim.flops", counted(flops_growth, grows_as_claimed)),
-    Answer("rat.table2", otherwise="needs the 1.3B models trained on 100B tokens"),
+    ANSWERS = {
+        "rat.table6": timed("table6", "nvidia-h200/speed_table6", Order()),
+        "rat.claim.reversed_chunks": [counted(counts.reversed_chunks, Within())],
+    }
 
-The evidence at the setting nearest to the paper's comes first; of equally near evidence, the first
-in the list. It decides what came out, and the rest is shown beside it.
+What trained models reach speaks before a speed. Then the evidence at the setting nearest to the
+paper's comes first; of equally near evidence, the first in the list. It decides what came out, and
+the rest is shown beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.libraries import first_line
-from mezzo_core.papers.criteria import Criterion, Outcome
-from mezzo_core.papers.measurement import How, Measurement, at_best
+from mezzo_core.papers.criteria import Criterion
+from mezzo_core.papers.measurement import How, Measurement
+from mezzo_core.papers.outcomes import TRAINED, Judgement, Outcome
 from mezzo_core.papers.published import Claim, Published, Table
 
-Kind = Literal["table", "claim"]
+Printed = Table | Claim
+View = Callable[[Measurement], Measurement | None]
+"""Looks at a measurement in another way, such as at some of its columns."""
 
 
 @dataclass(frozen=True)
@@ -35,65 +40,98 @@ class Run:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A way to a measurement, if this run or package has it, and what it must show."""
+    """A way to a measurement, if this run or package has it, and what it must show.
 
-    find: Callable[[Run, Table | Claim], Measurement | None]
+    Attributes:
+        find: returns the measurement.
+        criterion: what it must show.
+        note: said after the outcome.
+        part: the part of the table or claim that was measured, if it is not all: a part alone may
+            differ, but cannot agree.
+        changed: how the criterion was changed after its result was known, with the outcome before.
+    """
+
+    find: Callable[[Run, Printed], Measurement | None]
     criterion: Criterion
-    note: str = ""  # said after the outcome, such as what is left out
+    note: str = ""
+    part: str = ""
+    changed: str = ""
+
+    def judge(self, printed: Printed, ours: Measurement) -> Judgement:
+        """Judge by the criterion, and add what is to be known about it."""
+        judged = self.criterion(printed, ours)
+        outcome, said = judged.outcome, [judged.summary]
+        if self.part:
+            said.append(f"this is {self.part} alone")
+            outcome = Outcome.NOT_SETTLED if outcome is Outcome.AGREES else outcome
+        said += [self.note] if self.note else []
+        said += [f"criterion changed: {self.changed}"] if self.changed else []
+        return replace(judged, outcome=outcome, summary="; ".join(said))
 
 
-def result(name: str, criterion: Criterion, note: str = "") -> Evidence:
-    """Answer from a committed result file, "MACHINE/NAME"."""
-    return Evidence(lambda run, printed: run.results.get(name), criterion, note)
-
-
-def swept(name: str, column: str, criterion: Criterion, note: str = "") -> Evidence:
-    """Answer from a result file whose columns are learning rates, by each model at its best one.
+def result(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
+    """Answer from a committed result file, "MACHINE/NAME".
 
     Args:
-        name: see `result`.
-        column: the name that the criterion's only column has.
+        name: the result's.
         criterion: see Evidence.
-        note: see Evidence.
+        view: how the result is looked at.
+        said: `note`, `part` and `changed`, see Evidence.
     """
-    return Evidence(
-        lambda run, printed: (ours := run.results.get(name)) and at_best(ours, column),
-        criterion,
-        note,
-    )
+
+    def find(run: Run, printed: Printed) -> Measurement | None:
+        ours = run.results.get(name)
+        return view(ours) if ours and view else ours
+
+    return Evidence(find, criterion, **said)
 
 
-def trained(
-    criterion: Criterion, *models: str, by_length: bool = False, note: str = ""
-) -> Evidence:
+def measured(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
+    """Answer from what this run measures under a name (`Reproduction.measurers`); see `result`."""
+
+    def find(run: Run, printed: Printed) -> Measurement | None:
+        ours = run.measured(name)
+        return view(ours) if ours and view else ours
+
+    return Evidence(find, criterion, **said)
+
+
+def timed(
+    name: str, committed: str, criterion: Criterion, view: View | None = None, **said: str
+) -> list[Evidence]:
+    """Answer from a speed of this run, and from the committed one; see `measured`, `result`.
+
+    Measured at the paper's sizes, this run's decides. Smaller ones are only shown beside it.
+    """
+    both = measured(name, criterion, view, **said), result(committed, criterion, view, **said)
+    return [*both]
+
+
+def trained(criterion: Criterion, *models: str, by_length: bool = False, **said: str) -> Evidence:
     """Answer from this run's tiny trainings: perplexity, or loss by test length.
 
     Args:
         criterion: see Evidence.
         models: those that are shown.
         by_length: the columns are test lengths "T=..." instead of "Val. PPL".
-        note: see Evidence.
+        said: see `result`.
     """
-    return Evidence(lambda run, printed: run.trained(models, by_length), criterion, note)
+    return Evidence(lambda run, printed: run.trained(models, by_length), criterion, **said)
 
 
-def measured(name: str, criterion: Criterion, note: str = "") -> Evidence:
-    """Answer from what this run measures under a name (`Reproduction.measurers`)."""
-    return Evidence(lambda run, printed: run.measured(name), criterion, note)
-
-
-def counted(count: Callable[[Any], Measurement], criterion: Criterion, note: str = "") -> Evidence:
+def counted(count: Callable[[Any], Measurement], criterion: Criterion, **said: str) -> Evidence:
     """Answer by counting or computing, without training; `count` is given the printed entry."""
-    return Evidence(lambda run, printed: count(printed), criterion, note)
+    return Evidence(lambda run, printed: count(printed), criterion, **said)
 
 
-class Answer:
-    """What answers the table or claim of an id, and what it would need where no evidence is."""
+def by_test(test: str) -> Evidence:
+    """Answer a statement about the code itself by a test of it, "FILE::NAME", which CI runs."""
 
-    def __init__(self, id: str, *evidence: Evidence, otherwise: str = "") -> None:
-        if not (evidence or otherwise):
-            raise ValueError(f"{id}: say what answers it, or what it would need")
-        self.id, self.evidence, self.otherwise = id, evidence, otherwise
+    def holds(printed: Printed, ours: Measurement) -> Judgement:
+        return Judgement(Outcome.AGREES, f"shown by the test {test}")
+
+    ours = Measurement((), (), test, How.PAPER, kind="test")
+    return Evidence(lambda run, printed: ours, holds)
 
 
 @dataclass(frozen=True)
@@ -101,7 +139,6 @@ class Finding:
     """What is reported about one table or claim; `outcome` is None if not attempted."""
 
     id: str
-    kind: Kind
     how: How
     outcome: Outcome | None
     summary: str  # one sentence
@@ -109,7 +146,7 @@ class Finding:
     details: tuple[str, ...] = ()  # a line for each comparison
 
 
-def find(answer: Answer, published: Published, run: Run) -> Finding:
+def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
     """Return the finding for one table or claim.
 
     Evidence that fails with an error settles nothing: the finding tells the error, and the other
@@ -118,34 +155,27 @@ def find(answer: Answer, published: Published, run: Run) -> Finding:
     Raises:
         UserError: see `failure`.
     """
-    printed = published.by_id[answer.id]
-    kind: Kind = "table" if isinstance(printed, Table) else "claim"
     judged, failed = [], []
-    for each in answer.evidence:
+    for each in evidence:
         try:
-            ours = each.find(run, printed)
-            if ours is not None:
-                judged.append((each.criterion(printed, ours), ours, each.note))
+            if ours := each.find(run, printed):
+                judged.append((each.judge(printed, ours), ours))
         except Exception as error:
             failed.append(failure(error))
     if failed and not judged:
-        summary = "; ".join(failed)
-        return Finding(answer.id, kind, How.SCALED_DOWN, Outcome.NOT_SETTLED, summary)
+        return Finding(printed.id, How.SCALED_DOWN, Outcome.NOT_SETTLED, "; ".join(failed))
     if not judged:
-        summary = answer.otherwise or "this run has no numbers for it"
-        return Finding(answer.id, kind, How.NOT_ATTEMPTED, None, summary)
-    judged.sort(key=lambda each: list(How).index(each[1].how))
-    (first, decisive, note), *others = judged
-    beside = (
-        f"beside it, {describe_source(m)}: {j.outcome.value}, {j.summary}{n}" for j, m, n in others
-    )
+        summary = printed.needs or "this run has no numbers for it"
+        return Finding(printed.id, How.NOT_ATTEMPTED, None, summary)
+    judged.sort(key=lambda each: (each[1].kind not in TRAINED, list(How).index(each[1].how)))
+    (first, decisive), *others = judged
+    beside = (f"beside it, {_source(m)}{j.outcome.value}, {j.summary}" for j, m in others)
     return Finding(
-        answer.id,
-        kind,
+        printed.id,
         decisive.how,
         first.outcome,
-        f"{describe_source(decisive)}: {first.summary}{note}",
-        tuple(measurement for _, measurement, _ in judged),
+        f"{_source(decisive)}{first.summary}",
+        tuple(measurement for _, measurement in judged if measurement.entries),
         (*first.details, *beside, *(f"beside it: {words}" for words in failed)),
     )
 
@@ -163,15 +193,21 @@ def failure(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {first_line(error)}"
 
 
-def describe_source(ours: Measurement) -> str:
-    """Say where numbers come from: the machine of a result file, or this run."""
+def _source(ours: Measurement) -> str:
+    """Say where numbers come from: a result file, or this run."""
     if not ours.source:
-        return "counted" if ours.kind == "count" else "this run"
-    return f"{ours.origin['gpu'] or 'CPU'}, {ours.source}"
+        return "" if ours.kind == "test" else "counted: " if ours.kind == "count" else "this run: "
+    return f"{ours.source}: "
 
 
-def check_complete(published: Published, answers: Sequence[Answer]) -> None:
-    """Raise a ValueError unless the answers are the paper's tables and claims, in its order."""
-    for answer, id in zip_longest((answer.id for answer in answers), published.ids):
-        if answer != id:
-            raise ValueError(f"claims: {answer} stands where the paper has {id}")
+def check_complete(published: Published, answers: Mapping[str, Sequence[Evidence]]) -> None:
+    """Raise a ValueError unless each table and claim is answered or says what it needs.
+
+    The answers must stand in the paper's order.
+    """
+    order = [id for id in published.ids if id in answers]
+    if order != list(answers):
+        raise ValueError(f"answers that the paper has not, or not in this order: {list(answers)}")
+    for id, printed in published.by_id.items():
+        if not (answers.get(id) or printed.needs):
+            raise ValueError(f"{id}: nothing answers it, nor says what it needs")

@@ -172,7 +172,7 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
             names.append(f"{model}: {word}" if isinstance(word, str) else model)
         place.set_yticks(range(len(names)), names)
         place.set_ylim(len(names) - 0.5, -0.5)
-        place.set_xlabel(describe_place("", column) + (f" ({ours.unit})" if ours.unit else ""))
+        place.set_xlabel(describe_place(column) + (f" ({ours.unit})" if ours.unit else ""))
     return figure
 
 

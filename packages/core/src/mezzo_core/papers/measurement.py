@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,21 @@ class Measurement:
 
     def cell(self, model: str, column: str, group: str = "") -> list[Entry]:
         """Return the entries of one cell, one for each seed, in the order of the seeds."""
-        found = [e for e in self.entries if (e.model, e.column, e.group) == (model, column, group)]
-        return sorted(found, key=lambda entry: entry.seed)
+        return self._cells.get((model, column, group), [])
 
-    def by_seed(self, model: str, column: str, group: str = "") -> dict[int, float]:
-        """Return the numbers of one cell by their seeds; empty if the cell has words."""
-        values = {entry.seed: entry.value for entry in self.cell(model, column, group)}
+    @cached_property
+    def _cells(self) -> dict[tuple[str, str, str], list[Entry]]:
+        found: dict[tuple[str, str, str], list[Entry]] = {}
+        for entry in sorted(self.entries, key=lambda entry: entry.seed):
+            found.setdefault((entry.model, entry.column, entry.group), []).append(entry)
+        return found
+
+    def by_seed(
+        self, model: str, column: str, group: str = "", detail: str = ""
+    ) -> dict[int, float]:
+        """Return the numbers of one cell, or a detail of it, by seed; empty if it has words."""
+        cell = self.cell(model, column, group)
+        values = {e.seed: e.details.get(detail, "") if detail else e.value for e in cell}
         numbers = {s: float(v) for s, v in values.items() if not isinstance(v, str)}
         return numbers if len(numbers) == len(values) else {}
 
@@ -119,6 +129,17 @@ def printed_measurement(printed: Table | Claim) -> Measurement:
         printed.better,
         title=printed.id,
         source=printed.id,
+    )
+
+
+def pick(ours: Measurement, columns: Mapping[str, str]) -> Measurement | None:
+    """Return some columns under other names; None if none of them was measured."""
+    found = tuple(replace(e, column=columns[e.column]) for e in ours.entries if e.column in columns)
+    kept = {old: new for old, new in columns.items() if old in ours.columns}
+    words = "; ".join(f"{old} as {new}" for old, new in kept.items())
+    setting = f"{words}; {ours.setting}"
+    return (
+        replace(ours, entries=found, columns=(*kept.values(),), setting=setting) if found else None
     )
 
 

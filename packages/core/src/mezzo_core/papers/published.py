@@ -1,11 +1,12 @@
 """The tables and claims of a paper as printed, read from a `published.toml`.
 
-Such a file has only the paper's numbers, none of ours. Its rules are:
+Such a file has the paper's numbers, none of ours. Its rules are:
 
 - A row's `values` has one entry for each of its table's `columns`. (group, model) identifies a row.
 - `column_better`, `column_metric` and `column_unit` have one entry for each column, and override
   the table's `better`, `metric` and `unit`.
 - A row with `kind = "ratio"` is derived from other rows, and is left out of orderings.
+- `needs` says what a table or claim would need that has no evidence.
 - A claim's `ordering` names models, best first. Its `labels` has one entry for each value, and so
   has `ours` of a set-up: where its `recipe` has the value (see `beside`), "" if it has none.
 """
@@ -73,6 +74,7 @@ class Table:
     column_better: tuple[str, ...] = ()
     column_names: tuple[str, ...] = ()
     column_shots: tuple[Value, ...] = ()
+    needs: str = ""
 
     def column(self, name: str, group: str = "") -> dict[str, float]:
         """Return the numbers of one column by model, without ratios and cells without a number."""
@@ -107,6 +109,7 @@ class Claim:
     recipe: str = ""
     ours: tuple[str, ...] = ()
     notes: str = ""
+    needs: str = ""
 
     def labelled(self) -> dict[str, Value]:
         """Return the printed values by their labels."""

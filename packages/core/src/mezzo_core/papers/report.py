@@ -1,14 +1,21 @@
-"""The content of a report."""
+"""A report: its content, and the files report.html and report.json."""
 
+import base64
+import json
+import math
+import re
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mezzo_core.errors import UserError
+from mezzo_core.papers import tables
 from mezzo_core.papers.claims import Finding
-from mezzo_core.papers.criteria import Outcome
 from mezzo_core.papers.measurement import How
-from mezzo_core.papers.published import Published
+from mezzo_core.papers.outcomes import Outcome
+from mezzo_core.papers.published import Claim, Published, Table
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,11 @@ class Figure:
     path: Path
     title: str
     text: str
+
+    @property
+    def address(self) -> str:
+        """The picture itself, as an address, so that the page loads nothing."""
+        return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,11 @@ class PaperReport:
     samples: Sequence[Sample] = ()
     notes: Sequence[str] = ()
 
+    def of(self, kind: type[Table | Claim]) -> list[tuple[Finding, Table | Claim]]:
+        """Return the findings about tables, or those about claims, with what is printed."""
+        both = ((finding, self.published.by_id[finding.id]) for finding in self.findings)
+        return [(finding, printed) for finding, printed in both if isinstance(printed, kind)]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -52,8 +69,84 @@ class Report:
     origin: Mapping[str, Any] = field(default_factory=dict)
 
 
-def tally(findings: Sequence[Finding]) -> dict[tuple[How, Outcome | None], int]:
-    """Count the findings by how they were run and what came out."""
-    found = [(f.how, f.outcome) for f in findings]
-    order = [(how, outcome) for how in How for outcome in (*Outcome, None)]
-    return {each: found.count(each) for each in order if each in found}
+def prepare_folder(out: Path, paper: str) -> Path:
+    """Create `out/paper` for a paper's figures, runs and speeds, and return it.
+
+    Older reports in `out`, and older figures and speeds, are removed; other files stay.
+
+    Raises:
+        UserError: if `out` cannot be written.
+    """
+    folder = out / paper
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix in ("html", "json"):
+            (out / f"report.{suffix}").unlink(missing_ok=True)
+        for name in ("figures", "speed"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "figures").mkdir()
+    except OSError as error:
+        raise UserError(f"{out}: no report can be written there ({error.strerror})") from error
+    return folder
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Write report.html and report.json into `out`, where the figures already are."""
+    content = json.dumps(_finite(_to_json(report)), indent=1, ensure_ascii=False) + "\n"
+    (out / "report.html").write_text(to_html(report), encoding="utf-8")
+    (out / "report.json").write_text(content, encoding="utf-8")
+
+
+def to_html(report: Report) -> str:
+    """Render a report as one page that contains its figures, loads nothing and can be printed."""
+    from jinja2 import Environment, StrictUndefined
+
+    pages = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    pages.filters |= {"slug": _slug, "readable": _readable}
+    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    return pages.from_string(template).render(
+        report=report,
+        tables=tables,
+        kinds={"Tables": Table, "Claims": Claim},
+        outcomes=[tables.describe_outcome(outcome) for outcome in (*Outcome, None)],
+        ways=[how.value for how in How if how is not How.NOT_ATTEMPTED],
+    )
+
+
+def _slug(words: str) -> str:
+    return re.sub(r"\W+", "-", words.lower().replace("'", ""))
+
+
+def _readable(text: str) -> str:
+    """Replace signs that a page cannot show."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON, without the curves of trainings, which each claim would repeat."""
+    papers: list[dict[str, Any]] = [
+        {
+            "name": paper.name,
+            "title": paper.published.title,
+            "notes": paper.notes,
+            "findings": [asdict(finding) for finding in paper.findings],
+            "samples": [asdict(sample) for sample in paper.samples],
+        }
+        for paper in report.papers
+    ]
+    for finding in (finding for paper in papers for finding in paper["findings"]):
+        for entry in (e for ours in finding["measurements"] for e in ours["entries"]):
+            entry["details"].pop("steps", None)
+    content = {name: value for name, value in vars(report).items() if name != "papers"}
+    return {**content, "seconds": round(report.seconds, 1), "papers": papers}
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON without NaN and infinity, which it has not: null in their place."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,12 +21,11 @@ from mezzo_core.bench.speeds import Measurers
 from mezzo_core.console import show, show_table
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.papers.claims import Answer, Finding, Run, check_complete, find
+from mezzo_core.papers.claims import Evidence, Finding, Run, check_complete, find
 from mezzo_core.papers.figures import draw_result, model_names
 from mezzo_core.papers.measurement import Measurement, printed_measurement, read_results
 from mezzo_core.papers.published import Published, load_published
-from mezzo_core.papers.report import Figure, PaperReport, Report
-from mezzo_core.papers.report_files import prepare_folder, write_report
+from mezzo_core.papers.report import Figure, PaperReport, Report, prepare_folder, write_report
 from mezzo_core.papers.trainings import Budget, Trainings, write_sample
 from mezzo_core.train.config import TrainConfig
 
@@ -51,7 +50,7 @@ class Reproduction:
 
     name: str  # of the package, without "mezzo_"
     module: str  # the file of a module in the package's top folder, `__file__` of claims.py
-    answers: Sequence[Answer]  # one for each table and claim, in the paper's order
+    answers: Mapping[str, Sequence[Evidence]]  # by id, in the paper's order
     models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
     sample: str  # the model that writes a sample text
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
@@ -68,6 +67,17 @@ class Reproduction:
         """The committed results: inside an installed package, at its side in a checkout."""
         installed = Path(self.module).with_name("results")
         return installed if installed.exists() else Path(self.module).parents[2] / "results"
+
+    def find(self, run: Run, only: Sequence[str] | None = None) -> list[Finding]:
+        """Return the findings about all tables and claims, or some, in the paper's order."""
+        printed = self.published.by_id
+        kept = (each for id, each in printed.items() if not only or id in only)
+        return [find(each, self.answers.get(each.id, ()), run) for each in kept]
+
+    def committed(self) -> list[Finding]:
+        """Return what counts and committed results say, without a training or a measurement."""
+        nothing = Run(read_results(self.results_folder), lambda *_: None, lambda _: None)
+        return self.find(nothing)
 
     def reproduce(self, only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
         """Answer tables and claims, and write report.html and .json into `out`.
@@ -101,12 +111,11 @@ class Reproduction:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.scales[scale].threads or threads)
         try:
-            ids = only or published.ids
-            return self._report(ids, self.scales[scale], prepare_folder(out, self.name))
+            return self._report(only, self.scales[scale], prepare_folder(out, self.name))
         finally:
             torch.set_num_threads(threads)
 
-    def _report(self, ids: Sequence[str], scale: Scale, folder: Path) -> PaperReport:
+    def _report(self, only: Sequence[str] | None, scale: Scale, folder: Path) -> PaperReport:
         """Train and measure under a progress bar what the answers ask for, each once."""
         published, results = self.published, read_results(self.results_folder)
         console = Console(stderr=True)
@@ -134,7 +143,7 @@ class Reproduction:
                 return ours
 
             run = Run(results, trainings.measurement, measured)
-            findings = [find(each, published, run) for each in self.answers if each.id in ids]
+            findings = self.find(run, only)
             watch("figures", 1, 1)
             drawn: dict[str, Measurement] = {}
             if trainings.trained:

@@ -1,14 +1,14 @@
-"""Tables as grids of text, from which the report and RESULTS.md are made."""
+"""Tables as grids of text, of which the report and RESULTS.md are made."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mezzo_core.papers.claims import Finding
-from mezzo_core.papers.criteria import Outcome
-from mezzo_core.papers.measurement import Entry, Measurement
+from mezzo_core.papers.measurement import Entry, How, Measurement
+from mezzo_core.papers.outcomes import Outcome
 from mezzo_core.papers.published import Claim, Table, Value
-from mezzo_core.papers.report import tally
 
 FURTHER = ("PPL before", "weights (M)", "tokens/s", "peak GB", "host ms")
 """Columns that are made of the entries' details, with the highest of each row."""
@@ -26,18 +26,15 @@ class Grid:
 
 def tally_grid(findings: Sequence[Finding]) -> Grid:
     """Return how many tables and claims were run in which way (rows), and what came out."""
-    counts = tally(findings)
-    outcomes = [outcome for outcome in (*Outcome, None) if outcome in {o for _, o in counts}]
-    ways = dict.fromkeys(how for how, _ in counts)
-    rows = ((how.value, *(str(counts.get((how, o), "")) for o in outcomes)) for how in ways)
+    counts = Counter((finding.how, finding.outcome) for finding in findings)
+    outcomes = [o for o in (*Outcome, None) if any(outcome is o for _, outcome in counts)]
+    rows = (
+        (how.value, *(str(counts[how, o] or "") for o in outcomes))
+        for how in How
+        if any(found is how for found, _ in counts)
+    )
     header = ("", *map(describe_outcome, outcomes))
     return Grid("Tables and claims, by how they were run and what came out", header, tuple(rows))
-
-
-def overview_grid(findings: Sequence[Finding]) -> Grid:
-    """Return a row for each finding: its id, what came out, how it was run, and why."""
-    rows = ((f.id, describe_outcome(f.outcome), f.how.value, f.summary) for f in findings)
-    return Grid("", ("", "outcome", "how it was run", "in one sentence"), tuple(rows), words=True)
 
 
 def describe_outcome(outcome: Outcome | None) -> str:

@@ -5,36 +5,31 @@ A theorem holds if such a layer computes what the theorem says, up to rounding i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
+import pytest
 import torch
-from mezzo_core.papers.criteria import Judgement, Outcome
-from mezzo_core.papers.measurement import How, Measurement, entries
-from mezzo_core.papers.published import Claim, Table
+from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig
+from mezzo_recurrent_transformer.transformer import TransformerBlock, TransformerBlockConfig
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.nn import functional as F
 
-from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig
-from mezzo_recurrent_transformer.transformer import TransformerBlock, TransformerBlockConfig
-
-ERROR = "relative error"
 T, C, HEADS = 9, 12, 3
 """Tokens, and width and heads of the simulated Transformer."""
 BARE = {"norm": "none", "alibi": None}
 ALPHA = 0.7
 
 
-def errors(found: Mapping[str, tuple[Tensor, Tensor]], setting: str) -> Measurement:
-    """Return the relative error of each pair (ours, as the theorem says)."""
-    pairs = {name: [tensor.detach() for tensor in pair] for name, pair in found.items()}
-    rows = {name: [float((a - b).norm() / b.norm())] for name, (a, b) in pairs.items()}
-    return Measurement(
-        entries(rows, (ERROR,)), (ERROR,), f"{setting}, float64", How.PAPER, unit=ERROR
-    )
+def check_equal(found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Check that in each pair ours is what the theorem says, but for rounding."""
+    for name, (ours, right) in found.items():
+        assert ours.dtype == torch.float64
+        assert (ours - right).norm() <= 1e-10 * right.norm(), name
 
 
-def layer_update(claim: Claim) -> Measurement:
+def test_layer_update():
     """Compare a layer, and the pairs that it stores, with the paper's equations for every head."""
     block = random_weights(RecurrentBlockConfig(C // HEADS, alibi=None, residual_scale=0.5), C)
     x, weights = random_inputs(C, C)
@@ -45,10 +40,7 @@ def layer_update(claim: Claim) -> Measurement:
     z, state = block(x[None], block.init_state(1))
     right = layer_by_equations(block, x)
     found = zip(("z", "k", "v"), (z[0], state.k[0], state.v[0]), right, strict=True)
-    return errors(
-        {name: (ours, theirs) for name, ours, theirs in found},
-        "a layer and the state after it beside the equations; logits times D^-1/2, and L = 4",
-    )
+    check_equal({name: (ours, theirs) for name, ours, theirs in found})
 
 
 def layer_by_equations(block: RecurrentBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,15 +76,15 @@ def layer_by_equations(block: RecurrentBlock, x: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(z), torch.stack(keys), torch.stack(values)
 
 
-def rms_definition(claim: Claim) -> Measurement:
+def test_rms_definition():
     """Compare the norm of a layer whose weights are untrained with sqrt(D) x / |x|."""
     (x,) = random_inputs(C)
     norm = RecurrentBlockConfig(C, norm_eps=1e-12).build(C).double().attention_norm
     right = math.sqrt(C) * x / x.norm(dim=-1, keepdim=True)
-    return errors({"RMS(x)": (norm(x), right)}, "RMSNorm as it starts, eps 1e-12")
+    check_equal({"RMS(x)": (norm(x), right)})
 
 
-def simulate_transformer(claim: Claim) -> Measurement:
+def test_simulate_transformer():
     """Simulate a Transformer of three layers, and compare what each of them puts out."""
     found = {}
     config = TransformerBlockConfig(C // HEADS, **BARE, residual_scale=0.6)  # type: ignore[arg-type]
@@ -103,19 +95,19 @@ def simulate_transformer(claim: Claim) -> Measurement:
         carry, live = ((0, 1), (1, 0))[i % 2]  # what one layer writes is what the next reads
         y, stream = run(layer, y), run(simulating(layer, (carry, live, 2)), stream)
         found[f"layer {i + 1}"] = (stream[:, C * live : C * (live + 1)], y)
-    return errors(found, f"width 3 x {C}, {HEADS} heads simulated, no norms, GELU, no positions")
+    check_equal(found)
 
 
-def simulate_single_layer(claim: Claim) -> Measurement:
+def test_simulate_single_layer():
     """Simulate one layer at twice its width: the output takes the place of the scratch block."""
     layer = random_weights(TransformerBlockConfig(C // HEADS, **BARE), C)  # type: ignore[arg-type]
     (x,) = random_inputs(C)
     z = run(simulating(layer, (0, 1)), torch.cat([x, torch.zeros_like(x)], -1))
     right = torch.cat([x, run(layer, x)], -1)
-    return errors({"(x; y)": (z, right)}, f"width 2 x {C}, no norms, GELU, no positions")
+    check_equal({"(x; y)": (z, right)})
 
 
-def simulation_maps(claim: Claim) -> Measurement:
+def test_simulation_maps():
     """Compare the maps of the simulating layer with those of the proof; one head, as there."""
     layer = random_weights(TransformerBlockConfig(C, **BARE), C)  # type: ignore[arg-type]
     ours = simulating(layer, (0, 1, 2), one_head=True)
@@ -132,7 +124,7 @@ def simulation_maps(claim: Claim) -> Measurement:
         "V": (ours.wv(inside), torch.cat([zero, zero, layer.mixer.wv(x)], -1)),
         "MLP": (ours.mlp(inside), torch.cat([zero, written, -a], -1)),
     }
-    return errors(found, f"width 3 x {C}, one head, no norms, GELU, no positions")
+    check_equal(found)
 
 
 @torch.no_grad()
@@ -187,7 +179,7 @@ def simulating(
     return ours
 
 
-def rnn_form(claim: Claim) -> Measurement:
+def test_rnn_form():
     """Compare layers whose attention sees the token before alone with the recurrence of z.
 
     A part of the width holds the place of a token, one channel for each. Queries ask for the place
@@ -219,20 +211,20 @@ def rnn_form(claim: Claim) -> Measurement:
         before = rms(z[:-1]) @ block.wv.weight.T
         inner = x[1:] + before
         found[f"z with {name}"] = (z[1:], inner + block.mlp(rms(inner)))
-    return errors(found, f"attention to the token before alone, {T} tokens, one head, RMSNorm")
+    check_equal(found)
 
 
-def stability_setup(claim: Claim) -> Measurement:
+def test_stability_setup():
     """Compare the theorem's layer with ours: zero queries, no MLP, no norms, r = alpha."""
     V, (x,) = random_value(), random_inputs(C)
     z = list[Tensor]()
     for k, token in enumerate(x, 1):
         z.append(token + ALPHA / k * V @ (token + sum(z, torch.zeros_like(token))))
     ours = run(uniform(RecurrentBlockConfig, ALPHA, V), x)
-    return errors({"z": (ours, torch.stack(z))}, f"{T} tokens, width {C}, alpha {ALPHA}")
+    check_equal({"z": (ours, torch.stack(z))})
 
 
-def stability_gradient(claim: Claim) -> Measurement:
+def test_stability_gradient():
     """Compare the layer's gradients, by autograd, with the theorem's three forms."""
     V, (x,) = random_value(), random_inputs(C)
     gradients = first_gradients(uniform(RecurrentBlockConfig, ALPHA, V), x, range(2, T + 1))
@@ -247,7 +239,7 @@ def stability_gradient(claim: Claim) -> Measurement:
         hops.append(aV / k @ torch.linalg.multi_dot(paths))
     forms = {"Stirling numbers": stirling, "rising product": places, "product of hops": hops}
     found = {name: (gradients, torch.stack(form)) for name, form in forms.items()}
-    return errors(found, f"d z_k / d x_1 for k from 2 to {T}, width {C}, alpha {ALPHA}")
+    check_equal(found)
 
 
 def cycle_counts(k: int) -> list[int]:
@@ -259,16 +251,16 @@ def cycle_counts(k: int) -> list[int]:
     return counts
 
 
-def stability_direct_term(claim: Claim) -> Measurement:
+def test_stability_direct_term():
     """Compare a Transformer layer's gradients, by autograd, with the theorem's term of one hop."""
     V, (x,) = random_value(), random_inputs(C)
     gradients = first_gradients(uniform(TransformerBlockConfig, ALPHA, V), x, range(2, T + 1))
     right = torch.stack([ALPHA / k * V for k in range(2, T + 1)])
-    return errors({"one hop": (gradients, right)}, f"d z_k / d x_1 of a Transformer, k to {T}")
+    check_equal({"one hop": (gradients, right)})
 
 
-def stability_condition(claim: Claim) -> Measurement:
-    """Compute the largest factor by which d z_k / d x_1 stretches a vector, for growing k.
+def test_stability_condition():
+    """The largest factor by which d z_k / d x_1 stretches a vector grows for alpha above 1 alone.
 
     V is orthonormal and symmetric, with eigenvalues 1 and -1: the largest that it may have.
     """
@@ -277,27 +269,14 @@ def stability_condition(claim: Claim) -> Measurement:
     V = q @ torch.diag(torch.tensor([1.0, -1.0] * (C // 2), dtype=torch.float64)) @ q.T
     lengths = [2**i for i in range(1, 5)]
     x = torch.zeros(lengths[-1], C, dtype=torch.float64)
-    rows = {}
-    for alpha in (0.99, 1.5):
+
+    def factors(alpha: float) -> list[float]:
         gradients = first_gradients(uniform(RecurrentBlockConfig, alpha, V), x, lengths)
-        rows[f"alpha = {alpha}"] = torch.linalg.matrix_norm(gradients, 2).tolist()
-    columns = tuple(f"k = {k}" for k in lengths)
-    setting = "largest singular value of d z_k / d x_1, V orthonormal with eigenvalues 1 and -1"
-    return Measurement(entries(rows, columns), columns, setting, How.PAPER)
+        return torch.linalg.matrix_norm(gradients, 2).tolist()
 
-
-def does_not_explode(printed: Table | Claim, ours: Measurement) -> Judgement:
-    """Judge whether no gradient is above 1 for alpha below 1, and gradients grow for one above."""
-    norms = {
-        float(model.split()[-1]): [ours.by_seed(model, c)[0] for c in ours.columns]
-        for _, model in ours.rows
-    }
-    right = [max(row) <= 1 if alpha < 1 else row == sorted(row) for alpha, row in norms.items()]
-    words = (f"{row[0]:.3g} to {row[-1]:.3g} at alpha {alpha:g}" for alpha, row in norms.items())
-    return Judgement(
-        Outcome.AGREES if all(right) else Outcome.DIFFERS,
-        f"{ours.setting}, {ours.columns[0]} to {ours.columns[-1]}: {', '.join(words)}",
-    )
+    assert max(factors(0.99)) <= 1
+    assert factors(1.5) == sorted(factors(1.5))
+    assert factors(1.5)[-1] > 1
 
 
 def first_gradients(block: nn.Module, x: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -352,3 +331,16 @@ def random_weights(config: Any, width: int, seed: int = 0) -> Any:
         if matrix.ndim == 2:
             nn.init.normal_(matrix, std=1.5 * matrix.shape[1] ** -0.5, generator=generator)
     return block
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_stirling_numbers_count_permutations_by_their_cycles(k):
+    found = [0] * (k + 1)
+    for permutation in permutations(range(k)):
+        cycles, left = 0, set(range(k))
+        while left:
+            place, cycles = left.pop(), cycles + 1
+            while (place := permutation[place]) in left:
+                left.remove(place)
+        found[cycles] += 1
+    assert cycle_counts(k) == found

@@ -1,0 +1,75 @@
+"""What can come out, and when the noise of seeds and passes lets it be told.
+
+Noise: an order is tested pair by pair, on neighbours, over the seeds that both have. A pair is
+settled if its gap differs from zero by a two-sided paired t-test at the 5% level. With three seeds
+the mean gap must be 2.5 times the gaps' standard deviation, with two seeds 9 times. With one seed
+no pair is settled. Counts have no noise (`exact`). What trained models reach is held to bounds by
+the same test of its distance from each; a speed must be within them in every pass.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+# Student's t, two-sided 5%, for 1 to 9 degrees of freedom; the last is used for more seeds too.
+T_CRITICAL = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+TRAINED = ("training", "recall")
+"""The kinds of measurement whose numbers differ from seed to seed."""
+Bounds = tuple[float, float]
+"""The least and the greatest value that is within."""
+
+
+class Outcome(str, Enum):
+    """What came out."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    NOT_SETTLED = "not settled"
+
+
+AGREES, DIFFERS, NOT_SETTLED = Outcome
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What came out, in one clause, with a line of text for each comparison behind it."""
+
+    outcome: Outcome
+    summary: str
+    details: tuple[str, ...] = ()
+
+
+def combine(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return DIFFERS if any does, AGREES if all do, else (or if there are none) NOT_SETTLED."""
+    if DIFFERS in outcomes:
+        return DIFFERS
+    return AGREES if set(outcomes) == {AGREES} else NOT_SETTLED
+
+
+def is_settled(gaps: Sequence[float]) -> bool:
+    """Tell whether the mean gap differs from zero by a two-sided paired t-test at the 5% level."""
+    if len(gaps) < 2:
+        return False
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    critical = T_CRITICAL[min(len(gaps), len(T_CRITICAL) + 1) - 2]
+    return abs(statistics.fmean(gaps)) > critical * error
+
+
+def compare_bounds(values: Sequence[float], low: float, high: float, kind: str) -> Outcome:
+    """Tell whether values are within bounds.
+
+    Args:
+        values: one for each seed or pass; without any, nothing is settled.
+        low: the least value that is within.
+        high: the greatest.
+        kind: of the measurement. What trained models reach has noise, even with one seed.
+    """
+    if kind not in TRAINED:
+        inside = {low <= value <= high for value in values}
+        return NOT_SETTLED if len(inside) != 1 else AGREES if True in inside else DIFFERS
+    distances = [[value - bound for value in values] for bound in (low, high) if bound < math.inf]
+    if not all(map(is_settled, distances)):
+        return NOT_SETTLED
+    return AGREES if low <= statistics.fmean(values) <= high else DIFFERS
