@@ -78,12 +78,6 @@ def test_a_group_that_is_all_out_of_memory_is_an_empty_panel(draw):
     assert all(math.isnan(y) for y in lines(second)["a"].get_ydata())
 
 
-def test_a_single_point_is_visible(draw):
-    (axes,) = draw(speed(a=(None, 2.0, None), b=(1.0, 2.0, 3.0))).axes
-    for line in axes.get_lines():
-        assert line.get_marker() not in ("", "None", None)
-
-
 def test_a_model_has_one_colour_everywhere_and_no_two_share_one(draw):
     names = [f"model {i}" for i in range(40)]
     whole = colours(draw(speed(**dict.fromkeys(names, (1.0, 2.0, 3.0))), names))
@@ -102,40 +96,6 @@ def test_a_training_is_losses_of_the_first_seed_and_a_dot_a_seed(draw):
     assert (curves.get_xlabel(), dots.get_xlabel()) == ("step", "PPL (perplexity)")
     assert [len(line.get_xdata()) for line in dots.get_lines()] == [2, 2]
     assert [label.get_text() for label in dots.get_yticklabels()] == ["a", "b"]
-
-
-@pytest.mark.parametrize("better", ["lower", "higher"])
-def test_of_rates_that_were_tried_the_best_run_has_its_losses_drawn(draw, better):
-    values = {"1e-3": 5.0, "3e-3": 4.0, "1e-2": 6.0}
-    entries = [
-        Entry("a", rate, value, details={"steps": {"train": [[1, 9.0], [2, value]], "val": []}})
-        for rate, value in values.items()
-    ]
-    entries.append(Entry("b", "3e-3", "diverged"))
-    ours = Measurement(tuple(entries), tuple(values), "", better=better, kind="training")
-    curves, *_ = draw(ours).axes
-    assert lines(curves)["a"].get_ydata()[-1] == {"lower": 4.0, "higher": 6.0}[better]
-    assert curves.get_xlabel() == "step (each model's best run)"
-
-
-def test_a_length_that_is_no_whole_number_of_k_is_written_out(draw):
-    (axes,) = draw(speed(columns=("1536", "2048", "3000"), a=(1.0, 2.0, 3.0))).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1536", "2K", "3000"]
-
-
-def test_values_that_are_words_are_told(draw):
-    ours = speed(columns=("4096",), a=(1.0,), b=("OOM",))
-    (axes,) = draw(ours).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b: OOM"]
-    assert axes.get_xlabel() == "T = 4096 (ms)"
-
-
-def test_recall_is_shown_from_zero_to_one(draw):
-    ours = speed(columns=("C=64", "C=128"), kind="recall", unit="accuracy", a=(0.5, 1.0))
-    (axes,) = draw(ours).axes
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_yscale()) == ("C", "accuracy", "linear")
-    assert axes.get_ylim()[0] == 0
-    assert axes.get_ylim()[1] > 1
 
 
 def test_recall_in_percent_over_lengths_is_a_line_up_to_a_hundred(draw):

@@ -13,7 +13,6 @@ from mezzo_core.papers.measurement import (
     How,
     Measurement,
     at_best,
-    entries,
     printed_measurement,
     read_results,
 )
@@ -133,12 +132,6 @@ def test_a_word_stands_for_all_numbers_of_its_cell():
     assert ours.by_seed("m", "c") == {}
     assert ours.spread("m", "c") is None
     assert ours.typical("m", "other") is None
-
-
-def test_numbers_without_seeds_are_given_by_model():
-    assert entries({"a": [1.0, 2.0]}, ("x", "y"), "g")[1] == Entry("a", "y", 2.0, "g")
-    with pytest.raises(ValueError, match="zip"):
-        entries({"a": [1.0]}, ("x", "y"))
 
 
 def test_what_is_printed_is_a_measurement_too():

@@ -176,14 +176,6 @@ def test_trainings_side_by_side_learn_the_same_as_one_after_the_other(paper, tmp
     assert seen[0] == ("training the tiny models", 0, 2)
 
 
-def test_losses_by_test_length_are_a_measurement_too(paper, tmp_path):
-    by_length = answered(paper, table1=trained(Order(("Window",)), by_length=True))
-    (table,) = by_length.reproduce(["p.table1"], "small", tmp_path / "out")
-    (ours,) = table.measurements
-    assert ours.columns == ("T=64", "T=128")
-    assert {entry.model for entry in ours.entries} == {"Attention", "Window"}
-
-
 def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
     (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
@@ -328,13 +320,6 @@ def test_several_papers_share_one_report(paper, tmp_path, capsys):
     assert [each["name"] for each in content["papers"]] == ["p", "q"]
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"p", "q"}
     assert capsys.readouterr().out.count(f"Report: {out / 'report.html'}") == 1
-
-
-def test_an_installed_package_has_its_results_inside(paper, tmp_path):
-    assert paper.results_folder == tmp_path / "package/results"
-    inside = tmp_path / "package/src/mezzo_p/results"
-    inside.mkdir()
-    assert paper.results_folder == inside
 
 
 def test_a_recipe_with_another_value_differs_and_names_it():

@@ -119,7 +119,7 @@ def sweep(
 
     So that no model loses for a rate that does not suit it: the sweep begins with the three rates
     in the middle, and goes on where a model's best has an untried neighbour.
-    `mezzo_core.papers.claims.swept` reads such a result.
+    `mezzo_core.papers.measurement.at_best` reads such a result.
 
     Args:
         result: its columns are the rates; what it has already is left out.
