@@ -90,7 +90,11 @@ ANSWERS = {
         for name in ("mqar_authors", "mqar")
     ],
     "gsa.claim.ablation_gating": [
-        at_best_rate(ABLATION_RATES, Every(Order(GATES), Order((GATES[1], ABC_CODE)))),
+        at_best_rate(
+            ABLATION_RATES,
+            Every(Order(GATES), Order((GATES[1], ABC_CODE))),
+            changed="the seed that chose the rates is left out of the test; before: agrees",
+        ),
         _TINY,
     ],
     "gsa.claim.ablation_softmax": [at_best_rate(ABLATION_RATES, best(*BETWEEN))],

@@ -146,6 +146,9 @@ def pick(ours: Measurement, columns: Mapping[str, str]) -> Measurement | None:
 def at_best(ours: Measurement, name: str) -> Measurement:
     """Return the numbers of each model in its best column, which the first seed chooses.
 
+    That seed is left out where there are others: it was lucky there, maybe more so for one model
+    than for another.
+
     Args:
         ours: a training whose columns are settings that were tried.
         name: of the only column of what is returned.
@@ -155,8 +158,13 @@ def at_best(ours: Measurement, name: str) -> Measurement:
         cells = {column: ours.by_seed(model, column, group) for column in ours.columns}
         tried = {column: cell[first] for column, cell in cells.items() if first in cell}
         if best := best_of(tried, ours.better):
-            found += [replace(entry, column=name) for entry in ours.cell(model, best, group)]
-    setting = f"each model at its best of {', '.join(ours.columns)}; {ours.setting}"
+            cell = ours.cell(model, best, group)
+            others = [entry for entry in cell if entry.seed != first]
+            found += [replace(entry, column=name) for entry in others or cell]
+    chosen = (
+        f"each model at the rate of {', '.join(ours.columns)} that is its best with seed {first}"
+    )
+    setting = f"{chosen}, which is left out; {ours.setting}"
     return replace(ours, entries=tuple(found), columns=(name,), setting=setting)
 
 
