@@ -16,7 +16,7 @@ from mezzo_core.papers.measurement import (
     printed_measurement,
     read_results,
 )
-from mezzo_core.papers.published import Claim, Row, Table
+from mezzo_core.papers.published import Row, Table
 from mezzo_core.papers.tables import measured_grid
 from mezzo_core.testing.damage import damages, json_damages
 
@@ -141,8 +141,6 @@ def test_what_is_printed_is_a_measurement_too():
     assert theirs.rows == [("g", "a")]
     assert theirs.typical("a", "y", "g") == "OOM"
     assert (theirs.source, theirs.unit, theirs.how) == ("p.table1", "ms", How.PAPER)
-    claim = Claim("p.claim.c", "a is 2", "", (2,), "1", labels=("a",))
-    assert printed_measurement(claim).typical("a", "") == 2
 
 
 def test_each_model_is_read_at_the_rate_that_its_first_seed_chose_without_that_seed():

@@ -15,7 +15,7 @@ from typing import Any
 
 from mezzo_core.bench.result import Entry as Entry
 from mezzo_core.bench.result import best_of, read_file
-from mezzo_core.papers.published import Claim, Row, Table, Value
+from mezzo_core.papers.published import Table, Value
 
 
 class How(str, Enum):
@@ -109,21 +109,13 @@ def entries(
     )
 
 
-def printed_measurement(printed: Table | Claim) -> Measurement:
-    """Return a printed table, or a claim's labelled numbers in one column "", as a measurement.
-
-    Rows that a table derives from others (ratios) are left out.
-    """
-    if isinstance(printed, Table):
-        columns, setting = printed.columns, printed.setting
-        rows = [row for row in printed.rows if row.kind != "ratio"]
-    else:
-        columns, setting = ("",), printed.text
-        rows = [Row(label, (value,)) for label, value in printed.labelled().items()]
+def printed_measurement(printed: Table) -> Measurement:
+    """Return a printed table as a measurement, without the rows of ratios of others."""
+    rows = [row for row in printed.rows if row.kind != "ratio"]
     return Measurement(
-        sum((entries({row.model: row.values}, columns, row.group) for row in rows), ()),
-        columns,
-        setting,
+        sum((entries({row.model: row.values}, printed.columns, row.group) for row in rows), ()),
+        printed.columns,
+        printed.setting,
         How.PAPER,
         printed.unit,
         printed.better,
