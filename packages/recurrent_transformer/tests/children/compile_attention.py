@@ -70,23 +70,22 @@ def attend_leaves(H, D, dtype, *, m=2, S=32, B=2, size=16):
 
 
 with compile_only() as compiled:
-    for D in (16, 32, 64, 128):
+    for D in (16, 64, 128):
         attend(2, D, torch.bfloat16)
-    for D, dtype in ((64, torch.float16), (64, torch.float32), (128, torch.float32)):
-        attend(2, D, dtype)
-    for S in (32, 65):
-        attend(2, 64, torch.bfloat16, S=S, b=S)
-    attend(2, 64, torch.bfloat16, past=True)
-    attend(22, 64, torch.bfloat16)
+    attend(2, 32, torch.float16, S=32, b=32)
+    for D in (64, 128):
+        attend(2, D, torch.float32)
+    attend(2, 64, torch.bfloat16, S=65, b=65)
+    attend(22, 64, torch.bfloat16, past=True)
     known = len(compiled)
     for m, S, B, first in ((1, 16, 1, 0), (3, 13, 5, 39), (1, 1, 3, 7)):
         attend(2, 64, torch.bfloat16, m=m, S=S, B=B, slots=first + 40, first=first)
     assert not compiled[known:], f"new sizes compiled {compiled[known:]}"
 
-    for D in (8, 16, 32, 64, 128):
+    for D in (8, 64, 128):
         attend_steps(2, D, torch.bfloat16, b=8)
-    for dtype in (torch.float16, torch.float32):
-        attend_steps(2, 64, dtype, b=8)
+    for D, dtype in ((16, torch.float16), (32, torch.float32)):
+        attend_steps(2, D, dtype, b=8)
     for b in (32, 128):
         attend_steps(22, 64, torch.bfloat16, S=b, b=b, step=0)
     attend_steps(16, 64, torch.bfloat16, b=1)
@@ -95,10 +94,10 @@ with compile_only() as compiled:
         attend_steps(2, 64, torch.bfloat16, b=b, m=m, S=S, B=B, step=step)
     assert not compiled[known:], f"new blocks compiled {compiled[known:]}"
 
-    for D in (8, 16, 32, 64, 128):
+    for D in (8, 64, 128):
         attend_leaves(2, D, torch.bfloat16)
-    for dtype in (torch.float16, torch.float32):
-        attend_leaves(2, 64, dtype)
+    for D, dtype in ((16, torch.float16), (32, torch.float32)):
+        attend_leaves(2, D, dtype)
     attend_leaves(22, 64, torch.bfloat16, S=64, size=32)
     known = len(compiled)
     for m, S, B, size in ((1, 64, 1, 16), (3, 30, 5, 15)):
