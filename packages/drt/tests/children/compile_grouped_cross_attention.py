@@ -64,18 +64,16 @@ def published(compiled):
 
 
 def lengths(compiled):
-    """Chunks of all lengths, and queries of few and many places."""
-    for L in (16, 100, 128):
-        attend(L, 64)
-    attend(64, 64, M=1, R=1)
+    """Chunks of all lengths, of narrow heads and wide ones; queries of few and many places."""
+    for L, D in ((16, 32), (100, 16), (128, 128)):
+        attend(L, D)
+    attend(64, 64, FP32, M=1, R=1)
     attend(64, 64, M=200, R=64)
 
 
 def widths(compiled):
-    """Heads of all widths, with long chunks too."""
-    for D in (16, 32, 256):
-        attend(64, D)
-    attend(128, 128)
+    """The widest heads, and those of float32."""
+    attend(64, 256)
     for D in (64, 256):
         attend(64, D, FP32)
 

@@ -45,9 +45,9 @@ def scan(B, T, C, dtype, *, packed=False):
 
 
 def rat_widths_and_lengths(compiled):
-    """Every head width; then a new length compiles nothing, but for the tiles for many ends."""
-    for D in (32, 64, 128, 256):
-        rat(100, D, torch.bfloat16)
+    """Wide heads, each RoPE; then a new length compiles nothing, but the tiles for many ends."""
+    for D, rope in ((64, "chunk"), (128, "token"), (256, None)):
+        rat(100, D, torch.bfloat16, rope=rope)
     known = len(compiled)
     for B, T in ((1, 1), (3, 4096), (2, 16), (5, 77)):
         rat(T, 64, torch.bfloat16, B=B)
@@ -57,14 +57,12 @@ def rat_widths_and_lengths(compiled):
 
 
 def rat_forms(compiled):
-    """RoPE by token and none, other dtypes, packed sequences, no gate and no bias, decoding."""
-    for rope in ("token", None):
-        rat(100, 64, torch.bfloat16, rope=rope)
-        decode(64, torch.bfloat16, rope=rope)
+    """Other dtypes, packed sequences of narrow heads, no gate and no bias; decoding."""
     rat(100, 64, torch.float32, has_z=False, has_bias=False)
-    rat(100, 64, torch.float16, packed=True)
+    rat(100, 32, torch.float16, packed=True)
+    decode(64, torch.bfloat16, rope="token")
     decode(128, torch.bfloat16)
-    decode(32, torch.float32)
+    decode(32, torch.float32, rope=None)
 
 
 def gated_scan(compiled):
