@@ -158,8 +158,17 @@ def test_packed_sequences_equal_the_reference(lengths, state):
     check(inputs, through_state=state, cu_seqlens=borders, scale=0.3)
 
 
-@pytest.mark.parametrize(("strength", "dtype"), STRENGTHS)
-@pytest.mark.parametrize("gate", [0.0, -1e-4, -0.3, -1.0, -50.0, -1e4])
+EXTREME = [0.0, -1e-4, -0.3, -1.0, -50.0, -1e4]
+
+
+@pytest.mark.parametrize(
+    ("gate", "dtype", "strength"),
+    [  # every pair of a gate, a dtype, and whether a strength is given
+        (gate, dtype, (i + j) % 2 == 0)
+        for i, gate in enumerate(EXTREME)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_extreme_gates_equal_the_reference(gate, dtype, strength):
     inputs = draw(1, 80, dtype=dtype, strength=strength, state=True)
     inputs["g"] = torch.full_like(inputs["g"], gate)

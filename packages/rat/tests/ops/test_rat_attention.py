@@ -97,7 +97,7 @@ def test_autocast_leaves_products_in_the_dtype_of_the_inputs(op):
 @pytest.mark.parametrize("op", [chunk_rat_attention, recurrent_rat_attention])
 @pytest.mark.parametrize("rope", ROPES)
 def test_gradients_are_those_of_finite_differences(op, rope):
-    inputs = draw(2, 5, 2, 1, 2, dtype=torch.float64)
+    inputs = draw(1, 5, 2, 1, 2, dtype=torch.float64)
     names, values = zip(*inputs.items(), strict=True)
     for value in values:
         value.requires_grad_()
