@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mezzo_core.config_json import from_json
+from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data.batches import BatchSource
+from mezzo_core.data.config import DataConfig
+from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig, TextConfig, change_texts, texts_of
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
@@ -89,6 +91,33 @@ def told_tokenizer(
     known = name or told(extra, "tokenizer", str, folder)
     identity = extra.get("tokenizer_identity")
     return fitting_tokenizer(known, vocab_size, identity, add_bos=_adds_bos(extra))
+
+
+def describe_tokenizer(tokenizer: str, vocab_size: int, *, add_bos: bool = False) -> dict[str, Any]:
+    """Return the entries of "extra" that tell a tokenizer, by a path that is valid in every folder.
+
+    What was held out of a text in training is not known with other tokens: there is no fingerprint.
+
+    Args:
+        tokenizer: see `load_tokenizer`.
+        vocab_size: the model's.
+        add_bos: see `load_tokenizer`.
+
+    Raises:
+        UserError: as `fitting_tokenizer`; a tokenizer of the hub is not looked for.
+    """
+    identity = None
+    if not tokenizer.startswith(HUB_PREFIX):
+        # Raises an error now rather than at first use.
+        identity = fitting_tokenizer(tokenizer, vocab_size, add_bos=add_bos).identity
+        if tokenizer != "byte":
+            tokenizer = str(Path(tokenizer).expanduser().resolve())
+    return {
+        "tokenizer": tokenizer,
+        "tokenizer_identity": identity,
+        "fingerprint": None,
+        "data": to_json(DataConfig(tokenizer=tokenizer, add_bos=add_bos)),
+    }
 
 
 def _adds_bos(extra: Mapping[str, Any]) -> bool:

@@ -21,7 +21,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from toys.retrieval import RetrievalConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    pipeline,
+)
 
 CONFIG = LMConfig(257, 16, mixers=(AttentionConfig(head_dim=8),) * 2)
 TEXT = "Ein Gürtel, 1 < 2;\n\n  <|endoftext|> </s> 日本 \x00 😀 \r\n end "
@@ -164,8 +170,8 @@ DAMAGE = {
     "no weights that fit the model for lm.stack.blocks.0.mixer.wk.weight": reshape_weight,
     "out cannot be read: ": cut,
     "it has no config.json": lambda folder: (folder / "config.json").unlink(),
-    "\"model_type\" must be 'mezzo', got 'llama'": lambda folder: change(
-        folder, lambda config: config.update(model_type="llama")
+    "\"model_type\" must be one of mezzo, llama, mistral, got 'gpt2'": lambda folder: change(
+        folder, lambda config: config.update(model_type="gpt2")
     ),
     '"lm" is missing': lambda folder: change(folder, lambda config: config.pop("lm")),
     "has no field 'depth'": lambda folder: change(
@@ -193,6 +199,23 @@ def test_nothing_is_overwritten(run, tmp_path):
         export_model(run, tmp_path / "out")
     with pytest.raises(UserError, match="is there already"):
         import_model(tmp_path / "out", run)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [(LlamaForCausalLM, True), (MistralForCausalLM, False)])
+def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, tied):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    theirs = kind(kind.config_class(**sizes, **heads, tie_word_embeddings=tied)).eval()
+    name = words(tmp_path / "theirs", begin=True)
+    theirs.save_pretrained(name)
+    import_model(name, tmp_path / "run")
+    model, config, extra = load_model(tmp_path / "run/model")
+    tokens = torch.randint(261, (2, 12))
+    torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert config.tie_embeddings == tied
+    assert extra["data"]["add_bos"]
+    assert extra["tokenizer"] == name
 
 
 def command(capsys, *arguments):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.llama import is_llama
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_gsa.convert import load_llama
-from mezzo_gsa.convert.llama import is_llama
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 60], [0] * 12])
 

@@ -8,15 +8,21 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data.mixture import TextConfig, change_texts
-from mezzo_core.data.tokenizers import Tokenizer
+from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.hub.config import MezzoConfig, allowing
 from mezzo_core.hub.model import MezzoForCausalLM
 from mezzo_core.hub.tokenizer import to_transformers
-from mezzo_core.inputs import fitting_tokenizer, told_tokenizer
+from mezzo_core.inputs import describe_tokenizer, told_tokenizer
 from mezzo_core.libraries import library_errors
 from mezzo_core.nn.checkpoint import find_model, load_model, save_model
+from mezzo_core.nn.llama import KINDS as LLAMA_KINDS
+from mezzo_core.nn.llama import load_llama, local_tokenizer
+from mezzo_core.nn.on_meta import build_on_meta
+
+SEQ_LEN = 2048
+"""Tokens a row that `eval` and `train` take for a model that tells none."""
 
 
 def export_model(
@@ -66,10 +72,11 @@ def import_model(
 ) -> None:
     """Read a model that transformers has written, and save it as RUN/model.
 
-    It may have been trained further: by `Trainer`, or with adapters that were merged.
+    One of ours may have been trained further: by `Trainer`, or with adapters that were merged.
 
     Args:
-        folder: what `export_model` or a model's `save_pretrained` wrote.
+        folder: what `export_model` or a model's `save_pretrained` wrote: a model of mezzo, or a
+            Llama or Mistral, which becomes a plain model of softmax attention.
         run: the folder of the run, which must not have a model yet.
         allow_packages: packages besides mezzo's own whose layers the model may have.
 
@@ -82,14 +89,30 @@ def import_model(
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no model: it has no config.json")
     kind = read_json(folder / "config.json").get("model_type")
-    if kind != MezzoConfig.model_type:
-        raise UserError(
-            f'{folder}/config.json: "model_type" must be {MezzoConfig.model_type!r}, got {kind!r}'
-        )
+    if kind == MezzoConfig.model_type:
+        _import_ours(folder, out, allow_packages)
+    elif kind in LLAMA_KINDS:
+        _import_llama(folder, out)
+    else:
+        known = ", ".join([MezzoConfig.model_type, *LLAMA_KINDS])
+        raise UserError(f'{folder}/config.json: "model_type" must be one of {known}, got {kind!r}')
+
+
+def _import_ours(folder: Path, out: Path, allow_packages: Sequence[str]) -> None:
     with allowing(allow_packages), library_errors(f"{folder} cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         config = model.config.lm_config
     save_model(model.lm, config, out, _told(model.config.extra, folder, config.vocab_size))
+
+
+def _import_llama(folder: Path, out: Path) -> None:
+    config, weights = load_llama(folder)
+    extra: dict[str, Any] = {"name": str(folder), "step": 0, "seq_len": SEQ_LEN}
+    name = local_tokenizer(folder)
+    if name is not None:
+        add_bos = load_tokenizer(name).bos_token is not None
+        extra |= describe_tokenizer(name, config.vocab_size, add_bos=add_bos)
+    save_model(build_on_meta(config, folder), config, out, extra, weights=weights)
 
 
 def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -114,10 +137,8 @@ def _told(extra: dict[str, Any], folder: Path, vocab_size: int) -> dict[str, Any
     except UserError:
         if not (folder / "tokenizer.json").is_file():
             return extra
-    name = str(folder.resolve())
+    told = describe_tokenizer(str(folder), vocab_size)
     data = from_json(extra["data"]) if "data" in extra else None
     if isinstance(data, TextConfig):
-        extra = {**extra, "data": to_json(change_texts(data, tokenizer=name))}
-    identity = fitting_tokenizer(name, vocab_size).identity
-    # What was held out of a text is not known with another file of tokens.
-    return {**extra, "tokenizer": name, "tokenizer_identity": identity, "fingerprint": None}
+        told["data"] = to_json(change_texts(data, tokenizer=told["tokenizer"]))
+    return {**extra, **told}

@@ -3,17 +3,15 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo_core.config_json import to_json
-from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.data import load_tokenizer
 from mezzo_core.data.hub import HUB_PREFIX, hub_name, reach_hub
 from mezzo_core.errors import UserError
-from mezzo_core.inputs import fitting_tokenizer
+from mezzo_core.inputs import describe_tokenizer
 from mezzo_core.libraries import import_library
 from mezzo_core.nn.checkpoint import find_model, load_model
+from mezzo_core.nn.llama import is_llama, load_llama, local_tokenizer
 from mezzo_core.nn.lm import LMConfig
 from torch import Tensor
-
-from mezzo_gsa.convert.llama import is_llama, load_llama
 
 FILES = ("*.json", "*.safetensors", "tokenizer.model")
 """The files that are downloaded from the hub; none of them is pickled."""
@@ -50,13 +48,13 @@ def read_transformer(
         folder = find_model(folder)
         model, config, extra = load_model(folder)
         if tokenizer is not None:
-            extra = {**extra, **_described(tokenizer, config.vocab_size)}
+            extra = {**extra, **describe_tokenizer(tokenizer, config.vocab_size)}
         return Transformer(folder, config, model.state_dict(), extra)
     tokenizer = tokenizer or _tokenizer_of(folder, source)
     config, weights = load_llama(folder, has_rope=has_rope)
-    local = _local_tokenizer(folder) if tokenizer.startswith(HUB_PREFIX) else tokenizer
+    local = local_tokenizer(folder) if tokenizer.startswith(HUB_PREFIX) else tokenizer
     add_bos = local is not None and load_tokenizer(local).bos_token is not None
-    described = _described(tokenizer, config.vocab_size, add_bos=add_bos)
+    described = describe_tokenizer(tokenizer, config.vocab_size, add_bos=add_bos)
     extra = {"name": source, "seq_len": SEQ_LEN, **described}
     return Transformer(folder, config, weights, extra)
 
@@ -80,32 +78,6 @@ def download(source: str) -> Path:
 def _tokenizer_of(folder: Path, source: str) -> str:
     if source.startswith(HUB_PREFIX):
         return source  # by this name the tokenizer is found again in any download folder
-    if local := _local_tokenizer(folder):
+    if local := local_tokenizer(folder):
         return local
     raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name one with --tokenizer")
-
-
-def _local_tokenizer(folder: Path) -> str | None:
-    if (folder / "tokenizer.json").is_file():
-        return str(folder)
-    path = folder / "tokenizer.model"
-    return str(path) if path.is_file() else None
-
-
-def _described(tokenizer: str, vocab_size: int, *, add_bos: bool = False) -> dict[str, Any]:
-    """Return the entries that tell the tokenizer, by a path that is valid in every folder.
-
-    What was held out of a text in training is not known with other tokens: there is no fingerprint.
-    """
-    identity = None
-    if not tokenizer.startswith(HUB_PREFIX):
-        # Raises an error now rather than at first use.
-        identity = fitting_tokenizer(tokenizer, vocab_size, add_bos=add_bos).identity
-    if tokenizer != "byte" and not tokenizer.startswith(HUB_PREFIX):
-        tokenizer = str(Path(tokenizer).expanduser().resolve())
-    return {
-        "tokenizer": tokenizer,
-        "tokenizer_identity": identity,
-        "fingerprint": None,
-        "data": to_json(DataConfig(tokenizer=tokenizer, add_bos=add_bos)),
-    }

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.libraries import import_library
@@ -20,7 +22,6 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.on_meta import build_on_meta
-from torch import Tensor
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
@@ -31,6 +32,8 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
+KINDS = tuple(_DEFAULTS)
+"""The architectures that `load_llama` reads, by their "model_type"."""
 # The values that our LM supports for these keys, if they are there.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -97,6 +100,14 @@ def is_llama(folder: str | Path) -> bool:
     """Tell whether a folder holds a model in the hub's format, of any architecture."""
     path = Path(folder) / CONFIG
     return path.is_file() and "model_type" in read_json(path)
+
+
+def local_tokenizer(folder: Path) -> str | None:
+    """Return the tokenizer beside a checkpoint, by a name for `load_tokenizer`; None if none is."""
+    if (folder / "tokenizer.json").is_file():
+        return str(folder)
+    path = folder / "tokenizer.model"
+    return str(path) if path.is_file() else None
 
 
 def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True) -> LMConfig:
