@@ -74,29 +74,26 @@ def step_all(dtype):
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-FORMS = {}
-for gate in ("channel", "head"):
-    head = gate == "head"
-    FORMS |= {
-        f"{gate} gates in bfloat16": (
-            lambda head=head: gla(100, 256, 512, bf16, HQ=4, H=4, head_gate=head),
-            TRAINED,
-        ),
-        f"{gate} gates in float16, packed": (
-            lambda head=head: gla(100, 64, 64, fp16, head_gate=head, packed=True, state=True),
-            TRAINED,
-        ),
-        f"{gate} gates in float32": (
-            lambda head=head: gla(100, 128, 128, fp32, head_gate=head),
-            TRAINED,
-        ),
-    }
-FORMS |= {
-    "the widest heads": (
+# Gates of either kind in every dtype, packed and from a state.
+FORMS = {
+    "channel gates in bfloat16": (lambda: gla(100, 256, 512, bf16, HQ=4, H=4), TRAINED),
+    "channel gates in float16, packed": (
+        lambda: gla(100, 64, 64, fp16, packed=True, state=True),
+        TRAINED,
+    ),
+    "channel gates in float32": (lambda: gla(100, 128, 128, fp32), TRAINED),
+    "gates of the widest heads in bfloat16": (
         lambda: gla(100, 512, 1024, bf16, HQ=1, H=1, head_gate=True),
         TRAINED,
     ),
-    "narrow heads": (lambda: gla(100, 8, 24, bf16, HQ=2, H=2, state=True), TRAINED),
+    "gates of narrow heads in float16": (
+        lambda: gla(100, 8, 24, fp16, HQ=2, H=2, head_gate=True, state=True),
+        TRAINED,
+    ),
+    "head gates in float32, packed": (
+        lambda: gla(100, 128, 128, fp32, head_gate=True, packed=True),
+        TRAINED,
+    ),
     "steps in bfloat16": (lambda: step_all(bf16), STEPPED),
     "steps in float16": (lambda: step_all(fp16), STEPPED),
     "steps in float32": (lambda: step_all(fp32), STEPPED),

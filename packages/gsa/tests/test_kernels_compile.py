@@ -39,10 +39,12 @@ def apart(
         op.gsa_bwd(out, *last, saved, *tensors, *form)
 
 
-def projection(T, D, M, dtype, *, B=1, HQ=4, H=4, swish=True, keep="weights"):
+def projection(
+    T, D, M, dtype, *, B=1, HQ=4, H=4, between="softmax", swish=True, keep="weights"
+):  # fmt: skip
     """Launch a forward and a backward on a projection."""
     x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
-    form = Form(1.0, "softmax", keep, 8.0, swish, HQ, H, M)
+    form = Form(1.0, between, keep, 8.0, swish, HQ, H, M)
     out, _, _, *saved = op.gsa(*op.Tensors(x), *form)
     op.gsa_bwd(out, None, None, saved, *op.Tensors(x), *form)
 
@@ -69,9 +71,13 @@ def empty(B, H, M, K, V):
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+# Every dtype and every way between the passes, but not every combination of them.
 FORMS = {
     "bfloat16": (lambda: projection(100, 512, 64, bf16), TRAINED),
-    "float16": (lambda: projection(100, 512, 64, fp16), TRAINED),
+    "float16, swish between": (
+        lambda: projection(100, 512, 64, fp16, between="swish"),
+        TRAINED,
+    ),
     "float32": (lambda: projection(100, 512, 64, fp32), TRAINED),
     "128 slots in bfloat16": (
         lambda: apart(100, 512, 512, 128, bf16, strength=True, state=True),
@@ -89,13 +95,13 @@ FORMS = {
         lambda: apart(100, 40, 72, 20, bf16, HQ=4, H=2, packed=True, strength=True),
         CONTINUED,
     ),
-    "grouped heads in float32": (
-        lambda: apart(100, 32, 32, 16, fp32, HQ=2, H=1, state=True, keep="states"),
+    "grouped heads in float32, relu between": (
+        lambda: apart(100, 32, 32, 16, fp32, HQ=2, H=1, state=True, between="relu", keep="states"),
         CONTINUED,
     ),
     **{
         f"{name} between": (lambda name=name: apart(100, 64, 64, 16, bf16, between=name), TRAINED)
-        for name in BETWEEN
+        for name in ("none", "relu_squared")
     },
     "no backward": (
         lambda: apart(100, 64, 64, 64, bf16, keep="nothing"),
