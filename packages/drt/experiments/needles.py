@@ -307,37 +307,27 @@ def folder_of(name: str, model: str, seed: int, stage: int, options: Options) ->
     return options.runs / f"{name}_{MODELS.index(model)}_{seed}_{stage}"
 
 
-def asked(task: AbstractNeedleConfig) -> str:
-    """Describe what a row asks for."""
-    if isinstance(task, PasskeyConfig):
-        return f"{task.name} of {task.key_tokens}"
-    assert isinstance(task, HopsConfig)
-    return f"{task.name}, of {task.num_noise + 1} paths"
-
-
 def header(name: str, sizes: Sizes, options: Options) -> Header:
     """Return the header of a task's result."""
     what = {PASSKEY: "A passkey", TWO_HOP: "Paths of two hops"}[name]
     c = sizes.stack
     stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
     told = ", then ".join(
-        f"{s.steps} steps{' at most' if s.until else ''} of {s.batch_size} rows of {s.seq_len} "
-        f"(lr {s.lr:g}, {f'until {s.until:.0%} of tokens are right, ' if s.until else ''}"
-        f"{asked(s.task)})"
+        f"{s.steps} steps{f' or until {s.until:.0%} of tokens are right' if s.until else ''} of "
+        f"{s.batch_size} rows of {s.seq_len} (lr {s.lr:g}, {s.task.name})"
         for s in stages
     )
     samples = ", ".join(f"{sizes.samples[column]} at {column}" for column in sizes.columns[name])
     setting = (
         f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
-        f"softmax1 {'on' if c.softmax1 else 'off'}; landmarks compared as by the paper's released "
-        f"code, without projections; tokenizer {Path(options.tokenizer).name}",
-        f"trained from scratch on needles in {corpus_name(options.data)}: {told}; Landmark "
-        f"Attention on at most {LANDMARK_ROWS} rows of {LANDMARK_LEN}",
+        f"softmax1 {'on' if c.softmax1 else 'off'}, landmarks without projections",
+        f"trained from scratch on needles in {corpus_name(options.data)}, tokenizer "
+        f"{Path(options.tokenizer).name}: {told}; Landmark Attention on at most {LANDMARK_ROWS} "
+        f"rows of {LANDMARK_LEN}",
         f"share of rows of held-out text in which every token of the answer is right: {samples} "
-        f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens of them)",
-        f"rows in segments of {sizes.segment}, at most {TOGETHER} tokens of them together or one "
-        "row, DRT's chunks on the host",
+        f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens), in segments of {sizes.segment}, "
+        "DRT's chunks on the host",
     )
     return Header(
         kind="recall",

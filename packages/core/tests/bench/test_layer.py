@@ -1,15 +1,9 @@
 """A layer is timed whole, in each phase, and only if it computes correctly."""
 
-from importlib import import_module
-
 import pytest
 import torch
-from mezzo_core.bench import (
-    build_layer,
-    check_layer,
-    compiled,
-    time_layer,
-)
+from mezzo_core.bench import layer as layer_module
+from mezzo_core.bench.layer import build_layer, check_layer, compiled, time_layer
 from mezzo_core.errors import FailedRunError
 from mezzo_core.nn.attention import Attention, AttentionConfig
 from mezzo_core.nn.stack import BlocksConfig
@@ -17,7 +11,6 @@ from toys.own_keys import OwnKeysConfig
 from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
-layer_module = import_module("mezzo_core.bench.layer")
 C = 16
 CONFIG = AttentionConfig(head_dim=8)
 

@@ -197,7 +197,7 @@ def length(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         timing(
             {Cell(model, str(T)): {"B": sizes.tokens // T, "T": T, "passes": PASSES}},
             partial(_sequence_timer, model, SIZES[sizes.size]()),
-            "ms",
+            "step_ms",
         )
         for T in sizes.lengths
         for model in GROWING
@@ -205,28 +205,12 @@ def length(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     return header, jobs
 
 
-@dataclass(frozen=True)
-class OfSequence:
-    """What one of a step's sequences costs; the host's time and the memory are the step's."""
-
-    ms: float
-    tokens_per_second: float
-    host_ms: float | None
-    peak_gb: float | None
-
-
 def _sequence_timer(
     model: str, s: Hyperparameters, device: torch.device
-) -> Callable[..., list[OfSequence]]:
+) -> Callable[..., list[TrainingSpeed]]:
+    """Return a function that times a step, and tells the share of one of its sequences."""
     time = _training_timer(model, s, device)
-
-    def of_sequences(B: int, **sizes: int) -> list[OfSequence]:
-        return [
-            OfSequence(p.step_ms / B, p.tokens_per_second, p.host_ms, p.peak_gb)
-            for p in time(B=B, **sizes)
-        ]
-
-    return of_sequences
+    return lambda B, **sizes: [replace(p, step_ms=p.step_ms / B) for p in time(B=B, **sizes)]
 
 
 def _training_timer(

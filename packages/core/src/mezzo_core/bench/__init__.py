@@ -1,6 +1,6 @@
 """Measuring, once for all papers: an experiment is a list of jobs that fill a result file.
 
-`jobs` and what builds on it need mezzo-core[train].
+`training`, `training_step` and `gpus` need mezzo-core[train].
 """
 
 from mezzo_core.bench.origin import commit as commit

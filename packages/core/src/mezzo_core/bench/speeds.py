@@ -89,6 +89,8 @@ class Speeds:
         usual = self.full if device.type == "cuda" else self.cpu or self.dry
         sizes = self.dry if quick else usual
         sizes = sizes if sizes.device == device.type else replace(sizes, device=device.type)
+        if device.index is not None:
+            torch.cuda.set_device(device)
         with TemporaryDirectory() as scratch:
             for name in self.makers:
                 self.measure(name, sizes, out or Path(scratch), say)

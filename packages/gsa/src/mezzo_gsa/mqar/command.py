@@ -1,6 +1,6 @@
 """`mezzo-gsa mqar`: the sweep as a command."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +14,8 @@ from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS
 from mezzo_gsa.mqar.sweep import sweep
 
 Config = TypeVar("Config", bound=Any)
+FIELDS = {"model": "models", "width": "widths", "lr": "learning_rates"}
+"""The field that an option replaces, if it has another name."""
 SLOTS = "Slots of a head of GSA; below 1: share of the width."
 
 
@@ -75,40 +77,11 @@ def mqar(
     of GSA's first author (the paper does not say its own). Both take many GPU hours; a run ends
     when it has solved the task. Other options replace parts. A folder goes on where it was left.
     """
+    given = {FIELDS.get(name, name): value for name, value in locals().items()}
     if protocol not in PROTOCOLS:
         raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")
     whole = PROTOCOLS[protocol]
-    task = _replaced(
-        whole.task,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        num_pairs=num_pairs,
-        random_non_queries=random_non_queries,
-        train_rows=train_rows,
-        train_pairs=train_pairs,
-        test_rows=test_rows,
-        seed=seed,
-    )
-    config = _replaced(
-        whole,
-        task=task,
-        models=model,
-        widths=width,
-        learning_rates=lr,
-        skip_solved=skip_solved,
-        batch_size=batch_size,
-        epochs=epochs,
-        num_layers=num_layers,
-        conv_width=conv_width,
-        identity_mlp=identity_mlp,
-        num_slots=num_slots,
-        damping=damping,
-        scale=scale,
-        init=init,
-        precision=precision,
-        compile=compile,
-        cuda_graph=cuda_graph,
-    )
+    config = _replaced(replace(whole, task=_replaced(whole.task, given)), given)
     result = sweep(config, out, device=device)
     rows = []
     for entry in result.entries:
@@ -118,7 +91,8 @@ def mqar(
     show(f"{result.path} has every run")
 
 
-def _replaced(config: Config, **given: Any) -> Config:
+def _replaced(config: Config, given: dict[str, Any]) -> Config:
     """Replace the fields that were given; typer's lists become tuples."""
-    values = {name: value for name, value in given.items() if value not in (None, [])}
+    found = {each.name: given.get(each.name) for each in fields(config)}
+    values = {name: value for name, value in found.items() if value not in (None, [])}
     return replace(config, **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
