@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from mezzo_core.bench import Header, Options
+from mezzo_core.bench import Header, Options, run_script
 from mezzo_core.bench.jobs import run
 from mezzo_core.bench.ops import Contender, excused, op_job, shape
 from mezzo_core.ops.attention import attention
@@ -64,7 +64,7 @@ def measure(options: Options) -> None:
 def prepare(
     impl: str, sizes: dict[str, int], extra: dict[str, Any], device: torch.device
 ) -> Contender:
-    """Return a backend on random inputs, after a comparison with flex."""
+    """Return a backend on random inputs, after a comparison with another."""
     torch.manual_seed(0)
     B, T, HQ, H, D = sizes.values()
     inputs = {
@@ -75,7 +75,8 @@ def prepare(
         lengths = [extra["cu_seqlens"]] * (T // extra["cu_seqlens"])
         borders = torch.tensor([0, *accumulate(lengths), T], dtype=torch.int32).unique()
         extra = {"cu_seqlens": borders.to(device)}
-    attend, other = (partial(output, impl=x, **extra) for x in (impl, "flex"))
+    usual = "flex" if device.type == "cuda" else "reference"
+    attend, other = (partial(output, impl=x, **extra) for x in (impl, usual))
     with torch.no_grad():
         assert_close("the output", attend(**inputs), other(**inputs), rtol=1e-2)
     return Contender(attend, inputs)
