@@ -43,6 +43,17 @@ def needles(batch, num_chunks, generator):
     return tokens, targets
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_assistant_changes_no_token(offload):
+    """What it proposes in vain may have completed chunks, and retrieved."""
+    config = replace(STACK, offload=offload)
+    lm = LMConfig(VOCAB, 32, init_std=0.5, stack=config, tie_embeddings=False).build().double()
+    prompts = [[1, 2, 3], list(range(12)), list(range(23))]
+    plain = generate(lm, prompts, max_new_tokens=11)
+    for assistant in (lm, model().double()):
+        assert generate(lm, prompts, max_new_tokens=11, assistant=assistant) == plain
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefill_tokens", [None, 5])
 def test_generation_continues_as_the_full_forward_would(device, prefill_tokens):

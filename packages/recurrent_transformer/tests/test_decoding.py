@@ -37,6 +37,15 @@ def model(request):
     return LMConfig(VOCAB, C, init_std=0.5, stack=stack, tie_embeddings=False).build().eval()
 
 
+def test_an_assistant_changes_no_token(model):
+    torch.manual_seed(1)
+    small = LMConfig(VOCAB, C, init_std=0.5, stack=RecurrentStackConfig(1, BLOCK)).build()
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    plain = generate(model, prompts, max_new_tokens=8)
+    for assistant in (model, small):
+        assert generate(model, prompts, max_new_tokens=8, assistant=assistant) == plain
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefill_tokens", [None, 4])
 def test_generation_continues_as_the_full_forward_would(model, device, prefill_tokens):

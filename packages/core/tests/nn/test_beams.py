@@ -22,17 +22,20 @@ def model(request, config):
 
 
 @torch.no_grad()
-def score(model, prompt, new):
-    """Return the sum of the log-probabilities of the new tokens, by one whole forward."""
-    logits = model(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
-    return float(logits.double().log_softmax(-1)[range(len(new)), new].sum())
+def scored(model, prompt, continuations):
+    """Return the sum of the log-probabilities of each one's tokens, by one whole forward."""
+    new = torch.tensor([list(tokens) for tokens in continuations])
+    tokens = torch.cat([torch.tensor([prompt]).expand(len(new), -1), new], 1)
+    logits = model(tokens).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+    sums = logits.gather(-1, new[..., None]).sum((1, 2))
+    return dict(zip(continuations, sums.tolist(), strict=True))
 
 
 def test_as_many_beams_as_continuations_find_the_best_of_all(model):
     prompts = [[1, 2, 3], [4]]
     found = beam_search(model, prompts, num_beams=5**3, max_new_tokens=3)
     for prompt, beams in zip(prompts, found, strict=True):
-        every = {new: score(model, prompt, new) for new in itertools.product(range(5), repeat=3)}
+        every = scored(model, prompt, list(itertools.product(range(5), repeat=3)))
         best = sorted(every, key=every.get, reverse=True)
         assert [tuple(beam.tokens) for beam in beams[:9]] == best[:9]
         assert [beam.score for beam in beams] == pytest.approx(sorted(every.values())[::-1])
@@ -46,9 +49,10 @@ def test_one_beam_is_greedy(model):
 
 def test_what_ended_keeps_its_score_and_its_place(model):
     found = beam_search(model, [[1, 2]], num_beams=25, max_new_tokens=2, stop_tokens=[0])[0]
-    every = {new: score(model, [1, 2], new) for new in itertools.product(range(1, 5), repeat=2)}
-    ended = {new: score(model, [1, 2], (*new, 0)) for new in [(), *((i,) for i in range(1, 5))]}
-    assert {tuple(beam.tokens): beam.score for beam in found} == pytest.approx(every | ended)
+    whole = scored(model, [1, 2], list(itertools.product(range(1, 5), repeat=2)))
+    for ended in ([(0,)], [(i, 0) for i in range(1, 5)]):
+        whole |= {new[:-1]: score for new, score in scored(model, [1, 2], ended).items()}
+    assert {tuple(beam.tokens): beam.score for beam in found} == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(
