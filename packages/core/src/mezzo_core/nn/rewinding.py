@@ -79,7 +79,7 @@ class Rewinding(AbstractStack):
         """
         self.module.check_reserve(state, 0)
         before = () if self._only_counts else self._changing(state)
-        weight = next(self.module.parameters())
+        weight = next(self.module.parameters(), tree_leaves(state)[0])
         batch, size = len(tree_leaves(state)[0]), 0 if self._only_counts else 2 * self.room
         tokens = torch.zeros(1, 0, dtype=torch.int64, device=weight.device)
         beside = self.beside(tokens)
@@ -97,8 +97,9 @@ class Rewinding(AbstractStack):
 
         Args:
             state: of this module, by `forward` or `reserve`.
-            n: from 0 to R, for all rows or (B,) int64 for each. Not more tokens than came since
-                `begin`. Values on a GPU are not checked.
+            n: from 0 to R, for all rows or (B,) int64 for each. No row can go back further than
+                where it began, and than R tokens before the furthest place where it was. Values on
+                a GPU are not checked.
 
         Raises:
             TypeError: if the state is of another kind of module, or n is no integer.
@@ -212,7 +213,7 @@ class Rewinding(AbstractStack):
         return self.begin(self.module.init_state(batch))
 
     def overwritten(self) -> tuple[bool, ...]:
-        """Say it of no tensor twice: a `Rewinding` of a `Rewinding` keeps all."""
+        """Tell that all are: what is kept beside the state changes with it."""
         return (True,) * len(tree_leaves(self.init_state(1)))
 
     def state_bytes(self, num_tokens: int) -> int:
@@ -298,8 +299,8 @@ class Rewinding(AbstractStack):
             if (amount > state.age).any():
                 row = int((amount > state.age).nonzero()[0])
                 raise ValueError(
-                    f"n must be at most {int(state.age[row])} in row {row}, the tokens since the "
-                    f"state began, got {int(amount[row])}"
+                    f"n must be at most {int(state.age[row])} in row {row}, which can go back no "
+                    f"further, got {int(amount[row])}"
                 )
         return amount
 

@@ -56,7 +56,7 @@ class _Program:
         self.draw = random.Random(seed)
         self.state: Any = module.init_state(3)
         self.rows = [normal(module, (0, module.d_model), seed) for _ in range(3)]
-        self.since = [0] * 3  # the tokens of each row that can be taken back
+        self.floor = [0] * 3  # each row can go back to so many tokens
         self.told: list[str] = []
 
     def new(self, num_tokens: int) -> Tensor:
@@ -81,8 +81,10 @@ class _Program:
         self.follow(x, y, [num_steps] * len(self.rows))
 
     def rollback(self) -> None:
-        room = [min(ROOM, since) for since in self.since]
-        n = [self.draw.randint(0, most) for most in room]
+        n = [
+            self.draw.randint(0, len(row) - floor)
+            for row, floor in zip(self.rows, self.floor, strict=True)
+        ]
         if self.draw.random() < 0.5:
             n = [min(n)] * len(n)
             self.state = self.module.rollback(self.state, n[0])
@@ -91,7 +93,6 @@ class _Program:
             self.state = self.module.rollback(self.state, amount)
         self.told.append(f"rollback {n}")
         self.rows = [row[: len(row) - less] for row, less in zip(self.rows, n, strict=True)]
-        self.since = [since - less for since, less in zip(self.since, n, strict=True)]
 
     def fork(self) -> None:
         self.told.append("fork")
@@ -104,13 +105,13 @@ class _Program:
         self.told.append(f"select {chosen}")
         self.state = self.module.select(self.state, chosen)
         self.rows = [self.rows[row] for row in chosen]
-        self.since = [self.since[row] for row in chosen]
+        self.floor = [self.floor[row] for row in chosen]
 
     def reset(self) -> None:
         row = self.draw.randrange(len(self.rows))
         self.told.append(f"reset {row}")
         self.state = self.module.reset(self.state, [row])
-        self.rows[row], self.since[row] = self.rows[row][:0], 0
+        self.rows[row], self.floor[row] = self.rows[row][:0], 0
 
     def save_and_load(self) -> None:
         self.told.append("save and load")
@@ -122,7 +123,7 @@ class _Program:
         """Compare the outputs of each row's new tokens with those of a whole forward."""
         for i, length in enumerate(lengths):
             self.rows[i] = torch.cat([self.rows[i], x[i, :length]])
-            self.since[i] += length
+            self.floor[i] = max(self.floor[i], len(self.rows[i]) - ROOM)
             if length:
                 whole = self.whole(self.rows[i][None])[0][0, -length:]
                 name = f"row {i} after {', '.join(self.told)}"
@@ -152,7 +153,7 @@ def _check_refusals(module: AbstractSequenceModule) -> None:
         return
     for n, words in (
         (ROOM + 1, f"n must be at most {ROOM}, the room"),
-        (3, "n must be at most 2 in row 0, the tokens since the state began, got 3"),
+        (3, "n must be at most 2 in row 0, which can go back no further, got 3"),
         (torch.tensor([1, -1]), f"n must be from 0 to {ROOM}"),
         (-1, "n must be 0 or more"),
     ):
