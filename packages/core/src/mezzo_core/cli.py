@@ -38,6 +38,7 @@ from mezzo_core.options import (
     TokenizerName,
 )
 from mezzo_core.paper import Bench
+from mezzo_core.paper import Demo as Demo
 from mezzo_core.paper import Paper as Paper
 from mezzo_core.paths import check_writable, expanded
 from mezzo_core.recipe_commands import add_recipe_commands
@@ -62,6 +63,8 @@ def make_app(paper: Paper) -> typer.Typer:
     )
     lazy = LazyCommands(app)
     _add_version(app, paper)
+    if paper.demo is not None:
+        _add_demo(app, paper, paper.demo)
     lazy.add("train", _train(paper))
     _add_generate(app)
     _add_eval(app)
@@ -142,6 +145,27 @@ def _add_version(app: typer.Typer, paper: Paper) -> None:
             typer.Option("--version", callback=tell, is_eager=True, help="Show the versions."),
         ] = False,
     ) -> None: ...
+
+
+def _add_demo(app: typer.Typer, paper: Paper, plan: Demo) -> None:
+    @app.command()
+    def demo(
+        steps: Annotated[
+            int, typer.Option(min=1, max=2**31 - 1, help="Optimizer steps of each model.")
+        ] = plan.steps,
+        out: Annotated[
+            Path | None,
+            typer.Option(
+                help="Keep both runs in this folder. Default: nothing.", callback=expanded
+            ),
+        ] = None,
+    ) -> None:
+        """In a minute: train the paper's tiny model and attention on novels, and see both."""
+        from mezzo_core.train.demo import run_demo
+
+        if out is not None:
+            check_writable(out, is_folder=True)
+        run_demo(paper, plan._replace(steps=steps), out)
 
 
 def _train(paper: Paper) -> LazyCommand:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.lazy_commands import LazyCommand
@@ -19,6 +19,17 @@ Bench = Callable[["torch.device", bool, Path | None], Any]
 """Measures speeds on a device, at toy sizes if the bool says so, into result files of a folder."""
 
 
+class Demo(NamedTuple):
+    """Which models `demo` trains on the embedded novels; both take less than a minute together."""
+
+    recipe: str
+    """The paper's own."""
+    attention: str
+    """The recipe of attention of the same size."""
+    steps: int
+    batch_size: int
+
+
 @dataclass(frozen=True)
 class Paper:
     """A package of a paper.
@@ -32,6 +43,7 @@ class Paper:
         recipes: imports the recipes.
         table: the file of the recipes' table (`mezzo_core.recipe_table`). With None the table is
             made whenever it is needed.
+        demo: what `demo` trains; None leaves it out.
         bench: imports what measures speed; None leaves the command out.
         reproduction: imports the paper's claims; None leaves `reproduce` out.
         commands: the package's own commands, by name.
@@ -42,6 +54,7 @@ class Paper:
     version: str
     recipes: "Callable[[], Recipes]"
     table: Path | None = None
+    demo: Demo | None = None
     bench: Callable[[], Bench] | None = None
     reproduction: "Callable[[], Reproduction] | None" = None
     commands: Mapping[str, LazyCommand] = field(default_factory=dict)

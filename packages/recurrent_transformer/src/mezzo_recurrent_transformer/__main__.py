@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with these arguments (default: the process's own)."""
     try:
-        from mezzo_core.cli import Paper, make_app, run
+        from mezzo_core.cli import Demo, Paper, make_app, run
         from mezzo_core.lazy_commands import LazyCommand
     except ModuleNotFoundError as error:
         sys.exit(
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         version=__version__,
         recipes=_recipes,
         table=Path(__file__).with_name("recipes.csv"),
+        demo=Demo("tiny_recurrent", "tiny_transformer", steps=60, batch_size=32),
         bench=_bench,
         reproduction=_reproduction,
         commands={
