@@ -90,6 +90,7 @@ def test_what_a_run_wrote_is_no_corpus(tmp_path, pattern):
 def test_the_source_itself_may_be_a_run_whose_log_is_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RUN))
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "log.csv").write_text("step,loss\n1,2.0\n")
     (tmp_path / "mine.txt").write_text("words")
     assert names(tmp_path) == ["mine.txt"]
 

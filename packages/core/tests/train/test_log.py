@@ -1,3 +1,4 @@
+import csv
 import json
 import os
 import sys
@@ -5,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from mezzo_core.errors import UserError
-from mezzo_core.train.log import RunLog
+from mezzo_core.train.log import RunLog, read_rows
 from mezzo_core.train.loop import train
 
 
@@ -151,7 +152,11 @@ def test_tensorboard_gets_every_value(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("track", "module"),
-    [("tensorboard", "tensorboard.compat.proto.event_pb2"), ("trackio", "trackio")],
+    [
+        ("tensorboard", "tensorboard.compat.proto.event_pb2"),
+        ("trackio", "trackio"),
+        ("wandb", "wandb"),
+    ],
 )
 def test_a_missing_tracker_says_what_to_install(tiny, tmp_path, monkeypatch, track, module):
     monkeypatch.setitem(sys.modules, module, None)
@@ -159,7 +164,8 @@ def test_a_missing_tracker_says_what_to_install(tiny, tmp_path, monkeypatch, tra
         train(tiny(track=track), tmp_path, quiet=True)
 
 
-def test_trackio_gets_every_step(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("track", ["trackio", "wandb"])
+def test_a_tracker_gets_every_step(tiny, tmp_path, monkeypatch, track):
     class Fake:
         def __init__(self):
             self.logged, self.finished = [], False
@@ -174,7 +180,32 @@ def test_trackio_gets_every_step(tiny, tmp_path, monkeypatch):
             self.finished = True
 
     fake = Fake()
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    train(tiny(track="trackio"), tmp_path, quiet=True)
+    monkeypatch.setitem(sys.modules, track, fake)
+    train(tiny(track=track), tmp_path, quiet=True)
     assert [step for step, values in fake.logged if "loss" in values] == [1, 2, 3, 4, 5, 6]
     assert fake.finished
+
+
+def test_the_log_is_a_table_too(tiny, tmp_path):
+    train(tiny(), tmp_path, quiet=True)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    with (tmp_path / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(lines) == 8
+    for row, line in zip(rows, lines, strict=True):
+        assert set(line) <= set(row)
+        for name, value in row.items():
+            assert value == ("" if line.get(name) is None else str(line[name]))
+
+
+def test_a_line_tells_the_time_left_and_what_a_gpu_gives(tiny, tmp_path, capsys):
+    config = tiny(steps=20)
+    with RunLog(tmp_path, config, done=0, active=True, quiet=False) as log:
+        log.step(row(1))
+        log.step(row(2) | {"mfu": 0.414, "peak_gb": 19.06})
+        log.step(row(20))
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first == "tiny: step 1/20: loss 1.0000, 100 tokens/s, 0:00:24 left"
+    assert "loss 1.0000, 100 tokens/s, 41% MFU, 19.1 GB, 0:00:23 left" in second
+    assert last.endswith("100 tokens/s")
+    assert [found["step"] for found in read_rows(tmp_path / "log.jsonl", 20)] == [1, 2, 20]

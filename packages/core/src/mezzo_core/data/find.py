@@ -12,8 +12,8 @@ from mezzo_core.files import read_json
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = (".xz", ".gz", ".zst")
-# A folder whose config.json has this type was written by a training run, whose log.jsonl is not
-# part of a corpus.
+# A folder whose config.json has this type was written by a training run, whose log is no part
+# of a corpus.
 _RUN = "mezzo_core.train.config:TrainConfig"
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
             "make it readable, or remove it"
         ) from error
     if _is_run(folder):
-        files = [file for file in files if file.name != "log.jsonl"]
+        files = [file for file in files if file.name not in ("log.jsonl", "log.csv")]
     return sorted(below for below in folders if not _is_run(below)), sorted(files)
 
 

@@ -119,6 +119,26 @@ def build_model(
     return model, torch.compile(model.loss) if whole else model.loss
 
 
+def describe(config: TrainConfig, model: LM, world: World, done: int) -> str:
+    """Return what runs, and where: device, precision, kernels, compilation, copies."""
+    on_gpu = world.device.type == "cuda"
+    where = str(world.device) if world.size == 1 else f"{world.size} x {world.device.type}"
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and on_gpu)
+    words = [f"{model.num_parameters():,} parameters on {where} in {'bf16' if bf16 else 'fp32'}"]
+    words.append("Triton kernels" if on_gpu else "ops in PyTorch (their kernels need a GPU)")
+    sharded = is_sharded(config, model, world)
+    if config.compile:
+        whole = sharded or model.num_parameters() < SMALL
+        words.append("compiled whole" if whole else "compiled by layers (50M parameters or more)")
+    if config.cuda_graph:
+        words.append("steps as CUDA graphs")
+    if config.activation_checkpointing:
+        words.append("activations computed twice")
+    if world.size > 1:
+        words.append("weights in parts (FSDP2)" if sharded else "a whole copy in each process")
+    return ", ".join(words) + (f"; resuming after step {done}" if done else "")
+
+
 def refused_later(config: TrainConfig, model: LM) -> list[str]:
     """Return why `generate` will refuse the trained model, one line a reason; usually none."""
     reasons = []

@@ -13,7 +13,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn.lm import LMConfig
 
 Precision = Literal["auto", "fp32", "bf16"]
-Track = Literal["tensorboard", "trackio"]
+Track = Literal["tensorboard", "trackio", "wandb"]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ CHANGEABLE = frozenset(
 )
 _CONFIG, _CORPUS, _LOCK = "config.json", "corpus.json", ".mezzo.lock"
 # The other files of a run, which starting over removes.
-_WRITTEN = ("checkpoints", "model", "tensorboard", "log.jsonl", "loss.png", _CORPUS)
+_WRITTEN = ("checkpoints", "model", "tensorboard", "log.jsonl", "log.csv", "loss.png", _CORPUS)
 _TYPE = f"{TrainConfig.__module__}:{TrainConfig.__name__}"
 
 

@@ -1,5 +1,7 @@
-"""The output of a run: a progress bar or lines, log.jsonl, a tracker, the figure of the losses."""
+"""The output of a run: a progress bar or lines, log.jsonl, a tracker, losses as a figure."""
 
+import csv
+import io
 import json
 import logging
 import os
@@ -7,6 +9,8 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -113,11 +117,12 @@ class RunLog:
     def step(self, row: StepRow) -> None:
         """Write and show one step."""
         self._keep(row)
-        loss, speed = f"{row['loss']:.4f}", f"{row['tokens_per_second']:,.0f} tokens/s"
+        loss, speed = f"{row['loss']:.4f}", _speed(row)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=row["step"], loss=loss, speed=speed)
         elif row["step"] % self._line_every == 0 or row["step"] == self.config.steps:
-            self._say(f"step {row['step']}/{self.config.steps}: loss {loss}, {speed}")
+            left = self._time_left(row)
+            self._say(f"step {row['step']}/{self.config.steps}: loss {loss}, {speed}{left}")
 
     def evaluation(self, step: int, found: Evaluation) -> None:
         """Write and show one evaluation, made after `step` steps."""
@@ -144,9 +149,18 @@ class RunLog:
             with naming(self._path):
                 os.fsync(self._file.fileno())
 
+    def _time_left(self, row: StepRow) -> str:
+        steps = self.config.steps - row["step"]
+        tokens = steps * self.config.batch_size * self.config.seq_len
+        seconds = round(tokens / row["tokens_per_second"])
+        return f", {timedelta(seconds=seconds)} left" if steps > 0 else ""
+
     def plot(self) -> None:
-        """Draw loss.png: training and validation loss by the tokens read."""
+        """Draw loss.png, the losses by the tokens read, and write log.csv, all rows as a table."""
         if self.active:
+            table = self.out / "log.csv"
+            with naming(table):
+                write_csv(self.rows, table)
             path = self.out / "loss.png"
             with naming(path):
                 draw_losses(self.rows, path, self.config)
@@ -165,6 +179,25 @@ class RunLog:
             show(line, self._console)
         elif self.active:
             logger.info(line)
+
+
+def _speed(row: StepRow) -> str:
+    words = [f"{row['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in row:
+        words.append(f"{row['mfu']:.0%} MFU")
+    if "peak_gb" in row:
+        words.append(f"{row['peak_gb']:.1f} GB")
+    return ", ".join(words)
+
+
+def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the rows of a log as a table with a column for each of their names."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    table = csv.DictWriter(text, names, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_whole(path, text.getvalue())
 
 
 def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> None:
@@ -234,7 +267,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    needed = {"val_loss", "val_perplexity"} if "val_loss" in row else StepRow.__annotations__.keys()
+    needed = {"val_loss", "val_perplexity"} if "val_loss" in row else StepRow.__required_keys__
     good = all(is_number(row.get(name)) for name in needed)
     good &= all(value is None or is_number(value) for value in row.values())
     return row if good and row.get("tokens_per_second", 1) > 0 else None
@@ -293,24 +326,26 @@ class _TensorBoard:
             self._file.close()
 
 
-class _Trackio:
-    def __init__(self, project: str, out: Path) -> None:
+class _RunsElsewhere:
+    """Sends rows to trackio or wandb, which have the same functions."""
+
+    def __init__(self, name: str, project: str, out: Path) -> None:
         try:
-            import trackio
+            self._library = import_module(name)
         except ImportError:
+            found = '"mezzo-core[track]"' if name == "trackio" else name
             raise UserError(
-                'track="trackio" needs the package trackio: pip install "mezzo-core[track]"'
+                f'track="{name}" needs the package {name}: pip install {found}'
             ) from None
-        self._trackio = trackio
-        trackio.init(project=project, name=out.name, resume="allow")
+        self._library.init(project=project, name=out.name, resume="allow")
 
     def log(self, row: Mapping[str, Any]) -> None:
         values = {key: value for key, value in row.items() if key != "step" and value is not None}
-        self._trackio.log(values, step=row["step"])
+        self._library.log(values, step=row["step"])
 
     def close(self) -> None:
-        self._trackio.finish()
+        self._library.finish()
 
 
 def _open_tracker(track: str, project: str, out: Path) -> Tracker:
-    return _TensorBoard(out) if track == "tensorboard" else _Trackio(project, out)
+    return _TensorBoard(out) if track == "tensorboard" else _RunsElsewhere(track, project, out)

@@ -26,6 +26,7 @@ from mezzo_core.train.build import (
     LossFunction,
     build_data,
     build_model,
+    describe,
     micro_batches,
     refused_later,
 )
@@ -36,6 +37,7 @@ from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, ho
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
 from mezzo_core.train.optim import build_optimizer, learning_rate, set_rate
+from mezzo_core.train.peaks import peak_speed
 from mezzo_core.train.replay import Replayed
 from mezzo_core.train.stopping import StoppedError, StopRequest, say_when_stuck, watch_signals
 
@@ -99,11 +101,11 @@ def train(
 ) -> TrainResult:
     """Train a model, alone or as one of torchrun's processes.
 
-    The folder `out` gets config.json, log.jsonl, loss.png, checkpoints/step-N and model/, which
-    `mezzo_core.nn.checkpoint.load_model` reads. If a run is killed, at whatever moment, the same
-    call continues it from its newest complete checkpoint. On a CPU the losses are then bit for bit
-    those of an uninterrupted run. After Ctrl-C or SIGTERM the run finishes its step, saves a
-    checkpoint and ends; a second one ends it at once.
+    The folder `out` gets config.json, log.jsonl (log.csv at the end), loss.png, checkpoints/step-N
+    and model/, which `mezzo_core.nn.checkpoint.load_model` reads. If a run is killed, at whatever
+    moment, the same call continues it from its newest complete checkpoint. On a CPU the losses are
+    then bit for bit those of an uninterrupted run. After Ctrl-C or SIGTERM the run finishes its
+    step, saves a checkpoint and ends; a second one ends it at once.
 
     Args:
         config: configuration of the run.
@@ -171,8 +173,12 @@ def _prepare(
 
 def _train(run: _Run, log: RunLog, on_step: Callable[[StepRow], None] | None) -> TrainResult:
     config, done = run.config, run.done
-    meter = Meter(run.world, config.batch_size * config.seq_len, run.stop)
-    for note in (_describe(run), *refused_later(config, run.model)):
+    peak = peak_speed(config, run.model, run.world)
+    meter = Meter(run.world, config.batch_size * config.seq_len, run.stop, peak)
+    for note in (
+        describe(config, run.model, run.world, run.done),
+        *refused_later(config, run.model),
+    ):
         log.note(note)
     end = done if _is_accurate(config, log, done) else max(done, config.steps)
     take_step: Callable[..., Sequence[Tensor]] = partial(_take_step, run)
@@ -336,13 +342,6 @@ def _stopped(run: _Run, step: int) -> StoppedError:
     left = f"after step {step} of {run.config.steps}; {run.checkpoints.describe_newest()}"
     on = "; the same command goes on from there" if step < run.config.steps else ""
     return run.stop.error(left + on)
-
-
-def _describe(run: _Run) -> str:
-    world = run.world
-    where = str(world.device) if world.size == 1 else f"{world.size} x {world.device.type}"
-    start = f", resuming after step {run.done}" if run.done else ""
-    return f"{run.model.num_parameters():,} parameters on {where}{start}"
 
 
 def _result(log: RunLog, meter: Meter, steps: int, out: Path) -> TrainResult:

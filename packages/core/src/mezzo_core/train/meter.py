@@ -14,7 +14,15 @@ from mezzo_core.train.stopping import StopRequest
 _SLOW_SECONDS = 1.0
 
 
-class StepRow(TypedDict):
+class _OnGPU(TypedDict, total=False):
+    mfu: float
+    """Model FLOPs utilization: the share of the GPUs' peak that the model's matrix products took;
+    in bf16 on a GPU whose peak is known (`mezzo_core.train.peaks`)."""
+    peak_gb: float
+    """The most memory that tensors have taken on the first process's GPU, in 10^9 bytes."""
+
+
+class StepRow(_OnGPU):
     """One optimizer step, as it is written to log.jsonl."""
 
     step: int
@@ -46,8 +54,16 @@ class Meter:
     and reads them every `read_every` steps. At a reading the processes also agree whether to stop.
     """
 
-    def __init__(self, world: World, tokens_per_step: int, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        world: World,
+        tokens_per_step: int,
+        stop: StopRequest,
+        peak_speed: float | None = None,
+    ) -> None:
+        """Measure from now on; `peak_speed` is that of `mezzo_core.train.peaks`."""
         self.world = world
+        self._peak_speed = peak_speed
         self.stop = stop
         self._agreed_to_stop = False
         self.tokens_per_step = tokens_per_step
@@ -87,6 +103,11 @@ class Meter:
         seconds, self._started = now - self._started, now
         self._seconds.append((len(steps), seconds))
         speed = len(steps) * self.tokens_per_step / seconds
+        on_gpu = _OnGPU()
+        if self._peak_speed is not None:
+            on_gpu["mfu"] = speed / self._peak_speed
+        if self.world.device.type == "cuda":
+            on_gpu["peak_gb"] = torch.cuda.max_memory_allocated(self.world.device) / 1e9
         return [
             StepRow(
                 step=step.step,
@@ -96,6 +117,7 @@ class Meter:
                 tokens=step.step * self.tokens_per_step,
                 tokens_per_second=speed,
                 time=time.time(),
+                **on_gpu,
             )
             for step, loss, grad_norm in zip(steps, losses, grad_norms, strict=True)
         ]
