@@ -12,7 +12,11 @@ from mezzo_core.papers.markdown import write_numbers
 ROOT = Path(__file__).parents[1]
 check_results = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/check_results.py")))
 FOLDERS = [*check_results.PACKAGES, ROOT]
-WRITTEN = [path for f in FOLDERS for path in (f / "README.md", f / "results/notes.md")]
+WRITTEN = [
+    path
+    for f in FOLDERS
+    for path in (f / "README.md", f / "results/notes.md", *check_results.site_pages(f))
+]
 # What is no prose: blocks of code, code in a line, addresses, numbers that are written.
 NO_PROSE = re.compile(
     r"```.*?```|^ {4}.*?$|`[^`\n]*`|\]\([^)]*\)|[\d.,]+<!--.*?-->", re.DOTALL | re.MULTILINE

@@ -1,12 +1,15 @@
-"""Write each package's RESULTS.md, and the READMEs' numbers: `python tools/check_results.py`.
+"""Write each package's RESULTS.md, and the numbers of READMEs and docs/.
 
-A README's measured numbers stand before a comment `<!-- SOURCE: REFERENCE -->`, by which they are
-written (`mezzo_core.papers.markdown.evaluate`). In the workspace's README sources begin with the
-package, `rat/nvidia-h200/...`. With `--figures`, figures of results that are missing or of other
-numbers are drawn: each keeps the checksum of its result.
+    python tools/check_results.py [--figures]
+
+Measured numbers there stand before a comment `<!-- SOURCE: REFERENCE -->`, by which they are
+written (`mezzo_core.papers.markdown.evaluate`). In the workspace's README and in docs/ sources
+begin with the package, `rat/nvidia-h200/...`. With `--figures`, figures of results that are missing
+or of other numbers are drawn, and linked in docs/: each keeps the checksum of its result.
 """
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -25,9 +28,10 @@ CHECKSUM = "Result"
 
 
 def documents(folder: Path) -> dict[Path, str]:
-    """Return the README, and for a package RESULTS.md, as they should be."""
-    readme = folder / "README.md"
-    texts = {readme: write_numbers(readme.read_text(encoding="utf-8"), sources(folder))}
+    """Return the README and the pages of docs/, and for a package RESULTS.md, as they should be."""
+    found = sources(folder)
+    pages = (folder / "README.md", *site_pages(folder))
+    texts = {page: write_numbers(page.read_text(encoding="utf-8"), found) for page in pages}
     if folder != ROOT:
         paper = reproduction(folder)
         text = results_markdown(
@@ -35,6 +39,11 @@ def documents(folder: Path) -> dict[Path, str]:
         )
         texts[folder / "RESULTS.md"] = text
     return texts
+
+
+def site_pages(folder: Path) -> list[Path]:
+    """Return the pages of docs/ that are not links to documents elsewhere; a package has none."""
+    return [page for page in folder.glob("docs/**/*.md") if not page.is_symlink()]
 
 
 def sources(folder: Path) -> dict[str, Measurement]:
@@ -78,9 +87,19 @@ def draw_figures(package: Path) -> None:
             draw_result(ours, path, names, metadata={CHECKSUM: checksum})
 
 
+def link_figures(package: Path) -> None:
+    """Put a link to each figure beside the package's results in docs/, where pages show it."""
+    for _, figure, _ in figures(package):
+        link = ROOT / "docs/results" / package.name / figure.relative_to(package)
+        if not link.is_symlink():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(figure, link.parent))
+
+
 if __name__ == "__main__":
     for package in PACKAGES if "--figures" in sys.argv else ():
         draw_figures(package)
+        link_figures(package)
     for folder in (*PACKAGES, ROOT):
         for path, text in documents(folder).items():
             path.write_text(text, encoding="utf-8")
