@@ -19,12 +19,14 @@ class FirstTokenConfig:
 
     num_rows: int = 512
 
-    def build(self, seq_len, cache_dir, *, rank=0, world_size=1):
+    def build(
+        self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
+    ) -> RowsData:
         """Draw the rows."""
         train_rows, test_rows = (self._rows(seq_len, seed) for seed in (0, 1))
         return RowsData("first token", train_rows, test_rows, vocab_size=VOCAB, seed=0)
 
-    def _rows(self, seq_len, seed):
+    def _rows(self, seq_len: int, seed: int) -> Rows:
         inputs = np.random.default_rng(seed).integers(0, VOCAB, (self.num_rows, seq_len))
         targets = np.full_like(inputs, NO_TARGET)
         targets[:, -1] = inputs[:, 0]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import typer
 from mezzo_core.papers.published import load_published
 
@@ -232,6 +233,7 @@ RUN = ("python", "bash", "console")
 def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "packages/core/tests/smallest/src")
+    torch.compiler.reset()  # what other tests compiled
     names = {"__name__": "page"}
     for block in FOUND[page]:
         if block.language == "python":
