@@ -1,4 +1,4 @@
-"""What a DRT costs: the bytes of its state and its FLOPs."""
+"""What a DRT costs: the bytes of its state and its FLOPs. These are methods of `DRT`."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,11 @@ if TYPE_CHECKING:
 
 
 def state_bytes(stack: "DRT", num_tokens: int) -> int:
-    """Return the bytes of state on the device; `DRT.state_bytes` says of what."""
+    """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
+
+    A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype of
+    the weights. A state that grows in place may have room for twice the chunks.
+    """
     c, C, size = stack.config, stack.d_model, stack.landmark.weight.element_size()
     chunks, num_read = num_tokens // c.chunk_size, c.num_groups * c.num_retrieved
     caches = sum(a.state_bytes(num_tokens + chunks) for a in stack.layers())
@@ -20,13 +24,16 @@ def state_bytes(stack: "DRT", num_tokens: int) -> int:
 
 
 def host_state_bytes(stack: "DRT", num_tokens: int) -> int:
-    """Return the bytes of state in the host's memory."""
+    """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
     L, size = stack.config.chunk_size, stack.landmark.weight.element_size()
     return 2 * (num_tokens // L) * L * stack.d_model * size if stack.config.offload else 0
 
 
 def flops_per_token(stack: "DRT", num_tokens: int) -> float:
-    """Return the forward FLOPs per token; `DRT.flops_per_token` says of what."""
+    """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
+
+    Of the encoder, complete chunks are counted; an outside encoder is not.
+    """
     c, L, N = stack.config, stack.config.chunk_size, num_tokens // stack.config.chunk_size
     places = num_tokens + N
     total = places * sum(block.flops_per_token(places) for block in stack.lower.blocks)

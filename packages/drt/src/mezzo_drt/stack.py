@@ -17,8 +17,8 @@ from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
+from mezzo_drt import costs
 from mezzo_drt import state as states
-from mezzo_drt.costs import flops_per_token, host_state_bytes, state_bytes
 from mezzo_drt.encoder import ChunkEncoder
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.lower import LowerLayers
@@ -307,8 +307,8 @@ class DRT(AbstractStack):
 
     def reset(self, state: DRTState, rows: Rows) -> DRTState:
         """Return a state in which some rows are before their first token."""
-        first = self.init_state(1)
-        return states.restarted(state, self.check_rows("reset", state, rows), first, self._store)
+        rows = self.check_rows("reset", state, rows)
+        return states.restarted(state, rows, self.init_state(1), self._store)
 
     def overwritten(self) -> tuple[bool, ...]:
         """Tell that all is but the memory of chunks."""
@@ -322,24 +322,9 @@ class DRT(AbstractStack):
         caches = tuple(layer.init_state(batch) for layer in self.layers())
         return states.initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
-
-        A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
-        of the weights. A state that grows in place may have room for twice the chunks.
-        """
-        return state_bytes(self, num_tokens)
-
-    def host_state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
-        return host_state_bytes(self, num_tokens)
-
-    def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
-
-        Of the encoder, complete chunks are counted; an outside encoder is not.
-        """
-        return flops_per_token(self, num_tokens)
+    state_bytes = costs.state_bytes
+    host_state_bytes = costs.host_state_bytes
+    flops_per_token = costs.flops_per_token
 
     def offload_to(self, folder: str | Path | None) -> None:
         """Keep what is offloaded in files of a folder from now on; None for the host's memory.
