@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, cleandoc
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import typer
@@ -109,12 +110,13 @@ def _flags() -> Iterator[Flag]:
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """Return what the docstring of a dataclass says of each field, under "Attributes:"."""
-    text = cleandoc(config.__doc__ or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
-    found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.M)
+    """Return what a dataclass and its bases say of each field, under "Attributes:"."""
+    texts = [cleandoc(each.__doc__ or "") for each in config.__mro__]
+    told = [text.partition("\nAttributes:\n")[2].partition("\n\n")[0] for text in texts]
+    found = [re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.M) for text in told]
     return {
         name: " ".join(f"{words[0].upper()}{words[1:]}".split())
-        for names, words in found
+        for names, words in chain.from_iterable(found)
         for name in names.split(", ")
     }
 
