@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         version=__version__,
         recipes=_recipes,
         table=Path(__file__).with_name("recipes.csv"),
-        demo=Demo("tiny_recurrent", "tiny_transformer", steps=60, batch_size=32),
+        demo=Demo("tiny_recurrent", "tiny_transformer", steps=30, batch_size=32),
         bench=_bench,
         reproduction=_reproduction,
         commands={
