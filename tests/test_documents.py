@@ -113,13 +113,13 @@ def words_of(command: str) -> list[str]:
 
 def check_mezzo(words: list[str], application: Callable[[str], typer.Typer]) -> None:
     """Parse a command of a package, and look up the recipe or the ids that it names."""
-    program, command, *rest = words
+    program, command = words[:2]
     group = typer.main.get_command(application(program))
-    assert command in group.commands, command
-    given = group.commands[command].make_context(command, rest).params
+    _, found, rest = group.resolve_command(group.make_context(program, words[1:]), words[1:])
+    given = found.make_context(command, list(rest)).params
     package = PROGRAMS[program].removesuffix(".__main__")
     if command == "train" and program != "mezzo-smallest":
-        assert given["recipe"] in import_module(f"{package}.recipes").RECIPES
+        assert words[2] in import_module(f"{package}.recipes").RECIPES
     if command == "reproduce":
         paper = load_published(Path(import_module(package).__file__).parent / "published.toml")
         known = {each.id for each in (*paper.tables, *paper.claims)}
