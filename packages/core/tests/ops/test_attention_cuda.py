@@ -348,3 +348,20 @@ def test_slopes_computed_in_the_graph_compile(num_heads):
 
     out = torch.compile(attend, fullgraph=True)(q, k, v)
     assert_close("out", out, attend(q, k, v), rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{"window_size": 9}, {"cu_seqlens": [0, 100, 150]}])
+@pytest.mark.parametrize("impl", ["auto", "reference", "sdpa", "flex"])
+def test_cuda_a_lost_key_reaches_the_queries_that_see_it_alone(impl, options, dtype):
+    inputs, _ = problem(B=1, T=150, D=64, dtype=dtype, device="cuda")
+    packed = "cu_seqlens" in options
+    call = {"cu_seqlens": borders([100, 50], "cuda")} if packed else options
+    clean = attention(**inputs, **call, impl=impl).out
+    others = [*range(70), *range(100 if packed else 79, 150)]
+    for bad in (float("nan"), float("inf"), torch.finfo(dtype).max / 4):
+        k = inputs["k"].clone()
+        k[0, 70, -1] = bad
+        out = attention(**{**inputs, "k": k}, **call, impl=impl).out
+        assert torch.equal(out[:, others], clean[:, others]), bad

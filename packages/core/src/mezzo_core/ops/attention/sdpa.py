@@ -39,18 +39,19 @@ def attention_sdpa(r: Request) -> AttentionOutput:
 
     Plain causal attention needs no mask, and runs the fastest kernel that torch has for the device.
     Keys and values of grouped heads are not copied. A mask with ALiBi's bias is in float32 or
-    wider, and so are the products then: half precision would round the bias. On a CPU a token that
-    holds NaN, an infinity or, in eager code, a very large number only affects the queries that see
-    it; on a GPU this depends on torch's kernel.
+    wider, and so are the products then: half precision would round the bias. So is that of float16
+    on a GPU. A token that holds NaN, an infinity or, but for compiled code on a CPU, a number of
+    WILD or more only affects the queries that see it; under a mask on a GPU these become NaN.
     """
-    if r.q.device.type != "cpu":
+    on_cpu = r.q.device.type == "cpu"
+    if not on_cpu and is_plain(r):
         return AttentionOutput(_attend(r), None)
     look = can_look(r.q, r.k, r.v)
     if look and is_tame(r.q, r.k, r.v):
         return AttentionOutput(blocked.isolate_gradient(_attend(r), r), None)
     # torch masks by adding -inf, which makes NaN of a score that has overflowed, and a weight of 0
     # times NaN is NaN. So the kernel gets zeros in place of such tokens.
-    limit = WILD if look else math.inf
+    limit = WILD if look or not on_cpu else math.inf
     wild_q, wild = wild_tokens(r.q, limit=limit), wild_tokens(r.k, r.v, limit=limit)
     q, k, v = (
         x.masked_fill(where[:, :, None, None], 0)
@@ -79,7 +80,8 @@ def _attend(r: Request) -> Tensor:
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
         return refuse_second_gradient(out).transpose(1, 2)
-    if r.slopes is None:
+    # On a GPU torch masks float16 by a finite number, and a score as large as that gets through.
+    if r.slopes is None and not (r.q.is_cuda and r.q.dtype == torch.float16):
         return _masked(r)
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
     # Autocast would round the mask. It knows no meta device, where nothing is rounded.
