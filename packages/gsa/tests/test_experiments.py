@@ -12,7 +12,7 @@ import pytest
 import torch
 from mezzo_core.bench import Options
 from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.papers.measurement import How, read_results
+from mezzo_core.papers.measurement import read_results
 from mezzo_gsa import speed
 from mezzo_gsa.claims import REPRODUCTION
 
@@ -80,33 +80,6 @@ def test_states_have_the_sizes_that_the_ablation_says():
 
     told = {"gsa": 128, "hgrn2": 128, "gla": 192, "retnet": 256}
     assert {name: size(name) for name in told} == told
-
-
-def test_parts_of_mqar_are_selected_by_their_models(rehearse):
-    def measured(*models, jobs=1):
-        code, found = rehearse("mqar", "--jobs", str(jobs), "--models", *models)
-        assert code == 0
-        return found
-
-    def places(result):
-        return {(entry.model, entry.column) for entry in result.entries}
-
-    found = measured("gsa_2_layers", "gsa_4_layers")
-    assert set(found) == {"mqar_authors_variants"}
-    depths = found["mqar_authors_variants"]
-    assert places(depths) == {("GSA, two layers", "C=32"), ("GSA", "C=32")}
-    assert (depths.columns, depths.seeds) == (("C=32",), [123, 124, 125])
-    assert (depths.how, len(depths.entries)) == (How.SCALED_DOWN, 6)
-    assert "seq_len 32, not 512; num_pairs 4, not 64" in depths.setting
-    found = measured("gsa_damping_8", "gsa_scale_1")
-    forms = found["mqar_authors_variants"]
-    new = {("GSA, damping 8", "C=32"), ("GSA, scale 1", "C=32")}
-    assert places(forms) - places(depths) == new
-    assert all(entry in forms.entries for entry in depths.entries), "nothing is measured again"
-    found = measured("gsa", "gla", jobs=2)
-    assert set(found) == {"mqar_authors_variants", "mqar_authors"}
-    figure = found["mqar_authors"]
-    assert places(figure) == {(model, f"C={C}") for model in ("GSA", "GLA") for C in (16, 32)}
 
 
 def test_mqar_differs_from_the_authors_setting_in_what_saves_time_alone():

@@ -81,7 +81,7 @@ def mqar(
     if protocol not in PROTOCOLS:
         raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")
     whole = PROTOCOLS[protocol]
-    config = _replaced(replace(whole, task=_replaced(whole.task, given)), given)
+    config = _replaced(whole, {**given, "task": _replaced(whole.task, given)})
     result = sweep(config, out, device=device)
     rows = []
     for entry in result.entries:

@@ -33,14 +33,14 @@ class Choice(NamedTuple):
             UserError: if the model cannot have this width.
         """
         config, model, width, row = self
-        seed = config.task.seed
+        seed, state_bytes = config.task.seed, config.state_bytes(model, width)
         return Tuning(
             f"{row or model} C={width} seed {seed}",
             (Cell(row or NAMES[model], f"C={width}", seed=seed),),
             [config.run(model, width, lr) for lr in config.learning_rates],
             runs / config.name / f"{model}_c{width}_seed{seed}",
             enough=SOLVED if config.skip_solved else None,
-            details={"state_bytes": config.state_bytes(model, width)},
+            details={"state_bytes": state_bytes},
         ).job
 
 
