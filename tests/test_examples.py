@@ -8,6 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ACROSS = [
+    path for path in EXAMPLES if path.stem in ("drt_with_rat", "hybrid", "transformer_to_rat")
+]
+"""Layers of several packages in one model, trained by `train`."""
 
 
 def losses(run: Path) -> list[float]:
@@ -16,7 +20,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", ACROSS, ids=lambda path: path.stem)
 def test_an_example_runs_and_its_models_learn(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(example), run_name="__main__")
@@ -31,9 +35,14 @@ def test_an_example_runs_and_its_models_learn(example, tmp_path, monkeypatch, ca
         assert "It is a truth" in capsys.readouterr().out
 
 
-def test_an_example_has_at_most_fifty_lines_and_is_in_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    assert len(EXAMPLES) >= 3
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e not in ACROSS], ids=lambda e: e.stem)
+def test_an_example_runs_and_prints(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+def test_an_example_has_at_most_fifty_lines():
+    assert len(ACROSS) == 3
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) <= 50
-        assert f"(examples/{example.name})" in readme
