@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.jobs import run
+from mezzo_core.bench.jobs import names_of, run
 from mezzo_core.bench.ops import Contender, excused, op_job, shape
 from mezzo_core.ops.attention import attention
 from mezzo_core.testing import assert_close
@@ -46,16 +46,13 @@ def measure(options: Options) -> None:
             jobs.append(
                 excused(op_job(f"{name} attention op", impl, shape(**sizes), make, seconds))
             )
-    cells = [cell for job in jobs for cell in job.cells]
     header = Header(
         kind="timings",
         title="Attention's backends",
         setting="medians of repeated calls",
         how="scaled down" if options.dry_run else "other hardware",
-        columns=tuple(dict.fromkeys(cell.column for cell in cells)),
-        models=tuple(dict.fromkeys(cell.model for cell in cells)),
+        **names_of(jobs),
         unit="ms",
-        better="lower",
     )
     wanted = [job for job in jobs if any(f"({x})" in job.cells[0].model for x in options.models)]
     run(options.open("attention", header), wanted, options.runs, options.device)

@@ -333,7 +333,6 @@ def header(name: str, sizes: Sizes, options: Options) -> Header:
         kind="recall",
         title=f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
         setting="; ".join(setting),
-        how="scaled down",
         columns=sizes.columns[name],
         models=MEASURED[name],
         unit="%",

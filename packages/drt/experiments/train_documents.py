@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mezzo_core.bench import Header, Options, run_script
 from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import SWEPT, at_rate, in_words, of_model, sweep, training
+from mezzo_core.bench.training import SWEPT, at_rate, in_words, of_model, sweep, trainings
 from mezzo_core.data import load_tokenizer
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
@@ -53,11 +53,9 @@ def measure(options: Options) -> None:
         kind="training",
         title="Perplexity on long documents, by the learning rate",
         setting=f"{told}; {landmarks}",
-        how="scaled down",
         columns=tuple(RATES),
         models=tuple(MODELS),
         unit="perplexity",
-        better="lower",
     )
     lengths = {name: T // (TOY if options.dry_run else 1) for name, T in LENGTHS.items()}
     tokens = ", ".join(map(str, lengths.values()))
@@ -77,11 +75,7 @@ def measure(options: Options) -> None:
     best = {model: rates.best_column(model, seed=SWEPT) for model in configs}
     chosen = {model: at_rate(configs[model], RATES[rate]) for model, rate in best.items() if rate}
     test = partial(of_model, partial(perplexities, lengths=lengths))
-    jobs = (
-        training(model, [*LENGTHS], replace(config, seed=seed), test)
-        for seed in options.seeds
-        for model, config in chosen.items()
-    )
+    jobs = trainings(chosen, [*LENGTHS], options, test)
     run(result, jobs, *options.where)
 
 

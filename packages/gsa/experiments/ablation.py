@@ -59,11 +59,9 @@ def measure(options: Options) -> None:
         setting=f"{in_words(configure('gsa', options), options.device)}, here one for each column, "
         "falling to a tenth; seed 0 at the three in the middle and at the next ones while a row's "
         "best is at an end, the other seeds at the row's best",
-        how="scaled down",
         columns=tuple(RATES),
         models=tuple(NAMES.values()),
         unit="perplexity",
-        better="lower",
     )
     result = options.open("ablation_rates", header)
     sweep(result, configs, RATES, options.seeds, *options.where)

@@ -73,11 +73,9 @@ def measure(options: Options) -> None:
         title="Section 4.2: Transformers fine-tuned into RNNs, at a small size",
         setting=f"each seed its Transformer with grouped keys, {words}, falling to a tenth; then "
         f"{tuned} such steps of each target at each column's lr, and of GSA from nothing",
-        how="scaled down",
         columns=tuple(RATES),
         models=MODELS,
         unit="perplexity",
-        better="lower",
     )
     result = options.open("t2r_rates", header)
     for part in ((TRANSFORMER,), (*CONVERTED, CONTROL)):

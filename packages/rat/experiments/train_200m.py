@@ -43,11 +43,9 @@ def measure(options: Options) -> None:
         setting=f"the 200M recipes: {in_words(first, options.device)}; micro-batches of "
         f"{first.micro_batch_size} sequences; speed: median after {WARMUP} steps; peak: the data "
         "sheet's, at 3 times the forward's FLOPs",
-        how="scaled down",
         columns=COLUMNS,
         models=tuple(NAMES),
         unit="",
-        better="lower",
     )
     columns = [c for c in COLUMNS if c != SHARE or peak_flops(options.device) is not None]
     jobs = (training(model, columns, config, speeds) for model, config in every.items())

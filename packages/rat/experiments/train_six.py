@@ -49,11 +49,9 @@ def measure(options: Options) -> None:
         kind="training",
         title="The six architectures of the main comparison, at three learning rates",
         setting=f"{words}; here the rate is the column's, and a tenth of it at the end",
-        how="scaled down",
         columns=tuple(RATES),
         models=tuple(MODELS),
         unit="perplexity",
-        better="lower",
     )
     folder, *where = options.where
     result = options.open("train_six", header)

@@ -20,10 +20,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from mezzo_core.bench import Header, Options, run_script
 from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import in_words, loss_by_length, of_model, training
+from mezzo_core.bench.training import in_words, loss_by_length, of_model, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
 from mezzo_rat.trainings import FULL_QK, NOPE, STARTED, TOKEN_ROPE
@@ -67,36 +68,20 @@ def measure(options: Options) -> None:
     by_column = {c: configure(IN_CONTEXTS, T, options) for c, T in TRAINED_AT.items()}
     title = "RAT, its ablations and RAT-Reversed by the training context, at equal tokens a step"
     header = head(title, by_column["T=1024"], TRAINED_AT, options)
-    jobs = (
-        training(model, [column], replace(configs[model], seed=seed))
-        for seed in options.seeds
-        for column, configs in by_column.items()
-        for model in configs
-        if model in options.models
-    )
+    jobs = chain.from_iterable(trainings(each, [c], options) for c, each in by_column.items())
+    jobs = sorted(jobs, key=lambda job: job.cells[0].seed)
     run(options.open("train_contexts", header), jobs, folder, *where)
 
     long = configure(IN_LONG, 4096, options, rope_base=500_000.0)
     header = head("A longer context, with a RoPE base of 500,000", long, ["Val."], options)
-    jobs = (
-        training(model, ["Val."], replace(long[model], seed=seed))
-        for seed in options.seeds
-        for model in long
-        if model in options.models
-    )
-    run(options.open("train_long", header), jobs, folder, *where)
+    run(options.open("train_long", header), trainings(long, ["Val."], options), folder, *where)
 
     configs = configure(IN_POSITIONS, 1024, options)
     title = "Loss by the length of the test, with and without RoPE"
     header = replace(head(title, configs, TESTED_AT, options), unit="nats a token")
     lengths = {c: T // TOY if options.dry_run else T for c, T in TESTED_AT.items()}
     test = partial(loss_by_length, lengths=lengths, windows=1 if options.dry_run else None)
-    jobs = (
-        training(m, [*TESTED_AT], replace(configs[m], seed=seed), partial(of_model, test))
-        for seed in options.seeds
-        for m in configs
-        if m in options.models
-    )
+    jobs = trainings(configs, [*TESTED_AT], options, partial(of_model, test))
     run(options.open("train_positions", header), jobs, folder, *where)
 
 
@@ -122,11 +107,9 @@ def head(
         kind="training",
         title=title,
         setting=in_words(next(iter(configs.values())), options.device),
-        how="scaled down",
         columns=tuple(columns),
         models=tuple(configs),
         unit="perplexity",
-        better="lower",
     )
 
 

@@ -12,10 +12,11 @@ learning rates, with and without the norm before the persistent pair. `--models`
 
 import sys
 from dataclasses import replace
+from itertools import chain
 
 from mezzo_core.bench import Header, Options, run_script
 from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import at_rate, conditions, training
+from mezzo_core.bench.training import at_rate, conditions, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.recipes import (
     PAPER_NAMES,
@@ -56,18 +57,12 @@ def measure(options: Options) -> None:
         kind="training",
         title="6 and 12 layers of both architectures, at a small size",
         setting=f"{sizes}; {words}",
-        how="scaled down",
         columns=(PPL,),
         models=tuple(MODELS),
         unit="perplexity",
-        better="lower",
     )
-    jobs = (
-        training(model, [PPL], replace(configure(*MODELS[model], options), seed=seed))
-        for seed in options.seeds
-        for model in options.models
-        if model in MODELS
-    )
+    configs = {model: configure(*each, options) for model, each in MODELS.items()}
+    jobs = trainings(configs, [PPL], options)
     run(options.open("train_small", small), jobs, *options.where)
     rates = replace(
         small,
@@ -76,13 +71,10 @@ def measure(options: Options) -> None:
         columns=tuple(LEARNING_RATES),
         models=tuple(NORMS),
     )
-    jobs = (
-        training(model, [column], replace(at_rate(config, lr), seed=seed))
-        for seed in options.seeds
-        for model in options.models
-        if model in NORMS
-        for config in [configure("small_12", NORMS[model], options)]
-        for column, lr in LEARNING_RATES.items()
+    norms = {model: configure("small_12", name, options) for model, name in NORMS.items()}
+    jobs = chain.from_iterable(
+        trainings({model: at_rate(config, lr) for model, config in norms.items()}, [rate], options)
+        for rate, lr in LEARNING_RATES.items()
     )
     run(options.open("train_rates", rates), jobs, *options.where)
 

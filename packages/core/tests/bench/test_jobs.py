@@ -14,7 +14,7 @@ from toys.jobs import fail, job_of, meet, place_of
 
 CPU = torch.device("cpu")
 MODELS = ("RNN", "RAT", "Attention")
-HEADER = Header("speed", "T", "toy", "scaled down", ("8", "16"), MODELS, "ms", "lower")
+HEADER = Header("speed", "T", "toy", ("8", "16"), MODELS, "ms")
 
 
 @pytest.fixture

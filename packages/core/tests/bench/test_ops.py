@@ -26,7 +26,7 @@ def test_training_computes_the_gradient_of_every_input_and_a_forward_none(tmp_pa
         return Contender(lambda x, w: Watched.apply(x, w), inputs)
 
     needed, rows = [], ("an op forward (ours)", "an op train (ours)")
-    header = Header("timings", "T", "toy", "scaled down", ("B3",), rows, "ms", "lower")
+    header = Header("timings", "T", "toy", ("B3",), rows, "ms")
     result = Result(tmp_path / "a.json", header, origin(CPU))
     run(result, [op_job("an op", "ours", shape(B=3), make, 0.0, ("forward",))], tmp_path, CPU)
     assert not needed

@@ -118,11 +118,7 @@ def inference(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "that were captured before, landmarks included; GB of the state on the GPU, without "
         f"weights; {PASSES} passes, one after another; {PLAIN} has nothing to offload and is "
         "measured for both",
-        "columns": sum(OFFLOADED.values(), ()),
-        "models": DECODING,
-        "groups": tuple(sizes.prompts),
         "unit": "ms, GB",
-        "better": "lower",
     }
     jobs = [
         Job(
@@ -161,8 +157,6 @@ def training(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     header = {
         "title": "Training throughput (Table 4)",
         "setting": f"{_STEPS} of one sequence of random tokens; {shapes}",
-        "columns": tuple(sizes.trained),
-        "models": TRAINING,
         "unit": "tokens/s",
         "better": "higher",
     }
@@ -188,10 +182,7 @@ def length(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "title": "Time of training over the length (Figure 3a)",
         "setting": f"{_STEPS} of {sizes.tokens} random tokens, models of the size "
         f"{sizes.size}: the step's milliseconds over its sequences",
-        "columns": tuple(map(str, sizes.lengths)),
-        "models": GROWING,
         "unit": "ms",
-        "better": "lower",
     }
     jobs = [
         timing(
@@ -232,10 +223,7 @@ def reading(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
         f"sequence in segments of {sizes.segment} random tokens, chunks in the host's memory, one "
         "pass; peak GB: of the GPU, weights included",
-        "columns": tuple(map(str, sizes.texts)),
-        "models": READING,
         "unit": "s",
-        "better": "lower",
     }
     jobs = [
         timing({Cell(model, str(T)): {"T": T}}, partial(_reading_timer, sizes, model), "seconds")

@@ -89,8 +89,6 @@ def training(
         "setting": "whole training steps (forward, backward, fused AdamW) of the "
         f"{sizes.size} recipes' models, {sizes.tokens:,} random tokens in sequences of T, bf16 "
         "autocast over float32 weights, the blocks compiled on a GPU",
-        "columns": tuple(map(str, lengths)),
-        "models": tuple(models),
         "unit": "tokens/s",
         "better": "higher",
     }
@@ -126,14 +124,11 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "setting": f"one sequence of the {sizes.size} recipes' models, a prompt of "
         f"{sizes.prompt:,} tokens and then N new ones, greedy, bf16 weights; prompt and capture of "
         "the CUDA graph included",
-        "columns": tuple(f"N={count}" for count in sizes.new_tokens),
-        "models": tuple(GENERATING),
         "unit": "s",
-        "better": "lower",
     }
     jobs = [
         Job(
-            tuple(Cell(model, column) for column in header["columns"]),
+            tuple(Cell(model, f"N={count}") for count in sizes.new_tokens),
             partial(_generate, configure(model, name, sizes), sizes),
         )
         for model, name in GENERATING.items()
@@ -154,18 +149,13 @@ def _generate(
 
 def ops(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     """List ops and layers one at a time, beside fla's."""
-    jobs = beside.jobs(sizes.shapes, sizes.device)
-    cells = [cell for job in jobs for cell in job.cells]
     header = {
         "kind": "timings",
         "title": "Ops and layers one at a time, beside flash-linear-attention's (bench_fla)",
         "setting": "medians of repeated calls",
-        "columns": tuple(dict.fromkeys(cell.column for cell in cells)),
-        "models": tuple(dict.fromkeys(cell.model for cell in cells)),
         "unit": "ms",
-        "better": "lower",
     }
-    return header, jobs
+    return header, beside.jobs(sizes.shapes, sizes.device)
 
 
 def configure(model: str, name: str, sizes: Sizes) -> LMConfig:

@@ -118,11 +118,7 @@ def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "setting": f"{what} of one layer (norm, mixer, residual), {batch}, "
         f"{bf16 if cuda else 'float32, eager'}, C = {sizes.d_model}, D = {sizes.head_dim}; "
         "medians of 3 passes",
-        "columns": tuple(map(str, sizes.positions if decoding else sizes.lengths)),
-        "models": tuple(every),
-        "groups": tuple(f"B={B}" for B in sizes.batches) if decoding else (),
         "unit": "ms",
-        "better": "lower",
     }
     jobs = []
     for model, config in every.items():
@@ -168,8 +164,6 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         f"largest batch whose state fits (at most {sizes.max_batch}); greedy steps, in a CUDA "
         "graph on a GPU, timed at the first, middle and last position; the prompts' time is left "
         "out, as it must be in the paper's numbers, and is in the details; 3 passes",
-        "columns": tuple(f"T={T}" for T in sizes.contexts),
-        "models": tuple(GENERATING),
         "unit": "tokens a second",
         "better": "higher",
     }

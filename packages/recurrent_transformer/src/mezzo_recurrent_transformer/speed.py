@@ -125,10 +125,7 @@ def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         f"{_dtype(sizes)}; naive: the definition in eager PyTorch, a token at a "
         "time; tiled: Algorithm 1 in eager PyTorch; the Transformer compiled; medians of "
         f"{PASSES} passes",
-        "columns": tuple(cells),
-        "models": LAYERS[name],
         "unit": "ms",
-        "better": "lower",
     }
     jobs = []
     for model in LAYERS[name]:
@@ -193,8 +190,6 @@ def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "setting": f"whole training steps (forward, backward, fused AdamW) of the recipes of "
         f"{_recipes(sizes)}, random tokens, bf16 autocast over float32 on a GPU, where the "
         "Transformer's layers are compiled; B: sequences that are computed at once",
-        "columns": ("tokens/s",),
-        "models": tuple(MODELS),
         "unit": "tokens/s",
         "better": "higher",
     }
@@ -224,8 +219,6 @@ def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "setting": f"models of the recipes of {_recipes(sizes)}, {_dtype(sizes)}; the last "
         f"{sizes.new_tokens} of T tokens, by a CUDA graph of a step, at the largest batch B that "
         f"fits, at most {sizes.most_generated}",
-        "columns": tuple(f"T={T}" for T in sizes.contexts),
-        "models": tuple(MODELS),
         "unit": "tokens/s",
         "better": "higher",
     }

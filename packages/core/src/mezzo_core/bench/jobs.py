@@ -56,6 +56,17 @@ class Job:
         return list(self.measure(cells, folder, device))
 
 
+def names_of(jobs: Sequence[Job]) -> dict[str, tuple[str, ...]]:
+    """Return the models, columns and groups of a header, in the order of the jobs' cells."""
+    every = [cell for job in jobs for cell in job.cells]
+    groups = dict.fromkeys(cell.group for cell in every if cell.group)
+    return {
+        "models": tuple(dict.fromkeys(cell.model for cell in every)),
+        "columns": tuple(dict.fromkeys(cell.column for cell in every)),
+        "groups": tuple(groups),
+    }
+
+
 def run(
     result: Result, jobs: Iterable[Job], folder: Path, device: torch.device, processes: int = 1
 ) -> None:

@@ -63,11 +63,11 @@ class Header:
     kind: Literal["speed", "training", "recall", "timings"]
     title: str  # the table or figure, in words
     setting: str  # what was measured, in words
-    how: Literal["the paper's setting", "other hardware", "scaled down"]
     columns: tuple[str, ...]
     models: tuple[str, ...]
     unit: str  # of the values
-    better: Literal["lower", "higher"]
+    how: Literal["the paper's setting", "other hardware", "scaled down"] = "scaled down"
+    better: Literal["lower", "higher"] = "lower"
     groups: tuple[str, ...] = ()  # none if there is only one
 
     def __post_init__(self) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from mezzo_core.bench.jobs import Job, run
+from mezzo_core.bench.jobs import Job, names_of, run
 from mezzo_core.bench.origin import origin
 from mezzo_core.bench.result import Header, Result, Say
 from mezzo_core.bench.script import Options, run_script, say
 from mezzo_core.papers.measurement import Measurement, read_result
 
 Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
-"""Takes sizes; returns a file's header, but for how it was measured, and the jobs that fill it."""
+"""Takes sizes; returns a file's title, setting, unit and what is better, and its jobs."""
 Measurer = Callable[[Any, Path, Say], Measurement | None]
 """Measures something at some sizes, into a folder; None if the sizes leave it out."""
 Measurers = Mapping[str, Measurer]
@@ -71,7 +71,7 @@ class Speeds:
         header, jobs = self.makers[name](sizes)
         is_full = replace(sizes, models=None) == self.full
         how = "other hardware" if is_full else "scaled down"
-        whole = Header(**{"kind": "speed", "how": how, **header})
+        whole = Header(**{"kind": "speed", "how": how, **names_of(jobs), **header})
         device = torch.device(sizes.device)
         result = Result(folder / f"{self.prefix}{name}.json", whole, origin(device), say)
         models = sizes.models

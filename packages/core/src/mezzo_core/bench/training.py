@@ -13,7 +13,7 @@ import torch
 
 from mezzo_core.bench.jobs import SPEEDS, Job, run
 from mezzo_core.bench.result import Cell, Entry, Result
-from mezzo_core.bench.script import say
+from mezzo_core.bench.script import Options, say
 from mezzo_core.bench.timing import start_afresh
 from mezzo_core.data import DataConfig
 from mezzo_core.data.find import find_files
@@ -52,6 +52,19 @@ def training(
     """
     cells = tuple(Cell(model, column, seed=config.seed) for column in columns)
     return Job(cells, partial(_train, config, measure))
+
+
+def trainings(
+    configs: Mapping[str, TrainConfig],
+    columns: Sequence[str],
+    options: Options,
+    measure: Measure | None = None,
+) -> Iterator[Job]:
+    """Yield the jobs of the models that a command line names, with each seed, the first first."""
+    for seed in options.seeds:
+        for model, config in configs.items():
+            if model in options.models:
+                yield training(model, columns, replace(config, seed=seed), measure)
 
 
 def _train(
