@@ -220,7 +220,10 @@ def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, t
 
 def command(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
-        run_app(make_app(Paper("mezzo-x", "x", {})), [str(argument) for argument in arguments])
+        run_app(
+            make_app(Paper("mezzo-x", "x", "0.1.0", dict)),
+            [str(argument) for argument in arguments],
+        )
     return stop.value.code, *capsys.readouterr()
 
 

@@ -204,7 +204,10 @@ def test_every_kind_of_task_has_the_scores_of_reading_anew(lm, tasks):
 
 def command(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
-        run_app(make_app(Paper("mezzo-x", "x", {})), [str(argument) for argument in arguments])
+        run_app(
+            make_app(Paper("mezzo-x", "x", "0.1.0", dict)),
+            [str(argument) for argument in arguments],
+        )
     return stop.value.code, *capsys.readouterr()
 
 

@@ -5,6 +5,7 @@ context in common, are each read from the state after it: the context is read on
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -256,6 +257,8 @@ def evaluate_tasks(
     for task in tasks:
         if task not in manager.all_tasks:
             raise UserError(f"there is no task {task!r}{nearest(task, manager.all_tasks)}")
+    # lm-eval would fork for its error bars, and a fork of a process with torch's threads can hang.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     return simple_evaluate(
         model,
         tasks=list(tasks),

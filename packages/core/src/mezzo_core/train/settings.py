@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.train.config import TrainConfig
@@ -70,19 +70,22 @@ def apply_settings(config: TrainConfig, given: Sequence[str]) -> TrainConfig:
         known = dict.fromkeys(name for name, _, value in found if not isinstance(value, type))
         if place not in known:
             raise UserError(f"--set: no setting is {place!r}{nearest(place, known)}")
-        config = _changed(config, place.split("."), _parse(word))
+        config = _changed(config, place.split("."), word)
     return config
 
 
-def _changed(config: Any, place: Sequence[str], value: Any) -> Any:
+def _changed(config: Any, place: Sequence[str], word: str) -> Any:
     if isinstance(config, tuple):
-        return tuple(_changed(item, place, value) for item in config)
+        return tuple(_changed(item, place, word) for item in config)
     name, *rest = place
     if not is_dataclass(config) or name not in (field.name for field in fields(config)):
         return config  # a layer of another kind
-    return replace(
-        config, **{name: _changed(getattr(config, name), rest, value) if rest else value}
-    )  # type: ignore[type-var]
+    if rest:
+        value = _changed(getattr(config, name), rest, word)
+    else:  # "none" can be one of a field's words
+        is_its_word = word in get_args(get_type_hints(type(config))[name])
+        value = word if is_its_word else _parse(word)
+    return replace(config, **{name: value})  # type: ignore[type-var]
 
 
 def _parse(text: str) -> Any:
