@@ -113,7 +113,9 @@ def read_file(path: Path) -> tuple[Header, dict[str, Any], list[Entry]]:
     content = read_json(path)
     try:
         given: dict[str, Any] = {}
-        for name in (each.name for each in fields(Header) if each.name in content):
+        for name in (
+            each.name for each in fields(Header) if each.name in content or each.name != "groups"
+        ):
             value = content[name]
             given[name] = tuple(value) if isinstance(value, list) else value
         header = Header(**given)
