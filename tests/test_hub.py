@@ -26,7 +26,8 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [5, 5, 5, 5]]
 
 def described(line: str) -> LMConfig:
     """Return a small model of this layer: a hybrid with attention, if it is no whole stack."""
-    layer = eval(line, vars(import_module(LAYERS[line])))
+    package = import_module(LAYERS[line])
+    layer = eval(line, {name: getattr(package, name) for name in package.__all__})
     with torch.device("meta"):
         built = layer.build(WIDTH)
     if isinstance(built, AbstractMixer):
