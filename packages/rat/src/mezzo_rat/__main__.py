@@ -2,15 +2,12 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from pkgutil import resolve_name
+from typing import NoReturn
 
 from mezzo_rat import __version__
-
-if TYPE_CHECKING:
-    from mezzo_core.paper import Bench
-    from mezzo_core.papers.reproduction import Reproduction
-    from mezzo_core.train.recipes import Recipes
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -26,31 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         command="mezzo-rat",
         title="RAT: a gated linear RNN inside chunks, softmax attention across chunk ends.",
         version=__version__,
-        recipes=_recipes,
+        recipes=partial(resolve_name, "mezzo_rat.recipes:RECIPES"),
         table=Path(__file__).with_name("recipes.csv"),
         demo=Demo("tiny_rat_l16", "tiny_attention", steps=100, batch_size=2),
-        bench=_bench,
-        reproduction=_reproduction,
+        bench=partial(resolve_name, "mezzo_rat.speed:SPEEDS.bench"),
+        reproduction=partial(resolve_name, "mezzo_rat.claims:REPRODUCTION"),
     )
     run(make_app(paper), arguments)
-
-
-def _recipes() -> "Recipes":
-    from mezzo_rat.recipes import RECIPES
-
-    return RECIPES
-
-
-def _bench() -> "Bench":
-    from mezzo_rat.speed import SPEEDS
-
-    return SPEEDS.bench
-
-
-def _reproduction() -> "Reproduction":
-    from mezzo_rat.claims import REPRODUCTION
-
-    return REPRODUCTION
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Training in one process or many: ranks, communication, sharding, the exchange of gradients.
 
 `torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK. Without them the world is one process, and nothing
-in this file communicates. One process does not import FSDP and DTensor either: that takes two
-seconds.
+in this file communicates. One process does not import FSDP and DTensor either, which are slow to
+import.
 """
 
 import os
