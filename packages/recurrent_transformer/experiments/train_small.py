@@ -1,13 +1,13 @@
 """Train 6 and 12 layers of both architectures, and the RMSNorm ablation, at a small size.
 
-    python packages/recurrent_transformer/experiments/train_small.py --data 'texts/*.jsonl' \
-        --tokenizer gpt2/ --out packages/recurrent_transformer/results/nvidia-h200
+    python packages/recurrent_transformer/experiments/train_small.py --data 'texts/*.jsonl.xz' \
+        --tokenizer gpt2/ --jobs 28 --seeds 0 1 2 3 --out packages/recurrent_transformer/results/GPU
     python packages/recurrent_transformer/experiments/train_small.py --out DIR --dry-run
 
-Writes train_small.json: 6 and 12 layers of about equal weights on the same tokens, the recurrent
-ones also in blocks of 8 and 32 tokens. Writes train_rates.json: 12 recurrent layers at three
-learning rates, with and without the norm before the persistent pair. `--models` takes some alone,
-`--jobs 8` trains eight at the same time, over all GPUs.
+Writes train_small.json: 6 and 12 layers of about equal weights on the same tokens, each at its best
+learning rate; seed 0 chooses it. Writes train_rates.json: 12 recurrent layers at three learning
+rates, with and without the norm before the persistent pair, with every seed. `--models` takes some
+alone, also the recurrent ones in blocks of 8 and 32 tokens.
 """
 
 import sys
@@ -16,7 +16,7 @@ from itertools import chain
 
 from mezzo_core.bench import Header, Options, run_script
 from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import at_rate, conditions, trainings
+from mezzo_core.bench.training import at_rate, conditions, sweep, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.recipes import (
     PAPER_NAMES,
@@ -40,41 +40,42 @@ MODELS = {
     for layers in (12, 6)
 }
 """Size and architecture of each model of train_small.json."""
+RATES = {"1e-3": 1e-3, "1.5e-3": 1.5e-3, "3e-3": 3e-3, "6e-3": 6e-3, "1e-2": 1e-2}
 NORMS = {"with RMSNorm": "recurrent", "without RMSNorm": "recurrent_raw"}
-LEARNING_RATES = {"1e-3": 1e-3, "3e-3": 3e-3, "1e-2": 1e-2}
-PPL = "Val. PPL"
+OF_NORMS = {rate: RATES[rate] for rate in ("1e-3", "3e-3", "1e-2")}
 
 
 def measure(options: Options) -> None:
-    """Train each model with each seed, then each of the ablation at each rate."""
+    """Train each model at its best rate, then each of the ablation at each rate."""
     example = configure("small_12", "recurrent", options)
-    words = f"{conditions(example, options.device)}, cosine to a tenth of it"
+    words = f"{conditions(example, options.device)}, but for the rate; cosine to a tenth of it"
     sizes = "; ".join(
         f"{layers} layers: C {hyperparameters(f'small_{layers}', options).d_model}"
         for layers in (12, 6)
     )
     small = Header(
         kind="training",
-        title="6 and 12 layers of both architectures, at a small size",
-        setting=f"{sizes}; {words}",
-        columns=(PPL,),
+        title="6 and 12 layers of both architectures, each at its best learning rate",
+        setting=f"{sizes}; {words}; Transformers with torch.compile; seed 0 at the three rates in "
+        "the middle and at the next ones while a model's best is at an end, the other seeds at the "
+        "model's best",
+        columns=tuple(RATES),
         models=tuple(MODELS),
         unit="perplexity",
     )
-    configs = {model: configure(*each, options) for model, each in MODELS.items()}
-    jobs = trainings(configs, [PPL], options)
-    run(options.open("train_small", small), jobs, *options.where)
+    configs = {m: configure(*each, options) for m, each in MODELS.items() if m in options.models}
+    sweep(options.open("train_small", small), configs, RATES, options.seeds, *options.where)
     rates = replace(
         small,
         title="RMSNorm before the persistent pairs, at three learning rates",
-        setting=f"12 recurrent layers, C {example.model.d_model}; {words}, but for the rate",
-        columns=tuple(LEARNING_RATES),
+        setting=f"12 recurrent layers, C {example.model.d_model}; {words}",
+        columns=tuple(OF_NORMS),
         models=tuple(NORMS),
     )
     norms = {model: configure("small_12", name, options) for model, name in NORMS.items()}
     jobs = chain.from_iterable(
         trainings({model: at_rate(config, lr) for model, config in norms.items()}, [rate], options)
-        for rate, lr in LEARNING_RATES.items()
+        for rate, lr in OF_NORMS.items()
     )
     run(options.open("train_rates", rates), jobs, *options.where)
 

@@ -22,7 +22,7 @@ from mezzo_core.papers.criteria import (
     change,
     ratio,
 )
-from mezzo_core.papers.measurement import Entry, Measurement
+from mezzo_core.papers.measurement import Entry, Measurement, at_best
 from mezzo_core.papers.outcomes import Judgement
 from mezzo_core.papers.published import Claim, Table
 from mezzo_core.papers.reproduction import Reproduction, Scale
@@ -54,13 +54,14 @@ def speeds(name: str, criterion: Criterion) -> list[Evidence]:
 
 
 def in_nats(ours: Measurement) -> Measurement:
-    """Look at perplexities as cross-entropies, in one column as the paper calls it."""
+    """Look at perplexities as cross-entropies, each model's at its best learning rate."""
 
     def turned(entry: Entry) -> Entry:
         value = entry.value
-        return replace(entry, column=CE, value=value if isinstance(value, str) else math.log(value))
+        return replace(entry, value=value if isinstance(value, str) else math.log(value))
 
-    return replace(ours, entries=tuple(map(turned, ours.entries)), columns=(CE,), unit="nats")
+    best = at_best(ours, CE)
+    return replace(best, entries=tuple(map(turned, best.entries)), unit="nats")
 
 
 def small(criterion: Criterion) -> Evidence:
