@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import typer
-from mezzo_core.papers.published import load_published
+from mezzo_core.reproduction.published import load_published
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,7 +121,9 @@ def check_mezzo(words: list[str], application: Callable[[str], typer.Typer]) -> 
     if command == "train" and program != "mezzo-smallest":
         assert words[2] in import_module(f"{package}.recipes").RECIPES
     if command == "reproduce":
-        paper = load_published(Path(import_module(package).__file__).parent / "published.toml")
+        paper = load_published(
+            Path(import_module(package).__file__).parent / "reproduction/published.toml"
+        )
         known = {each.id for each in (*paper.tables, *paper.claims)}
         assert set(given["ids"] or ()) <= known
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mezzo_core.bench import gpus
-from mezzo_core.bench.result import read_file
+from mezzo_core.reproduction import gpus
+from mezzo_core.reproduction.result_file import read_file
 from mezzo_core.testing.scripts import run_script
 from mezzo_core.train.log import RunLog
 from mezzo_drt.recipes import PAPER_NAMES

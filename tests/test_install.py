@@ -14,7 +14,8 @@ from mezzo_core.config_json import MARKER
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 PAPERS = [folder.name for folder in FOLDERS if folder.name != "core"]
-WITH_CLAIMS = sorted(path.parents[2].name for path in ROOT.glob("packages/*/src/*/claims.py"))
+PRINTED = "reproduction/published.toml"
+WITH_CLAIMS = sorted(path.parents[3].name for path in ROOT.glob(f"packages/*/src/*/{PRINTED}"))
 
 
 def module(paper: str) -> str:
@@ -61,7 +62,7 @@ def test_core_alone_gives_ops_and_layers_with_torch_only(wheels, tmp_path):
     unpack(tmp_path, wheels["mezzo_core"])
     code = """
 import torch, mezzo_core
-from mezzo_core.bench import Result, measure
+from mezzo_core.reproduction import Result, measure
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.ops.attention import attention
 mixers = (AttentionConfig(head_dim=8),)
@@ -102,7 +103,7 @@ def test_the_wheels_hold_what_the_commands_need(wheels):
     assert any(name.endswith("austen.txt.xz") for name in names["mezzo_core"])
     for paper in PAPERS:
         package = module(paper)
-        assert (f"{package}/published.toml" in names[package]) == (paper in WITH_CLAIMS)
+        assert (f"{package}/{PRINTED}" in names[package]) == (paper in WITH_CLAIMS)
         assert any(name.endswith("entry_points.txt") for name in names[package])
         results = {name for name in names[package] if "/results/" in name}
         folder = ROOT / "packages" / paper / "results"
@@ -119,7 +120,7 @@ def answers(package):
     """Return what a paper's counts and committed results say: id, how, outcome and summary."""
     from importlib import import_module
 
-    findings = import_module(f"{package}.claims").REPRODUCTION.committed()
+    findings = import_module(f"{package}.reproduction.claims").REPRODUCTION.committed()
     return [[each.id, each.how, each.outcome, each.summary] for each in findings]
 
 

@@ -23,7 +23,8 @@ COUNTED = {
 
 
 def test_every_paper_of_the_workspace_is_reproduced():
-    folders = {path.parents[2].name for path in ROOT.glob("packages/*/src/*/published.toml")}
+    found = ROOT.glob("packages/*/src/*/reproduction/published.toml")
+    folders = {path.parents[3].name for path in found}
     assert {name.replace("-", "_") for name in PAPERS} == folders
 
 

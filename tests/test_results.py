@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mezzo_core.papers.markdown import write_numbers
+from mezzo_core.reproduction.markdown import write_numbers
 
 ROOT = Path(__file__).parents[1]
 check_results = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/check_results.py")))

@@ -3,9 +3,9 @@
     python tools/check_results.py [--figures]
 
 Measured numbers there stand before a comment `<!-- SOURCE: REFERENCE -->`, by which they are
-written (`mezzo_core.papers.markdown.evaluate`). In the workspace's README and in docs/ sources
-begin with the package, `rat/nvidia-h200/...`. With `--figures`, figures of results that are missing
-or of other numbers are drawn, and linked in docs/: each keeps the checksum of its result.
+written (`mezzo_core.reproduction.markdown.evaluate`). In the workspace's README and in docs/
+sources begin with the package, `rat/nvidia-h200/...`. With `--figures`, figures of results that are
+missing or of other numbers are drawn, and linked in docs/: each keeps the checksum of its result.
 """
 
 import hashlib
@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from mezzo_core.papers.figures import draw_result, model_names
-from mezzo_core.papers.markdown import results_markdown, write_numbers
-from mezzo_core.papers.measurement import Measurement, read_results
-from mezzo_core.papers.reproduction import Reproduction
+from mezzo_core.reproduction.figures import draw_result, model_names
+from mezzo_core.reproduction.markdown import results_markdown, write_numbers
+from mezzo_core.reproduction.measurement import Measurement, read_results
+from mezzo_core.reproduction.reproduce import Reproduction
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = sorted(path.parents[2] for path in ROOT.glob("packages/*/src/*/published.toml"))
+PRINTED = "src/*/reproduction/published.toml"
+PACKAGES = sorted(path.parents[3] for path in ROOT.glob(f"packages/*/{PRINTED}"))
 CHECKSUM = "Result"
 """The name of a figure's checksum in its file."""
 
@@ -56,8 +57,8 @@ def sources(folder: Path) -> dict[str, Measurement]:
 
 def reproduction(package: Path) -> Reproduction:
     """Return the package's paper."""
-    (path,) = package.glob("src/*/claims.py")
-    paper: Reproduction = import_module(f"{path.parent.name}.claims").REPRODUCTION
+    (path,) = package.glob(PRINTED)
+    paper: Reproduction = import_module(f"{path.parts[-3]}.reproduction.claims").REPRODUCTION
     return paper
 
 

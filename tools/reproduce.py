@@ -13,14 +13,14 @@ from pathlib import Path
 
 from mezzo_core.console import show
 from mezzo_core.errors import UserError
-from mezzo_core.papers.reproduction import Reproduction, reproduce_papers
+from mezzo_core.reproduction.reproduce import Reproduction, reproduce_papers
 from rich.console import Console
 
 
 def papers() -> list[Reproduction]:
-    """Return the papers of all packages that have a `claims.py`."""
-    found = sorted(Path(__file__).parents[1].glob("packages/*/src/*/claims.py"))
-    return [import_module(f"{path.parent.name}.claims").REPRODUCTION for path in found]
+    """Return the papers of all packages that have a `published.toml`."""
+    found = sorted(Path(__file__).parents[1].glob("packages/*/src/*/reproduction/published.toml"))
+    return [import_module(f"{path.parts[-3]}.reproduction.claims").REPRODUCTION for path in found]
 
 
 def main() -> int:

@@ -12,10 +12,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.jobs import names_of, run
-from mezzo_core.bench.ops import Contender, excused, op_job, shape
 from mezzo_core.ops.attention import attention
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.op_speed import Contender, excused, op_job, shape
+from mezzo_core.reproduction.runner import names_of, run
 from mezzo_core.testing import assert_close
 from torch import Tensor
 

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.bench import OOM, Cell, Entry, Header, Options, attempt, run_script, say
-from mezzo_core.bench.jobs import Job, run
-from mezzo_core.bench.training import corpus_name, measure_run
 from mezzo_core.data import DataConfig, load_tokenizer
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate_segments
 from mezzo_core.nn import LM, LMConfig
 from mezzo_core.nn.checkpoint import copy_weights
+from mezzo_core.reproduction import OOM, Cell, Entry, Header, Options, attempt, run_script, say
+from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.training import corpus_name, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import ModelSize, landmark_lm

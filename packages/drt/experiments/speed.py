@@ -10,7 +10,7 @@ reproduce` compares it with the paper.
 
 import sys
 
-from mezzo_drt.speed import SPEEDS
+from mezzo_drt.reproduction.speed import SPEEDS
 
 if __name__ == "__main__":
     sys.exit(SPEEDS.script(__doc__))

@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import SWEPT, at_rate, in_words, of_model, sweep, trainings
 from mezzo_core.data import load_tokenizer
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction.training import SWEPT, at_rate, in_words, of_model, sweep, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
 from mezzo_drt.documents import perplexities

@@ -4,12 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core.papers.claims import check_complete
-from mezzo_core.papers.measurement import Entry, Measurement
-from mezzo_core.papers.outcomes import Outcome
+from mezzo_core.reproduction.claims import check_complete
+from mezzo_core.reproduction.measurement import Entry, Measurement
+from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.testing.claims import check_claims
-from mezzo_drt import DRTConfig, counts, layer, stack
-from mezzo_drt.claims import BASE, DRT1, DRT2, LANDMARK, LONGEST, RANDOM, REPRODUCTION, WINDOW
+from mezzo_drt import DRTConfig, layer, stack
+from mezzo_drt.reproduction import counts
+from mezzo_drt.reproduction.claims import (
+    BASE,
+    DRT1,
+    DRT2,
+    LANDMARK,
+    LONGEST,
+    RANDOM,
+    REPRODUCTION,
+    WINDOW,
+)
 
 PUBLISHED = REPRODUCTION.published
 

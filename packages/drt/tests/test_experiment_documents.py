@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from mezzo_core.bench import Options
+from mezzo_core.reproduction import Options
 from mezzo_drt.recipes import RECIPES
 
 SCRIPT = Path(__file__).parents[1] / "experiments/train_documents.py"

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import Options
-from mezzo_core.papers.measurement import How, read_result
-from mezzo_drt.claims import REPRODUCTION
+from mezzo_core.reproduction import Options
+from mezzo_core.reproduction.measurement import How, read_result
+from mezzo_drt.reproduction.claims import REPRODUCTION
 
 SCRIPT = Path(__file__).parents[1] / "experiments/needles.py"
 needles = SimpleNamespace(**runpy.run_path(str(SCRIPT)))

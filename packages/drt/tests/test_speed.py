@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core.bench.generation import fill
 from mezzo_core.errors import FailedRunError
-from mezzo_drt import inference, speed
-from mezzo_drt.claims import REPRODUCTION
+from mezzo_core.reproduction.generation_speed import fill
+from mezzo_drt import inference
 from mezzo_drt.recipes import RECIPES, tiny
-from mezzo_drt.speed import (
+from mezzo_drt.reproduction import speed
+from mezzo_drt.reproduction.claims import REPRODUCTION
+from mezzo_drt.reproduction.speed import (
     BASE,
     BLOCK_RECURRENT,
     DRT1,

@@ -16,9 +16,9 @@ always do. The others are Table 1's models, with states of 128 (HGRN2, as GSA), 
 import sys
 from dataclasses import replace
 
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.training import in_words, sweep
 from mezzo_core.data import DataConfig
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.training import in_words, sweep
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
 

@@ -13,7 +13,7 @@ this machine's sizes.
 
 import sys
 
-from mezzo_gsa.speed import SPEEDS
+from mezzo_gsa.reproduction.speed import SPEEDS
 
 if __name__ == "__main__":
     sys.exit(SPEEDS.script(__doc__))

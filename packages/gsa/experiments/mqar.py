@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.jobs import run
-from mezzo_gsa.mqar.protocols import NAMES, PROTOCOLS, SweepConfig
-from mezzo_gsa.mqar.sweep import Choice, choices
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.runner import run
 from mezzo_gsa.mqar.task import MQARConfig
+from mezzo_gsa.reproduction.mqar_protocols import NAMES, PROTOCOLS, SweepConfig
+from mezzo_gsa.reproduction.mqar_sweep import Choice, choices
 
 GSA = NAMES["gsa"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from mezzo_core.bench import Cell, Entry, Header, Options, run_script
-from mezzo_core.bench.jobs import Job, run
-from mezzo_core.bench.training import in_words, training
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
+from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.training import in_words, training
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.convert import TARGETS, convert
 

@@ -10,7 +10,7 @@ Writes train_gpus.json.
 import sys
 from itertools import product
 
-from mezzo_core.bench.gpus import run_settings
+from mezzo_core.reproduction.gpus import run_settings
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
 
 MODELS = {

@@ -6,15 +6,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from mezzo_core.bench.jobs import names_of
 from mezzo_core.errors import FailedRunError
-from mezzo_gsa.bench import beside, fla
-from mezzo_gsa.bench.beside import Shapes
+from mezzo_core.reproduction.runner import names_of
 from mezzo_gsa.gsa import GSA
 from mezzo_gsa.ops.gla import chunk_gla
 from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.recipes import recipe
-from mezzo_gsa.speed import DRY, FULL, SPEEDS, ops
+from mezzo_gsa.reproduction import beside, fla
+from mezzo_gsa.reproduction.beside import Shapes
+from mezzo_gsa.reproduction.speed import DRY, FULL, SPEEDS, ops
 
 CPU = torch.device("cpu")
 TINY = Shapes(((2, 24), (1, 48)), ((3, 16), 4, 4), 2, 8, (4, 2), 8, 0.0)

@@ -3,13 +3,22 @@
 from dataclasses import replace
 
 import pytest
-from mezzo_core.papers.claims import check_complete, find
-from mezzo_core.papers.measurement import Entry, Measurement, read_results
-from mezzo_core.papers.outcomes import Outcome
+from mezzo_core.reproduction.claims import check_complete, find
+from mezzo_core.reproduction.measurement import Entry, Measurement, read_results
+from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.testing.claims import check_claims
-from mezzo_gsa import counts
-from mezzo_gsa.claims import BETWEEN, GATES, GLA, GSA, REPRODUCTION, RETNET, SLOTS, XFMR
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
+from mezzo_gsa.reproduction import counts
+from mezzo_gsa.reproduction.claims import (
+    BETWEEN,
+    GATES,
+    GLA,
+    GSA,
+    REPRODUCTION,
+    RETNET,
+    SLOTS,
+    XFMR,
+)
 
 PUBLISHED = REPRODUCTION.published
 

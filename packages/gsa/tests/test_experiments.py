@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import Options
 from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.papers.measurement import read_results
-from mezzo_gsa import speed
-from mezzo_gsa.claims import REPRODUCTION
+from mezzo_core.reproduction import Options
+from mezzo_core.reproduction.measurement import read_results
+from mezzo_gsa.reproduction import speed
+from mezzo_gsa.reproduction.claims import REPRODUCTION
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 PUBLISHED = REPRODUCTION.published

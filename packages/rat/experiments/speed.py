@@ -9,7 +9,7 @@ measures the same at this machine's sizes, and `mezzo-rat reproduce` compares it
 
 import sys
 
-from mezzo_rat.speed import SPEEDS
+from mezzo_rat.reproduction.speed import SPEEDS
 
 if __name__ == "__main__":
     sys.exit(SPEEDS.script(__doc__))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.gpus import peak_flops, share_of_peak
-from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import WARMUP, in_words, training
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.gpus import peak_flops, share_of_peak
+from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction.training import WARMUP, in_words, training
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, paper_200m, train_config
 

@@ -22,12 +22,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import in_words, loss_by_length, of_model, trainings
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction.training import in_words, loss_by_length, of_model, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
-from mezzo_rat.trainings import FULL_QK, NOPE, STARTED, TOKEN_ROPE
+from mezzo_rat.reproduction.trainings import FULL_QK, NOPE, STARTED, TOKEN_ROPE
 
 SIX = {model: name for name, model in PAPER_NAMES.items()}
 IN_CONTEXTS = {

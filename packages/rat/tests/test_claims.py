@@ -1,13 +1,13 @@
 """Each table and claim of the paper is answered, and each criterion can come out against it."""
 
 import pytest
-from mezzo_core.papers.claims import check_complete
-from mezzo_core.papers.criteria import Within
-from mezzo_core.papers.measurement import Entry, Measurement, entries
-from mezzo_core.papers.outcomes import Outcome
+from mezzo_core.reproduction.claims import check_complete
+from mezzo_core.reproduction.criteria import Within
+from mezzo_core.reproduction.measurement import Entry, Measurement, entries
+from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.testing.claims import check_claims
-from mezzo_rat import counts
-from mezzo_rat.claims import LENGTHS, REPRODUCTION, both_phases, positions_that_fit
+from mezzo_rat.reproduction import counts
+from mezzo_rat.reproduction.claims import LENGTHS, REPRODUCTION, both_phases, positions_that_fit
 
 PUBLISHED = REPRODUCTION.published
 

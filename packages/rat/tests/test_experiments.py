@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.bench import Options, gpus
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.reproduction import Options, gpus
 from mezzo_rat import LinearRNNConfig
 from mezzo_rat.recipes import PAPER_NAMES, RECIPES, mid, train_config
 from mezzo_rat.recipes import small as small_size

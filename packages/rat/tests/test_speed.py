@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from mezzo_core.bench import generation
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import Attention
-from mezzo_core.papers.measurement import How
-from mezzo_rat.claims import REPRODUCTION
-from mezzo_rat.speed import DRY, FULL, MEASURERS, SPEEDS
+from mezzo_core.reproduction import generation_speed
+from mezzo_core.reproduction.measurement import How
+from mezzo_rat.reproduction.claims import REPRODUCTION
+from mezzo_rat.reproduction.speed import DRY, FULL, MEASURERS, SPEEDS
 
 SMALL = replace(DRY, models=("RNN", "Attention"), lengths=(64,))
 
@@ -30,7 +30,7 @@ def test_batches_are_as_large_as_the_tables_say():
 
 
 def test_a_batch_that_does_not_fit_is_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "free_memory", lambda device: 400_000)
+    monkeypatch.setattr(generation_speed, "free_memory", lambda device: 400_000)
     ours = MEASURERS["table8"](replace(SMALL, positions=(64,)), tmp_path, quiet)
     assert ours.typical("Attention", "64", "B=64") == "OOM"
     assert isinstance(ours.typical("RNN", "64", "B=64"), float)

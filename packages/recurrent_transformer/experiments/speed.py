@@ -11,7 +11,7 @@ this machine's sizes, and `mezzo-recurrent-transformer reproduce` compares it wi
 
 import sys
 
-from mezzo_recurrent_transformer.speed import SPEEDS
+from mezzo_recurrent_transformer.reproduction.speed import SPEEDS
 
 if __name__ == "__main__":
     sys.exit(SPEEDS.script(__doc__))

@@ -14,8 +14,8 @@ is not trained again. For other sizes use the command `mezzo-recurrent-transform
 import sys
 from dataclasses import replace
 
-from mezzo_core.bench import Options, run_script
-from mezzo_recurrent_transformer.synthetic.sweep import NAMES, SweepConfig, sweep
+from mezzo_core.reproduction import Options, run_script
+from mezzo_recurrent_transformer.reproduction.synthetic_sweep import NAMES, SweepConfig, sweep
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 SWEEPS = {

@@ -14,9 +14,9 @@ import sys
 from dataclasses import replace
 from itertools import chain
 
-from mezzo_core.bench import Header, Options, run_script
-from mezzo_core.bench.jobs import run
-from mezzo_core.bench.training import at_rate, conditions, sweep, trainings
+from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction.training import at_rate, conditions, sweep, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.recipes import (
     PAPER_NAMES,

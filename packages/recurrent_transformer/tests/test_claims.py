@@ -4,14 +4,22 @@ import math
 from itertools import product
 
 import pytest
-from mezzo_core.papers.claims import check_complete
-from mezzo_core.papers.measurement import Entry, Measurement
-from mezzo_core.papers.outcomes import Outcome
+from mezzo_core.reproduction.claims import check_complete
+from mezzo_core.reproduction.measurement import Entry, Measurement
+from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.testing.claims import check_claims
-from mezzo_recurrent_transformer import counts, schedule
-from mezzo_recurrent_transformer.claims import NORMALIZED, RAW, REPRODUCTION, RT, XFMR, in_nats
+from mezzo_recurrent_transformer import schedule
 from mezzo_recurrent_transformer.recipes import with_layers
-from mezzo_recurrent_transformer.speed import EAGER, GRAPH
+from mezzo_recurrent_transformer.reproduction import counts
+from mezzo_recurrent_transformer.reproduction.claims import (
+    NORMALIZED,
+    RAW,
+    REPRODUCTION,
+    RT,
+    XFMR,
+    in_nats,
+)
+from mezzo_recurrent_transformer.reproduction.speed import EAGER, GRAPH
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 PUBLISHED = REPRODUCTION.published

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from mezzo_core.bench import Options
+from mezzo_core.reproduction import Options
 from mezzo_recurrent_transformer import RecurrentBlockConfig
 from mezzo_recurrent_transformer.recipes import RECIPES
 

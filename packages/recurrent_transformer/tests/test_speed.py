@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.errors import UserError
-from mezzo_recurrent_transformer import RecurrentBlock, RecurrentBlockConfig, speed
+from mezzo_recurrent_transformer import RecurrentBlock, RecurrentBlockConfig
+from mezzo_recurrent_transformer.reproduction import speed
+from mezzo_recurrent_transformer.reproduction.speed import DRY, MEASURERS, NAIVE
 from mezzo_recurrent_transformer.schedule import tiled_forward
-from mezzo_recurrent_transformer.speed import DRY, MEASURERS, NAIVE
 
 
 def quiet(line):

@@ -46,7 +46,7 @@ from mezzo_core.recipe_commands import add_recipe_commands
 if TYPE_CHECKING:
     import torch
 
-    from mezzo_core.papers.reproduction import Reproduction
+    from mezzo_core.reproduction.reproduce import Reproduction
 
 # click's error for wrong options and arguments. It is not imported from click, because typer may
 # use a copy of its own.

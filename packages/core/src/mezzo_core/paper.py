@@ -12,7 +12,7 @@ from mezzo_core.recipe_table import RecipeRow, make_table, read_table
 if TYPE_CHECKING:
     import torch
 
-    from mezzo_core.papers.reproduction import Reproduction
+    from mezzo_core.reproduction.reproduce import Reproduction
     from mezzo_core.train.recipes import Recipes
 
 Bench = Callable[["torch.device", bool, Path | None], Any]

@@ -4,10 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from mezzo_core.papers.claims import by_test, counted, result
-from mezzo_core.papers.criteria import Bound, Every, Given, Of, Order, Within, at_least, ratio
-from mezzo_core.papers.measurement import Measurement, entries
-from mezzo_core.papers.published import Claim, Published, Row, Table
+from mezzo_core.reproduction.claims import by_test, counted, result
+from mezzo_core.reproduction.criteria import Bound, Every, Given, Of, Order, Within, at_least, ratio
+from mezzo_core.reproduction.measurement import Measurement, entries
+from mezzo_core.reproduction.published import Claim, Published, Row, Table
 from mezzo_core.testing.claims import check_claims
 
 ROWS = tuple(

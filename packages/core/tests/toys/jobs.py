@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from mezzo_core.bench import Cell, Entry
-from mezzo_core.bench.jobs import Job
 from mezzo_core.errors import UserError
+from mezzo_core.reproduction import Cell, Entry
+from mezzo_core.reproduction.runner import Job
 
 
 def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int, str]:

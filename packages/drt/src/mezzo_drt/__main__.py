@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         recipes=partial(resolve_name, "mezzo_drt.recipes:RECIPES"),
         table=Path(__file__).with_name("recipes.csv"),
         demo=Demo("tiny_drt1", "tiny_base", steps=100, batch_size=4),
-        bench=partial(resolve_name, "mezzo_drt.speed:SPEEDS.bench"),
-        reproduction=partial(resolve_name, "mezzo_drt.claims:REPRODUCTION"),
+        bench=partial(resolve_name, "mezzo_drt.reproduction.speed:SPEEDS.bench"),
+        reproduction=partial(resolve_name, "mezzo_drt.reproduction.claims:REPRODUCTION"),
     )
     run(make_app(paper), arguments)
 

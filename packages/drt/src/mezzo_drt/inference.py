@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from mezzo_core.bench.generation import fill
 from mezzo_core.nn import Decoder, Sampler
 from mezzo_core.nn.lm import LM
+from mezzo_core.reproduction.generation_speed import fill
 from torch.utils._pytree import tree_leaves
 
 from mezzo_drt.stack import DRT

@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         recipes=partial(resolve_name, "mezzo_gsa.recipes:RECIPES"),
         table=Path(__file__).with_name("recipes.csv"),
         demo=Demo("tiny_gsa", "tiny_attention", steps=100, batch_size=2),
-        bench=partial(resolve_name, "mezzo_gsa.speed:SPEEDS.bench"),
-        reproduction=partial(resolve_name, "mezzo_gsa.claims:REPRODUCTION"),
+        bench=partial(resolve_name, "mezzo_gsa.reproduction.speed:SPEEDS.bench"),
+        reproduction=partial(resolve_name, "mezzo_gsa.reproduction.claims:REPRODUCTION"),
         commands={
             "convert": LazyCommand(
                 "Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.",
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             "mqar": LazyCommand(
                 "Train GSA and other mixers on multi-query associative recall (MQAR), and compare "
                 "them.",
-                partial(resolve_name, "mezzo_gsa.mqar.command:mqar"),
+                partial(resolve_name, "mezzo_gsa.reproduction.mqar_command:mqar"),
             ),
         },
     )

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from mezzo_core.bench import training
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn import generate
-from mezzo_core.papers.measurement import read_result
+from mezzo_core.reproduction import training
+from mezzo_core.reproduction.measurement import read_result
 from mezzo_core.testing.laws import check_segments, check_state_bytes
 from mezzo_core.train.loop import train
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.mqar import command
-from mezzo_gsa.mqar.command import mqar
-from mezzo_gsa.mqar.protocols import DROPOUT, NAMES, PROTOCOLS, SweepConfig
-from mezzo_gsa.mqar.sweep import sweep
 from mezzo_gsa.mqar.task import MQARConfig
+from mezzo_gsa.reproduction import mqar_command
+from mezzo_gsa.reproduction.mqar_command import mqar
+from mezzo_gsa.reproduction.mqar_protocols import DROPOUT, NAMES, PROTOCOLS, SweepConfig
+from mezzo_gsa.reproduction.mqar_sweep import sweep
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
 TINY = SweepConfig(
@@ -379,7 +379,7 @@ def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, 
         swept.append(config)
         return SimpleNamespace(entries=[], path="")
 
-    monkeypatch.setattr(command, "sweep", record)
+    monkeypatch.setattr(mqar_command, "sweep", record)
     whole = PROTOCOLS[protocol]
     expected = {words: replace(whole, **change) for words, change in SWEPT.items()}
     expected |= {words: replace(whole, **change) for words, change in UNLIKE[protocol].items()}

@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         recipes=partial(resolve_name, "mezzo_rat.recipes:RECIPES"),
         table=Path(__file__).with_name("recipes.csv"),
         demo=Demo("tiny_rat_l16", "tiny_attention", steps=100, batch_size=2),
-        bench=partial(resolve_name, "mezzo_rat.speed:SPEEDS.bench"),
-        reproduction=partial(resolve_name, "mezzo_rat.claims:REPRODUCTION"),
+        bench=partial(resolve_name, "mezzo_rat.reproduction.speed:SPEEDS.bench"),
+        reproduction=partial(resolve_name, "mezzo_rat.reproduction.claims:REPRODUCTION"),
     )
     run(make_app(paper), arguments)
 

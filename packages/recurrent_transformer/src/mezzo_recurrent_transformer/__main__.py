@@ -27,13 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         recipes=partial(resolve_name, "mezzo_recurrent_transformer.recipes:RECIPES"),
         table=Path(__file__).with_name("recipes.csv"),
         demo=Demo("tiny_recurrent", "tiny_transformer", steps=30, batch_size=32),
-        bench=partial(resolve_name, "mezzo_recurrent_transformer.speed:SPEEDS.bench"),
-        reproduction=partial(resolve_name, "mezzo_recurrent_transformer.claims:REPRODUCTION"),
+        bench=partial(resolve_name, "mezzo_recurrent_transformer.reproduction.speed:SPEEDS.bench"),
+        reproduction=partial(
+            resolve_name, "mezzo_recurrent_transformer.reproduction.claims:REPRODUCTION"
+        ),
         commands={
             "synthetic": LazyCommand(
                 "Train one recurrent layer and one Transformer layer on synthetic tasks, and "
                 "compare them.",
-                partial(resolve_name, "mezzo_recurrent_transformer.synthetic.command:synthetic"),
+                partial(
+                    resolve_name,
+                    "mezzo_recurrent_transformer.reproduction.synthetic_command:synthetic",
+                ),
             )
         },
     )

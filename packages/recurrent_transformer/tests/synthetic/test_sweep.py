@@ -7,17 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 import typer
-from mezzo_core.bench import training
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.papers.measurement import How, read_result
+from mezzo_core.reproduction import training
+from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_core.testing.arguments import check_fields
 from mezzo_core.train.loop import train
 from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
+from mezzo_recurrent_transformer.reproduction.synthetic_command import synthetic
+from mezzo_recurrent_transformer.reproduction.synthetic_sweep import (
+    LAYERS,
+    NAMES,
+    SweepConfig,
+    sweep,
+)
 from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoder
-from mezzo_recurrent_transformer.synthetic.command import synthetic
-from mezzo_recurrent_transformer.synthetic.sweep import LAYERS, NAMES, SweepConfig, sweep
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 MEMORY = replace(TASKS["memorization"], vocab_size=12, seq_len=8, train_rows=20, test_rows=8)

@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mezzo_core.papers.claims import Evidence, Printed, Run
-from mezzo_core.papers.criteria import Given, Order
-from mezzo_core.papers.measurement import Entry, Measurement, printed_measurement, read_results
-from mezzo_core.papers.outcomes import Outcome
-from mezzo_core.papers.published import Table
-from mezzo_core.papers.reproduction import Reproduction
+from mezzo_core.reproduction.claims import Evidence, Printed, Run
+from mezzo_core.reproduction.criteria import Given, Order
+from mezzo_core.reproduction.measurement import (
+    Entry,
+    Measurement,
+    printed_measurement,
+    read_results,
+)
+from mezzo_core.reproduction.outcomes import Outcome
+from mezzo_core.reproduction.published import Table
+from mezzo_core.reproduction.reproduce import Reproduction
 
 
 def check_claims(paper: Reproduction) -> None:

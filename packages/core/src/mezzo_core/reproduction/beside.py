@@ -1,0 +1,97 @@
+"""What needs no training: our values beside printed ones, and where recipes have them."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from mezzo_core.reproduction.claims import Evidence, counted
+from mezzo_core.reproduction.criteria import Within
+from mezzo_core.reproduction.measurement import How, Measurement, entries
+from mezzo_core.reproduction.published import Claim, Value
+
+
+def in_recipes(
+    recipes: Mapping[str, Callable[[], Any]],
+    rounded: Mapping[str, float] | None = None,
+    **further: Callable[[Any], Value],
+) -> Evidence:
+    """Answer a printed set-up by the values of recipes, found by the claim's `ours`.
+
+    An expression is a path into the recipe, as `optim.lr` or `optim.betas.0`, or sums and products
+    of paths and whole numbers, as `steps * batch_size * seq_len`. What has a length stands for it.
+    `built` is the recipe's model. `NAME: ` before an expression takes another recipe.
+
+    Args:
+        recipes: functions that return a recipe, by name.
+        rounded: relative tolerances by label, see `Within`.
+        further: functions of a recipe, for expressions that are no path.
+    """
+
+    def compare(claim: Claim) -> Measurement:
+        ours, used = dict[str, Value](), dict[str, None]()
+        for label, expression in zip(claim.labels, claim.ours, strict=True):
+            if expression:
+                name, _, path = expression.rpartition(": ")
+                used[name or claim.recipe] = None
+                recipe = recipes[name or claim.recipe]()
+                ours[label] = further[path](recipe) if path in further else _value(recipe, path)
+        return beside_printed(claim, ours, f"recipes {', '.join(used)}")
+
+    return counted(compare, Within(rounded or {}))
+
+
+def _value(recipe: Any, expression: str) -> Value:
+    """Return the value of an expression, see `in_recipes`."""
+    terms = (prod(_found(recipe, path) for path in t.split(" * ")) for t in expression.split(" + "))
+    return sum(terms)
+
+
+def _found(found: Any, path: str) -> Any:
+    if path.isdigit():
+        return int(path)
+    for name in path.split("."):
+        if name == "built":
+            with torch.device("meta"):  # without memory for its weights
+                found = found.model.build()
+        else:
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
+    return len(found) if hasattr(found, "__len__") else found
+
+
+def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Measurement:
+    """Put our values beside those of the paper that have the same labels, for `Within`.
+
+    Labels that we have no value for (number of GPUs) are named in the setting.
+    """
+    printed = {label: value for label, value in claim.labelled().items() if label in ours}
+    left_out = ", ".join(label for label in claim.labels if label not in ours)
+    return beside(printed, ours, f"{setting}{f'; left out: {left_out}' if left_out else ''}")
+
+
+def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
+    """Put our values beside printed ones by their labels, for `Within`."""
+    rows = {label: (value, ours[label]) for label, value in printed.items()}
+    columns = ("printed", "ours")
+    return Measurement(entries(rows, columns), columns, setting, How.PAPER)
+
+
+def growth(
+    rows: Mapping[str, tuple[Callable[[int], float], Callable[[int], float]]],
+    lengths: tuple[int, int],
+    setting: str,
+) -> Measurement:
+    """Put how many times something grows from one length to another beside the claimed growth.
+
+    Args:
+        rows: what is counted and what the paper says that it grows as, functions of the length, by
+            the name of what grows and how.
+        lengths: the first and the last.
+        setting: what is counted, in words.
+    """
+    first, last = lengths
+    ours, printed = (
+        {name: both[i](last) / both[i](first) for name, both in rows.items()} for i in (0, 1)
+    )
+    return beside(printed, ours, f"{setting}, from {first} to {last}")

@@ -1,0 +1,213 @@
+"""A paper's claims: what answers each table and claim, and by which criterion.
+
+A package has one `ANSWERS` in its `claims.py`, in the paper's order: evidence by id. What no
+evidence answers says in `published.toml` what it needs.
+
+    ANSWERS = {
+        "rat.table6": timed("table6", "nvidia-h200/speed_table6", Order()),
+        "rat.claim.reversed_chunks": [counted(counts.reversed_chunks, Within())],
+    }
+
+What trained models reach speaks before a speed. Then the evidence at the setting nearest to the
+paper's comes first; of equally near evidence, the first in the list. It decides what came out, and
+the rest is shown beside it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mezzo_core.errors import FailedRunError, UserError
+from mezzo_core.libraries import first_line
+from mezzo_core.reproduction.criteria import Criterion
+from mezzo_core.reproduction.measurement import How, Measurement
+from mezzo_core.reproduction.outcomes import TRAINED, Judgement, Outcome
+from mezzo_core.reproduction.published import Claim, Published, Table
+
+Printed = Table | Claim
+View = Callable[[Measurement], Measurement | None]
+"""Looks at a measurement in another way, such as at some of its columns."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where evidence comes from in one `reproduce` run, which trains and measures when asked."""
+
+    results: Mapping[str, Measurement]  # the committed ones, by "MACHINE/NAME"
+    trained: Callable[[Sequence[str], bool], Measurement | None]  # the models; by length?
+    measured: Callable[[str], Measurement | None]  # by name; None where this scale has none
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A way to a measurement, if this run or package has it, and what it must show.
+
+    Attributes:
+        find: returns the measurement.
+        criterion: what it must show.
+        note: said after the outcome.
+        part: the part of the table or claim that was measured, if it is not all: a part alone may
+            differ, but cannot agree.
+        changed: how the criterion was changed after its result was known, with the outcome before.
+    """
+
+    find: Callable[[Run, Printed], Measurement | None]
+    criterion: Criterion
+    note: str = ""
+    part: str = ""
+    changed: str = ""
+
+    def judge(self, printed: Printed, ours: Measurement) -> Judgement:
+        """Judge by the criterion, and add what is to be known about it."""
+        judged = self.criterion(printed, ours)
+        outcome, said = judged.outcome, [judged.summary]
+        if self.part:
+            said.append(f"this is {self.part} alone")
+            outcome = Outcome.NOT_SETTLED if outcome is Outcome.AGREES else outcome
+        said += [self.note] if self.note else []
+        said += [f"criterion changed: {self.changed}"] if self.changed else []
+        return replace(judged, outcome=outcome, summary="; ".join(said))
+
+
+def result(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
+    """Answer from a committed result file, "MACHINE/NAME".
+
+    Args:
+        name: the result's.
+        criterion: see Evidence.
+        view: how the result is looked at.
+        said: `note`, `part` and `changed`, see Evidence.
+    """
+
+    def find(run: Run, printed: Printed) -> Measurement | None:
+        ours = run.results.get(name)
+        return view(ours) if ours and view else ours
+
+    return Evidence(find, criterion, **said)
+
+
+def measured(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
+    """Answer from what this run measures under a name (`Reproduction.measurers`); see `result`."""
+
+    def find(run: Run, printed: Printed) -> Measurement | None:
+        ours = run.measured(name)
+        return view(ours) if ours and view else ours
+
+    return Evidence(find, criterion, **said)
+
+
+def timed(
+    name: str, committed: str, criterion: Criterion, view: View | None = None, **said: str
+) -> list[Evidence]:
+    """Answer from a speed of this run, and from the committed one; see `measured`, `result`.
+
+    Measured at the paper's sizes, this run's decides. Smaller ones are only shown beside it.
+    """
+    both = measured(name, criterion, view, **said), result(committed, criterion, view, **said)
+    return [*both]
+
+
+def trained(criterion: Criterion, *models: str, by_length: bool = False, **said: str) -> Evidence:
+    """Answer from this run's tiny trainings: perplexity, or loss by test length.
+
+    Args:
+        criterion: see Evidence.
+        models: those that are shown.
+        by_length: the columns are test lengths "T=..." instead of "Val. PPL".
+        said: see `result`.
+    """
+    return Evidence(lambda run, printed: run.trained(models, by_length), criterion, **said)
+
+
+def counted(count: Callable[[Any], Measurement], criterion: Criterion, **said: str) -> Evidence:
+    """Answer by counting or computing, without training; `count` is given the printed entry."""
+    return Evidence(lambda run, printed: count(printed), criterion, **said)
+
+
+def by_test(test: str) -> Evidence:
+    """Answer a statement about the code itself by a test of it, "FILE::NAME", which CI runs."""
+
+    def holds(printed: Printed, ours: Measurement) -> Judgement:
+        return Judgement(Outcome.AGREES, f"shown by the test {test}")
+
+    ours = Measurement((), (), test, How.PAPER, kind="test")
+    return Evidence(lambda run, printed: ours, holds)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is reported about one table or claim; `outcome` is None if not attempted."""
+
+    id: str
+    how: How
+    outcome: Outcome | None
+    summary: str  # one sentence
+    measurements: tuple[Measurement, ...] = ()  # those that decided come first
+    details: tuple[str, ...] = ()  # a line for each comparison
+
+
+def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
+    """Return the finding for one table or claim.
+
+    Evidence that fails with an error settles nothing: the finding tells the error, and the other
+    evidence decides.
+
+    Raises:
+        UserError: see `failure`.
+    """
+    judged, failed = [], []
+    for each in evidence:
+        try:
+            if ours := each.find(run, printed):
+                judged.append((each.judge(printed, ours), ours))
+        except Exception as error:
+            failed.append(failure(error))
+    if failed and not judged:
+        return Finding(printed.id, How.SCALED_DOWN, Outcome.NOT_SETTLED, "; ".join(failed))
+    if not judged:
+        summary = printed.needs or "this run has no numbers for it"
+        return Finding(printed.id, How.NOT_ATTEMPTED, None, summary)
+    judged.sort(key=lambda each: (each[1].kind not in TRAINED, list(How).index(each[1].how)))
+    (first, decisive), *others = judged
+    beside = (f"beside it, {_source(m)}{j.outcome.value}, {j.summary}" for j, m in others)
+    return Finding(
+        printed.id,
+        decisive.how,
+        first.outcome,
+        f"{_source(decisive)}{first.summary}",
+        tuple(measurement for _, measurement in judged if measurement.entries),
+        (*first.details, *beside, *(f"beside it: {words}" for words in failed)),
+    )
+
+
+def failure(error: Exception) -> str:
+    """Say in one line what failed.
+
+    A training that diverges or a kernel that is wrong is no mistake of the user's.
+
+    Raises:
+        UserError: the error itself, if the user can mend it, such as a full disk.
+    """
+    if isinstance(error, UserError) and not isinstance(error, FailedRunError):
+        raise error
+    return f"failed: {type(error).__name__}: {first_line(error)}"
+
+
+def _source(ours: Measurement) -> str:
+    """Say where numbers come from: a result file, or this run."""
+    if not ours.source:
+        return "" if ours.kind == "test" else "counted: " if ours.kind == "count" else "this run: "
+    return f"{ours.source}: "
+
+
+def check_complete(published: Published, answers: Mapping[str, Sequence[Evidence]]) -> None:
+    """Raise a ValueError unless each table and claim is answered or says what it needs.
+
+    The answers must stand in the paper's order.
+    """
+    order = [id for id in published.ids if id in answers]
+    if order != list(answers):
+        raise ValueError(f"answers that the paper has not, or not in this order: {list(answers)}")
+    for id, printed in published.by_id.items():
+        if not (answers.get(id) or printed.needs):
+            raise ValueError(f"{id}: nothing answers it, nor says what it needs")

@@ -1,0 +1,148 @@
+"""Renders a package's RESULTS.md, and the tables in READMEs."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mezzo_core.reproduction import tables
+from mezzo_core.reproduction.claims import Finding
+from mezzo_core.reproduction.measurement import Measurement, read_results
+from mezzo_core.reproduction.published import Claim, Published, Table
+from mezzo_core.reproduction.tables import Grid
+
+NUMBER = re.compile(r"[\d.,]+<!-- (\S+: .*?) -->")
+KINDS = ("speed", "training", "recall", "timings")
+
+
+def results_markdown(
+    folder: Path, title: str, published: Published, findings: Sequence[Finding]
+) -> str:
+    """Return the text of RESULTS.md: each table and claim, then every result with its figure.
+
+    Args:
+        folder: the results; `notes.md` in it may have a line "MACHINE/NAME: note" for each.
+        title: of the package.
+        published: what the paper says.
+        findings: about all its tables and claims, by the committed results.
+
+    Raises:
+        UserError: if a file is no result.
+        ValueError: if a note is of no result.
+    """
+    lines = [f"# Results of {title}", ""]
+    lines += [f"What we measured for “{published.title}”, by the committed results alone."]
+    lines += ["Generated from `results/` by `python tools/check_results.py`.", ""]
+    lines += [*table(tables.tally_grid(findings)), *table(findings_grid(published, findings))]
+    results = read_results(folder)
+    notes = read_notes(folder)
+    if unknown := notes.keys() - results.keys():
+        raise ValueError(f"{folder / 'notes.md'}: notes of no result: {', '.join(unknown)}")
+    machine = ""
+    for ours in sorted(results.values(), key=lambda r: (r.machine, KINDS.index(r.kind), r.source)):
+        lines += [f"## {ours.machine}", ""] if ours.machine != machine else []
+        lines += [f"### {ours.title}", ""]
+        lines += [notes[ours.source], ""] if ours.source in notes else []
+        lines += table(tables.measured_grid(ours))
+        if (folder / f"{ours.source}.png").exists():
+            lines += [f"![{ours.title}](results/{ours.source}.png)", ""]
+        machine = ours.machine
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def findings_grid(published: Published, findings: Sequence[Finding]) -> Grid:
+    """Return a row for each finding: what the paper says, and what came out here."""
+    rows = (
+        (
+            finding.id,
+            _says(published.by_id[finding.id]),
+            finding.how.value,
+            tables.describe_outcome(finding.outcome),
+            finding.summary,
+        )
+        for finding in findings
+    )
+    header = ("", "the paper", "how it was run", "what came out", "ours")
+    return Grid("", header, tuple(rows), words=True)
+
+
+def _says(printed: Table | Claim) -> str:
+    """Return a table's title, or a claim's numbers; where it has none, its text."""
+    if isinstance(printed, Table):
+        return printed.title
+    values = [str(value) for value in printed.values]
+    if printed.labels:
+        values = [f"{label} {value}" for label, value in printed.labelled().items()]
+    return f"{printed.quantity}: {', '.join(values)}" if values else printed.text
+
+
+def read_notes(folder: Path) -> dict[str, str]:
+    """Return the notes of a results folder, by result."""
+    path = folder / "notes.md"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    pairs = (line.partition(": ") for line in lines if line)
+    return {name: note for name, _, note in pairs}
+
+
+def table(grid: Grid) -> list[str]:
+    """Return the lines of a table under its caption, with an empty line at the end."""
+    if not grid.rows:
+        return []
+    caption = [f"*{_escaped(grid.caption)}*", ""] if grid.caption else []
+    rule = ["---", *["---" if grid.words else "---:"] * (len(grid.header) - 1)]
+    lines = (map(_escaped, cells) for cells in (grid.header, rule, *grid.rows))
+    return [*caption, *(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def _escaped(text: str) -> str:
+    for sign in "|*<":
+        text = text.replace(sign, f"\\{sign}")
+    return text.replace("\n", " ")
+
+
+def write_numbers(text: str, sources: Mapping[str, Measurement]) -> str:
+    """Return a text whose numbers before a comment `<!-- REFERENCE -->` are what it says.
+
+    Args:
+        text: Markdown.
+        sources: results by name, see `evaluate`.
+    """
+
+    def write(match: re.Match[str]) -> str:
+        number = float(f"{evaluate(match[1], sources):.3g}")
+        return f"{tables.format_value(number)}<!-- {match[1]} -->"
+
+    return NUMBER.sub(write, text)
+
+
+def evaluate(reference: str, sources: Mapping[str, Measurement]) -> float:
+    """Return the number that a reference names.
+
+    It is `SOURCE: [DETAIL of] MODEL [/ MODEL] [at COLUMN[, GROUP]]`. Two models mean their ratio; a
+    detail, such as peak_gb, is the highest of the cells.
+
+    Raises:
+        ValueError: if there is no such number.
+    """
+    source, _, rest = reference.partition(": ")
+    if source not in sources:
+        raise ValueError(f"{reference}: nothing is named {source}")
+    ours = sources[source]
+    names, _, place = rest.rpartition(" at ") if " at " in rest else (rest, "", "")
+    detail, of, models = names.partition(" of ")
+    if not (of and detail.isidentifier()):
+        detail, models = "", names
+    cells = [(g, c) for g in ours.groups for c in ours.columns]
+    if place:
+        cells = [(g, c) for g, c in cells if place in (c, f"{c}, {g}")]
+    numbers = []
+    for model in models.split(" / "):
+        found = [ours.typical(model, c, g) for g, c in cells]
+        if detail:
+            entries = (entry for g, c in cells for entry in ours.cell(model, c, g))
+            found = [max(e.details[detail] for e in entries if detail in e.details)]
+        known = [value for value in found if isinstance(value, int | float)]
+        if len(known) != 1:
+            raise ValueError(f"{reference}: {len(known)} numbers of {model}")
+        numbers.append(known[0])
+    return numbers[0] / math.prod(numbers[1:])

@@ -1,0 +1,137 @@
+"""The speed of an op beside others: its forward, and with its backward.
+
+An op is checked before it is timed: a wrong result has no speed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo_core.errors import FailedRunError
+from mezzo_core.reproduction.result_file import Cell, Entry
+from mezzo_core.reproduction.runner import Job, passes
+from mezzo_core.reproduction.script import say
+from mezzo_core.reproduction.timing import attempt, measure
+from mezzo_core.testing import assert_close, grads
+
+Op = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A function of tensors that is timed.
+
+    "train" computes the gradients of all inputs: parameters are used as they are, other tensors are
+    detached.
+    """
+
+    run: Op  # called with `inputs` by name
+    inputs: Mapping[str, Tensor]
+
+    def time(self, phase: str, device: torch.device, seconds: float) -> list[Any]:
+        """Time a phase, "forward" or "train", once."""
+        leaves = {
+            name: x if x.requires_grad else x.detach().requires_grad_()
+            for name, x in self.inputs.items()
+        }
+        dout: list[Tensor] = []  # of the first call, which is not timed
+
+        def train() -> None:
+            out = self.run(**leaves)
+            dout[:] = dout or [torch.randn_like(out)]
+            torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=True)
+
+        work = train if phase == "train" else torch.no_grad()(partial(self.run, **leaves))
+        return [measure(work, device, seconds=seconds)]
+
+
+def op_job(
+    name: str,
+    impl: str,
+    column: str,
+    make: Callable[[torch.device], Contender],
+    seconds: float,
+    phases: Sequence[str] = ("forward", "train"),
+) -> Job:
+    """Return the job that times an op in the rows "NAME PHASE (IMPLEMENTATION)", one of each phase.
+
+    Args:
+        name: such as "gsa op".
+        impl: the implementation.
+        column: the sizes, see `shape`.
+        make: builds the inputs, and checks the op.
+        seconds: of each timing.
+        phases: those that are timed.
+    """
+    cells = {Cell(f"{name} {phase} ({impl})", column): phase for phase in phases}
+    return Job(tuple(cells), partial(_time, cells, make, seconds))
+
+
+def _time(
+    cells: Mapping[Cell, str],
+    make: Callable[[torch.device], Contender],
+    seconds: float,
+    missing: tuple[Cell, ...],
+    folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:
+    contender = make(device)
+    for cell in missing:
+        found = attempt(partial(contender.time, cells[cell], device, seconds))
+        yield passes(cell, found, "ms")
+
+
+def excused(job: Job) -> Job:
+    """Return a job that says an error and leaves its cells out: of a library beside ours."""
+    return Job(job.cells, partial(_excused, job))
+
+
+def _excused(job: Job, *where: Any) -> Iterator[Sequence[Entry]]:
+    try:
+        yield from job.work(*where)
+    except Exception as error:
+        say(f"{job.cells[0].model}: not measured: {type(error).__name__}: {error}")
+
+
+def shape(**sizes: int) -> str:
+    """Return sizes in words, such as "B8 T2048"."""
+    return " ".join(f"{letter}{size}" for letter, size in sizes.items())
+
+
+def check_op(
+    name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor], **special: float
+) -> None:
+    """Compare an op's output and gradients with its definition's in a higher precision.
+
+    Args:
+        name: of the op.
+        op: called with `inputs` by name.
+        definition: likewise.
+        inputs: bf16, or float32 as on a CPU.
+        special: relative tolerances of single gradients in bf16.
+
+    Raises:
+        FailedRunError: if the output or a gradient is wrong; the message names it.
+    """
+    with torch.no_grad():
+        dout = torch.randn_like(op(**inputs))
+    out, ours = grads(op, inputs, dout)
+    is_half = out.dtype == torch.bfloat16
+    exact, expected = grads(definition, upcast(inputs, is_half), dout)
+    pairs = {"out": (out, exact), **{key: (ours[key], expected[key]) for key in expected}}
+    try:
+        for key, (found, true) in pairs.items():
+            rtol = special.get(key, 5e-3) if is_half else 1e-5
+            assert_close(key, found.to(true.dtype), true, rtol=rtol)
+    except AssertionError as error:
+        raise FailedRunError(f"{name} is wrong here ({error}): no speed") from None
+
+
+def upcast(inputs: Mapping[str, Tensor], is_half: bool) -> dict[str, Tensor]:
+    """Convert the inputs of an op in bf16 to float32, and others to float64."""
+    return {name: x.to(torch.float32 if is_half else torch.float64) for name, x in inputs.items()}

@@ -1,0 +1,152 @@
+"""A report: its content, and the files report.html and report.json."""
+
+import base64
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mezzo_core.errors import UserError
+from mezzo_core.reproduction import tables
+from mezzo_core.reproduction.claims import Finding
+from mezzo_core.reproduction.measurement import How
+from mezzo_core.reproduction.outcomes import Outcome
+from mezzo_core.reproduction.published import Claim, Published, Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A PNG file of the report; `text` describes in words what it shows."""
+
+    path: Path
+    title: str
+    text: str
+
+    @property
+    def address(self) -> str:
+        """The picture itself, as an address, so that the page loads nothing."""
+        return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that a trained model wrote after `prompt`."""
+
+    title: str
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class PaperReport:
+    """The report of one package about its paper."""
+
+    name: str
+    published: Published
+    findings: Sequence[Finding]
+    figures: Sequence[Figure] = ()
+    samples: Sequence[Sample] = ()
+    notes: Sequence[str] = ()
+
+    def of(self, kind: type[Table | Claim]) -> list[tuple[Finding, Table | Claim]]:
+        """Return the findings about tables, or those about claims, with what is printed."""
+        both = ((finding, self.published.by_id[finding.id]) for finding in self.findings)
+        return [(finding, printed) for finding, printed in both if isinstance(printed, kind)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of one `reproduce` run, with its command, duration and machine."""
+
+    papers: Sequence[PaperReport]
+    scale: str
+    command: str
+    seconds: float
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prepare_folder(out: Path, paper: str) -> Path:
+    """Create `out/paper` for a paper's figures, runs and speeds, and return it.
+
+    Older reports in `out`, and older figures and speeds, are removed; other files stay.
+
+    Raises:
+        UserError: if `out` cannot be written.
+    """
+    folder = out / paper
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix in ("html", "json"):
+            (out / f"report.{suffix}").unlink(missing_ok=True)
+        for name in ("figures", "speed"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "figures").mkdir()
+    except OSError as error:
+        raise UserError(f"{out}: no report can be written there ({error.strerror})") from error
+    return folder
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Write report.html and report.json into `out`, where the figures already are."""
+    content = json.dumps(_finite(_to_json(report)), indent=1, ensure_ascii=False) + "\n"
+    (out / "report.html").write_text(to_html(report), encoding="utf-8")
+    (out / "report.json").write_text(content, encoding="utf-8")
+
+
+def to_html(report: Report) -> str:
+    """Render a report as one page that contains its figures, loads nothing and can be printed."""
+    from jinja2 import Environment, StrictUndefined
+
+    pages = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    pages.filters |= {"slug": _slug, "readable": _readable}
+    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    return pages.from_string(template).render(
+        report=report,
+        tables=tables,
+        kinds={"Tables": Table, "Claims": Claim},
+        outcomes=[tables.describe_outcome(outcome) for outcome in (*Outcome, None)],
+        ways=[how.value for how in How if how is not How.NOT_ATTEMPTED],
+    )
+
+
+def _slug(words: str) -> str:
+    return re.sub(r"\W+", "-", words.lower().replace("'", ""))
+
+
+def _readable(text: str) -> str:
+    """Replace signs that a page cannot show."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON, without the curves of trainings, which each claim would repeat."""
+    papers: list[dict[str, Any]] = [
+        {
+            "name": paper.name,
+            "title": paper.published.title,
+            "notes": paper.notes,
+            "findings": [asdict(finding) for finding in paper.findings],
+            "samples": [asdict(sample) for sample in paper.samples],
+        }
+        for paper in report.papers
+    ]
+    for finding in (finding for paper in papers for finding in paper["findings"]):
+        for entry in (e for ours in finding["measurements"] for e in ours["entries"]):
+            entry["details"].pop("steps", None)
+    content = {name: value for name, value in vars(report).items() if name != "papers"}
+    return {**content, "seconds": round(report.seconds, 1), "papers": papers}
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON without NaN and infinity, which it has not: null in their place."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,196 @@
+"""`reproduce`: answer a paper's tables and claims at the scale of this machine, and report it.
+
+A package describes its paper once, as a `Reproduction`; everything else is here.
+"""
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mezzo_core.console import show, show_table
+from mezzo_core.device import choose_device
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.reproduction.claims import Evidence, Finding, Run, check_complete, find
+from mezzo_core.reproduction.figures import draw_result, model_names
+from mezzo_core.reproduction.measurement import Measurement, printed_measurement, read_results
+from mezzo_core.reproduction.origin import origin
+from mezzo_core.reproduction.published import Published, load_published
+from mezzo_core.reproduction.report import Figure, PaperReport, Report, prepare_folder, write_report
+from mezzo_core.reproduction.speeds import Measurers
+from mezzo_core.reproduction.tiny import Budget, Trainings, write_sample
+from mezzo_core.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much one reproduction runs.
+
+    On a busy machine, threads that wait for each other make tiny work slow.
+    """
+
+    budget: Budget  # of the tiny trainings
+    sizes: Any = None  # given to the paper's measurers; None: nothing is measured
+    sample_tokens: int = 400  # length of the text that a tiny model writes
+    threads: int | None = None  # of this process; None keeps torch's choice
+    needs_gpu: bool = False  # whether the sizes are for a GPU
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A paper: what it says, what answers it, and what is trained and measured for that."""
+
+    name: str  # of the package, without "mezzo_"
+    module: str  # the file of its claims.py, `__file__` there
+    answers: Mapping[str, Sequence[Evidence]]  # by id, in the paper's order
+    models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
+    sample: str  # the model that writes a sample text
+    scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
+    measurers: Measurers = field(default_factory=dict)  # what else a run can measure
+    notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
+
+    @property
+    def published(self) -> Published:
+        """The paper's tables and claims as printed."""
+        return load_published(Path(self.module).with_name("published.toml"))
+
+    @property
+    def results_folder(self) -> Path:
+        """The committed results: inside an installed package, at its side in a checkout."""
+        installed = Path(self.module).parents[1] / "results"
+        return installed if installed.exists() else Path(self.module).parents[3] / "results"
+
+    def find(self, run: Run, only: Sequence[str] | None = None) -> list[Finding]:
+        """Return the findings about all tables and claims, or some, in the paper's order."""
+        printed = self.published.by_id
+        kept = (each for id, each in printed.items() if not only or id in only)
+        return [find(each, self.answers.get(each.id, ()), run) for each in kept]
+
+    def committed(self) -> list[Finding]:
+        """Return what counts and committed results say, without a training or a measurement."""
+        nothing = Run(read_results(self.results_folder), lambda *_: None, lambda _: None)
+        return self.find(nothing)
+
+    def reproduce(self, only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
+        """Answer tables and claims, and write report.html and .json into `out`.
+
+        The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results
+        of an earlier reproduction in `out` are replaced.
+
+        Args:
+            only: ids of tables or claims; None or empty means all.
+            scale: one of `scales`.
+            out: the report's folder; it is made if needed.
+
+        Raises:
+            UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs
+                a GPU and there is none.
+        """
+        (report,) = reproduce_papers([self], only, scale, out)
+        return list(report.findings)
+
+    def report(self, only: Sequence[str] | None, scale: str, out: Path) -> PaperReport:
+        """Do what `reproduce` does, but return the report and do not write it."""
+        published = self.published
+        check_complete(published, self.answers)
+        for id in only or ():
+            if id not in published.ids:
+                raise UserError(f"no table or claim is named {id!r}{nearest(id, published.ids)}")
+        if scale not in self.scales:
+            raise UserError(f"no scale is named {scale!r}{nearest(scale, self.scales)}")
+        if self.scales[scale].needs_gpu and not torch.cuda.is_available():
+            raise UserError(f"--scale {scale} needs a CUDA GPU, and torch sees none here")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.scales[scale].threads or threads)
+        try:
+            return self._report(only, self.scales[scale], prepare_folder(out, self.name))
+        finally:
+            torch.set_num_threads(threads)
+
+    def _report(self, only: Sequence[str] | None, scale: Scale, folder: Path) -> PaperReport:
+        """Train and measure under a progress bar what the answers ask for, each once."""
+        published, results = self.published, read_results(self.results_folder)
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bars:
+            task = bars.add_task("counting")
+
+            def watch(name: str, done: int, of: int) -> None:
+                bars.update(task, description=name, completed=done, total=of)
+
+            trainings = Trainings(self.models, scale.budget, folder / "runs", watch)
+            say = partial(show, console=console)
+            timed: dict[str, Measurement | Exception | None] = {}
+
+            def measured(name: str) -> Measurement | None:
+                if name not in timed and scale.sizes is not None:
+                    watch(f"measuring {name}", 0, 1)
+                    try:
+                        timed[name] = self.measurers[name](scale.sizes, folder / "speed", say)
+                    except Exception as error:
+                        timed[name] = error
+                ours = timed.get(name)
+                if isinstance(ours, Exception):
+                    raise ours
+                return ours
+
+            run = Run(results, trainings.measurement, measured)
+            findings = self.find(run, only)
+            watch("figures", 1, 1)
+            drawn: dict[str, Measurement] = {}
+            if trainings.trained:
+                drawn["trainings"] = trainings.measurement(trainings.trained, by_length=False)
+            names = [*model_names(published, results.values()), *self.models]
+            printed = {table.id: printed_measurement(table) for table in published.tables}
+            figures = []
+            for name, ours in (drawn | timed).items():
+                if isinstance(ours, Measurement):
+                    path = folder / "figures" / f"{name}.png"
+                    draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
+                    figures.append(Figure(path, ours.title or name, ours.setting))
+            report = PaperReport(self.name, published, findings, figures)
+            if not trainings.trained:
+                return report
+            samples = []
+            if self.sample in trainings.trained:
+                samples = [write_sample(trainings, self.sample, scale.sample_tokens)]
+            return replace(report, samples=samples, notes=(trainings.setting, *self.notes))
+
+
+def reproduce_papers(
+    papers: Sequence[Reproduction], only: Sequence[str] | None, scale: str, out: Path
+) -> list[PaperReport]:
+    """Reproduce papers, write report.html and .json into `out`, and print the findings.
+
+    A paper without a scale of this name takes its first one, unless it is the only paper.
+    """
+    start = time.perf_counter()
+    reports = []
+    for paper in papers:
+        known = scale if len(papers) == 1 or scale in paper.scales else next(iter(paper.scales))
+        reports.append(paper.report(only, known, out))
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    seconds = time.perf_counter() - start
+    whole = Report(reports, scale, command, seconds, origin(choose_device(None, None)))
+    write_report(whole, out)
+    for report in reports:
+        _show(report)
+    show(f"Report: {out / 'report.html'} (also report.json)")
+    return reports
+
+
+def _show(report: PaperReport) -> None:
+    """Print the findings, one line for each, without those that were not attempted."""
+    shown = [f for f in report.findings if f.outcome is not None or len(report.findings) == 1]
+    rows = [(f.id, f.how.value, f.outcome.value if f.outcome else "-", f.summary) for f in shown]
+    show_table(("table or claim", "how it was run", "outcome", "in one sentence"), rows)
+    if left_out := len(report.findings) - len(shown):
+        show(f"{left_out} more were not attempted; the report says why.")

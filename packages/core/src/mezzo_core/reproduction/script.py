@@ -1,0 +1,121 @@
+"""The command line that the scripts of `packages/*/experiments/` share.
+
+A script says what to measure, in one function that takes `Options`, and ends with
+
+    if __name__ == "__main__":
+        sys.exit(run_script(measure, __doc__, MODELS))
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mezzo_core.errors import UserError, nearest, printable
+from mezzo_core.reproduction.origin import origin
+from mezzo_core.reproduction.result_file import Header, Result
+
+if TYPE_CHECKING:
+    from mezzo_core.data import DataConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a command line selects; what follows `dry_run` is for trainings."""
+
+    out: Path  # folder of the result files
+    models: tuple[str, ...]  # the models to measure, in the order of the paper
+    device: torch.device  # the GPU; the CPU in a dry run
+    dry_run: bool  # whether this is a rehearsal at toy size
+    data: str = "embedded"  # the text to train on, as in `DataConfig`
+    tokenizer: str = "byte"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    runs: Path = Path("runs/experiments")  # scratch folder
+    jobs: int = 1  # trainings at the same time
+    cuda_graph: bool = False  # whether small models' steps are replayed
+
+    @property
+    def where(self) -> tuple[Path, torch.device, int]:
+        """The last arguments of `run` and `sweep`."""
+        return self.runs, self.device, self.jobs
+
+    @property
+    def text(self) -> "DataConfig":
+        """The text to train on."""
+        from mezzo_core.data import DataConfig  # which needs mezzo-core[train]
+
+        return DataConfig(source=self.data, tokenizer=self.tokenizer)
+
+    def open(self, name: str, header: Header) -> Result:
+        """Open the result file of this name, which every addition is said of.
+
+        Raises:
+            UserError: see `Result`.
+        """
+        return Result(self.out / f"{name}.json", header, origin(self.device), say)
+
+
+def run_script(
+    measure: Callable[[Options], None],
+    description: str,
+    models: Sequence[str],
+    *,
+    trains: bool = False,
+    parallel: bool = False,
+    replayed: bool = False,
+    words: Sequence[str] | None = None,
+) -> int:
+    """Run a script's function on what the command line selects.
+
+    Args:
+        measure: the script's function.
+        description: the script's docstring; its first line is shown by --help.
+        models: all models that the script can measure.
+        trains: whether it trains: then the command line has the options of text and seeds too.
+        parallel: whether it can train several models at the same time.
+        replayed: whether its models are so small that their steps may be CUDA graphs.
+        words: the command line; None takes the process's own.
+
+    Returns:
+        The exit code: 0, or 2 after a mistake that the user can mend, which is told in one line.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the results")
+    add("--models", nargs="+", default=models, help=f"of {', '.join(models)}")
+    add("--dry-run", action="store_true", help="toy sizes, on a CPU")
+    if trains:
+        add("--data", default=Options.data, help="a file, a folder or a glob of text")
+        add("--tokenizer", default=Options.tokenizer)
+        add("--seeds", nargs="+", type=int, default=Options.seeds)
+        add("--runs", type=Path, default=Options.runs, help="scratch")
+    if parallel:
+        add("--jobs", type=int, default=1, help="trainings at the same time, over all GPUs")
+    if replayed:
+        add("--cuda-graph", action="store_true", help="replay steps as CUDA graphs")
+    found = vars(parser.parse_args(words))
+    found["seeds"] = tuple(found.get("seeds", Options.seeds))
+    try:
+        for name in found["models"]:
+            if name not in models:
+                raise UserError(f"no model is named {name!r}{nearest(name, models)}")
+        if found.get("jobs", 1) < 1:
+            raise UserError(f"--jobs must be 1 or more, got {found['jobs']}")
+        if not (found["dry_run"] or torch.cuda.is_available()):
+            raise UserError("this needs a CUDA GPU: --dry-run rehearses it on a CPU")
+        found["models"] = tuple(name for name in models if name in found["models"])
+        measure(Options(**found, device=torch.device("cpu" if found["dry_run"] else "cuda")))
+    except UserError as error:
+        sys.stderr.write(f"error: {printable(str(error))}\n")
+        return 2
+    return 0
+
+
+def say(line: str) -> None:
+    """Write a line to the standard output at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,112 @@
+"""A paper's speeds: the sizes at which they are measured, their files, and their commands."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from mezzo_core.reproduction.measurement import Measurement, read_result
+from mezzo_core.reproduction.origin import origin
+from mezzo_core.reproduction.result_file import Header, Result, Say
+from mezzo_core.reproduction.runner import Job, names_of, run
+from mezzo_core.reproduction.script import Options, run_script, say
+
+Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
+"""Takes sizes; returns a file's title, setting, unit and what is better, and its jobs."""
+Measurer = Callable[[Any, Path, Say], Measurement | None]
+"""Measures something at some sizes, into a folder; None if the sizes leave it out."""
+Measurers = Mapping[str, Measurer]
+"""By the names of what they measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbstractSizes:
+    """What the sizes of all speeds have; a paper adds its own.
+
+    Attributes:
+        device: where they are measured.
+        models: those that are measured; None: all.
+    """
+
+    device: str
+    models: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a paper times, and at which sizes.
+
+    Attributes:
+        makers: the lists of what is timed, by names.
+        full: the paper's sizes, for a GPU; at all others the result is scaled down.
+        dry: sizes that take seconds.
+        cpu: sizes for a CPU; None: the dry ones.
+        prefix: of the files' names, before those of the makers.
+    """
+
+    makers: Mapping[str, Make]
+    full: AbstractSizes
+    dry: AbstractSizes
+    cpu: AbstractSizes | None = None
+    prefix: str = "speed_"
+
+    @property
+    def measurers(self) -> Measurers:
+        """What a reproduction calls."""
+        return {name: partial(self.measure, name) for name in self.makers}
+
+    def measure(
+        self, name: str, sizes: AbstractSizes, folder: Path, say: Say
+    ) -> Measurement | None:
+        """Time what is missing in a file, and return what it then has; None if that is nothing.
+
+        Raises:
+            UserError: if a layer or an op computes wrong results, which is then not timed, or the
+                file cannot be written or continued.
+        """
+        header, jobs = self.makers[name](sizes)
+        is_full = replace(sizes, models=None) == self.full
+        how = "other hardware" if is_full else "scaled down"
+        whole = Header(**{"kind": "speed", "how": how, **names_of(jobs), **header})
+        device = torch.device(sizes.device)
+        result = Result(folder / f"{self.prefix}{name}.json", whole, origin(device), say)
+        models = sizes.models
+        run(result, (j for j in jobs if not models or j.cells[0].model in models), folder, device)
+        return replace(read_result(result.path), source="") if result.entries else None
+
+    def bench(self, device: torch.device, quick: bool, out: Path | None) -> None:
+        """Do what a `bench` command does: time all at this machine's sizes, or at toy sizes.
+
+        Args:
+            device: where.
+            quick: whether at toy sizes.
+            out: the folder of the result files; None keeps none.
+        """
+        usual = self.full if device.type == "cuda" else self.cpu or self.dry
+        sizes = self.dry if quick else usual
+        sizes = sizes if sizes.device == device.type else replace(sizes, device=device.type)
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        with TemporaryDirectory() as scratch:
+            for name in self.makers:
+                self.measure(name, sizes, out or Path(scratch), say)
+
+    def script(self, description: str) -> int:
+        """Run a script that measures them; `--models` takes names of makers, of models, or both."""
+        jobs = [job for make in self.makers.values() for job in make(self.full)[1]]
+        models = tuple(dict.fromkeys(job.cells[0].model for job in jobs))
+
+        def measure(options: Options) -> None:
+            chosen = tuple(name for name in options.models if name in models)
+            every = len(chosen) in (0, len(models))
+            sizes = self.dry if options.dry_run else self.full
+            sizes = replace(sizes, models=None if every else chosen)
+            names = [name for name in options.models if name in self.makers]
+            for name in names or self.makers:
+                self.measure(name, sizes, options.out, say)
+
+        return run_script(measure, description, (*self.makers, *models))

@@ -1,0 +1,359 @@
+"""Trains models and measures how well and how fast: the jobs of trainings, and sweeps of rates."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo_core.data import DataConfig
+from mezzo_core.data.find import find_files
+from mezzo_core.data.hub import HUB_PREFIX
+from mezzo_core.data.tokenized_corpus import token_store
+from mezzo_core.errors import UserError
+from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.lm import LM
+from mezzo_core.nn.stack import Stack
+from mezzo_core.reproduction.result_file import Cell, Entry, Result
+from mezzo_core.reproduction.runner import SPEEDS, Job, run
+from mezzo_core.reproduction.script import Options, say
+from mezzo_core.reproduction.timing import start_afresh
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.log import read_rows
+from mezzo_core.train.loop import DivergenceError, train
+from mezzo_core.train.meter import StepRow
+
+DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
+WARMUP = 10
+"""Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
+POINTS = 100  # at most, of a stored curve
+SWEPT = 0
+"""The seed with which learning rates are compared."""
+Measure = Callable[[TrainConfig, dict[str, Any], Path, torch.device], Mapping[str, float]]
+"""Takes a run, what `measure_run` gives, its folder and the device; returns a value a column."""
+
+
+def training(
+    model: str, columns: Sequence[str], config: TrainConfig, measure: Measure | None = None
+) -> Job:
+    """Return the job that trains a model, and gives its row the value of each column.
+
+    Args:
+        model: its name in the result.
+        columns: that get a value; the details of the run stand in the first of them.
+        config: the run, in a scratch folder; its seed is that of the cells.
+        measure: what the values are; a column that it leaves out has the validation perplexity.
+    """
+    cells = tuple(Cell(model, column, seed=config.seed) for column in columns)
+    return Job(cells, partial(_train, config, measure))
+
+
+def trainings(
+    configs: Mapping[str, TrainConfig],
+    columns: Sequence[str],
+    options: Options,
+    measure: Measure | None = None,
+) -> Iterator[Job]:
+    """Yield the jobs of the models that a command line names, with each seed, the first first."""
+    for seed in options.seeds:
+        for model, config in configs.items():
+            if model in options.models:
+                yield training(model, columns, replace(config, seed=seed), measure)
+
+
+def _train(
+    config: TrainConfig,
+    measure: Measure | None,
+    cells: tuple[Cell, ...],
+    folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:
+    try:
+        found = measure_run(config, folder, device)
+    except DivergenceError:
+        yield [cell.entry(DIVERGED) for cell in cells]
+        return
+    values = measure(config, found, folder, device) if measure else {}
+    perplexity = found.pop("perplexity")
+    yield [
+        cell.entry(values.get(cell.column, perplexity), **({} if i else found))
+        for i, cell in enumerate(cells)
+    ]
+
+
+def of_model(
+    test: Callable[[LM, TrainConfig], Mapping[str, float]],
+    config: TrainConfig,
+    found: dict[str, Any],
+    folder: Path,
+    device: torch.device,
+) -> Mapping[str, float]:
+    """Return what a test finds of the trained model, with `partial` a `Measure`."""
+    model, _, _ = load_model(folder / "model", device=device)
+    return test(model, config)
+
+
+def loss_by_length(
+    model: LM, config: TrainConfig, *, lengths: Mapping[str, int], windows: int | None = None
+) -> dict[str, float]:
+    """Return the loss on the validation part in windows of each length T, in nats a token.
+
+    Args:
+        model: the model.
+        config: its run, for the text.
+        lengths: by the names of columns.
+        windows: how many of the longest length are read; None reads all. All lengths have the same
+            targets, if they divide the longest.
+    """
+    longest, found = max(lengths.values(), default=0), {}
+    for column, T in lengths.items():
+        text = config.data.build(T, token_store())
+        batches = islice(text.validation_batches(longest // T), windows)
+        found[column] = evaluate(model, batches, precision=config.precision).loss
+    return found
+
+
+def sweep(
+    result: Result,
+    configs: Mapping[str, TrainConfig],
+    rates: Mapping[str, float],
+    seeds: Sequence[int],
+    folder: Path,
+    device: torch.device,
+    processes: int = 1,
+) -> None:
+    """Train each model at several learning rates with seed SWEPT, with the other seeds at its best.
+
+    So that no model loses for a rate that does not suit it: the sweep begins with the three rates
+    in the middle, and goes on where a model's best has an untried neighbour.
+    `mezzo_core.reproduction.measurement.at_best` reads such a result.
+
+    Args:
+        result: its columns are the rates; what it has already is left out.
+        configs: the runs by the models' names; their seed and rate are replaced.
+        rates: the learning rates in order, by the names of the columns.
+        seeds: of the initial weights.
+        folder: as the following, see `run`.
+        device: as said.
+        processes: as said.
+    """
+    columns = list(rates)
+
+    def train_all(wanted: Sequence[tuple[str, str, int]]) -> None:
+        jobs = [
+            training(model, [rate], replace(at_rate(configs[model], rates[rate]), seed=seed))
+            for model, rate, seed in wanted
+        ]
+        run(result, jobs, folder, device, processes)
+
+    middle = columns[max(0, len(columns) - 3) // 2 :][:3]
+    wanted = [(model, rate, SWEPT) for rate in middle for model in configs]
+    best: dict[str, str | None] = {}
+    while wanted:
+        train_all(wanted)
+        best = {model: result.best_column(model, seed=SWEPT) for model in configs}
+        wanted = [
+            (model, rate, SWEPT)
+            for model, found in best.items()
+            if found is not None
+            for rate in _around(columns, found)
+            if not result.has(Cell(model, rate, seed=SWEPT))
+        ]
+    others = [seed for seed in seeds if seed != SWEPT]
+    train_all([(model, rate, seed) for seed in others for model, rate in best.items() if rate])
+
+
+def _around(columns: Sequence[str], column: str) -> Sequence[str]:
+    """Return a column and its neighbours."""
+    place = columns.index(column)
+    return columns[max(0, place - 1) : place + 2]
+
+
+def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
+    """Return a run at another learning rate; the one at its end keeps its share of the first."""
+    optim = config.optim
+    return replace(config, optim=replace(optim, lr=lr, min_lr=optim.min_lr / optim.lr * lr))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The work that trains one model with several optimizers, and tells the best run.
+
+    A run has a folder of its own, so that a killed one resumes, and a finished one is only read.
+
+    Attributes:
+        name: of what is trained, for what is said.
+        cells: those that get the measures `by`, one each; the first has the run's details, and in
+            "others" those of the other runs, the best first.
+        configs: the runs, in the order in which they are made.
+        folder: what the runs' folders begin with; their settings follow, as in "gsa_lr0.001".
+        swept: the fields of `OptimConfig` in which the runs differ.
+        by: the measures that decide, higher ones being better; the second one decides between runs
+            that are equal by the first. Those of a run whose loss exploded are DIVERGED.
+        enough: no further runs are made after one that is above this by the first measure.
+        details: further ones.
+    """
+
+    name: str
+    cells: tuple[Cell, ...]
+    configs: Sequence[TrainConfig]
+    folder: Path
+    swept: tuple[str, ...] = ("lr",)
+    by: tuple[str, ...] = ("accuracy",)
+    enough: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def job(self) -> Job:
+        """The job that does this."""
+        return Job(self.cells, self)
+
+    def __call__(
+        self, cells: tuple[Cell, ...], folder: Path, device: torch.device
+    ) -> Iterator[list[Entry]]:
+        """Train one run after another; `folder` is not used."""
+        runs: list[dict[str, Any]] = []
+        for config in self.configs:
+            runs.append(self._run(config, device))
+            if self.enough is not None and self._scores(runs[-1])[0] > self.enough:
+                break
+        best, *others = sorted(runs, key=self._scores, reverse=True)
+        values = dict(zip(self.cells, [best.pop(measure) for measure in self.by], strict=True))
+        told = {**self.details, **best, "others": others or None}
+        yield [c.entry(values[c], **(told if c == self.cells[0] else {})) for c in cells]
+
+    def _run(self, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+        settings = {name: getattr(config.optim, name) for name in self.swept}
+        words = [f"{name}{value:g}" for name, value in settings.items()]
+        folder = self.folder.with_name("_".join([self.folder.name, *words]))
+        try:
+            found = measure_run(config, folder, device, resume=True)
+            found = {k: part for k, part in found.items() if k not in ("perplexity", *SPEEDS)}
+        except DivergenceError:
+            found = dict.fromkeys(self.by, DIVERGED)
+        say(f"{self.name} {' '.join(words)}: {', '.join(str(found[each]) for each in self.by)}")
+        return settings | found
+
+    def _scores(self, run: dict[str, Any]) -> list[float]:
+        """Return a run's measures, below all others if the training diverged."""
+        return [-1.0 if run[measure] == DIVERGED else run[measure] for measure in self.by]
+
+
+def measure_run(
+    config: TrainConfig, folder: Path, device: torch.device, *, resume: bool = False
+) -> dict[str, Any]:
+    """Train a model and return what came of it, read from the run's log.
+
+    Args:
+        config: of the run. If it starts from another model (`init_from`), that is evaluated too.
+        folder: of the run. All runs of an experiment may take the same folder in turn.
+        device: where to train.
+        resume: continue the run in the folder, or only read it if it is done; False removes it.
+
+    Returns:
+        perplexity, accuracy and (of a task) exact_match on the validation part, parameters,
+        tokens_per_second (median after the warm-up), seconds_to_first_step, peak_gb (None on a
+        CPU, or if the run was only read), and steps: the curves "train" and "val", lists of
+        [step, loss] with at most POINTS points.
+
+    Raises:
+        DivergenceError: if the loss explodes.
+        UserError: if the log of a run that is only read is gone, damaged or cut off.
+        torch.OutOfMemoryError: if the run does not fit into the GPU.
+    """
+    start = [] if config.init_from is None else [[0, _loss_before(config, device)]]
+    start_afresh()
+    taken: list[StepRow] = []
+    done = train(config, folder, resume=resume, quiet=True, device=device, on_step=taken.append)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if taken and device.type == "cuda" else None
+    log = read_rows(folder / "log.jsonl", done.steps)
+    steps = [row for row in log if "loss" in row]
+    tests = [row for row in log if "val_loss" in row]
+    measures = ["val_accuracy"]
+    if not isinstance(config.data, DataConfig):  # no model predicts whole rows of text
+        measures.append("val_exact_match")
+    last = [rows[-1] for rows in (steps, tests) if rows and rows[-1]["step"] == done.steps]
+    if len(last) < 2 or any(last[1].get(measure) is None for measure in measures):
+        raise UserError(
+            f"{folder / 'log.jsonl'} lacks the last step of its run or what was measured after it: "
+            f"remove {folder}, and the run is made again"
+        )
+    speeds = [row["tokens_per_second"] for row in steps]
+    speed, first = steady_and_first(speeds, config.batch_size * config.seq_len)
+    with torch.device("meta"):
+        parameters = config.model.build().num_parameters()
+    return {
+        "perplexity": tests[-1]["val_perplexity"],
+        "accuracy": tests[-1]["val_accuracy"],
+        "exact_match": tests[-1]["val_exact_match"] if len(measures) > 1 else None,
+        "parameters": parameters,
+        "tokens_per_second": round(speed),
+        "seconds_to_first_step": first,
+        "peak_gb": peak,
+        "steps": {
+            "train": _thinned([[row["step"], row["loss"]] for row in steps]),
+            "val": _thinned(start + [[row["step"], row["val_loss"]] for row in tests]),
+        },
+    }
+
+
+def in_words(config: TrainConfig, device: torch.device) -> str:
+    """Describe a run: the model's width and depth, and its conditions."""
+    with torch.device("meta"):
+        stack = config.model.build().stack
+    layers = f", {len(stack.blocks)} layers" if isinstance(stack, Stack) else ""
+    return f"C {config.model.d_model}{layers}, {conditions(config, device)}"
+
+
+def conditions(config: TrainConfig, device: torch.device) -> str:
+    """Describe the conditions of a run: tokens, learning rate and precision."""
+    data, optim = config.data, config.optim
+    assert isinstance(data, DataConfig)
+    tokens = config.steps * config.batch_size * config.seq_len
+    return (
+        f"T {config.seq_len}, {config.steps} steps of {config.batch_size} sequences "
+        f"({tokens:,} tokens of {corpus_name(data.source)}, "
+        f"tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, warm-up "
+        f"{optim.warmup_fraction:.0%} of the steps, {'bf16' if device.type == 'cuda' else 'fp32'}, "
+        f"torch.compile {'on' if config.compile else 'off'}"
+    )
+
+
+def corpus_name(source: str) -> str:
+    """Return the names of a corpus's files, or its own where it has none."""
+    if source == "embedded" or source.startswith(HUB_PREFIX):
+        return source
+    return ", ".join(path.name for path in find_files(source))
+
+
+def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[float, float]:
+    """Return the tokens a second after the warm-up, and the seconds until the first step ended.
+
+    The loop reads a GPU's clock only every few steps. So the time of the first step (compiling,
+    first allocations) is that of the steps of the warm-up, less all but one at steady speed. Of
+    WARMUP steps or fewer, only the last is steady.
+    """
+    warmup = min(WARMUP, len(speeds) - 1)
+    steady = statistics.median(speeds[warmup:])
+    warming = sum(tokens_per_step / speed for speed in speeds[:warmup])
+    return steady, warming - (warmup - 1) * tokens_per_step / steady
+
+
+def _loss_before(config: TrainConfig, device: torch.device) -> float:
+    """Return the validation loss of the model from which a run starts."""
+    assert config.init_from is not None
+    model, _, _ = load_model(config.init_from, device=device)
+    data = config.data.build(config.seq_len, token_store())
+    batches = islice(data.validation_batches(config.batch_size), config.eval_batches)
+    return evaluate(model, batches, precision=config.precision).loss
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """Keep at most POINTS points at equal distances, the last one among them."""
+    return points[::-1][:: math.ceil(len(points) / POINTS) or 1][::-1]

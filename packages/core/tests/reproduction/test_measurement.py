@@ -1,0 +1,158 @@
+"""Result files are read as measurements, and a file that is none is named."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import settings
+from mezzo_core.errors import UserError
+from mezzo_core.reproduction.markdown import table
+from mezzo_core.reproduction.measurement import (
+    Entry,
+    How,
+    Measurement,
+    at_best,
+    printed_measurement,
+    read_results,
+)
+from mezzo_core.reproduction.published import Row, Table
+from mezzo_core.reproduction.tables import measured_grid
+from mezzo_core.testing.damage import damages, json_damages
+
+ORIGIN = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11.0", "commit": "abc", "date": "2026-01-31"}
+RESULT = {
+    "kind": "training",
+    "title": "Table 1",
+    "setting": "small",
+    "how": "scaled down",
+    "columns": ["PPL"],
+    "models": ["y", "x"],
+    "groups": [],
+    "unit": "perplexity",
+    "better": "lower",
+    **ORIGIN,
+    "entries": [
+        {"model": "x", "column": "PPL", "seed": 1, "value": 2.0, "parameters": 5, "lr": 0.1},
+        {"model": "y", "column": "PPL", "seed": 0, "value": 5.0},
+        {"model": "x", "column": "PPL", "seed": 0, "value": 1.0},
+    ],
+}
+
+
+def write(tmp_path, name, text):
+    path = tmp_path / "nvidia-h200" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_a_result_is_read_in_the_order_of_its_header(tmp_path):
+    write(tmp_path, "table1.json", json.dumps(RESULT))
+    (ours,) = read_results(tmp_path).values()
+    assert ours.source == "nvidia-h200/table1"
+    assert ours.machine == "nvidia-h200"
+    assert (ours.title, ours.how, ours.kind) == ("Table 1", How.SCALED_DOWN, "training")
+    assert ours.rows == [("", "y"), ("", "x")]
+    assert ours.by_seed("x", "PPL") == {0: 1.0, 1: 2.0}
+    assert ours.cell("x", "PPL")[1].details == {"parameters": 5, "lr": 0.1}
+    assert ours.seeds == [0, 1]
+    assert ours.origin["driver"] is None
+
+
+@pytest.mark.parametrize("kind", ["training", "timings"])
+def test_a_damaged_result_is_named_or_shown(tmp_path, kind):
+    rng, name = random.Random(kind), "a.json"
+    content = json.dumps({**RESULT, "kind": kind}).encode()
+    forms = [*damages(content, rng), *json_damages(content)]
+    faults = []
+    for form in rng.sample(forms, min(len(forms), 3 * settings().max_examples)):
+        write(tmp_path, name, "")
+        (tmp_path / "nvidia-h200" / name).write_bytes(form.content)
+        try:
+            for ours in read_results(tmp_path).values():
+                table(measured_grid(ours))
+        except UserError as error:
+            if "\n" in str(error):
+                faults.append(f"{form.what}: {error}")
+        except Exception as error:
+            faults.append(f"{form.what}: {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("key", [key for key in RESULT if key != "groups"])
+def test_a_result_without_what_it_depends_on_is_refused(tmp_path, key):
+    write(tmp_path, "bad.json", json.dumps({k: v for k, v in RESULT.items() if k != key}))
+    with pytest.raises(UserError, match=rf"bad\.json.*{key}"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"model": "z", "column": "PPL", "value": 1.0},
+        {"model": "x", "column": "other", "value": 1.0},
+        {"model": "x", "column": "PPL", "group": "none", "value": 1.0},
+        {"model": "x", "column": "PPL"},
+        7,
+    ],
+)
+def test_an_entry_that_the_header_does_not_know_is_refused(tmp_path, entry):
+    write(tmp_path, "bad.json", json.dumps({**RESULT, "entries": [entry]}))
+    with pytest.raises(UserError, match=r"bad\.json: no result file"):
+        read_results(tmp_path)
+
+
+def test_an_entry_that_is_there_twice_is_refused(tmp_path):
+    twice = [*RESULT["entries"], RESULT["entries"][1]]
+    write(tmp_path, "bad.json", json.dumps({**RESULT, "entries": twice}))
+    with pytest.raises(UserError, match=r"bad\.json: .*two entries of \('y'"):
+        read_results(tmp_path)
+
+
+def test_no_results_folder_means_no_results(tmp_path):
+    assert read_results(tmp_path / "none") == {}
+
+
+def several(*values, kind="training"):
+    found = tuple(Entry("m", "c", value, seed=seed) for seed, value in enumerate(values))
+    return Measurement(found, ("c",), "", kind=kind)
+
+
+def test_the_typical_value_is_a_mean_over_seeds_and_a_median_over_passes():
+    assert several(1.0, 2.0, 6.0).typical("m", "c") == 3.0
+    assert several(1.0, 2.0, 6.0, kind="speed").typical("m", "c") == 2.0
+    assert several(1.0, 2.0, 6.0).spread("m", "c") == 5.0
+    assert several(3).typical("m", "c") == 3
+    assert several(3).spread("m", "c") is None
+
+
+def test_a_word_stands_for_all_numbers_of_its_cell():
+    ours = several(1.0, "OOM", 6.0)
+    assert ours.typical("m", "c") == "OOM"
+    assert ours.by_seed("m", "c") == {}
+    assert ours.spread("m", "c") is None
+    assert ours.typical("m", "other") is None
+
+
+def test_what_is_printed_is_a_measurement_too():
+    rows = (Row("a", (1.5, "OOM"), "g"), Row("a/b", (math.pi, 1.0), kind="ratio"))
+    table = Table("p.table1", "", "", "ms", "lower", "big", ("x", "y"), rows)
+    theirs = printed_measurement(table)
+    assert theirs.rows == [("g", "a")]
+    assert theirs.typical("a", "y", "g") == "OOM"
+    assert (theirs.source, theirs.unit, theirs.how) == ("p.table1", "ms", How.PAPER)
+
+
+def test_each_model_is_read_at_the_rate_that_its_first_seed_chose_without_that_seed():
+    tried = (
+        *(Entry("x", rate, value) for rate, value in (("1e-3", 3.0), ("3e-3", 2.0), ("1e-2", 2.5))),
+        *(Entry("y", rate, value) for rate, value in (("1e-3", 4.0), ("3e-3", "diverged"))),
+        *(Entry("x", "3e-3", 2.2, seed=1), Entry("x", "1e-3", 1.0, seed=1)),
+        Entry("z", "1e-3", "diverged"),
+    )
+    ours = at_best(Measurement(tried, ("1e-3", "3e-3", "1e-2"), "toy", kind="training"), "PPL")
+    assert ours.columns == ("PPL",)
+    assert ours.by_seed("x", "PPL") == {1: 2.2}
+    assert ours.by_seed("y", "PPL") == {0: 4.0}, "there is no other"
+    assert ours.cell("z", "PPL") == []
+    assert "at the rate of 1e-3, 3e-3, 1e-2 that is its best with seed 0" in ours.setting

@@ -1,0 +1,94 @@
+"""A measurement names its machine, its software and the commit of the code, or none."""
+
+import shutil
+import subprocess
+from importlib import import_module
+
+import pytest
+import torch
+from mezzo_core.reproduction import commit, origin
+
+MODULE = import_module("mezzo_core.reproduction.origin")  # the package's `origin` is the function
+AUTHOR = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+GPU_KEYS = ["gpu", "driver", "cuda", "ptxas"]
+KEYS = [*GPU_KEYS, "cpu", "system", "python", "torch", "triton", "mezzo_core", "commit", "date"]
+
+
+def git(folder, *arguments):
+    command = ["git", "-C", str(folder), *AUTHOR, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A project under git, with one commit of a Python file and a result."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    monkeypatch.delenv("MEZZO_COMMIT", raising=False)
+    git(tmp_path, "init", "-q")
+    (tmp_path / "code.py").write_text("")
+    (tmp_path / "result.json").write_text("{}")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Make `commit` ask for the repository of another file than its own."""
+
+    def ask(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        monkeypatch.setattr(MODULE, "_THIS_FILE", path)
+
+    return ask
+
+
+def test_a_checkout_reports_its_commit(repository, ask):
+    ask(repository / "code.py")
+    assert commit() == git(repository, "rev-parse", "--short=12", "HEAD")
+    assert len(commit()) == 12
+
+
+def test_changed_code_is_told_and_changed_results_are_none(repository, ask):
+    ask(repository / "sub" / "ours.py")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "ours")
+    head = commit()
+    (repository / "result.json").unlink()
+    (repository / "untracked.py").write_text("")
+    assert commit() == head
+    (repository / "code.py").write_text("changed")  # of a folder above
+    assert commit() == f"{head}+changes"
+    git(repository, "add", ".")
+    assert commit() == f"{head}+changes"
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_copy_inside_another_repository_does_not_report_its_commit(repository, ask, ignored):
+    if ignored:
+        (repository / ".gitignore").write_text(".venv/")
+    installed = repository / ".venv/lib/site-packages/mezzo_core/reproduction/origin.py"
+    ask(installed)
+    assert git(installed.parent, "rev-parse", "HEAD"), "git finds theirs"
+    assert commit() is None
+
+
+def test_where_git_tells_nothing_the_environment_may(repository, ask, monkeypatch):
+    ask(repository / "code.py")
+    monkeypatch.setenv("MEZZO_COMMIT", "0123abc")
+    assert commit() == git(repository, "rev-parse", "--short=12", "HEAD")
+    monkeypatch.setenv("PATH", "")
+    assert commit() == "0123abc"
+    monkeypatch.delenv("MEZZO_COMMIT")
+    assert commit() is None
+
+
+def test_a_machine_is_described_in_words():
+    described = origin(torch.device("cpu"))
+    assert list(described) == KEYS
+    assert described["cpu"].endswith(f", {torch.get_num_threads()} threads")
+    assert [described[key] for key in GPU_KEYS] == [None] * 4
+    assert described["torch"] == torch.__version__
+    assert described["commit"] == commit()

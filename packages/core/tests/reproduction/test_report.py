@@ -1,0 +1,150 @@
+"""A report holds every finding once, in two forms that say the same."""
+
+import json
+import math
+from dataclasses import replace
+from html import escape
+
+import pytest
+from mezzo_core.reproduction.markdown import (
+    evaluate,
+    findings_grid,
+    read_notes,
+    table,
+    write_numbers,
+)
+from mezzo_core.reproduction.measurement import Entry, Measurement
+from mezzo_core.reproduction.published import Claim, Published, Table
+from mezzo_core.reproduction.report import (
+    PaperReport,
+    Report,
+    prepare_folder,
+    to_html,
+    write_report,
+)
+from mezzo_core.reproduction.tables import Grid, tally_grid
+
+
+def test_findings_are_counted_by_how_they_were_run_and_what_came_out(findings):
+    grid = tally_grid(findings)
+    assert grid.header == ("", "agrees", "differs", "not attempted")
+    assert grid.rows == (
+        ("other hardware", "", "1", ""),
+        ("scaled down", "1", "", ""),
+        ("not attempted", "", "", "1"),
+    )
+
+
+def test_each_finding_has_its_place_and_outcome_in_both_files(folder, findings):
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    found = {entry["id"]: entry for entry in content["papers"][0]["findings"]}
+    assert list(found) == [finding.id for finding in findings]
+    for finding in findings:
+        outcome = finding.outcome and finding.outcome.value
+        assert page.count(f'id="{finding.id}"') == 1
+        assert page.count(escape(finding.summary)) == 4  # twice in each paper
+        assert (found[finding.id]["outcome"], found[finding.id]["how"]) == (outcome, finding.how)
+    assert escape("upon <a> time") in page
+    assert "\x00" not in page
+
+
+def test_the_papers_numbers_stand_beside_ours_with_their_spread(folder):
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<td>x|y</td><td>7.61</td></tr>\n<tr><td>z</td><td>OOM</td>" in page
+    assert "<td>x|y</td><td>7.6 (2 seeds, spread 0.2)</td><td>5e-06</td>" in page
+
+
+def test_json_keeps_every_seed_but_no_curves_and_no_nan(findings, folder):
+    def entries_in(out):
+        content = json.loads((out / "report.json").read_text(), parse_constant=pytest.fail)
+        return content["papers"][0]["findings"][0]["measurements"][0]["entries"]
+
+    assert [(e["seed"], e["value"]) for e in entries_in(folder)] == [(0, 7.5), (1, 7.7)]
+    assert entries_in(folder)[0]["details"] == {"parameters": 5}
+    ours = Measurement((Entry("x", "a", math.nan, details={"loss": [math.inf, 1.0]}),), ("a",), "")
+    printed = Table("p.t1", "A title", "perplexity", "ppl", "lower", "big", ("T=8",), ())
+    published = Published("The p paper", "A & B", "", (printed,), ())
+    paper = PaperReport("p", published, [replace(findings[0], measurements=(ours,))])
+    write_report(Report([paper], "smoke", "reproduce", 1.0, {}), folder)
+    (entry,) = entries_in(folder)
+    assert (entry["value"], entry["details"]) == (None, {"loss": [None, 1.0]})
+
+
+def test_a_page_without_findings_is_a_page():
+    assert "</html>" in to_html(Report([], "smoke", "reproduce", 1.0))
+
+
+def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
+    (folder / "mine.txt").write_text("keep", encoding="utf-8")
+    (folder / "p" / "speed").mkdir()
+    assert prepare_folder(folder, "p") == folder / "p"
+    assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "p", "q"]
+    assert [path.name for path in (folder / "p").iterdir()] == ["figures"]
+    assert list((folder / "p" / "figures").iterdir()) == []
+
+
+def test_a_table_of_results_md_escapes_what_markdown_would_take():
+    lines = table(Grid("*a*", ("", "x<y"), (("x|y", "1\n2"),)))
+    assert lines == ["*\\*a\\**", "", "|  | x\\<y |", "| --- | ---: |", "| x\\|y | 1 2 |", ""]
+
+
+def test_results_md_has_what_the_paper_says_beside_what_came_out(findings):
+    tables = (Table("p.t1", "A title", "", "", "lower", "", ("T=8",), ()),)
+    claims = (
+        Claim("p.c1", "x", "speed", (2, 3), "1", labels=("a", "b")),
+        Claim("p.c2", "y is all", "order", (), "1"),
+    )
+    grid = findings_grid(Published("", "", "", tables, claims), findings)
+    assert [row[1] for row in grid.rows] == ["A title", "speed: a 2, b 3", "y is all"]
+    assert grid.rows[1][2:] == ("other hardware", "differs", "the other way")
+
+
+def test_notes_are_a_line_for_a_result(tmp_path):
+    (tmp_path / "notes.md").write_text("gpu/a: one: two.\n\ngpu/b: three.\n")
+    assert read_notes(tmp_path) == {"gpu/a": "one: two.", "gpu/b": "three."}
+    assert read_notes(tmp_path / "none") == {}
+
+
+SPEED = Measurement(
+    (
+        *(Entry("w, of b", "350M, 8K", v, seed=s) for s, v in enumerate((2.0, 9.7, 30.0))),
+        Entry("RAT(L=16)", "350M, 8K", 1.0, details={"peak_gb": 3.0}),
+        Entry("RAT(L=16)", "16", 2.0, details={"peak_gb": 4.0}),
+        *(Entry("x", "16", value, group=g) for g, value in (("g", 338_836), ("h", 5))),
+        Entry("y", "16", "OOM"),
+    ),
+    ("350M, 8K", "16"),
+    "",
+    kind="speed",
+)
+
+
+@pytest.mark.parametrize(
+    ("reference", "value"),
+    [
+        ("RAT(L=16) at 16", 2.0),
+        ("w, of b at 350M, 8K", 9.7),
+        ("w, of b / RAT(L=16) at 350M, 8K", 9.7),
+        ("x at 16, h", 5.0),
+        ("peak_gb of RAT(L=16)", 4.0),
+        ("peak_gb of RAT(L=16) at 350M, 8K", 3.0),
+    ],
+)
+def test_a_reference_names_one_number(reference, value):
+    assert evaluate(f"gpu/speed: {reference}", {"gpu/speed": SPEED}) == value
+
+
+@pytest.mark.parametrize("reference", ["x at 16", "RAT(L=16)", "y at 16", "z at 16", "x at 8"])
+def test_a_reference_to_no_single_number_is_refused(reference):
+    with pytest.raises(ValueError, match="numbers of"):
+        evaluate(f"gpu/speed: {reference}", {"gpu/speed": SPEED})
+    with pytest.raises(ValueError, match="nothing is named"):
+        evaluate(f"gpu/other: {reference}", {"gpu/speed": SPEED})
+
+
+def test_numbers_of_a_readme_are_written_by_their_references():
+    row = "| w | 0<!-- gpu/speed: x at 16, g --> | 7 <!-- gpu/other: x --> |"
+    written = "| w | 339,000<!-- gpu/speed: x at 16, g --> | 7 <!-- gpu/other: x --> |"
+    assert write_numbers(row, {"gpu/speed": SPEED}) == written
+    assert write_numbers(written, {"gpu/speed": SPEED}) == written

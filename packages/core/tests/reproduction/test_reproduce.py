@@ -1,0 +1,347 @@
+"""A reproduction answers what is asked, says what it lacks, and writes one report."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.data import DataConfig
+from mezzo_core.errors import FailedRunError, UserError
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.reproduction.beside import beside_printed, growth, in_recipes
+from mezzo_core.reproduction.claims import (
+    Run,
+    by_test,
+    check_complete,
+    counted,
+    find,
+    measured,
+    result,
+    trained,
+)
+from mezzo_core.reproduction.criteria import Order, Within
+from mezzo_core.reproduction.measurement import Entry, How, Measurement
+from mezzo_core.reproduction.outcomes import Outcome
+from mezzo_core.reproduction.published import Claim
+from mezzo_core.reproduction.reproduce import Reproduction, Scale, reproduce_papers
+from mezzo_core.reproduction.tiny import SMOKE, Training, Trainings
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.loop import DivergenceError
+
+PUBLISHED = """
+[paper]
+title = "A paper"
+[[table]]
+id = "p.table1"
+title = "Perplexities"
+metric = "perplexity"
+unit = "ppl"
+better = "lower"
+setting = "large"
+columns = ["Val. PPL"]
+rows = [{model = "Attention", values = [7.5]}, {model = "Window", values = [8.5]}]
+[[claim]]
+id = "p.claim.speed"
+needs = "needs a GPU"
+text = "Window is faster."
+quantity = "speed"
+values = []
+where = "1"
+ordering = ["Window", "Attention"]
+[[claim]]
+id = "p.claim.layers"
+text = "It has 2 layers on 9 GPUs."
+quantity = "setup"
+values = [2, 9]
+labels = ["layers", "GPUs"]
+where = "2"
+"""
+SPEED = {
+    "kind": "speed", "title": "Speed", "setting": "on a GPU", "how": "other hardware",
+    "columns": ["8"], "models": ["Window", "Attention"], "unit": "ms", "better": "lower",
+    "gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31",
+}  # fmt: skip
+NOTHING = Run({}, lambda *_: None, lambda _: None)
+
+
+def layers(number):
+    return counted(lambda claim: beside_printed(claim, {"layers": number}, "a recipe"), Within())
+
+
+def write_speed(folder, *pairs):
+    rows = [(m, i, v) for i, pair in enumerate(pairs) for m, v in zip(SPEED["models"], pair)]  # noqa: B905
+    entries = [{"model": m, "column": "8", "seed": i, "value": v} for m, i, v in rows]
+    path = folder / "results/gpu/speed.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**SPEED, "entries": entries}))
+
+
+def time_layers(sizes, folder, say):
+    say("timing")
+    entries = [Entry("Window", "8", v, seed=i) for i, v in enumerate((9.0, 9.1, 9.2))]
+    entries += [replace(e, model="Attention", value=1.0) for e in entries]
+    return Measurement(tuple(entries), ("8",), f"at {sizes}", kind="speed", unit="ms")
+
+
+@pytest.fixture
+def paper(tmp_path):
+    """A paper of one table and two claims, with a committed result."""
+    package = tmp_path / "package"
+    module = package / "src/mezzo_p/reproduction/claims.py"
+    module.parent.mkdir(parents=True)
+    module.with_name("published.toml").write_text(PUBLISHED)
+    write_speed(package, (1.0, 2.0), (1.1, 2.2))
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(random.Random(0).choices(("half", "of", "the", "notes"), k=3000)))
+    mixers = {
+        "Attention": AttentionConfig(head_dim=8),
+        "Window": AttentionConfig(head_dim=8, window_size=8),
+    }
+    models = {
+        name: TrainConfig(
+            name=name.lower(),
+            model=LMConfig(vocab_size=257, d_model=16, mixers=(mixer,)),
+            data=DataConfig(source=str(text)),
+        )
+        for name, mixer in mixers.items()
+    }
+    return Reproduction(
+        name="p",
+        module=str(module),
+        answers={
+            "p.table1": [trained(Order(("Attention", "Window")), note="tiny")],
+            "p.claim.speed": [result("gpu/speed", Order()), measured("speed", Order())],
+            "p.claim.layers": [layers(2)],
+        },
+        models=models,
+        sample="Window",
+        scales={
+            "small": Scale(replace(SMOKE, test_lengths=(64, 128)), sample_tokens=5, threads=1),
+            "timed": Scale(SMOKE, sizes="full size"),
+            "gpu": Scale(SMOKE, sizes="full size", needs_gpu=True),
+        },
+        measurers={"speed": time_layers},
+    )
+
+
+def answered(paper, **evidence):
+    """Return the paper with other evidence, by the last part of an id."""
+    ids = {id.rpartition(".")[2]: id for id in paper.answers}
+    return replace(paper, answers=paper.answers | {ids[n]: [each] for n, each in evidence.items()})
+
+
+def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
+    before = torch.get_num_threads()
+    table, speed, setup = paper.reproduce(None, "small", tmp_path / "out")
+    assert torch.get_num_threads() == before
+    assert (table.how, table.outcome) == (How.SCALED_DOWN, Outcome.NOT_SETTLED)
+    assert table.summary.startswith("this run: ")
+    assert table.summary.endswith("; tiny")
+    assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
+    assert speed.summary.startswith("gpu/speed: ")
+    assert (setup.how, setup.outcome) == (How.PAPER, Outcome.AGREES)
+    assert "left out: GPUs" in setup.measurements[0].setting
+    assert paper.committed()[1:] == [speed, setup]
+    content = json.loads((tmp_path / "out/report.json").read_text())
+    ids = ["p.table1", "p.claim.speed", "p.claim.layers"]
+    assert [f["id"] for f in content["papers"][0]["findings"]] == ids
+    assert content["origin"]["torch"] == torch.__version__
+    assert (tmp_path / "out/p/figures/trainings.png").exists()
+    assert "5 bytes by the tiny Window" in (tmp_path / "out/report.html").read_text()
+    assert (tmp_path / "out/p/runs/attention/model").exists()
+    assert capsys.readouterr().out.count("report.html") == 1
+
+
+def test_the_trainings_run_once_and_only_if_they_are_asked_for(paper, tmp_path):
+    (setup,) = paper.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+    assert setup.outcome is Outcome.AGREES
+    assert not (tmp_path / "out/p/runs").exists()
+    assert not (tmp_path / "out/p/figures/trainings.png").exists()
+
+
+@pytest.mark.slow
+def test_trainings_side_by_side_learn_the_same_as_one_after_the_other(paper, tmp_path):
+    found, seen = [], []
+    for parallel in (False, True):
+        budget = replace(SMOKE, parallel=parallel)
+        trainings = Trainings(paper.models, budget, tmp_path / "runs", lambda *of: seen.append(of))
+        assert trainings.trained == ()
+        found.append(trainings.measurement(("Window",), by_length=False).entries)
+        assert trainings.trained == ("Attention", "Window")
+    serial, side_by_side = found
+    assert [entry.seed for entry in serial] == [0]
+    assert side_by_side == serial
+    assert seen[0] == ("training the tiny models", 0, 2)
+
+
+def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
+    (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
+    assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
+    assert [ours.setting for ours in speed.measurements] == ["on a GPU", "at full size"]
+    assert speed.details[-1].startswith("beside it, this run: differs")
+    assert (tmp_path / "out/p/figures/speed.png").exists()
+
+
+def test_quality_decides_before_a_speed_that_is_nearer_to_the_paper(paper):
+    claim = paper.published.claim("p.claim.speed")
+    speed = time_layers(1, None, print)
+    quality = replace(speed, kind="training", how=How.SCALED_DOWN, better="higher")
+    run = Run({"s": replace(speed, how=How.PAPER), "q": quality}, NOTHING.trained, NOTHING.measured)
+    found = find(claim, [result("s", Order()), result("q", Order())], run)
+    assert (found.how, found.outcome) == (How.SCALED_DOWN, Outcome.AGREES)
+    assert found.details[-1].startswith("beside it, this run: differs")
+
+
+def test_a_part_alone_may_differ_but_cannot_agree_and_a_changed_criterion_says_so(paper):
+    claim = paper.published.claim("p.claim.speed")
+    for seen, whole, part in (
+        (2.0, Outcome.AGREES, Outcome.NOT_SETTLED),
+        (0.5, Outcome.DIFFERS, Outcome.DIFFERS),
+    ):
+        entries = [Entry("Window", "8", 1.0, seed=i) for i in range(2)]
+        entries += [Entry("Attention", "8", seen, seed=i) for i in range(2)]
+        ours = Measurement(tuple(entries), ("8",), "")
+        assert find(claim, [counted(lambda _, x=ours: x, Order())], NOTHING).outcome is whole
+        only = counted(lambda _, x=ours: x, Order(), part="one column", changed="before: agrees")
+        found = find(claim, [only], NOTHING)
+        assert found.outcome is part
+        assert "this is one column alone; criterion changed: before: agrees" in found.summary
+
+
+def test_a_statement_about_the_code_is_answered_by_a_test_of_it(paper):
+    found = find(
+        paper.published.claim("p.claim.speed"), [by_test("tests/test_x.py::test_y")], NOTHING
+    )
+    assert (found.how, found.outcome, found.measurements) == (How.PAPER, Outcome.AGREES, ())
+    assert found.summary == "shown by the test tests/test_x.py::test_y"
+
+
+def test_without_its_result_a_claim_is_not_attempted_and_says_what_it_needs(paper, tmp_path):
+    (tmp_path / "package/results/gpu/speed.json").unlink()
+    (speed,) = paper.reproduce(["p.claim.speed"], "small", tmp_path / "out")
+    assert (speed.how, speed.outcome, speed.summary) == (How.NOT_ATTEMPTED, None, "needs a GPU")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel\nhere"), FailedRunError("is wrong")])
+def test_what_breaks_settles_nothing_and_hides_nothing(paper, tmp_path, error):
+    def broken(*_):
+        raise error
+
+    told = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+    bad = answered(paper, layers=result("gpu/speed", broken))
+    beside = [result("gpu/speed", Order()), counted(broken, Within())]
+    bad = replace(bad, answers=bad.answers | {"p.claim.speed": beside})
+    speed, setup = bad.reproduce(["p.claim.speed", "p.claim.layers"], "small", tmp_path / "out")
+    assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
+    assert speed.details[-1] == f"beside it: {told}"
+    assert (setup.how, setup.outcome) == (How.SCALED_DOWN, Outcome.NOT_SETTLED)
+    assert setup.summary == told
+
+
+def test_what_the_user_can_mend_stops(paper, tmp_path):
+    def full_disk(claim):
+        raise UserError("the disk is full")
+
+    bad = answered(paper, layers=counted(full_disk, Within()))
+    with pytest.raises(UserError, match="disk"):
+        bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+
+
+def test_a_speed_that_fails_is_told_by_each_claim_and_not_measured_again(paper, tmp_path):
+    starts = []
+
+    def broken(*_):
+        starts.append(1)
+        raise RuntimeError("no kernel")
+
+    bad = answered(paper, table1=measured("speed", Order()), speed=measured("speed", Order()))
+    bad = replace(bad, measurers={"speed": broken})
+    found = bad.reproduce(["p.table1", "p.claim.speed"], "timed", tmp_path / "out")
+    assert [each.summary for each in found] == ["failed: RuntimeError: no kernel"] * 2
+    assert len(starts) == 1
+
+
+def test_a_training_that_diverges_takes_no_other_with_it(paper, tmp_path, monkeypatch):
+    honest = Training.run
+
+    def run(self):
+        if self.model == "Attention":
+            raise DivergenceError("training diverged at step 3")
+        return honest(self)
+
+    monkeypatch.setattr(Training, "run", run)
+    bad = answered(paper, speed=trained(Order(("Window",)), "Window"))
+    table, speed, setup = bad.reproduce(None, "small", tmp_path / "out")
+    assert table.summary == "failed: DivergenceError: training diverged at step 3"
+    assert table.outcome is Outcome.NOT_SETTLED
+    assert speed.summary.startswith("this run: ")
+    assert setup.outcome is Outcome.AGREES
+    assert "5 bytes by the tiny Window" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("only", "scale", "message"),
+    [
+        (["p.claim.layer"], "small", r"'p.claim.layer'.*p.claim.layers"),
+        (None, "smal", r"'smal'.*small"),
+        (None, "gpu", "needs a CUDA GPU"),
+    ],
+)
+def test_what_is_not_there_is_one_line(paper, tmp_path, monkeypatch, only, scale, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=message) as raised:
+        paper.reproduce(only, scale, tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_answer_left_out_invented_or_out_of_order_is_refused(paper):
+    published, answers = paper.published, paper.answers
+    check_complete(published, answers)
+    check_complete(published, {id: answers[id] for id in ("p.table1", "p.claim.layers")})
+    for wrong in (
+        {id: answers[id] for id in ("p.table1", "p.claim.speed")},
+        answers | {"p.claim.layers": []},
+        answers | {"p.claim.other": answers["p.table1"]},
+        dict(reversed(answers.items())),
+    ):
+        with pytest.raises(ValueError, match=r"in this order|nor says what it needs"):
+            check_complete(published, wrong)
+
+
+def test_several_papers_share_one_report(paper, tmp_path, capsys):
+    out = tmp_path / "q[/b]:smile:"
+    both = [paper, replace(paper, name="q")]
+    reports = reproduce_papers(both, ["p.claim.layers"], "other", out)
+    assert [report.name for report in reports] == ["p", "q"]
+    content = json.loads((out / "report.json").read_text())
+    assert [each["name"] for each in content["papers"]] == ["p", "q"]
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"p", "q"}
+    assert capsys.readouterr().out.count(f"Report: {out / 'report.html'}") == 1
+
+
+def test_a_recipe_with_another_value_differs_and_names_it():
+    labels = ("layers", "width", "tokens", "beta", "weights", "GPUs")
+    paths = ("model.mixers", "one: model.d_model", "steps * batch_size * 2 + 1", "optim.betas.1")
+    paths = (*paths, "built.embed.weight", "")
+    claim = Claim("c", "", "", (1, 16, 13, 0.9, 11, 8), "", labels=labels, recipe="one", ours=paths)
+    model = LMConfig(vocab_size=11, d_model=16, mixers=(AttentionConfig(head_dim=8),))
+    right = TrainConfig(name="one", model=model, data=DataConfig(), steps=3, batch_size=2)
+    right = replace(right, optim=replace(right.optim, betas=(0.8, 0.9)))
+    for recipe, wrong in (
+        (right, ()),
+        (replace(right, steps=4), ("tokens: printed 13, ours 17",)),
+        (replace(right, model=replace(model, d_model=24)), ("width: printed 16, ours 24",)),
+    ):
+        evidence = in_recipes({"one": lambda recipe=recipe: recipe})
+        ours = evidence.find(None, claim)
+        assert ours.setting == "recipes one; left out: GPUs"
+        assert evidence.criterion(claim, ours).details == wrong
+
+
+def test_growth_is_put_beside_the_claimed_growth():
+    ours = growth({"as T^2": (lambda T: T * (T + 1) // 2, lambda T: T**2)}, (100, 200), "pairs")
+    assert ours.typical("as T^2", "printed") == 4
+    assert ours.typical("as T^2", "ours") == 20100 / 5050

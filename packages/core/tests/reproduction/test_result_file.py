@@ -1,0 +1,226 @@
+"""A result file grows by entries, survives kills, and holds one machine's numbers at one commit."""
+
+import json
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.files import write_whole
+from mezzo_core.reproduction import OOM, Cell, Header, Result, origin
+from mezzo_core.reproduction import result_file as result_module
+from mezzo_core.reproduction.result_file import EntryFields
+from mezzo_core.testing.arguments import check_fields
+
+HEADER = Header(
+    kind="speed",
+    title="Table 8",
+    setting="toy",
+    how="scaled down",
+    columns=("64", "128"),
+    models=("RAT(L=16)", "Attention"),
+    unit="ms",
+    better="lower",
+    groups=("B=2", "B=4"),
+)
+HERE = {**origin(torch.device("cpu")), "commit": "c1", "date": "2026-01-01"}
+PLACE = Cell("RAT(L=16)", "64", "B=2")
+OTHER = Cell("Attention", "64", "B=2")
+SINGLE = replace(HEADER, groups=())
+
+
+def content(path):
+    return json.loads(path.read_text())
+
+
+def test_a_file_has_the_header_the_machine_and_the_entries(tmp_path):
+    path = tmp_path / "made" / "table8.json"
+    result = Result(path, HEADER, HERE)
+    assert not path.exists()
+    result.add(PLACE.entry(1.234567, B=2, host_ms=None, steps={"train": [(1, 2.3456789)]}))
+    result.add(Cell("Attention", "128", "B=4", 1).entry(OOM))
+    found = content(path)
+    assert found.pop("entries") == [
+        {
+            "group": "B=2",
+            "model": "RAT(L=16)",
+            "column": "64",
+            "seed": 0,
+            "value": 1.2346,
+            "B": 2,
+            "steps": {"train": [[1, 2.3457]]},
+        },
+        {"group": "B=4", "model": "Attention", "column": "128", "seed": 1, "value": "OOM"},
+    ]
+    assert found == {
+        "kind": "speed",
+        "title": "Table 8",
+        "setting": "toy",
+        "how": "scaled down",
+        "columns": ["64", "128"],
+        "models": ["RAT(L=16)", "Attention"],
+        "unit": "ms",
+        "better": "lower",
+        "groups": ["B=2", "B=4"],
+        **HERE,
+    }
+    assert sum('"model"' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_without_groups_an_entry_has_none(tmp_path):
+    result = Result(tmp_path / "a.json", SINGLE, HERE)
+    result.add(Cell("Attention", "64").entry(1))
+    assert result.has(Cell("Attention", "64"))
+    assert "group" not in content(result.path)["entries"][0]
+
+
+def test_entries_that_are_added_together_are_said_in_one_line(tmp_path):
+    said = []
+    result = Result(tmp_path / "table8.json", HEADER, HERE, say=said.append)
+    result.add(*(PLACE._replace(seed=seed).entry(value) for seed, value in enumerate((2.0, 4.0))))
+    assert said == ["table8: RAT(L=16), 64, B=2, 0: 2.0 4.0 ms"]
+
+
+def test_the_best_column_has_the_best_number(tmp_path):
+    result = Result(tmp_path / "a.json", SINGLE, HERE)
+    assert result.best_column("Attention") is None
+    result.add(Cell("Attention", "64").entry(OOM), Cell("Attention", "128").entry(2.0))
+    assert result.best_column("Attention") == "128"
+
+
+def test_two_scripts_at_once_keep_the_entries_of_both(tmp_path):
+    first, second = (Result(tmp_path / "a.json", HEADER, HERE) for _ in range(2))
+    for seed in range(2):
+        first.add(PLACE._replace(seed=seed).entry(1.0))
+        second.add(OTHER._replace(seed=seed).entry(2.0))
+    models = [entry["model"] for entry in content(tmp_path / "a.json")["entries"]]
+    assert models == ["RAT(L=16)", "Attention"] * 2
+    assert second.has(PLACE)
+    with pytest.raises(ValueError, match="already"):
+        first.add(OTHER._replace(seed=1).entry(3.0))
+
+
+def test_a_script_that_adds_while_another_writes_waits_for_it(tmp_path, monkeypatch):
+    first, second = (Result(tmp_path / "a.json", HEADER, HERE) for _ in range(2))
+    others = [Thread(target=second.add, args=(PLACE._replace(seed=1).entry(2.0),))]
+
+    def write(path, text):
+        if others:
+            others[0].start()
+            others.pop().join(0.1)  # it would be done by now if it did not wait
+        write_whole(path, text)
+
+    monkeypatch.setattr(result_module, "write_whole", write)
+    other = others[0]
+    first.add(PLACE.entry(1.0))
+    other.join()
+    assert [entry["seed"] for entry in content(tmp_path / "a.json")["entries"]] == [0, 1]
+
+
+def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    result.add(PLACE.entry(1.0))
+    before = result.path.read_text()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mezzo_core.files.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        result.add(PLACE._replace(seed=1).entry(2.0))
+    assert result.path.read_text() == before
+    monkeypatch.undo()
+    result.add(PLACE._replace(seed=1).entry(2.0))
+    assert Result(result.path, HEADER, HERE).has(PLACE._replace(seed=1))
+
+
+@pytest.mark.parametrize("key", ["commit", "gpu", "driver", "ptxas", "cpu", "torch"])
+def test_another_commit_or_machine_is_refused(tmp_path, key):
+    Result(tmp_path / "a.json", HEADER, HERE).add(PLACE.entry(1.0))
+    with pytest.raises(UserError, match=rf"a.json has another {key} \(.*not 'other'.*remove it"):
+        Result(tmp_path / "a.json", HEADER, {**HERE, key: "other"})
+
+
+@pytest.mark.parametrize(
+    "change", [{"setting": "other"}, {"columns": ("64",)}, {"groups": ()}, {"unit": "s"}]
+)
+def test_another_header_is_refused(tmp_path, change):
+    Result(tmp_path / "a.json", HEADER, HERE).add(PLACE.entry(1.0))
+    with pytest.raises(UserError, match=f"another {next(iter(change))}"):
+        Result(tmp_path / "a.json", replace(HEADER, **change), HERE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{"model": "x"}]}']
+)
+def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"a\.json"):
+        Result(path, HEADER, HERE)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"value": {}}, "value must be float"),
+        ({"value": None}, "value must be float"),
+        ({"value": True}, "value must be float"),
+        ({"value": "x"}, "value must be one of"),
+        ({"value": "[/x]"}, "value must be one of"),
+        ({"value": 10**400}, "value"),
+        ({"value": float("nan")}, "NaN is no JSON number"),
+        ({"seed": "one"}, "seed must be int"),
+        ({"lr": "x"}, "lr must be float"),
+        ({"peak_gb": [1]}, "peak_gb must be float"),
+        ({"steps": {"train": [[1, None]]}}, "steps must hold lists of points"),
+        ({"column": "65"}, "none of the header's"),
+        ({"model": []}, "model must be str"),
+        ({"seed": 1}, "two entries of"),
+    ],
+)
+def test_an_entry_that_is_no_measurement_is_refused(tmp_path, change, words):
+    both = (PLACE._replace(seed=seed).entry(2.0, lr=0.1) for seed in range(2))
+    Result(tmp_path / "a.json", HEADER, HERE).add(*both)
+    found = content(tmp_path / "a.json")
+    found["entries"][0] |= change
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=rf"a\.json.*{words}") as error:
+        Result(tmp_path / "a.json", HEADER, HERE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "RAT(L=17)"}, {"column": "65"}, {"group": "B=3"}, {"group": ""}]
+)
+def test_an_entry_stands_in_the_header(tmp_path, change):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    with pytest.raises(ValueError, match="none of the header's"):
+        result.add(PLACE._replace(**change).entry(1.0))
+    assert not result.path.exists()
+
+
+def test_an_entry_is_added_once_and_is_a_number(tmp_path):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    result.add(PLACE.entry(1.0))
+    with pytest.raises(ValueError, match="already"):
+        result.add(PLACE.entry(2.0))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        result.add(PLACE._replace(seed=1).entry(float("nan")))
+    with pytest.raises(ValueError, match="value must be"):
+        result.add(PLACE._replace(seed=1).entry("x"))
+    assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
+    assert not result.has(PLACE._replace(seed=1))
+
+
+def test_each_field_of_a_header_and_an_entry_replaced_is_named_or_right():
+    for valid in (HEADER, EntryFields("Attention", "64", 1.0, steps={"train": [[1, 2.0]]})):
+        check_fields(valid, lambda _: torch.zeros(()))
+
+
+def test_a_folder_that_cannot_be_is_named_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        Result(tmp_path / "file" / "a.json", HEADER, HERE)

@@ -1,0 +1,130 @@
+"""Jobs fill a result: each cell once, one after another or in processes of their own."""
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.reproduction import OOM, Cell, Header, Result, Timing, origin
+from mezzo_core.reproduction.runner import Job, run, side_by_side, timing
+from toys.jobs import fail, job_of, meet, place_of
+
+CPU = torch.device("cpu")
+MODELS = ("RNN", "RAT", "Attention")
+HEADER = Header("speed", "T", "toy", ("8", "16"), MODELS, "ms")
+
+
+@pytest.fixture
+def result(tmp_path):
+    return Result(tmp_path / "a.json", HEADER, {**origin(CPU), "commit": "c1"})
+
+
+def values(result):
+    return {(entry.model, entry.column): entry.value for entry in result.entries}
+
+
+def cells(model):
+    return tuple(Cell(model, column) for column in HEADER.columns)
+
+
+def test_what_was_killed_goes_on_and_nothing_is_measured_twice(result, tmp_path):
+    measured = []
+
+    def work(wanted, folder, device):
+        for cell in wanted:
+            if len(measured) == dies:
+                raise KeyboardInterrupt
+            measured.append(cell)
+            yield [cell.entry(len(measured))]
+
+    jobs = [Job(cells(model), work) for model in ("RNN", "RAT")]
+    dies = 3
+    with pytest.raises(KeyboardInterrupt):
+        run(result, jobs, tmp_path, CPU)
+    assert len(values(result)) == 3
+    dies = None
+    again = Result(result.path, HEADER, {**origin(CPU), "commit": "c1"})
+    for _ in range(2):
+        run(again, [*jobs, *jobs], tmp_path, CPU)
+    assert measured == [*cells("RNN"), *cells("RAT")]
+    assert values(again) == {cell[:2]: i for i, cell in enumerate(measured, 1)}
+
+
+def test_work_that_does_not_fit_is_a_word_in_what_is_left_and_the_others_go_on(result, tmp_path):
+    def bad(wanted, folder, device):
+        yield [wanted[0].entry(1.5)]
+        raise torch.OutOfMemoryError
+
+    def good(wanted, folder, device):
+        yield [cell.entry(2.5) for cell in wanted]
+
+    run(result, [Job(cells("RNN"), bad), Job(cells("RAT"), good)], tmp_path, CPU)
+    assert [*values(result).values()] == [1.5, OOM, 2.5, 2.5]
+
+
+@dataclass(frozen=True)
+class Pass:
+    ms: float
+    peak_gb: float
+
+
+def test_a_timed_model_is_built_once_and_each_pass_is_an_entry(result, tmp_path):
+    built, seen = [], []
+
+    def prepare(device):
+        built.append(device)
+
+        def time(B, T):
+            seen.append((B, T))
+            if T == 16:
+                raise torch.OutOfMemoryError
+            return [Pass(2.0, 0.5), Pass(4.0, 0.25)]
+
+        return time
+
+    sizes = {Cell("RNN", "8"): {"B": 2, "T": 8}, Cell("RNN", "16"): {"B": 1, "T": 16}}
+    job = timing(sizes, prepare, "ms")
+    for _ in range(2):
+        run(result, [job], tmp_path, CPU)
+    assert (built, seen) == ([CPU], [(2, 8), (1, 16)])
+    first, second, full = result.entries
+    assert (first.value, first.details, second.seed) == (2.0, {"B": 2, "peak_gb": 0.5}, 1)
+    assert (full.value, full.details) == (OOM, {"B": 1})
+    assert Timing(1.0, 0.5, 2.0).peak_gb is None
+
+
+def test_jobs_side_by_side_fill_the_same_cells_without_speeds(result, tmp_path):
+    run(result, [job_of(cells(model)) for model in MODELS], tmp_path, CPU, processes=2)
+    assert values(result) == {(m, c): float(c) for m in MODELS for c in HEADER.columns}
+    assert {tuple(entry.details) for entry in result.entries} == {("parameters",)}
+
+
+def test_one_process_makes_one_call_after_another():
+    calls = {number: partial(place_of, number) for number in range(3)}
+    found = list(side_by_side(calls, Path("here"), CPU, 1))
+    assert found == [(i, (i, os.getpid(), "here cpu")) for i in range(3)]
+
+
+def test_several_processes_have_folders_of_their_own_and_share_out_the_threads(
+    tmp_path, monkeypatch
+):
+    """With all threads for each, they would wait for each other."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    calls = dict.fromkeys(range(2), partial(meet, tmp_path))
+    found = dict(side_by_side(calls, Path("here"), CPU, 2))
+    assert set(found.values()) == {("here/job_0", 3), ("here/job_1", 3)}
+    assert str(os.getpid()) not in {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_error_is_told_at_once_with_its_name_and_raised_after_all_other_calls(capfd):
+    calls = {(Cell("GSA", "8"), Cell("GSA", "16")): fail}
+    calls |= {number: partial(place_of, number) for number in range(3)}
+    found = []
+    with pytest.raises(UserError, match="this one fails"):
+        found.extend(side_by_side(calls, Path("here"), CPU, 2))
+    assert sorted(name for name, _ in found) == [0, 1, 2]
+    told = "GSA, 8, 0: failed, the others go on: UserError('this one fails')"
+    assert told in capfd.readouterr().out

@@ -1,0 +1,78 @@
+"""The command line of an experiment: what it selects, and mistakes in one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from mezzo_core.errors import UserError
+from mezzo_core.reproduction import run_script
+
+MODELS = ("RNN", "RAT(L=16)", "Attention")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a script; return its exit code and the options that its function got."""
+
+    def run(*words, measure=None, **kinds):
+        seen = []
+        code = run_script(
+            measure or seen.append,
+            "Measure a table.\n\nMore.",
+            MODELS,
+            **kinds,
+            words=["--out", str(tmp_path / "out"), *words],
+        )
+        return code, seen
+
+    return run
+
+
+def test_everything_is_measured_unless_models_are_named(run, tmp_path):
+    code, (options,) = run("--dry-run")
+    assert code == 0
+    assert options.models == MODELS
+    assert (options.out, options.device) == (tmp_path / "out", torch.device("cpu"))
+    _, (options,) = run("--dry-run", "--models", "Attention", "RNN")
+    assert options.models == ("RNN", "Attention")
+
+
+def test_a_training_reads_text_and_seeds(run):
+    words = ("--data", "d", "--tokenizer", "t", "--seeds", "3", "4", "--runs", "scratch")
+    _, (options,) = run("--dry-run", *words, trains=True)
+    assert (options.data, options.tokenizer, options.seeds) == ("d", "t", (3, 4))
+    assert options.runs == Path("scratch")
+    _, (options,) = run("--dry-run", trains=True)
+    assert (options.data, options.seeds) == ("embedded", (0, 1, 2))
+    with pytest.raises(SystemExit):
+        run("--dry-run", *words)
+
+
+def test_steps_of_small_models_may_be_cuda_graphs(run):
+    for words, wanted in (((), False), (("--cuda-graph",), True)):
+        _, (options,) = run("--dry-run", *words, replayed=True)
+        assert options.cuda_graph is wanted
+    with pytest.raises(SystemExit):
+        run("--dry-run", "--cuda-graph")
+
+
+def mistaken(options):
+    raise UserError("this file\x1b is bad")
+
+
+@pytest.mark.parametrize(
+    ("words", "measure", "named"),
+    [
+        (["--dry-run", "--models", "RAT(L=17)"], None, r"'RAT\(L=17\)'; did you mean RAT\(L=16\)"),
+        ([], None, "needs a CUDA GPU: --dry-run"),
+        (["--dry-run"], mistaken, r"this file\\x1b is bad"),
+        (["--dry-run", "--jobs", "0"], None, "--jobs must be 1 or more, got 0"),
+    ],
+)
+def test_a_mistake_is_one_line(run, capsys, monkeypatch, tmp_path, words, measure, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(*words, measure=measure, parallel=True) == (2, [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(named, line)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,82 @@
+"""The speeds of a paper: what counts as its setting, and what its commands measure."""
+
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from mezzo_core.reproduction import Cell
+from mezzo_core.reproduction.measurement import How, read_result
+from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
+
+
+@dataclass(frozen=True)
+class Sizes(AbstractSizes):
+    d_model: int
+
+
+FULL, DRY = Sizes(1024, device="cuda"), Sizes(8, device="cpu")
+MODELS = ("RNN", "RAT")
+
+
+@pytest.fixture
+def speeds():
+    """Files "first" and "second" of both models, whose speed is the width."""
+
+    def make(sizes):
+        def work(cells, folder, device):
+            yield [cell.entry(sizes.d_model) for cell in cells]
+
+        header = {"title": "a table", "setting": "toy", "unit": "ms"}
+        jobs = [Job((Cell(model, "64"),), work) for model in MODELS]
+        return header, jobs
+
+    return Speeds({"first": make, "second": make}, FULL, DRY)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        (FULL, How.OTHER_HARDWARE),
+        (replace(FULL, models=("RNN",)), How.OTHER_HARDWARE),
+        (DRY, How.SCALED_DOWN),
+    ],
+)
+def test_only_the_full_sizes_are_the_papers(speeds, tmp_path, sizes, how):
+    sizes = replace(sizes, device="cpu")
+    speeds = replace(speeds, full=replace(FULL, device="cpu"))
+    assert speeds.measure("first", replace(sizes, models=("SWA",)), tmp_path, print) is None
+    ours = speeds.measurers["first"](sizes, tmp_path, print)
+    assert (ours.how, ours.kind, ours.source) == (how, "speed", "")
+    assert [model for _, model in ours.rows] == [*(sizes.models or MODELS)]
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "models"),
+    [
+        ([], {"first", "second"}, MODELS),
+        (["--models", "second"], {"second"}, MODELS),
+        (["--models", "second", "RAT"], {"second"}, ("RAT",)),
+        (["--models", "RNN"], {"first", "second"}, ("RNN",)),
+    ],
+)
+def test_a_command_line_takes_files_and_models(speeds, tmp_path, words, files, models):
+    with patch("sys.argv", ["speed.py", "--dry-run", "--out", str(tmp_path / "cpu"), *words]):
+        assert speeds.script("Measure.") == 0
+    found = {path.stem: read_result(path) for path in (tmp_path / "cpu").glob("*.json")}
+    assert set(found) == {f"speed_{name}" for name in files}
+    for ours in found.values():
+        assert tuple(model for _, model in ours.rows) == models
+
+
+def test_a_bench_measures_everything_at_this_machines_sizes(speeds, tmp_path, capsys):
+    speeds.bench(torch.device("cpu"), quick=True, out=None)
+    assert capsys.readouterr().out.splitlines()[0] == "speed_first: RNN, 64, 0: 8 ms"
+    speeds = replace(speeds, cpu=replace(DRY, d_model=64))
+    speeds.bench(torch.device("cpu"), quick=False, out=tmp_path)
+    assert {path.name for path in tmp_path.glob("*.json")} == {
+        "speed_first.json",
+        "speed_second.json",
+    }
+    assert "speed_second: RAT, 64, 0: 64 ms" in capsys.readouterr().out

@@ -1,0 +1,311 @@
+"""Speeds: decoding after a prompt (Table 3), training (Table 4, Figure 3a), reading long texts.
+
+Each is measured into `NAME.json` below a folder. The op is checked before anything is timed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
+from mezzo_core.nn.lm import LM
+from mezzo_core.reproduction import Cell, Entry
+from mezzo_core.reproduction.op_speed import check_op
+from mezzo_core.reproduction.runner import Job, passes, timing
+from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
+from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
+
+from mezzo_drt.baselines.block_recurrent import BlockRecurrent
+from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
+from mezzo_drt.inference import Reading, time_decoding, time_reading
+from mezzo_drt.ops import grouped_cross_attention
+from mezzo_drt.ops.grouped_cross_attention.reference import grouped_cross_attention_reference
+from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, PG19, SIZES, Hyperparameters, paper, tiny
+
+BASE, DRT1, DRT2 = (PAPER_NAMES[name] for name in ("base", "drt1", "drt2"))
+LANDMARK, BLOCK_RECURRENT, PLAIN = "Landmark Attn.", "Block Recurrent TFM", "BaseLM"
+WINDOW, FULL = "Transformer_SW", "Transformer_full_attn"
+DECODING = (PLAIN, DRT1, DRT2, BLOCK_RECURRENT, LANDMARK)
+CAN_OFFLOAD = (PLAIN, DRT1, DRT2)
+TRAINING, GROWING = (WINDOW, FULL, DRT1, DRT2), (BASE, DRT1, DRT2, BLOCK_RECURRENT)
+"""The models of Table 4 and of Figure 3a. Landmark Attention is not among these: it is trained on
+rows of 768 tokens, for its attention takes memory by the square of a row."""
+READING = (PLAIN, DRT1, DRT2)
+OFFLOADED = {
+    True: ("time/token w/ cpu offload", "mem. cost w/ cpu offload"),
+    False: ("time/token w/o cpu offload", "mem. cost w/o cpu offload"),
+}
+"""The columns of Table 3."""
+PASSES = 3
+_STEPS = (
+    "whole training steps (forward, backward, fused AdamW; on a GPU bf16 autocast over float32, "
+    "layers compiled one by one)"
+)
+
+
+@dataclass(frozen=True)
+class Sizes(AbstractSizes):
+    """The sizes of all speeds.
+
+    Attributes:
+        size: whose recipes decode, and are trained at each length.
+        prompts: tokens of Table 3's prompts, by its names.
+        new_tokens: that are timed in each pass after a prompt, whole chunks.
+        prefill: tokens of a prompt that are run at a time.
+        texts: tokens of the texts that are read.
+        segment: tokens of them that are run at a time.
+        trained: the models of Table 4, by its columns.
+        lengths: T of Figure 3a.
+        tokens: of a training step at each of these lengths.
+    """
+
+    size: str
+    prompts: Mapping[str, int]
+    new_tokens: int
+    prefill: int
+    texts: tuple[int, ...]
+    segment: int
+    trained: Mapping[str, Hyperparameters]
+    lengths: tuple[int, ...]
+    tokens: int
+
+
+def _shape(num_layers: int, d_model: int, hidden: int, seq_len: int) -> Hyperparameters:
+    return replace(paper(num_layers, d_model, hidden, PG19), seq_len=seq_len)
+
+
+PAPER = Sizes(
+    device="cuda",
+    size="128m_pg19",
+    prompts={"16K": 2**14, "48K": 3 * 2**14},
+    new_tokens=128,
+    prefill=4096,
+    texts=tuple(2**i for i in range(16, 25, 2)),
+    segment=2**16,
+    trained={  # the paper prints no shapes: these are the usual ones of such sizes
+        "350M, 32K": _shape(24, 1024, 2816, 2**15),
+        "760M, 16K": _shape(24, 1536, 4096, 2**14),
+        "1.5B, 8K": _shape(28, 2048, 5632, 2**13),
+        "3B, 4K": _shape(36, 2560, 6912, 2**12),
+    },
+    lengths=(2**12, 2**14, 2**16),
+    tokens=2**16,
+)
+DRY = Sizes(
+    device="cpu",
+    size="tiny",
+    prompts={"16K": 64, "48K": 96},
+    new_tokens=16,
+    prefill=48,
+    texts=(96, 192),
+    segment=48,
+    trained=dict.fromkeys(PAPER.trained, replace(tiny(), seq_len=64)),
+    lengths=(32, 64),
+    tokens=128,
+)
+"""Toy sizes for a CPU, and for a rehearsal: the same steps."""
+
+
+def inference(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Table 3: the time of a token and the state's memory, with and without offload."""
+    header = {
+        "title": "Decoding after a prompt (Table 3)",
+        "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
+        f"sequence: ms of a token, the mean over {sizes.new_tokens} greedy ones by CUDA graphs "
+        "that were captured before, landmarks included; GB of the state on the GPU, without "
+        f"weights; {PASSES} passes, one after another; {PLAIN} has nothing to offload and is "
+        "measured for both",
+        "unit": "ms, GB",
+    }
+    jobs = [
+        Job(
+            tuple(Cell(model, column, group) for column in columns),
+            partial(_decode, sizes, model, prompt, offload),
+        )
+        for model in DECODING
+        for group, prompt in sizes.prompts.items()
+        for offload, columns in OFFLOADED.items()
+        if model in CAN_OFFLOAD or not offload
+    ]
+    return header, jobs
+
+
+def _decode(
+    sizes: Sizes, model: str, prompt: int, offload: bool, cells: tuple[Cell, ...],
+    folder: Path, device: torch.device,
+) -> Iterator[list[Entry]]:  # fmt: skip
+    """Yield the passes of a token's time, and those of the state's memory."""
+    _check_op(device)
+    lm = _reader(sizes, model, offload, device)
+    # Of two landmarks the first is eager, and the second is captured.
+    warmup = 2 * SIZES[sizes.size]().drt.chunk_size + 2
+    lengths = (prompt, sizes.new_tokens, sizes.prefill)
+    found = time_decoding(lm, *lengths, warmup=warmup, passes=PASSES)
+    for cell in cells:
+        yield passes(cell, found, "ms" if cell.column.startswith("time") else "state_gb")
+
+
+def training(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Table 4: the tokens a second of training steps, and the highest memory."""
+    shapes = "; ".join(
+        f"{name}: {s.drt.num_layers} layers, C = {s.d_model}, F = {s.drt.hidden}, T = {s.seq_len}"
+        for name, s in sizes.trained.items()
+    )
+    header = {
+        "title": "Training throughput (Table 4)",
+        "setting": f"{_STEPS} of one sequence of random tokens; {shapes}",
+        "unit": "tokens/s",
+        "better": "higher",
+    }
+    jobs = [
+        timing(
+            {Cell(model, column): {"B": 1, "T": s.seq_len, "passes": PASSES}},
+            partial(_training_timer, model, s),
+            "tokens_per_second",
+        )
+        for column, s in sizes.trained.items()
+        for model in TRAINING
+    ]
+    return header, jobs
+
+
+def length(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Figure 3a: the time of a training step, for each of its sequences, over T.
+
+    All steps have as many tokens, so that short sequences keep a GPU as busy as long ones. BaseLM's
+    time over DRT's is the share of the training speed that retrieval leaves.
+    """
+    header = {
+        "title": "Time of training over the length (Figure 3a)",
+        "setting": f"{_STEPS} of {sizes.tokens} random tokens, models of the size "
+        f"{sizes.size}: the step's milliseconds over its sequences",
+        "unit": "ms",
+    }
+    jobs = [
+        timing(
+            {Cell(model, str(T)): {"B": sizes.tokens // T, "T": T, "passes": PASSES}},
+            partial(_sequence_timer, model, SIZES[sizes.size]()),
+            "step_ms",
+        )
+        for T in sizes.lengths
+        for model in GROWING
+    ]
+    return header, jobs
+
+
+def _sequence_timer(
+    model: str, s: Hyperparameters, device: torch.device
+) -> Callable[..., list[TrainingSpeed]]:
+    """Return a function that times a step, and tells the share of one of its sequences."""
+    time = _training_timer(model, s, device)
+    return lambda B, **sizes: [replace(p, step_ms=p.step_ms / B) for p in time(B=B, **sizes)]
+
+
+def _training_timer(
+    model: str, s: Hyperparameters, device: torch.device
+) -> Callable[..., list[TrainingSpeed]]:
+    _check_op(device)
+    lm = _build(model_config(model, s), device)
+    for unit in lm.units():
+        # The loop of a recurrent layer would be unrolled.
+        if device.type == "cuda" and not isinstance(getattr(unit, "mixer", None), BlockRecurrent):
+            unit.compile(dynamic=False)
+    return partial(time_training, lm)
+
+
+def reading(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the time to read a text, and the memory that it takes, to millions of tokens."""
+    header = {
+        "title": "Time to read a text",
+        "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
+        f"sequence in segments of {sizes.segment} random tokens, chunks in the host's memory, one "
+        "pass; peak GB: of the GPU, weights included",
+        "unit": "s",
+    }
+    jobs = [
+        timing({Cell(model, str(T)): {"T": T}}, partial(_reading_timer, sizes, model), "seconds")
+        for T in sizes.texts
+        for model in READING
+    ]
+    return header, jobs
+
+
+def _reading_timer(
+    sizes: Sizes, model: str, device: torch.device
+) -> Callable[[int], list[Reading]]:
+    _check_op(device)
+    lm = _reader(sizes, model, True, device)
+    return lambda T: [time_reading(lm, T, sizes.segment)]
+
+
+def _reader(sizes: Sizes, model: str, offload: bool, device: torch.device) -> LM:
+    """Return a model with random weights, that keeps chunks in the host's memory if asked for."""
+    s = SIZES[sizes.size]()
+    lm = _build(model_config(model, replace(s, drt=replace(s.drt, offload=offload))), device).eval()
+    return lm.bfloat16() if device.type == "cuda" else lm
+
+
+def model_config(model: str, s: Hyperparameters) -> LMConfig:
+    """Return a model by the paper's name, with the sizes of recipes."""
+    drt = s.drt
+    if model in (LANDMARK, BLOCK_RECURRENT):
+        size = ModelSize(s.vocab_size, s.d_model, drt.num_layers, drt.head_dim, drt.hidden or 0)
+        if model == LANDMARK:
+            return landmark_lm(size, drt.chunk_size)
+        W = drt.window_size
+        return block_recurrent_lm(size, window_size=W * 3 // 2, block_size=W, num_states=W)
+    if model == FULL:
+        mixers = (AttentionConfig(drt.head_dim),) * drt.num_layers
+        return LMConfig(
+            s.vocab_size, s.d_model, mixers, MLPConfig("swiglu", drt.hidden), drt.norm_eps
+        )
+    names = {WINDOW: "base", PLAIN: "base", BASE: "base", DRT1: "drt1", DRT2: "drt2"}
+    return ARCHITECTURES[names[model]](s)
+
+
+def _build(config: LMConfig, device: torch.device) -> LM:
+    torch.manual_seed(0)
+    with device:
+        return config.build()
+
+
+def _dtype(sizes: Sizes) -> str:
+    return "bf16" if sizes.device == "cuda" else "float32"
+
+
+@cache
+def _check_op(device: torch.device) -> None:
+    """Compare the op with its definition, where each chunk reads random ones that it may read."""
+    is_cuda = device.type == "cuda"
+    B, N, R, H, D, L = (2, 8, 8, 12, 64, 64) if is_cuda else (2, 8, 4, 2, 16, 16)
+    noise = partial(torch.randn, device=device, dtype=torch.bfloat16 if is_cuda else None)
+    # Chunk n reads what chunk n - 1 retrieved among the chunks before n - 1.
+    chunk = torch.arange(N, device=device)
+    scores = torch.rand(B, N, N, device=device).masked_fill(chunk >= chunk[:, None] - 1, -1)
+    best, indices = scores.topk(R, -1)
+    indices = indices.masked_fill(best < 0, -1)
+    weights = torch.randn(B, N, R, device=device).masked_fill(indices < 0, -torch.inf)
+    inputs = {
+        "q": noise(B, N, L + 1, H, D),  # with landmarks
+        "k": noise(B, N, L, H, D),
+        "v": noise(B, N, L, H, D),
+        "weights": weights.softmax(-1).nan_to_num(),  # the first two chunks read nothing
+    }
+    op = partial(grouped_cross_attention, indices=indices, softmax1=True)
+    definition = partial(
+        grouped_cross_attention_reference, indices=indices, softmax1=True, scale=D**-0.5
+    )
+    check_op("grouped_cross_attention", op, definition, inputs)
+
+
+SPEEDS = Speeds(
+    {"inference": inference, "length": length, "training_speed": training, "reading": reading},
+    PAPER,
+    DRY,
+    prefix="",
+)
+MEASURERS = SPEEDS.measurers
+"""What this module measures, by the names of the files."""

@@ -1,1 +1,0 @@
-"""Our ops and layers beside those of fla (flash-linear-attention)."""

@@ -1,0 +1,186 @@
+"""Speeds: Figure 4 and footnote 7 (whole models of 1.3B), and ops and layers beside fla's."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.reproduction import Cell, Entry
+from mezzo_core.reproduction.generation_speed import time_latency
+from mezzo_core.reproduction.layer_speed import check_mixers
+from mezzo_core.reproduction.runner import Job, passes, timing
+from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
+from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
+
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.recipes import PAPER_NAMES, recipe
+from mezzo_gsa.reproduction import beside, fla
+from mezzo_gsa.reproduction.beside import Shapes
+
+KEPT = "GSA w/o recomp."
+"""GSA with its states kept for the backward pass."""
+FLA = "GSA, fla's layer"
+GENERATING = {PAPER_NAMES[name]: name for name in ("attention", "retnet", "gla", "gsa")}
+TRAINING = {**GENERATING, KEPT: "gsa", FLA: "gsa"}
+SLOTS = {"32 slots": "gsa_m32", "64 slots": "gsa", "128 slots": "gsa_m128"}
+"""The recipe of each model."""
+
+
+@dataclass(frozen=True)
+class Sizes(AbstractSizes):
+    """The sizes of all speeds.
+
+    Attributes:
+        size: of the recipes.
+        tokens: of a batch.
+        lengths: its T.
+        prompt: tokens before generation.
+        new_tokens: after it.
+        shapes: of ops and layers.
+    """
+
+    size: str
+    tokens: int
+    lengths: tuple[int, ...]
+    prompt: int
+    new_tokens: tuple[int, ...]
+    shapes: Shapes
+
+
+FULL = Sizes(
+    device="cuda",
+    size="1p3b",
+    tokens=16_384,
+    lengths=(2048, 4096, 8192, 16_384),
+    prompt=2048,
+    new_tokens=(512, 1024, 2048),
+    shapes=Shapes(
+        ((8, 2048), (1, 16_384), (4, 16_384)),
+        narrow=((128, 512), 32, 32),
+        num_heads=4,
+        head_dim=512,
+        slots=(64, 32, 128),
+        position=2048,
+        seconds=0.3,
+    ),
+)
+DRY = Sizes(
+    device="cpu",
+    size="tiny",
+    tokens=128,
+    lengths=(32, 64),
+    prompt=16,
+    new_tokens=(4, 8),
+    shapes=Shapes(((2, 128), (1, 256)), ((4, 64), 8, 8), 2, 16, (8, 4), 16, 0.0),
+)
+"""Toy sizes for a CPU, and for a rehearsal: the same steps."""
+
+
+def training(
+    title: str, models: Mapping[str, str], last: int | None, sizes: Sizes
+) -> tuple[dict[str, Any], list[Job]]:
+    """List whole training steps of models, at all lengths or those before the `last` one."""
+    lengths = sizes.lengths[:last]
+    header = {
+        "title": title,
+        "setting": "whole training steps (forward, backward, fused AdamW) of the "
+        f"{sizes.size} recipes' models, {sizes.tokens:,} random tokens in sequences of T, bf16 "
+        "autocast over float32 weights, the blocks compiled on a GPU",
+        "unit": "tokens/s",
+        "better": "higher",
+    }
+    jobs = [
+        timing(
+            {Cell(model, str(T)): {"B": sizes.tokens // T, "T": T} for T in lengths},
+            partial(_training_timer, model, configure(model, models[model], sizes)),
+            "tokens_per_second",
+        )
+        for model in models
+        if model != FLA or fla.is_installed()
+    ]
+    return header, jobs
+
+
+def _training_timer(
+    name: str, config: LMConfig, device: torch.device
+) -> Callable[..., list[TrainingSpeed]]:
+    check_mixers(config, device)
+    model = _build(config, device)
+    if name == FLA:
+        fla.replace_mixers(model)
+    if device.type == "cuda":
+        for unit in model.units():
+            unit.compile(dynamic=False, fullgraph=name != FLA)
+    return partial(time_training, model)
+
+
+def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the latency of one sequence, which gives all counts of new tokens in one pass."""
+    header = {
+        "title": "Figure 4c: generation",
+        "setting": f"one sequence of the {sizes.size} recipes' models, a prompt of "
+        f"{sizes.prompt:,} tokens and then N new ones, greedy, bf16 weights; prompt and capture of "
+        "the CUDA graph included",
+        "unit": "s",
+    }
+    jobs = [
+        Job(
+            tuple(Cell(model, f"N={count}") for count in sizes.new_tokens),
+            partial(_generate, configure(model, name, sizes), sizes),
+        )
+        for model, name in GENERATING.items()
+    ]
+    return header, jobs
+
+
+def _generate(
+    config: LMConfig, sizes: Sizes, cells: tuple[Cell, ...], folder: Path, device: torch.device
+) -> Iterator[list[Entry]]:
+    check_mixers(config, device)
+    model = _build(config, device).bfloat16().eval()
+    state_mb = model.state_bytes(sizes.prompt + max(sizes.new_tokens)) / 1e6
+    found = time_latency(model, sizes.prompt, sizes.new_tokens)
+    for cell in cells:
+        yield passes(cell, found[int(cell.column[2:])], "seconds", state_mb=state_mb)
+
+
+def ops(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List ops and layers one at a time, beside fla's."""
+    header = {
+        "kind": "timings",
+        "title": "Ops and layers one at a time, beside flash-linear-attention's (bench_fla)",
+        "setting": "medians of repeated calls",
+        "unit": "ms",
+    }
+    return header, beside.jobs(sizes.shapes, sizes.device)
+
+
+def configure(model: str, name: str, sizes: Sizes) -> LMConfig:
+    """Return the recipe's model; that without recomputation keeps its states for the backward."""
+    config = recipe(sizes.size, name).model
+    if model != KEPT:
+        return config
+    kept = (replace(m, keep_states=True) for m in config.mixers if isinstance(m, GSAConfig))
+    return replace(config, mixers=tuple(kept))
+
+
+def _build(config: LMConfig, device: torch.device) -> LM:
+    torch.manual_seed(0)
+    with device:
+        return config.build()
+
+
+SPEEDS = Speeds(
+    {
+        "speed_training": partial(training, "Figure 4a, 4b: training", TRAINING, None),
+        "speed_slots": partial(training, "Footnote 7: slots", SLOTS, 1),
+        "speed_generation": generation,
+        "bench_fla": ops,
+    },
+    FULL,
+    DRY,
+    prefix="",
+)

@@ -1,0 +1,208 @@
+"""The paper's speeds: Tables 6, 7 and 8 (one layer), Figure 5 (generation by whole models).
+
+Each is measured into `speed_NAME.json` below a folder.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.reproduction import Cell, Timing
+from mezzo_core.reproduction.generation_speed import Throughput, time_step, time_throughput
+from mezzo_core.reproduction.layer_speed import (
+    build_layer,
+    check_layer,
+    check_mixers,
+    compiled,
+    time_layer,
+)
+from mezzo_core.reproduction.runner import Job, timing
+from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
+
+from mezzo_rat.linear_rnn import LinearRNNConfig
+from mezzo_rat.mixer import RATConfig
+from mezzo_rat.recipes import PAPER_NAMES, recipe
+
+
+def paper_layers(head_dim: int) -> dict[str, MixerConfig]:
+    """Return the layers of Tables 6 to 8, by the paper's names, in its order."""
+    return {
+        "RNN": LinearRNNConfig(),
+        "RAT(L=128)": RATConfig(chunk_size=128, head_dim=head_dim),
+        "RAT(L=64)": RATConfig(chunk_size=64, head_dim=head_dim),
+        "RAT(L=16)": RATConfig(chunk_size=16, head_dim=head_dim),
+        "Attention": AttentionConfig(head_dim=head_dim),
+    }
+
+
+GENERATING = {
+    PAPER_NAMES[name]: name for name in ("attention", "rat_l16", "attention_swa", "rat_swa", "rnn")
+}
+"""The models whose throughput the paper prints, with the recipes' names."""
+
+
+@dataclass(frozen=True)
+class Sizes(AbstractSizes):
+    """The sizes of all speed tables.
+
+    Attributes:
+        d_model, head_dim: C and D of the layers of Tables 6 to 8.
+        tokens: of a batch in Tables 6 and 7, for every T.
+        lengths: T of Tables 6 and 7; some are shorter than the paper's, as attention may win there.
+        positions: of the token that Table 8 generates.
+        batches: B of Table 8.
+        contexts: T of Figure 5, and the size whose recipes give the models. The first is that of
+            Table 1, the last that of Table 11.
+        new_tokens: of each sequence in Figure 5, after a prompt of T - new_tokens.
+        max_batch: of Figure 5; for a model with a small state, a larger batch no longer helps.
+        seconds: for each timing.
+    """
+
+    d_model: int
+    head_dim: int
+    tokens: int
+    lengths: tuple[int, ...]
+    positions: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: Mapping[int, str]
+    new_tokens: int
+    max_batch: int
+    seconds: float
+
+
+FULL = Sizes(
+    device="cuda",
+    d_model=2048,
+    head_dim=128,
+    tokens=262_144,
+    lengths=tuple(2**i for i in range(10, 19)),
+    positions=tuple(2**i for i in range(12, 19)),
+    batches=(64, 512, 1024),
+    contexts={4096: "1p3b", 8192: "1p3b", 16_384: "1p3b_16k"},
+    new_tokens=1024,
+    max_batch=4096,
+    seconds=0.05,
+)
+CPU = Sizes(
+    device="cpu",
+    d_model=128,
+    head_dim=32,
+    tokens=4096,
+    lengths=(512, 1024, 2048, 4096),
+    positions=(512, 1024, 2048, 4096),
+    batches=(64,),
+    contexts={128: "tiny", 512: "tiny"},
+    new_tokens=32,
+    max_batch=16,
+    seconds=0.02,
+)
+DRY = Sizes(
+    *(64, 16, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0),
+    device="cpu",
+)
+"""A rehearsal: the same steps at toy sizes."""
+
+
+def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List times of one layer: "table6" (training), "table7" (prefilling), "table8" (decoding)."""
+    cuda, decoding = sizes.device == "cuda", name == "table8"
+    title, what = {
+        "table6": ("Training time of one layer (Table 6)", "forward and backward"),
+        "table7": ("Prefilling time of one layer (Table 7)", "forward"),
+        "table8": ("Decoding time of one layer at a position (Table 8)", "one token at a position"),
+    }[name]
+    batch = "whole batch" if decoding else f"{sizes.tokens:,} tokens a batch"
+    bf16 = "bf16, in a CUDA graph" if decoding else "bf16 autocast over float32, torch.compile"
+    every = paper_layers(sizes.head_dim)
+    header = {
+        "title": title,
+        "setting": f"{what} of one layer (norm, mixer, residual), {batch}, "
+        f"{bf16 if cuda else 'float32, eager'}, C = {sizes.d_model}, D = {sizes.head_dim}; "
+        "medians of 3 passes",
+        "unit": "ms",
+    }
+    jobs = []
+    for model, config in every.items():
+        if decoding:
+            cells = {
+                Cell(model, str(T), f"B={B}"): {"B": B, "position": T}
+                for B in sizes.batches
+                for T in sizes.positions
+            }
+        else:
+            cells = {
+                Cell(model, str(T)): {"B": max(1, sizes.tokens // T), "T": T} for T in sizes.lengths
+            }
+        phase = {"table6": "train", "table7": "forward"}.get(name)
+        jobs.append(timing(cells, partial(_layer_timer, config, phase, sizes), "ms"))
+    return header, jobs
+
+
+def _layer_timer(
+    config: MixerConfig, phase: Any, sizes: Sizes, device: torch.device
+) -> Callable[..., list[Timing]]:
+    layer = build_layer(config, sizes.d_model, device)
+    check_layer(layer)
+    if phase is not None:
+        return partial(time_layer, layer, compiled(layer), phase, seconds=sizes.seconds)
+    layer = layer.bfloat16() if device.type == "cuda" else layer
+    return partial(time_step, layer, seconds=sizes.seconds)
+
+
+def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List Figure 5: the most tokens a second that a whole model generates.
+
+    The value leaves the time of the prompts out. So must the paper's, without saying so: its RNN's
+    130,000 tokens a second after prompts of 15,360 would otherwise mean 2 million prompt tokens a
+    second, five times what an H100's peak allows a model of 1.3B weights. `with_prompt` has it.
+    """
+    dtype = "bf16" if sizes.device == "cuda" else "float32"
+    recipes = ", ".join(sorted(set(sizes.contexts.values())))
+    header = {
+        "title": "Largest throughput of generation (Figure 5, Tables 1 and 11)",
+        "setting": f"{sizes.new_tokens} new tokens after a prompt of T - {sizes.new_tokens}, "
+        f"random weights of the recipes {recipes}, {dtype}, the "
+        f"largest batch whose state fits (at most {sizes.max_batch}); greedy steps, in a CUDA "
+        "graph on a GPU, timed at the first, middle and last position; the prompts' time is left "
+        "out, as it must be in the paper's numbers, and is in the details; 3 passes",
+        "unit": "tokens a second",
+        "better": "higher",
+    }
+    jobs = [
+        timing(
+            {Cell(name, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}},
+            partial(_generation_timer, recipe(size, architecture).model, sizes),
+            "tokens_per_second",
+        )
+        for T, size in sizes.contexts.items()
+        for name, architecture in GENERATING.items()
+    ]
+    return header, jobs
+
+
+def _generation_timer(
+    config: LMConfig, sizes: Sizes, device: torch.device
+) -> Callable[..., list[Throughput]]:
+    check_mixers(config, device)
+    with device:
+        model = config.build().eval()
+    model = model.bfloat16() if device.type == "cuda" else model
+    return partial(time_throughput, model, max_batch=sizes.max_batch, seconds=sizes.seconds)
+
+
+SPEEDS = Speeds(
+    {
+        **{name: partial(layers, name) for name in ("table6", "table7", "table8")},
+        "fig5": generation,
+    },
+    FULL,
+    DRY,
+    CPU,
+)
+MEASURERS = SPEEDS.measurers
+"""What this module measures, by the names in the files' names."""

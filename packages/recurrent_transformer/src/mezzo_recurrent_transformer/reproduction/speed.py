@@ -1,0 +1,269 @@
+"""The paper's speeds: Table 2, latency over the length, throughput of training, and decoding.
+
+Each is measured into `speed_NAME.json` below a folder. The algorithm of the paper stands beside our
+op: it is Algorithm 1 in eager PyTorch (`schedule`), launched from Python or as one CUDA graph.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from mezzo_core.nn.lm import LM
+from mezzo_core.reproduction import Cell, Timing, captured, measure
+from mezzo_core.reproduction.generation_speed import Throughput, time_throughput
+from mezzo_core.reproduction.layer_speed import build_layer, check_layer, compiled
+from mezzo_core.reproduction.runner import Job, timing
+from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
+from mezzo_core.reproduction.timing import WARMUP_CALLS
+from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
+from mezzo_core.train.config import TrainConfig
+from torch import Tensor
+
+from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, stack_weights
+from mezzo_recurrent_transformer.ops.recurrent_layers import recurrent_layers
+from mezzo_recurrent_transformer.recipes import PAPER_NAMES, recipe, with_layers
+from mezzo_recurrent_transformer.schedule import tiled_forward
+from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
+
+NAIVE, EAGER, GRAPH = "naive", "tiled, without CUDA Graphs", "tiled, with CUDA Graphs"
+OP, TRANSFORMER = "our op", "Transformer"
+LAYERS = {"graphs": (EAGER, GRAPH, OP, TRANSFORMER), "length": (NAIVE, GRAPH, OP, TRANSFORMER)}
+"""The layers that are timed over the batch (Table 2) and over the length T."""
+DEPTHS = (12, 6)
+MODELS = {
+    with_layers(paper_name, depth): (depth, architecture)
+    for depth in DEPTHS
+    for architecture, paper_name in reversed(PAPER_NAMES.items())
+}
+"""The models whose throughput the paper prints: layers and architecture."""
+PASSES = 3
+
+
+@dataclass(frozen=True)
+class Sizes(AbstractSizes):
+    """The sizes of all speeds.
+
+    Attributes:
+        d_model, head_dim: C and D of a layer.
+        seq_len: T of Table 2.
+        batches: B of Table 2.
+        batch: B of the latency over the length.
+        lengths: its T.
+        naive: the longest T at which the naive loop is timed; it reads T^2 positions.
+        trained: the size whose recipes are trained, by its layers.
+        most_trained: sequences of a training step, if the recipe computes more at once.
+        contexts: tokens of a generated sequence in the end.
+        new_tokens: those of them that follow the prompt.
+        most_generated: sequences that are generated at once, if more fit.
+        seconds: for each timing.
+    """
+
+    d_model: int
+    head_dim: int
+    seq_len: int
+    batches: tuple[int, ...]
+    batch: int
+    lengths: tuple[int, ...]
+    naive: int
+    trained: Mapping[int, str]
+    most_trained: int
+    contexts: tuple[int, ...]
+    new_tokens: int
+    most_generated: int
+    seconds: float
+
+
+FULL = Sizes(
+    device="cuda",
+    d_model=1024,
+    head_dim=64,
+    seq_len=512,
+    batches=tuple(2**i for i in range(5, 12)),
+    batch=512,
+    lengths=tuple(2**i for i in range(6, 13)),
+    naive=1024,
+    trained={12: "300m_12", 6: "300m_6"},
+    most_trained=512,
+    contexts=(512, 4096),
+    new_tokens=128,
+    most_generated=2048,
+    seconds=0.05,
+)
+DRY = Sizes(
+    device="cpu",
+    d_model=32,
+    head_dim=16,
+    seq_len=8,
+    batches=(1, 2),
+    batch=2,
+    lengths=(4, 8),
+    naive=8,
+    trained=dict.fromkeys(DEPTHS, "tiny"),
+    most_trained=1,
+    contexts=(8,),
+    new_tokens=4,
+    most_generated=8,
+    seconds=0.0,
+)
+"""Toy sizes for a CPU, and for a rehearsal: the same steps."""
+
+
+def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the forward of one layer over the batch ("graphs") or over T ("length")."""
+    by_batch = name == "graphs"
+    cells = {str(T): {"B": sizes.batch, "T": T} for T in sizes.lengths}
+    if by_batch:
+        cells = {f"B={B}": {"B": B, "T": sizes.seq_len} for B in sizes.batches}
+    what = {"graphs": "latency over the batch (Table 2)", "length": "latency over the length"}[name]
+    header = {
+        "title": f"One layer: {what}",
+        "setting": f"forward of one layer, attention and MLP, C = {sizes.d_model}, heads of "
+        f"{sizes.head_dim}, {f'T = {sizes.seq_len}' if by_batch else f'B = {sizes.batch}'}, "
+        f"{_dtype(sizes)}; naive: the definition in eager PyTorch, a token at a "
+        "time; tiled: Algorithm 1 in eager PyTorch; the Transformer compiled; medians of "
+        f"{PASSES} passes",
+        "unit": "ms",
+    }
+    jobs = []
+    for model in LAYERS[name]:
+        most = sizes.naive if model == NAIVE else math.inf
+        wanted = {Cell(model, column): each for column, each in cells.items() if each["T"] <= most}
+        jobs.append(timing(wanted, partial(_layer_timer, model, sizes), "ms"))
+    return header, jobs
+
+
+def _layer_timer(
+    model: str, sizes: Sizes, device: torch.device
+) -> Callable[[int, int], list[Timing]]:
+    """Return a function that times a checked layer at B and T."""
+    config = TransformerBlockConfig if model == TRANSFORMER else RecurrentBlockConfig
+    layer = build_layer(config(head_dim=sizes.head_dim), sizes.d_model, device, alone=True)
+    check_layer(layer)
+    layer = layer.bfloat16() if device.type == "cuda" else layer
+    block: Any = layer.mixer
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        NAIVE: partial(by_definition, block),
+        EAGER: partial(tiled_forward, block),
+        GRAPH: partial(tiled_forward, block),
+        OP: layer,
+    }
+    run = compiled(layer) if model == TRANSFORMER else forms[model]
+
+    @torch.no_grad()
+    def time(B: int, T: int) -> list[Timing]:
+        x = torch.randn(B, T, sizes.d_model, device=device, dtype=layer.norm.weight.dtype)
+        work: Callable[[], object] = partial(run, x)
+        if model == GRAPH:
+            work = captured(work, device)
+        return [
+            measure(work, device, seconds=sizes.seconds, warmup=0 if i else WARMUP_CALLS, least=2)
+            for i in range(PASSES)
+        ]
+
+    return time
+
+
+def by_definition(block: RecurrentBlock, x: Tensor) -> Tensor:
+    """Compute a layer by its reference: every token reads all pairs before it again."""
+    config = block.config
+    return recurrent_layers(
+        x,
+        stack_weights((block,)),
+        num_heads=block.num_heads,
+        residual_scale=config.residual_scale,
+        norm=config.norm,
+        eps=config.norm_eps,
+        persistent_norm=config.persistent_norm,
+        block_size=config.block_size,
+        alibi_slopes=block.slopes(),
+        impl="reference",
+    ).z
+
+
+def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the tokens a second of training steps of the 300M models."""
+    header = {
+        "title": "Training throughput of the 300M models",
+        "setting": f"whole training steps (forward, backward, fused AdamW) of the recipes of "
+        f"{_recipes(sizes)}, random tokens, bf16 autocast over float32 on a GPU, where the "
+        "Transformer's layers are compiled; B: sequences that are computed at once",
+        "unit": "tokens/s",
+        "better": "higher",
+    }
+    jobs = []
+    for model, (depth, architecture) in MODELS.items():
+        config = recipe(sizes.trained[depth], architecture)
+        B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
+        cells = {Cell(model, "tokens/s"): {"B": B, "T": config.seq_len, "passes": PASSES}}
+        jobs.append(timing(cells, partial(_training_timer, config), "tokens_per_second"))
+    return header, jobs
+
+
+def _training_timer(
+    config: TrainConfig, device: torch.device
+) -> Callable[..., list[TrainingSpeed]]:
+    model = _build(config, device)
+    if device.type == "cuda" and config.compile:
+        for unit in model.stack.units():
+            unit.compile(dynamic=False)
+    return partial(time_training, model)
+
+
+def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
+    """List the tokens a second that the 300M models generate, each at its largest batch."""
+    header = {
+        "title": "Decoding of the 300M models",
+        "setting": f"models of the recipes of {_recipes(sizes)}, {_dtype(sizes)}; the last "
+        f"{sizes.new_tokens} of T tokens, by a CUDA graph of a step, at the largest batch B that "
+        f"fits, at most {sizes.most_generated}",
+        "unit": "tokens/s",
+        "better": "higher",
+    }
+    jobs = []
+    for model, (depth, architecture) in MODELS.items():
+        cells = {
+            Cell(model, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}
+            for T in sizes.contexts
+        }
+        config = recipe(sizes.trained[depth], architecture)
+        jobs.append(timing(cells, partial(_decoding_timer, config, sizes), "tokens_per_second"))
+    return header, jobs
+
+
+def _decoding_timer(
+    config: TrainConfig, sizes: Sizes, device: torch.device
+) -> Callable[..., list[Throughput]]:
+    model = _build(config, device).eval()
+    model = model.bfloat16() if device.type == "cuda" else model
+    limits: dict[str, Any] = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
+    return partial(time_throughput, model, passes=PASSES, **limits)
+
+
+def _build(config: TrainConfig, device: torch.device) -> LM:
+    torch.manual_seed(0)
+    with device:
+        return config.model.build()
+
+
+def _recipes(sizes: Sizes) -> str:
+    return ", ".join(dict.fromkeys(sizes.trained.values()))
+
+
+def _dtype(sizes: Sizes) -> str:
+    return "bf16" if sizes.device == "cuda" else "float32"
+
+
+SPEEDS = Speeds(
+    {
+        **{name: partial(layers, name) for name in LAYERS},
+        "throughput": throughput,
+        "decoding": decoding,
+    },
+    FULL,
+    DRY,
+)
+MEASURERS = SPEEDS.measurers
+"""What this module measures, by the names in the files' names."""

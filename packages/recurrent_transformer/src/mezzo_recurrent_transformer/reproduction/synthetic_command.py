@@ -1,0 +1,82 @@
+"""`mezzo-recurrent-transformer synthetic`: the sweep as a command."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from mezzo_core.console import show, show_table
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.paths import expanded
+from mezzo_core.reproduction.figures import draw_result
+from mezzo_core.reproduction.measurement import read_result
+from mezzo_core.reproduction.tables import format_value
+from typer import Option
+
+from mezzo_recurrent_transformer.reproduction.synthetic_sweep import NAMES, SweepConfig, sweep
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS
+
+WHOLE = SweepConfig()
+TASK_NAMES, MODELS = list(TASKS), list(WHOLE.models)
+RATES, DECAYS, SEEDS = list(WHOLE.learning_rates), list(WHOLE.weight_decays), list(WHOLE.seeds)
+
+
+def synthetic(
+    out: Annotated[
+        Path, Option(help="Folder of the result and the runs.", callback=expanded)
+    ] = Path("synthetic"),
+    task: Annotated[list[str], Option(help=f"Of {', '.join(TASKS)}; repeat.")] = TASK_NAMES,
+    harder: Annotated[bool, Option(help="The tasks' harder settings too.")] = False,
+    model: Annotated[list[str], Option(help=f"Of {', '.join(NAMES)}; repeat.")] = MODELS,
+    lr: Annotated[list[float], Option(help="Learning rate; repeat.")] = RATES,
+    decay: Annotated[list[float], Option(help="Weight decay; repeat.")] = DECAYS,
+    seed: Annotated[list[int], Option(help="Of weights and order; repeat.")] = SEEDS,
+    width: Annotated[int, Option(help="Of the layer, a multiple of 8.")] = WHOLE.d_model,
+    scaling: Annotated[str, Option(help="Start of weights: residual or init.")] = WHOLE.scaling,
+    train_rows: Annotated[int | None, Option(help="Rows to train on, not MAD's.")] = None,
+    test_rows: Annotated[int | None, Option(help="Rows to test on, not MAD's.")] = None,
+    batch_size: Annotated[int, Option(help="Rows a step.")] = WHOLE.batch_size,
+    epochs: Annotated[int, Option(help="At most.")] = WHOLE.epochs,
+    max_steps: Annotated[int | None, Option(help="Of a run, where epochs have more.")] = None,
+    precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = WHOLE.precision,
+    compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
+    cuda_graph: Annotated[bool, Option(help="Replay steps as CUDA graphs.")] = False,
+    device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
+) -> None:
+    """Train one recurrent layer and one Transformer layer on synthetic tasks, and compare them.
+
+    Without options: MAD's six tasks and copying in full, many GPU hours. A folder goes on where it
+    was left.
+    """
+    for name in task:
+        if name not in TASKS:
+            raise UserError(f"no task is named {name!r}{nearest(name, TASKS)}")
+    sizes = {"train_rows": train_rows, "test_rows": test_rows}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    checked_later: dict[str, Any] = {"scaling": scaling, "precision": precision}
+    config = SweepConfig(
+        tasks=tuple(replace(TASKS[name], **given) for name in task),
+        harder=harder,
+        models=tuple(model),
+        learning_rates=tuple(lr),
+        weight_decays=tuple(decay),
+        seeds=tuple(seed),
+        d_model=width,
+        batch_size=batch_size,
+        epochs=epochs,
+        max_steps=max_steps,
+        compile=compile,
+        cuda_graph=cuda_graph,
+        **checked_later,
+    )
+    result = sweep(config, out, device=device)
+    found = read_result(result.path)
+    rows = []
+    for column in found.columns:
+        for name in result.header.models:
+            # Another call may train the other model.
+            values = (found.typical(name, column, group) for group in found.groups)
+            rows.append((column, name, *map(format_value, values)))
+    show_table(("task", "model", *found.groups), rows)
+    figure = result.path.with_suffix(".png")
+    draw_result(found, figure)
+    show(f"{result.path} has every run, {figure} shows them")

@@ -1,0 +1,259 @@
+"""A sweep over tasks, models and seeds; the defaults are the protocol of the paper's appendix."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from mezzo_core.config_json import check_fields
+from mezzo_core.device import choose_device
+from mezzo_core.errors import UserError, nearest
+from mezzo_core.nn import BlocksConfig, LMConfig, StackConfig
+from mezzo_core.reproduction import Cell, Header, Result, origin, say
+from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.training import Tuning
+from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
+
+from mezzo_recurrent_transformer.block import RecurrentBlockConfig
+from mezzo_recurrent_transformer.layer import LayerConfig
+from mezzo_recurrent_transformer.stack import Scaling, scaled
+from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoderConfig
+from mezzo_recurrent_transformer.synthetic.memory import CompressionConfig
+from mezzo_recurrent_transformer.synthetic.task import AbstractTask
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS, settings
+from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
+
+HEAD_DIM = 8
+"""Width of a head: the paper has 16 at width 128."""
+NORM_EPS = 1e-5
+SOLVED = 1 - 1e-6
+"""An accuracy above this has no mistake: test rows have fewer than a million targets."""
+EVALUATIONS = 20
+"""Of a run; those before the last one find a task that is solved."""
+LAYERS: dict[str, type[LayerConfig]] = {
+    "transformer": TransformerBlockConfig,
+    "recurrent": RecurrentBlockConfig,
+}
+NAMES = {"transformer": "Transformer", "recurrent": "Recurrent Transformer"}
+"""The names in the result."""
+EXACT, BY_TOKEN = "exact match", "token accuracy"
+PROTOCOL = (
+    "MAD's six tasks in their baseline setting and copying, one layer of width 128 with MLP 512, "
+    "16 heads and ALiBi, head not tied to the embedding, weights of the layer as the released code "
+    "starts them; MAD's rows (12,800, memorization 256; "
+    "1,280 test rows), batch 128, 200 epochs, or fewer once no test row has a mistake; AdamW with "
+    "betas 0.9 and 0.98, cosine to 1e-6, neither warm-up nor clipping, the best of lr 1e-3, 5e-4, "
+    "1e-4 by decay 0, 0.1, by exact match and then by token accuracy; bf16 on a GPU. "
+    "Our reading of what the paper leaves open: compression is told from the last token through "
+    "MAD's decoder; strings to copy have 5 to 20 letters, in training and in the test. Unlike "
+    "MAD: the rate falls by step, only matrices decay, every target has the same weight"
+)
+"""What the defaults are, for a result's setting."""
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What is swept over, and what all runs share.
+
+    Attributes:
+        tasks: with their sizes; their seeds are replaced.
+        harder: whether each task's harder settings are run too, each in a column of its own.
+        models: "transformer", "recurrent" or both.
+        learning_rates: tried for each model and task in this order, until one solves the task.
+        weight_decays: tried with each learning rate.
+        seeds: of the weights and of the rows' order; the rows themselves are always the same.
+        d_model: width C; the MLP has 4C, heads have 8.
+        scaling: start of the weights, see `scaled`: "init" as the released code has them,
+            "residual" core's. Residuals are not scaled in either way, because there is one layer.
+        batch_size: rows a step.
+        epochs: of the rows to train on.
+        max_steps: the steps of a run if its epochs have more; None for all of them.
+        precision, compile, cuda_graph: as of `TrainConfig`.
+
+    Raises:
+        UserError: if a model is unknown, something is given twice, a number is out of range, or the
+            rows do not fill a batch.
+    """
+
+    tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())
+    harder: bool = False
+    models: tuple[str, ...] = tuple(LAYERS)
+    learning_rates: tuple[float, ...] = (1e-3, 5e-4, 1e-4)
+    weight_decays: tuple[float, ...] = (0.0, 0.1)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    d_model: int = 128
+    scaling: Scaling = "init"
+    batch_size: int = 128
+    epochs: int = 200
+    max_steps: int | None = None
+    precision: Precision = "auto"
+    compile: bool = False
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for model in self.models:
+            if model not in LAYERS:
+                raise UserError(f"no model is named {model!r}{nearest(model, LAYERS)}")
+        names = [task.name for task in self.tasks]
+        lists = {
+            "tasks": (names, True, "one or more"),
+            "models": (self.models, True, "one or more"),
+            "learning_rates": (
+                self.learning_rates,
+                all(OptimConfig().min_lr <= lr < math.inf for lr in self.learning_rates),
+                f"one or more from {OptimConfig().min_lr:g} on",
+            ),
+            "weight_decays": (
+                self.weight_decays,
+                all(0 <= decay < math.inf for decay in self.weight_decays),
+                "one or more from 0 on",
+            ),
+            "seeds": (self.seeds, all(seed >= 0 for seed in self.seeds), "one or more from 0 on"),
+        }
+        for name, (found, is_met, allowed) in lists.items():
+            if not (found and is_met and len(set(found)) == len(found)):
+                raise UserError(f"{name} must be {allowed}, each once, got {found}")
+        fewest = min(task.train_rows for task in self.columns().values())
+        sizes = {
+            "d_model": (
+                self.d_model >= HEAD_DIM and self.d_model % HEAD_DIM == 0,
+                f"a multiple of {HEAD_DIM}",
+            ),
+            "batch_size": (1 <= self.batch_size <= fewest, f"from 1 to train_rows = {fewest}"),
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "max_steps": (self.max_steps is None or self.max_steps >= 1, "at least 1 (or None)"),
+        }
+        for name, (is_met, allowed) in sizes.items():
+            if not is_met:
+                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+
+    def columns(self) -> dict[str, AbstractTask]:
+        """Return the settings of all tasks by their names."""
+        found: dict[str, AbstractTask] = {}
+        for task in self.tasks:
+            found |= settings(task, harder=self.harder)
+        return found
+
+    def run(
+        self, model: str, task: AbstractTask, lr: float, decay: float, seed: int
+    ) -> TrainConfig:
+        """Return one training of one layer."""
+        steps = self.epochs * (task.train_rows // self.batch_size)
+        steps = min(steps, self.max_steps or steps)
+        every = max(1, steps // EVALUATIONS)
+        return TrainConfig(
+            name=f"{task.name} {model} lr {lr:g} decay {decay:g}",
+            model=LMConfig(
+                task.vocab_size,
+                self.d_model,
+                norm_eps=NORM_EPS,
+                tie_embeddings=False,
+                stack=self._stack(model, task),
+            ),
+            data=replace(task, seed=seed),
+            optim=OptimConfig(
+                lr, warmup_fraction=0.0, betas=(0.9, 0.98), weight_decay=decay, clip=math.inf
+            ),
+            seq_len=task.num_tokens,
+            batch_size=self.batch_size,
+            steps=steps,
+            seed=seed,
+            eval_every=every,
+            stop_at_accuracy=SOLVED,
+            checkpoint_every=every,
+            keep_checkpoints=1,
+            precision=self.precision,
+            compile=self.compile,
+            cuda_graph=self.cuda_graph,
+        )
+
+    def _stack(self, model: str, task: AbstractTask) -> StackConfig:
+        layers = scaled(
+            LAYERS[model](HEAD_DIM, 4 * self.d_model, norm_eps=NORM_EPS), 1, self.scaling
+        )
+        if isinstance(task, CompressionConfig):
+            return AutoEncoderConfig(layers[0], NORM_EPS)
+        return BlocksConfig(layers)
+
+    def header(self) -> Header:
+        """Return the head of the result: the protocol, and what is not as there."""
+        pairs = [(f"{task.name}: ", task, TASKS[task.name]) for task in self.tasks]
+        changes = _changes("", self, SweepConfig())
+        changes += [change for pair in pairs for change in _changes(*pair)]
+        is_whole = not changes and len(self.tasks) == len(TASKS)
+        return Header(
+            kind="recall",
+            title="Figure synth: MAD's tasks and copying, one layer",
+            setting=PROTOCOL + (f". Here: {'; '.join(changes)}" if changes else ""),
+            how="the paper's setting" if is_whole else "scaled down",
+            columns=tuple(self.columns()),
+            models=tuple(NAMES.values()),  # also those that another call trains
+            unit="share",
+            better="higher",
+            groups=(EXACT, BY_TOKEN),
+        )
+
+
+def sweep(
+    config: SweepConfig,
+    out: Path,
+    *,
+    name: str = "synthetic",
+    runs: Path | None = None,
+    device: str | torch.device | None = None,
+    jobs: int = 1,
+) -> Result:
+    """Train everything that `config` asks for, one seed after another, and return the result.
+
+    It gets two entries for each model, task and seed, exact match and token accuracy of the run
+    that has the best exact match, the first with that run's details, and those of the `others`. A
+    sweep that was killed goes on: runs resume from their own folders, and finished ones are only
+    read. One for the other model goes on in the same file.
+
+    Args:
+        config: what to run.
+        out: the folder of the result.
+        name: of the result's file.
+        runs: the folder of the runs' folders; None: `out`.
+        device: None takes a GPU if there is one.
+        jobs: models trained at the same time, see `run`.
+
+    Raises:
+        UserError: if `out` has the result of another sweep or cannot be written, or there is no
+            such device.
+    """
+    chosen = choose_device(device, None)
+    result = Result(out / f"{name}.json", config.header(), origin(chosen), say)
+    folder = (runs or out) / name
+    wanted = product(config.seeds, config.columns(), config.models)
+    run(result, [_job(config, *each, folder) for each in wanted], folder, chosen, jobs)
+    return result
+
+
+def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) -> Job:
+    """Return the job that trains one model with every setting of the optimizer."""
+    optims = product(config.learning_rates, config.weight_decays)
+    task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
+    return Tuning(
+        f"{column} {model} seed {seed}",
+        tuple(Cell(NAMES[model], column, group, seed) for group in (EXACT, BY_TOKEN)),
+        [config.run(model, task, lr, decay, seed) for lr, decay in optims],
+        folder / f"{words}_{model}_seed{seed}",
+        swept=("lr", "weight_decay"),
+        by=("exact_match", "accuracy"),
+        enough=SOLVED,
+    ).job
+
+
+def _changes(whose: str, ours: Any, protocols: Any) -> list[str]:
+    """Return in words how two configurations of one class differ."""
+    unsaid = ("tasks", "models", "compile", "cuda_graph", "seed")
+    return [
+        f"{whose}{each.name} {found}, not {wanted}"
+        for each in fields(protocols)
+        if (found := getattr(ours, each.name)) != (wanted := getattr(protocols, each.name))
+        and each.name not in unsaid
+    ]
