@@ -89,11 +89,12 @@ def test_criteria_with_numbers_of_the_claim_come_out_both_ways(id, meets, contra
     assert outcome(id, contrary) is Outcome.DIFFERS
 
 
-def test_perplexities_are_read_as_cross_entropies():
-    turned = in_nats(numbers(("Val. PPL",), rt12=(math.e,), xfmr12=("OOM",)))
+def test_each_models_best_perplexities_are_read_as_cross_entropies():
+    ours = numbers(RATES, rt12=(9, math.e, 8), xfmr12=(math.e**2, "diverged", "OOM"))
+    turned = in_nats(ours)
     assert (turned.columns, turned.unit) == (("Val CE",), "nats")
-    assert turned.entries[0].value == pytest.approx(1)
-    assert turned.entries[-1].value == "OOM"
+    assert [entry.value for entry in turned.entries] == pytest.approx([1, 1, 2, 2], rel=1e-3)
+    assert [entry.seed for entry in turned.entries] == [1, 2, 1, 2]  # seed 0 chose the rate
 
 
 @pytest.mark.parametrize("lost", [None, *TASKS])

@@ -39,8 +39,7 @@ XFMR, RT = PAPER_NAMES.values()
 NORMALIZED, RAW = "with RMSNorm", "without RMSNorm"
 """The models of the ablation: persistent pairs from normalized or from raw outputs."""
 H200 = "nvidia-h200"
-SMALL, RATES = (f"{H200}/{name}" for name in ("train_small", "train_rates"))
-SYNTHETIC = "nvidia-h100/synthetic"
+SMALL, RATES, SYNTHETIC = (f"nvidia-h100/{n}" for n in ("train_small", "train_rates", "synthetic"))
 COMPRESSION = "compression"
 """A synthetic task whose rows are hardly ever right as a whole: its letters count."""
 
