@@ -183,4 +183,7 @@ def test_an_operator_does_what_tritons_does(name):
         for pair in itertools.product(tensors(first), others):
             found, expected = outcome(ours, *pair), outcome(tritons, *pair, _semantic=semantic)
             assert repr(found) == repr(expected), [str(x) for x in pair]
-    assert any(kept["known"].values()), "something was known"
+    if not triton.__version__.startswith(
+        "3.4"
+    ):  # whose operators then bring semantics of their own
+        assert any(kept["known"].values()), "something was known"

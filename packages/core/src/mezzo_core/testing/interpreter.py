@@ -180,6 +180,7 @@ def _kept(operator: Any, reflected: bool) -> Any:
         return (x if x.dtype.name == becomes.dtype.name else semantic.cast(x, becomes.dtype)).handle
 
     def apply(self: Any, other: Any) -> Any:
+        other = other.value if type(other) is tl.constexpr else other  # Triton 3.4's has no hash
         kinds = (
             self.type.name,
             other.type.name if type(other) is tl.tensor else (type(other), other),
