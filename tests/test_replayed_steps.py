@@ -10,8 +10,8 @@ import pytest
 import torch
 from mezzo_core.train.loop import train
 from mezzo_drt.baselines import ModelSize, block_recurrent_lm, landmark_lm
-from mezzo_gsa.reproduction.mqar_protocols import PROTOCOLS
-from mezzo_recurrent_transformer.reproduction.synthetic_sweep import LAYERS, SweepConfig
+from mezzo_gsa.reproduction.mqar import PROTOCOLS
+from mezzo_recurrent_transformer.reproduction.synthetic import LAYERS, SweepConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/recipes.py"))

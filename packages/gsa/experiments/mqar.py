@@ -19,10 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction.runner import Job, run
 from mezzo_gsa.mqar.task import MQARConfig
-from mezzo_gsa.reproduction.mqar_protocols import NAMES, PROTOCOLS, SweepConfig
-from mezzo_gsa.reproduction.mqar_sweep import Choice, choices
+from mezzo_gsa.reproduction.mqar import NAMES, PROTOCOLS, SweepConfig
 
 GSA = NAMES["gsa"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,7 +47,7 @@ def measure(options: Options) -> None:
     config = replace(REHEARSAL if options.dry_run else FULL, cuda_graph=options.cuda_graph)
     tasks = [replace(config.task, seed=config.task.seed + i) for i in range(SEEDS)]
     variants = [
-        Choice(at_one_width(config, task=task, **changes), "gsa", config.widths[1], row)
+        at_one_width(config, task=task, **changes).job("gsa", config.widths[1], options.runs, row)
         for task in tasks
         for name, (row, changes) in VARIANTS.items()
         if name in options.models
@@ -57,7 +56,7 @@ def measure(options: Options) -> None:
     header = replace(at_one_width(config).header(), models=rows)
     fill(f"{config.name}_variants", header, variants, options)
     models = [name for name in options.models if name in config.models]
-    fill(config.name, config.header(), choices(config, models), options)
+    fill(config.name, config.header(), config.jobs(options.runs, models), options)
 
 
 def at_one_width(config: SweepConfig, **changes: Any) -> SweepConfig:
@@ -66,10 +65,9 @@ def at_one_width(config: SweepConfig, **changes: Any) -> SweepConfig:
     return replace(config, widths=config.widths[1:2], learning_rates=rates, **changes)
 
 
-def fill(name: str, header: Header, wanted: Sequence[Choice], options: Options) -> None:
-    """Add the choices to a result; without any there is no file."""
-    if wanted:
-        jobs = [choice.job(options.runs) for choice in wanted]
+def fill(name: str, header: Header, jobs: Sequence[Job], options: Options) -> None:
+    """Do the jobs of a result; without any there is no file."""
+    if jobs:
         run(options.open(name, header), jobs, *options.where)
 
 

@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 
 from mezzo_core.reproduction import Options, run_script
-from mezzo_recurrent_transformer.reproduction.synthetic_sweep import NAMES, SweepConfig, sweep
+from mezzo_recurrent_transformer.reproduction.synthetic import NAMES, SweepConfig, sweep
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 SWEEPS = {

@@ -11,7 +11,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -104,6 +104,24 @@ def check_fields(config: Any) -> None:
         _fit(value, hints[field.name], where)
         if isinstance(value, int) and abs(value) >= 2**63:  # torch's sizes and seeds have 64 bits
             raise UserError(f"{where} must be below 2^63, got {_short(value)}")
+
+
+def check_rules(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Check rules of a dataclass's fields: whether each is met, and what is allowed.
+
+    Raises:
+        UserError: "FIELD must be ALLOWED, got VALUE", of the first rule that is not met.
+    """
+    for name, (is_met, allowed) in rules.items():
+        if not is_met:
+            raise UserError(f"{name} must be {allowed}, got {getattr(config, name)}")
+
+
+def differences(ours: Any, usual: Any, unsaid: Sequence[str] = ()) -> list[str]:
+    """Return in words how two dataclasses of one type differ, but for the fields `unsaid`."""
+    names = (field.name for field in fields(usual) if field.name not in unsaid)
+    pairs = ((name, getattr(ours, name), getattr(usual, name)) for name in names)
+    return [f"{name} {found}, not {wanted}" for name, found, wanted in pairs if found != wanted]
 
 
 def _encode(value: Any, where: str) -> Any:

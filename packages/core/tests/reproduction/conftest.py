@@ -12,7 +12,6 @@ from mezzo_core.reproduction.report import (
     Figure,
     PaperReport,
     Report,
-    Sample,
     prepare_folder,
     write_report,
 )
@@ -67,7 +66,6 @@ def folder(tmp_path):
                 published,
                 rows,
                 [Figure(path, "Dots", "What the dots show")],
-                [Sample("A sample", "Once ", "upon <a> time\x00 ```")],
                 ["a note"],
             )
         )

@@ -22,7 +22,6 @@ from mezzo_core.reproduction import Cell, Header, Result, origin, training
 from mezzo_core.reproduction.runner import run
 from mezzo_core.reproduction.training import (
     DIVERGED,
-    Tuning,
     corpus_name,
     in_words,
     loss_by_length,
@@ -30,6 +29,7 @@ from mezzo_core.reproduction.training import (
     of_model,
     steady_and_first,
     sweep,
+    tuned,
 )
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import DivergenceError
@@ -259,7 +259,7 @@ def tune(configs, tmp_path, monkeypatch):
         cells = (Cell("Mean", "Val. PPL"), Cell("Mean", "Val. PPL", seed=1))
         cells = cells[: len(options.get("by", (1,)))]
         result = Result(tmp_path / "tuned.json", HEADER, HERE)
-        run(result, [Tuning("toy", cells, every, Path("runs/toy"), **options).job], tmp_path, CPU)
+        run(result, [tuned("toy", cells, every, Path("runs/toy"), **options)], tmp_path, CPU)
         return *result.entries, folders
 
     return run_all

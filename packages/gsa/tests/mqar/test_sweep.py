@@ -19,9 +19,8 @@ from mezzo_core.train.loop import train
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.mqar.task import MQARConfig
 from mezzo_gsa.reproduction import mqar_command
+from mezzo_gsa.reproduction.mqar import DROPOUT, NAMES, PROTOCOLS, SweepConfig, sweep
 from mezzo_gsa.reproduction.mqar_command import mqar
-from mezzo_gsa.reproduction.mqar_protocols import DROPOUT, NAMES, PROTOCOLS, SweepConfig
-from mezzo_gsa.reproduction.mqar_sweep import sweep
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
 TINY = SweepConfig(
@@ -44,10 +43,9 @@ def tiny_model(name, **changes):
     return replace(TINY, **changes).run(name, 16, 1e-3).model.build().eval()
 
 
-@pytest.mark.parametrize("conv_width", [0, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_answer_depends_on_the_tokens_up_to_it_alone(name, conv_width):
-    model = tiny_model(name, conv_width=conv_width)
+def test_an_answer_depends_on_the_tokens_up_to_it_alone(name):
+    model = tiny_model(name)
     inputs = torch.randint(1, 32, (4, 16))
     answers = model(inputs).logits[:, 6]
     later, now, earlier = inputs.clone(), inputs.clone(), inputs.clone()
@@ -59,9 +57,7 @@ def test_an_answer_depends_on_the_tokens_up_to_it_alone(name, conv_width):
         assert not torch.allclose(model(changed).logits[:, 6], answers, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"conv_width": 3}, AUTHORS], ids=["plain", "conv", "authors"]
-)
+@pytest.mark.parametrize("changes", [{}, AUTHORS], ids=["plain", "authors"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_keep_the_contract(name, changes):
     model = tiny_model(name, **changes)
@@ -72,10 +68,13 @@ def test_the_models_keep_the_contract(name, changes):
     assert logits.argmax(-1).tolist() == new
 
 
-def test_attention_alone_learns_positions_and_the_head_is_the_embedding():
+def test_attention_alone_learns_positions_the_head_is_the_embedding_and_drops_out():
     task = replace(TASK, vocab_size=1009)
     for name in NAMES:
-        names = dict(tiny_model(name, task=task).named_parameters())
+        model = tiny_model(name, task=task)
+        layers = model.stack.blocks[-TINY.num_layers :]
+        assert [layer.dropout.p for layer in layers] == [DROPOUT, 0]
+        names = dict(model.named_parameters())
         assert ("stack.blocks.0.embed.weight" in names) == (name == "attention")
         assert [key for key, weight in names.items() if 1009 in weight.shape] == ["embed.weight"]
 
@@ -154,36 +153,14 @@ def test_slots_damping_and_scale_are_those_of_gsa_alone(change, expected):
         assert changed == ([replace(each, **expected) for each in plain] if is_gsa else plain)
 
 
-def test_the_first_layer_may_be_a_convolution_and_drops_embeddings_out():
-    plain, conv = (tiny_model("gla", conv_width=width).stack.blocks for width in (0, 3))
-    assert len(plain) == len(conv) == 2
-    assert conv[0].state_bytes(16) == 2 * 16 * 4
-    assert conv[1].state_bytes(16) == plain[1].state_bytes(16)
-    for blocks in (plain, conv, tiny_model("attention").stack.blocks[1:]):
-        assert [block.dropout.p for block in blocks] == [DROPOUT, 0]
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"conv_width": 3}, "conv"),
-        ({"init": "fan_in"}, "fan_in"),
-        ({"conv_width": 3, "init": "fan_in"}, "conv_fan_in"),
-        ({"num_layers": 1}, "1_layers"),
-        ({"num_slots": 0.5, "damping": 16.0}, "0.5_slots_damping_16"),
-        ({"scale": "head_width"}, "scale_head_width"),
-        ({"identity_mlp": True}, "identity"),
-    ],
-)
-def test_a_sweep_of_other_models_has_a_file_of_its_own(tmp_path, change, name):
+def test_a_sweep_of_other_models_says_so_and_does_not_go_on_in_the_same_file(tmp_path):
     config = replace(TINY, models=("gla",))
-    plain, other = (
-        sweep(each, tmp_path, device="cpu") for each in (config, replace(config, **change))
-    )
-    assert (plain.path.name, other.path.name) == ("mqar.json", f"mqar_{name}.json")
-    for field, value in change.items():
-        assert f"{field} {value}, not" in other.header.setting
-        assert f"{field} {value}" not in plain.header.setting
+    plain = sweep(config, tmp_path, device="cpu")
+    assert "num_layers" not in plain.header.setting
+    with pytest.raises(UserError, match="has another setting"):
+        sweep(replace(config, num_layers=1), tmp_path, device="cpu")
+    theirs = sweep(replace(config, **AUTHORS), tmp_path, device="cpu")
+    assert theirs.path.name == "mqar_authors.json"
 
 
 def test_a_run_trains_as_the_protocol_says(tmp_path):
@@ -272,15 +249,12 @@ def test_the_whole_protocol_alone_is_the_papers_setting(whole):
         ({"models": ("gas",)}, "no model is named 'gas'; did you mean gsa"),
         ({"task": MQARConfig(train_rows=100)}, "batch_size must be from 1 to train_rows = 100"),
         ({"precision": "fp16"}, "precision must be one of .* got 'fp16'"),
-        ({"init": "fan"}, "init must be one of .*, got 'fan'"),
         ({"protocol": "author"}, "protocol must be one of .*, got 'author'"),
         ({"learning_rates": ()}, r"learning_rates must be at least one, got \(\)"),
         ({"learning_rates": (1e-3, 0.0)}, "learning_rates must be positive and finite, got .*, 0"),
         ({"learning_rates": (math.nan,)}, "learning_rates must be positive and finite, got .nan"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"conv_width": -1}, "conv_width must be at least 0, got -1"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"num_layers": 1, "conv_width": 3}, "num_layers must be at least 2, got 1"),
         ({"num_slots": 0}, "num_slots must be a whole number or below 1, got 0"),
         ({"num_slots": 2.5}, "num_slots must be a whole number or below 1, got 2.5"),
         ({"num_slots": math.inf}, "num_slots must be a whole number or below 1, got inf"),
@@ -344,10 +318,8 @@ SWEPT = {
     "--batch-size 5": {"batch_size": 5},
     "--epochs 3": {"epochs": 3},
     "--num-layers 3": {"num_layers": 3},
-    "--conv-width 2": {"conv_width": 2},
     "--num-slots 0.5": {"num_slots": 0.5},
     "--damping 2": {"damping": 2.0},
-    "--init fan_in": {"init": "fan_in"},
     "--precision bf16": {"precision": "bf16"},
     "--compile": {"compile": True},
     "--cuda-graph": {"cuda_graph": True},

@@ -15,13 +15,13 @@ from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_core.testing.arguments import check_fields
 from mezzo_core.train.loop import train
 from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
-from mezzo_recurrent_transformer.reproduction.synthetic_command import synthetic
-from mezzo_recurrent_transformer.reproduction.synthetic_sweep import (
+from mezzo_recurrent_transformer.reproduction.synthetic import (
     LAYERS,
     NAMES,
     SweepConfig,
     sweep,
 )
+from mezzo_recurrent_transformer.reproduction.synthetic_command import synthetic
 from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoder
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
@@ -217,7 +217,7 @@ def test_the_whole_protocol_alone_is_the_papers_setting():
         ({"models": ("recurent",)}, "no model is named 'recurent'; did you mean recurrent"),
         ({"models": ()}, r"models must be one or more, each once, got \(\)"),
         ({"seeds": (1, 1)}, "seeds must be one or more from 0 on, each once"),
-        ({"tasks": (MEMORY, MEMORY)}, "tasks must be one or more, each once, got .*memorization"),
+        ({"tasks": (MEMORY, MEMORY)}, "tasks must be one or more, each once, got .*Memorization"),
         ({"tasks": (MEMORY,)}, "batch_size must be from 1 to train_rows = 20, got 128"),
         ({"max_steps": 0}, r"max_steps must be at least 1 \(or None\), got 0"),
         ({"precision": "fp16"}, "precision must be one of .* got 'fp16'"),

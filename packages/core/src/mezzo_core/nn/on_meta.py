@@ -5,6 +5,7 @@ import math
 from contextlib import ExitStack
 from pathlib import Path
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch.nn.modules.module import (
@@ -15,6 +16,12 @@ from torch.nn.modules.module import (
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import first_line
 from mezzo_core.nn.lm import LM, LMConfig
+
+
+def on_meta(config: Any, *sizes: int) -> Any:
+    """Build a model, or a layer of these sizes, whose weights take no memory."""
+    with torch.device("meta"):
+        return config.build(*sizes)
 
 
 def build_on_meta(config: LMConfig, where: str | Path, *, num_weights: int | None = None) -> LM:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
-import torch
-
+from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction.claims import Evidence, counted
 from mezzo_core.reproduction.criteria import Within
 from mezzo_core.reproduction.measurement import How, Measurement, entries
@@ -53,8 +52,7 @@ def _found(found: Any, path: str) -> Any:
         return int(path)
     for name in path.split("."):
         if name == "built":
-            with torch.device("meta"):  # without memory for its weights
-                found = found.model.build()
+            found = on_meta(found.model)
         else:
             found = found[int(name)] if name.isdigit() else getattr(found, name)
     return len(found) if hasattr(found, "__len__") else found

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mezzo_core.data import load_tokenizer
+from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction.result_file import Cell, Entry, Header
 from mezzo_core.reproduction.runner import Job, run
 from mezzo_core.reproduction.script import Options, run_script, say
@@ -140,8 +141,7 @@ def measure_processes(
 
 def share_of_peak(config: TrainConfig, tokens_per_second: float, device: torch.device) -> float:
     """Return the % of a GPU's peak at 3 times the forward's FLOPs; NaN if the peak is not known."""
-    with torch.device("meta"):
-        flops = 3 * config.model.build().flops_per_token(config.seq_len) * tokens_per_second
+    flops = 3 * on_meta(config.model).flops_per_token(config.seq_len) * tokens_per_second
     return 100 * flops / (peak_flops(device) or math.nan)
 
 

@@ -33,15 +33,6 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A text that a trained model wrote after `prompt`."""
-
-    title: str
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
 class PaperReport:
     """The report of one package about its paper."""
 
@@ -49,7 +40,6 @@ class PaperReport:
     published: Published
     findings: Sequence[Finding]
     figures: Sequence[Figure] = ()
-    samples: Sequence[Sample] = ()
     notes: Sequence[str] = ()
 
     def of(self, kind: type[Table | Claim]) -> list[tuple[Finding, Table | Claim]]:
@@ -104,7 +94,7 @@ def to_html(report: Report) -> str:
     pages = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    pages.filters |= {"slug": _slug, "readable": _readable}
+    pages.filters["slug"] = _slug
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     return pages.from_string(template).render(
         report=report,
@@ -119,11 +109,6 @@ def _slug(words: str) -> str:
     return re.sub(r"\W+", "-", words.lower().replace("'", ""))
 
 
-def _readable(text: str) -> str:
-    """Replace signs that a page cannot show."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def _to_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON, without the curves of trainings, which each claim would repeat."""
     papers: list[dict[str, Any]] = [
@@ -132,7 +117,6 @@ def _to_json(report: Report) -> dict[str, Any]:
             "title": paper.published.title,
             "notes": paper.notes,
             "findings": [asdict(finding) for finding in paper.findings],
-            "samples": [asdict(sample) for sample in paper.samples],
         }
         for paper in report.papers
     ]

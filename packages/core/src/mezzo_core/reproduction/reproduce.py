@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.published import Published, load_published
 from mezzo_core.reproduction.report import Figure, PaperReport, Report, prepare_folder, write_report
 from mezzo_core.reproduction.speeds import Measurers
-from mezzo_core.reproduction.tiny import Budget, Trainings, write_sample
+from mezzo_core.reproduction.tiny import Budget, Trainings
 from mezzo_core.train.config import TrainConfig
 
 
@@ -39,7 +39,6 @@ class Scale:
 
     budget: Budget  # of the tiny trainings
     sizes: Any = None  # given to the paper's measurers; None: nothing is measured
-    sample_tokens: int = 400  # length of the text that a tiny model writes
     threads: int | None = None  # of this process; None keeps torch's choice
     needs_gpu: bool = False  # whether the sizes are for a GPU
 
@@ -52,7 +51,6 @@ class Reproduction:
     module: str  # the file of its claims.py, `__file__` there
     answers: Mapping[str, Sequence[Evidence]]  # by id, in the paper's order
     models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
-    sample: str  # the model that writes a sample text
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
     measurers: Measurers = field(default_factory=dict)  # what else a run can measure
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
@@ -156,13 +154,8 @@ class Reproduction:
                     path = folder / "figures" / f"{name}.png"
                     draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
                     figures.append(Figure(path, ours.title or name, ours.setting))
-            report = PaperReport(self.name, published, findings, figures)
-            if not trainings.trained:
-                return report
-            samples = []
-            if self.sample in trainings.trained:
-                samples = [write_sample(trainings, self.sample, scale.sample_tokens)]
-            return replace(report, samples=samples, notes=(trainings.setting, *self.notes))
+            notes = (trainings.setting, *self.notes) if trainings.trained else ()
+            return PaperReport(self.name, published, findings, figures, notes)
 
 
 def reproduce_papers(

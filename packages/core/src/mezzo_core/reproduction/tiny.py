@@ -1,30 +1,27 @@
 """The tiny trainings of a `reproduce` run: recipes with a small budget."""
 
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mezzo_core.data.tokenizers import load_tokenizer
 from mezzo_core.device import choose_device
 from mezzo_core.nn.checkpoint import load_model
-from mezzo_core.nn.generate import generate
 from mezzo_core.reproduction.claims import failure
 from mezzo_core.reproduction.measurement import Entry, How, Measurement
-from mezzo_core.reproduction.report import Sample
 from mezzo_core.reproduction.runner import side_by_side
 from mezzo_core.reproduction.training import loss_by_length, measure_run
 from mezzo_core.train.config import TrainConfig
 
 MAX_PROCESSES = 6  # each takes about a gigabyte for torch, a model and its activations
 SIZES = ("steps", "batch_size", "seq_len", "eval_batches")
-WINDOWS = 4
+WINDOWS = 4  # of the longest test length: all lengths read this text
 PERPLEXITY = "Val. PPL"
-PROMPT = "Elizabeth was "
+NAME = "training the tiny models"
 
 
 @dataclass(frozen=True)
@@ -45,41 +42,6 @@ SMOKE = Budget(steps=3, batch_size=1, seq_len=64, eval_batches=1, parallel=False
 """Takes seconds, and only shows that everything runs."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """One training of a model, by the paper's name, into a folder."""
-
-    model: str
-    config: TrainConfig
-    folder: Path
-    test_lengths: tuple[int, ...]
-
-    def run(self) -> dict[str, Any]:
-        """Train, then evaluate at each test length T; return the results.
-
-        Their `loss_at` is in nats a token by "T=...", in windows of T. All lengths read the same
-        text: the first WINDOWS windows of the longest length.
-        """
-        shutil.rmtree(self.folder, ignore_errors=True)
-        found = measure_run(self.config, self.folder, choose_device(None, None))
-        model, _, _ = load_model(self.folder / "model", device=torch.device("cpu"))
-        lengths = {f"T={T}": T for T in self.test_lengths}
-        losses = loss_by_length(model, self.config, lengths=lengths, windows=WINDOWS)
-        return found | {"loss_at": losses}
-
-    def attempt(self, folder: Path, device: torch.device) -> dict[str, Any] | Exception:
-        """Do as `run`, but return the error of a training that fails; see `side_by_side`.
-
-        Raises:
-            UserError: see `failure`; it ends the other trainings too.
-        """
-        try:
-            return self.run()
-        except Exception as error:
-            failure(error)
-            return error
-
-
 class Trainings:
     """The trainings of one reproduction, which run once, when the first claim asks for them.
 
@@ -96,49 +58,46 @@ class Trainings:
         watch: Callable[[str, int, int], None],
     ) -> None:
         self.budget, self._runs, self._watch = budget, runs, watch
-        self._found: list[dict[str, Any] | Exception] = []
-        self.all = []
-        for model, recipe in models.items():
-            changes = {key: getattr(budget, key) for key in SIZES}
-            config = replace(recipe, **changes, micro_batch_size=None)
-            config = replace(config, eval_every=budget.steps, checkpoint_every=budget.steps)
-            self.all.append(Training(model, config, runs / recipe.name, budget.test_lengths))
+        self._found: dict[str, dict[str, Any] | Exception] = {}
+        sizes: dict[str, Any] = {key: getattr(budget, key) for key in SIZES}
+        last: dict[str, Any] = {"eval_every": budget.steps, "checkpoint_every": budget.steps}
+        self._configs = {
+            model: replace(recipe, **sizes, **last, micro_batch_size=None)
+            for model, recipe in models.items()
+        }
 
     @property
     def trained(self) -> tuple[str, ...]:
         """The models whose training has succeeded; none before the first call."""
-        outcomes = zip(self.all, self._found, strict=False)
-        return tuple(t.model for t, found in outcomes if not isinstance(found, Exception))
+        return tuple(m for m, found in self._found.items() if not isinstance(found, Exception))
 
-    def results(self, models: Sequence[str] = ()) -> Iterator[tuple[Training, dict[str, Any]]]:
-        """Yield each training of these models (none: of all) with its results.
+    def results(self, models: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+        """Return what came of the trainings of these models (none: of all).
 
         The first call trains. A training that failed raises its error here, at each call, and is
         not started again.
         """
         if not self._found:
             try:
-                self._found = self._train()
+                self._train()
             except Exception as error:
-                self._found = [error] * len(self.all)
-        for training, found in zip(self.all, self._found, strict=True):
-            if training.model in models or not models:
-                if isinstance(found, Exception):
-                    raise found
-                yield training, found
+                self._found = dict.fromkeys(self._configs, error)
+        wanted = {model: self._found[model] for model in self._configs if model in models}
+        results = {}
+        for model, found in (wanted or self._found).items():
+            if isinstance(found, Exception):
+                raise found
+            results[model] = found
+        return results
 
     def measurement(self, models: Sequence[str], by_length: bool) -> Measurement:
         """Return the perplexity or the loss by test length of some models, or of all."""
         entries = []
-        for training, found in self.results(models):
-            values = {PERPLEXITY: found["perplexity"]}
-            if by_length:
-                values = found["loss_at"]
+        for model, found in self.results(models).items():
+            values = found["loss_at"] if by_length else {PERPLEXITY: found["perplexity"]}
             details = {name: found[name] for name in ("parameters", "steps")}
-            entries += [
-                Entry(training.model, column, value, seed=training.config.seed, details=details)
-                for column, value in values.items()
-            ]
+            seed = self._configs[model].seed
+            entries += [Entry(model, c, value, "", seed, details) for c, value in values.items()]
         words = "; loss over the same text in windows of T" if by_length else ""
         return Measurement(
             tuple(entries),
@@ -153,17 +112,18 @@ class Trainings:
     @property
     def setting(self) -> str:
         """The setting that all trainings share, in words."""
-        _, found = next(self.results(self.trained))
+        found = self.results(self.trained)
+        parameters = next(iter(found.values()))["parameters"]
         budget = self.budget
         tokens = budget.steps * budget.batch_size * budget.seq_len
         return (
-            f"models of {found['parameters'] / 1e6:.1f}M weights, {budget.steps} steps of "
+            f"models of {parameters / 1e6:.1f}M weights, {budget.steps} steps of "
             f"{budget.batch_size} sequences of {budget.seq_len} bytes ({tokens:,} in all) of "
             "three Austen novels"
         )
 
-    def _train(self) -> list[dict[str, Any] | Exception]:
-        """Train each model once, and return what came of each, or its error.
+    def _train(self) -> None:
+        """Train each model once.
 
         Small models gain little from a second thread, so with `budget.parallel` each core trains a
         model of its own, with one thread each. On one GPU several would slow each other down.
@@ -173,27 +133,36 @@ class Trainings:
             mine = hasattr(os, "sched_getaffinity")  # the cores that this process may use
             cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
             processes = min(cores, MAX_PROCESSES)
-        calls = {i: training.attempt for i, training in enumerate(self.all)}
-        name, found = "training the tiny models", dict[int, dict[str, Any] | Exception]()
-        self._watch(name, 0, len(calls))
-        for i, each in side_by_side(calls, self._runs, torch.device("cpu"), processes):
-            found[i] = each
-            self._watch(name, len(found), len(calls))
-        return [found[i] for i in range(len(calls))]
+        lengths = {f"T={T}": T for T in self.budget.test_lengths}
+        calls = {
+            model: partial(train_tiny, config, self._runs / config.name, lengths)
+            for model, config in self._configs.items()
+        }
+        self._watch(NAME, 0, len(calls))
+        done = dict[str, dict[str, Any] | Exception]()
+        for model, found in side_by_side(calls, self._runs, torch.device("cpu"), processes):
+            done[model] = found
+            self._watch(NAME, len(done), len(calls))
+        self._found = {model: done[model] for model in calls}
 
 
-def write_sample(trainings: Trainings, model: str, num_tokens: int) -> Sample:
-    """Let a model continue PROMPT."""
-    training = next(training for training in trainings.all if training.model == model)
-    trained, _, extra = load_model(training.folder / "model", device=torch.device("cpu"))
-    tokenizer = load_tokenizer(extra["tokenizer"])
-    (tokens,) = generate(
-        trained,
-        [tokenizer.encode(PROMPT)],
-        max_new_tokens=num_tokens,
-        temperature=0.8,
-        stop_tokens=(tokenizer.eos_token,),
-        seed=0,
-    )
-    title = f"{num_tokens} bytes by the tiny {model}, temperature 0.8"
-    return Sample(title, PROMPT, tokenizer.decode(tokens))
+def train_tiny(
+    config: TrainConfig, run: Path, lengths: Mapping[str, int], folder: Path, device: torch.device
+) -> dict[str, Any] | Exception:
+    """Train in the folder `run`, then evaluate at each test length T; see `side_by_side`.
+
+    Returns:
+        What `measure_run` does and `loss_at`, in nats a token by "T=..."; or the error of a
+        training that fails.
+
+    Raises:
+        UserError: see `failure`; it ends the other trainings too.
+    """
+    try:
+        found = measure_run(config, run, choose_device(None, None))
+        model, _, _ = load_model(run / "model", device=torch.device("cpu"))
+        losses = loss_by_length(model, config, lengths=lengths, windows=WINDOWS)
+        return found | {"loss_at": losses}
+    except Exception as error:
+        failure(error)
+        return error

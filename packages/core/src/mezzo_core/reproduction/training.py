@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
 from mezzo_core.reproduction.result_file import Cell, Entry, Result
 from mezzo_core.reproduction.runner import SPEEDS, Job, run
@@ -44,11 +45,8 @@ def training(
 ) -> Job:
     """Return the job that trains a model, and gives its row the value of each column.
 
-    Args:
-        model: its name in the result.
-        columns: that get a value; the details of the run stand in the first of them.
-        config: the run, in a scratch folder; its seed is that of the cells.
-        measure: what the values are; a column that it leaves out has the validation perplexity.
+    A column that `measure` leaves out has the validation perplexity. The details of the run stand
+    in the first column.
     """
     cells = tuple(Cell(model, column, seed=config.seed) for column in columns)
     return Job(cells, partial(_train, config, measure))
@@ -104,12 +102,8 @@ def loss_by_length(
 ) -> dict[str, float]:
     """Return the loss on the validation part in windows of each length T, in nats a token.
 
-    Args:
-        model: the model.
-        config: its run, for the text.
-        lengths: by the names of columns.
-        windows: how many of the longest length are read; None reads all. All lengths have the same
-            targets, if they divide the longest.
+    The lengths have the names of columns. All have the same targets, if they divide the longest, of
+    which so many `windows` are read; None reads all.
     """
     longest, found = max(lengths.values(), default=0), {}
     for column, T in lengths.items():
@@ -124,9 +118,7 @@ def sweep(
     configs: Mapping[str, TrainConfig],
     rates: Mapping[str, float],
     seeds: Sequence[int],
-    folder: Path,
-    device: torch.device,
-    processes: int = 1,
+    *where: Any,
 ) -> None:
     """Train each model at several learning rates with seed SWEPT, with the other seeds at its best.
 
@@ -139,9 +131,7 @@ def sweep(
         configs: the runs by the models' names; their seed and rate are replaced.
         rates: the learning rates in order, by the names of the columns.
         seeds: of the initial weights.
-        folder: as the following, see `run`.
-        device: as said.
-        processes: as said.
+        where: the last arguments of `run`.
     """
     columns = list(rates)
 
@@ -150,29 +140,23 @@ def sweep(
             training(model, [rate], replace(at_rate(configs[model], rates[rate]), seed=seed))
             for model, rate, seed in wanted
         ]
-        run(result, jobs, folder, device, processes)
+        run(result, jobs, *where)
+
+    def around_best(model: str) -> list[str]:
+        if (best := result.best_column(model, seed=SWEPT)) is None:
+            return []
+        place = columns.index(best)
+        return columns[max(0, place - 1) : place + 2]
 
     middle = columns[max(0, len(columns) - 3) // 2 :][:3]
     wanted = [(model, rate, SWEPT) for rate in middle for model in configs]
-    best: dict[str, str | None] = {}
     while wanted:
         train_all(wanted)
-        best = {model: result.best_column(model, seed=SWEPT) for model in configs}
-        wanted = [
-            (model, rate, SWEPT)
-            for model, found in best.items()
-            if found is not None
-            for rate in _around(columns, found)
-            if not result.has(Cell(model, rate, seed=SWEPT))
-        ]
+        near = [(model, rate, SWEPT) for model in configs for rate in around_best(model)]
+        wanted = [(m, rate, s) for m, rate, s in near if not result.has(Cell(m, rate, seed=s))]
+    best = {model: result.best_column(model, seed=SWEPT) for model in configs}
     others = [seed for seed in seeds if seed != SWEPT]
     train_all([(model, rate, seed) for seed in others for model, rate in best.items() if rate])
-
-
-def _around(columns: Sequence[str], column: str) -> Sequence[str]:
-    """Return a column and its neighbours."""
-    place = columns.index(column)
-    return columns[max(0, place - 1) : place + 2]
 
 
 def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
@@ -181,13 +165,22 @@ def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
     return replace(config, optim=replace(optim, lr=lr, min_lr=optim.min_lr / optim.lr * lr))
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """The work that trains one model with several optimizers, and tells the best run.
+def tuned(
+    name: str,
+    cells: tuple[Cell, ...],
+    configs: Sequence[TrainConfig],
+    folder: Path,
+    *,
+    swept: Sequence[str] = ("lr",),
+    by: Sequence[str] = ("accuracy",),
+    enough: float | None = None,
+    **details: Any,
+) -> Job:
+    """Return the job that trains one model with several optimizers, and tells the best run.
 
     A run has a folder of its own, so that a killed one resumes, and a finished one is only read.
 
-    Attributes:
+    Args:
         name: of what is trained, for what is said.
         cells: those that get the measures `by`, one each; the first has the run's details, and in
             "others" those of the other runs, the best first.
@@ -199,50 +192,43 @@ class Tuning:
         enough: no further runs are made after one that is above this by the first measure.
         details: further ones.
     """
+    return Job(cells, partial(_tune, name, cells, configs, folder, swept, by, enough, details))
 
-    name: str
-    cells: tuple[Cell, ...]
-    configs: Sequence[TrainConfig]
-    folder: Path
-    swept: tuple[str, ...] = ("lr",)
-    by: tuple[str, ...] = ("accuracy",)
-    enough: float | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def job(self) -> Job:
-        """The job that does this."""
-        return Job(self.cells, self)
+def _tune(
+    name: str,
+    cells: tuple[Cell, ...],
+    configs: Sequence[TrainConfig],
+    begin: Path,
+    swept: Sequence[str],
+    by: Sequence[str],
+    enough: float | None,
+    details: Mapping[str, Any],
+    missing: tuple[Cell, ...],
+    folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:
+    def scores(found: dict[str, Any]) -> list[float]:
+        return [-1.0 if found[measure] == DIVERGED else found[measure] for measure in by]
 
-    def __call__(
-        self, cells: tuple[Cell, ...], folder: Path, device: torch.device
-    ) -> Iterator[list[Entry]]:
-        """Train one run after another; `folder` is not used."""
-        runs: list[dict[str, Any]] = []
-        for config in self.configs:
-            runs.append(self._run(config, device))
-            if self.enough is not None and self._scores(runs[-1])[0] > self.enough:
-                break
-        best, *others = sorted(runs, key=self._scores, reverse=True)
-        values = dict(zip(self.cells, [best.pop(measure) for measure in self.by], strict=True))
-        told = {**self.details, **best, "others": others or None}
-        yield [c.entry(values[c], **(told if c == self.cells[0] else {})) for c in cells]
-
-    def _run(self, config: TrainConfig, device: torch.device) -> dict[str, Any]:
-        settings = {name: getattr(config.optim, name) for name in self.swept}
-        words = [f"{name}{value:g}" for name, value in settings.items()]
-        folder = self.folder.with_name("_".join([self.folder.name, *words]))
+    runs: list[dict[str, Any]] = []
+    for config in configs:
+        settings = {field: getattr(config.optim, field) for field in swept}
+        words = [f"{field}{value:g}" for field, value in settings.items()]
         try:
-            found = measure_run(config, folder, device, resume=True)
+            own = begin.with_name("_".join([begin.name, *words]))
+            found = measure_run(config, own, device, resume=True)
             found = {k: part for k, part in found.items() if k not in ("perplexity", *SPEEDS)}
         except DivergenceError:
-            found = dict.fromkeys(self.by, DIVERGED)
-        say(f"{self.name} {' '.join(words)}: {', '.join(str(found[each]) for each in self.by)}")
-        return settings | found
-
-    def _scores(self, run: dict[str, Any]) -> list[float]:
-        """Return a run's measures, below all others if the training diverged."""
-        return [-1.0 if run[measure] == DIVERGED else run[measure] for measure in self.by]
+            found = dict.fromkeys(by, DIVERGED)
+        say(f"{name} {' '.join(words)}: {', '.join(str(found[measure]) for measure in by)}")
+        runs.append(settings | found)
+        if enough is not None and scores(found)[0] > enough:
+            break
+    best, *others = sorted(runs, key=scores, reverse=True)
+    values = dict(zip(cells, [best.pop(measure) for measure in by], strict=True))
+    told = {**details, **best, "others": others or None}
+    yield [c.entry(values[c], **(told if c == cells[0] else {})) for c in missing]
 
 
 def measure_run(
@@ -286,13 +272,11 @@ def measure_run(
         )
     speeds = [row["tokens_per_second"] for row in steps]
     speed, first = steady_and_first(speeds, config.batch_size * config.seq_len)
-    with torch.device("meta"):
-        parameters = config.model.build().num_parameters()
     return {
         "perplexity": tests[-1]["val_perplexity"],
         "accuracy": tests[-1]["val_accuracy"],
         "exact_match": tests[-1]["val_exact_match"] if len(measures) > 1 else None,
-        "parameters": parameters,
+        "parameters": on_meta(config.model).num_parameters(),
         "tokens_per_second": round(speed),
         "seconds_to_first_step": first,
         "peak_gb": peak,
@@ -305,8 +289,7 @@ def measure_run(
 
 def in_words(config: TrainConfig, device: torch.device) -> str:
     """Describe a run: the model's width and depth, and its conditions."""
-    with torch.device("meta"):
-        stack = config.model.build().stack
+    stack = on_meta(config.model).stack
     layers = f", {len(stack.blocks)} layers" if isinstance(stack, Stack) else ""
     return f"C {config.model.d_model}{layers}, {conditions(config, device)}"
 
@@ -347,8 +330,7 @@ def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[flo
 
 def _loss_before(config: TrainConfig, device: torch.device) -> float:
     """Return the validation loss of the model from which a run starts."""
-    assert config.init_from is not None
-    model, _, _ = load_model(config.init_from, device=device)
+    model, _, _ = load_model(Path(str(config.init_from)), device=device)
     data = config.data.build(config.seq_len, token_store())
     batches = islice(data.validation_batches(config.batch_size), config.eval_batches)
     return evaluate(model, batches, precision=config.precision).loss

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig, Tokenizer, load_tokenizer
 from mezzo_core.data.batches import check_batch_size
 from mezzo_core.data.corpora import open_corpus
@@ -112,9 +112,7 @@ class AbstractNeedleConfig(ABC):
             "seed": (self.seed >= 0, "0 or more"),
             **self.limits(),
         }
-        for name, (is_met, allowed) in limits.items():
-            if not is_met:
-                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+        check_rules(self, limits)
 
     @property
     @abstractmethod

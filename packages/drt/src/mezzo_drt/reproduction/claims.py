@@ -224,11 +224,10 @@ REPRODUCTION = Reproduction(
     module=__file__,
     answers=ANSWERS,
     models={PAPER_NAMES[name]: RECIPES[f"tiny_{name}"]() for name in ("base", "drt1")},
-    sample=DRT1,
     scales={
-        "cpu": Scale(_CPU, sample_tokens=300),
-        "smoke": Scale(replace(SMOKE, test_lengths=(64, 256)), sample_tokens=20, threads=1),
-        "gpu": Scale(_CPU, speed.PAPER, sample_tokens=300, needs_gpu=True),
+        "cpu": Scale(_CPU),
+        "smoke": Scale(replace(SMOKE, test_lengths=(64, 256)), threads=1),
+        "gpu": Scale(_CPU, speed.PAPER, needs_gpu=True),
     },
     measurers=speed.MEASURERS,
     notes=(

@@ -1,9 +1,8 @@
 """The layers of Zoology's small models (arXiv 2312.04927), as blocks of core's `LM`.
 
 A layer is `x + mixer(norm x)`, with a LayerNorm and without an MLP; or with the identity in the
-MLP's place, which adds the norm of all that. The mixer may be a short convolution. Attention, which
-cannot tell a token's neighbours otherwise, gets a learned embedding of the position, added by a
-block before the first layer.
+MLP's place, which adds the norm of all that. Attention, which cannot tell a token's neighbours
+otherwise, gets a learned embedding of the position, added by a block before the first layer.
 """
 
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from mezzo_core.ops.checks import check_size
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
 
-from mezzo_gsa.short_conv import ShortConv
-
 
 @dataclass(frozen=True)
 class MixerOnlyConfig:
@@ -27,15 +24,12 @@ class MixerOnlyConfig:
     Attributes:
         mixer: what mixes along time.
         dropout: share of what comes in that training sets to zero, before norm and residual.
-        fan_in: start the mixer's matrices from N(0, columns^-1/2), not `init_std`, so that what
-            they give has a deviation of one at any width.
         identity_mlp: after the mixer add `norm x` once more: the released program leaves the MLP
             out by taking the identity for it, between its norm and its residual.
     """
 
     mixer: MixerConfig
     dropout: float = 0.0
-    fan_in: bool = False
     identity_mlp: bool = False
 
     def __post_init__(self) -> None:
@@ -57,14 +51,7 @@ class MixerOnly(AbstractMixerBlock):
         self.dropout = nn.Dropout(config.dropout)
         self.norm = nn.LayerNorm(d_model)
         self.mixer = mixer
-        self.fan_in = config.fan_in
         self.mlp_norm = nn.LayerNorm(d_model) if config.identity_mlp else None
-
-    def init_own_weights(self) -> None:
-        """Start the mixer's matrices by their columns, if so configured."""
-        for layer in self.mixer.modules():
-            if self.fan_in and isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(
         self,
@@ -90,22 +77,6 @@ class MixerOnly(AbstractMixerBlock):
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the mixer's forward FLOPs a token (the norms left out)."""
         return self.mixer.flops_per_token(num_tokens)
-
-
-@dataclass(frozen=True)
-class ShortConvConfig:
-    """Describes a `ShortConv` over `width` tokens, the current one counted."""
-
-    width: int = 3
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_size("ShortConvConfig", "width", self.width)
-
-    def build(self, d_model: int) -> "ShortConv":
-        """Build the mixer, on torch's default device."""
-        check_size("ShortConvConfig", "d_model", d_model)
-        return ShortConv(d_model, self.width)
 
 
 class Seen(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.data import NO_TARGET, Rows, RowsData
 from mezzo_core.errors import UserError
 from numpy.typing import NDArray
@@ -73,9 +73,7 @@ class MQARConfig:
             "test_rows": (self.test_rows >= 1, "at least 1"),
             "seed": (self.seed >= 0, "0 or more"),
         }
-        for name, (is_met, allowed) in rules.items():
-            if not is_met:
-                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+        check_rules(self, rules)
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1

@@ -26,7 +26,7 @@ from mezzo_core.reproduction.tiny import CPU, SMOKE
 from mezzo_gsa.convert.recipe import t2r
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
 from mezzo_gsa.reproduction import counts
-from mezzo_gsa.reproduction.mqar_protocols import SOLVED
+from mezzo_gsa.reproduction.mqar import SOLVED
 
 XFMR, RETNET, GLA, HGRN2, GSA = PAPER_NAMES.values()
 KEPT = "GSA w/o recomp."
@@ -126,10 +126,9 @@ REPRODUCTION = Reproduction(
         GATES[2]: RECIPES["tiny_abc"](),
         XFMR: RECIPES["tiny_attention"](),
     },
-    sample=GSA,
     scales={
         "cpu": Scale(CPU),
-        "smoke": Scale(SMOKE, sample_tokens=20, threads=1),
+        "smoke": Scale(SMOKE, threads=1),
     },
     notes=(
         "Learning rate, batch and warm-up were chosen for the tiny models of mezzo-rat, not for "

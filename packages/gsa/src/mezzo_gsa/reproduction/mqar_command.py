@@ -10,8 +10,7 @@ from mezzo_core.paths import expanded
 from mezzo_core.reproduction.tables import format_value
 from typer import Option
 
-from mezzo_gsa.reproduction.mqar_protocols import NAMES, PROTOCOLS
-from mezzo_gsa.reproduction.mqar_sweep import sweep
+from mezzo_gsa.reproduction.mqar import NAMES, PROTOCOLS, sweep
 
 Config = TypeVar("Config", bound=Any)
 FIELDS = {"model": "models", "width": "widths", "lr": "learning_rates"}
@@ -53,9 +52,6 @@ def mqar(
     batch_size: Annotated[int | None, field("batch_size", "Rows a step.")] = None,
     epochs: Annotated[int | None, field("epochs", "At most.")] = None,
     num_layers: Annotated[int | None, field("num_layers", "Layers.")] = None,
-    conv_width: Annotated[
-        int | None, field("conv_width", "Tokens of a convolution as the first layer.")
-    ] = None,
     identity_mlp: Annotated[
         bool | None, field("identity_mlp", "Add each layer's output once more, normalized.")
     ] = None,
@@ -64,7 +60,6 @@ def mqar(
     scale: Annotated[
         str | None, field("scale", "Of GSA's slot logits: one, or head_width (D^-1/2).")
     ] = None,
-    init: Annotated[str | None, field("init", "Start of weights: zoology or fan_in.")] = None,
     seed: Annotated[int | None, field("seed", "Of weights and order.")] = None,
     precision: Annotated[str | None, field("precision", "fp32, bf16 or auto.")] = None,
     compile: Annotated[bool | None, field("compile", "Use torch.compile.")] = None,

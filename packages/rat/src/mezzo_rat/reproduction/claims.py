@@ -309,10 +309,9 @@ REPRODUCTION = Reproduction(
     module=__file__,
     answers=ANSWERS,
     models={model: RECIPES[f"tiny_{name}"]() for name, model in PAPER_NAMES.items()},
-    sample=RAT,
     scales={
         "cpu": Scale(_CPU, speed.CPU, threads=1),
-        "smoke": Scale(_SMOKE, speed.DRY, sample_tokens=20, threads=1),
+        "smoke": Scale(_SMOKE, speed.DRY, threads=1),
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
     measurers=speed.MEASURERS,

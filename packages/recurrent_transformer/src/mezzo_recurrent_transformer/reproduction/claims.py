@@ -31,7 +31,7 @@ from mezzo_core.reproduction.tiny import SMOKE, Budget
 from mezzo_recurrent_transformer.recipes import PAPER_NAMES, RECIPES, with_layers
 from mezzo_recurrent_transformer.reproduction import counts, settings, speed
 from mezzo_recurrent_transformer.reproduction.speed import EAGER, GRAPH, NAIVE
-from mezzo_recurrent_transformer.reproduction.synthetic_sweep import SweepConfig
+from mezzo_recurrent_transformer.reproduction.synthetic import SweepConfig
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 CE = "Val CE"
@@ -187,10 +187,9 @@ REPRODUCTION = Reproduction(
     module=__file__,
     answers=ANSWERS,
     models={name: RECIPES[f"tiny_{recipe}"]() for recipe, name in PAPER_NAMES.items()},
-    sample=RT,
     scales={
-        "cpu": Scale(_CPU, sample_tokens=300),
-        "smoke": Scale(SMOKE, sample_tokens=20, threads=1),
+        "cpu": Scale(_CPU),
+        "smoke": Scale(SMOKE, threads=1),
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
     measurers=speed.MEASURERS,

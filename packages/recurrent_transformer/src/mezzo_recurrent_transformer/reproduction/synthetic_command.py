@@ -12,7 +12,7 @@ from mezzo_core.reproduction.measurement import read_result
 from mezzo_core.reproduction.tables import format_value
 from typer import Option
 
-from mezzo_recurrent_transformer.reproduction.synthetic_sweep import NAMES, SweepConfig, sweep
+from mezzo_recurrent_transformer.reproduction.synthetic import NAMES, SweepConfig, sweep
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 WHOLE = SweepConfig()

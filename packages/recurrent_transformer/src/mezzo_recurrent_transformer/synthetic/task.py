@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.data import Rows, RowsData
 from mezzo_core.errors import UserError
 
@@ -71,9 +71,7 @@ class AbstractTask(ABC):
             "test_rows": (self.test_rows >= 1, "at least 1"),
             "seed": (self.seed >= 0, "0 or more"),
         }
-        for name, (is_met, allowed) in (*self.rules().items(), *counts.items()):
-            if not is_met:
-                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+        check_rules(self, {**self.rules(), **counts})
 
     @property
     @abstractmethod

@@ -1,19 +1,18 @@
 """A sweep over tasks, models and seeds; the defaults are the protocol of the paper's appendix."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules, differences
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import BlocksConfig, LMConfig, StackConfig
 from mezzo_core.reproduction import Cell, Header, Result, origin, say
 from mezzo_core.reproduction.runner import Job, run
-from mezzo_core.reproduction.training import Tuning
+from mezzo_core.reproduction.training import tuned
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
@@ -57,37 +56,30 @@ PROTOCOL = (
 class SweepConfig:
     """What is swept over, and what all runs share.
 
-    Attributes:
-        tasks: with their sizes; their seeds are replaced.
-        harder: whether each task's harder settings are run too, each in a column of its own.
-        models: "transformer", "recurrent" or both.
-        learning_rates: tried for each model and task in this order, until one solves the task.
-        weight_decays: tried with each learning rate.
-        seeds: of the weights and of the rows' order; the rows themselves are always the same.
-        d_model: width C; the MLP has 4C, heads have 8.
-        scaling: start of the weights, see `scaled`: "init" as the released code has them,
-            "residual" core's. Residuals are not scaled in either way, because there is one layer.
-        batch_size: rows a step.
-        epochs: of the rows to train on.
-        max_steps: the steps of a run if its epochs have more; None for all of them.
-        precision, compile, cuda_graph: as of `TrainConfig`.
-
     Raises:
         UserError: if a model is unknown, something is given twice, a number is out of range, or the
             rows do not fill a batch.
     """
 
     tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())
+    """With their sizes; their seeds are replaced."""
     harder: bool = False
+    """Whether each task's harder settings are run too, each in a column of its own."""
     models: tuple[str, ...] = tuple(LAYERS)
     learning_rates: tuple[float, ...] = (1e-3, 5e-4, 1e-4)
+    """Tried for each model and task in this order, until one solves the task."""
     weight_decays: tuple[float, ...] = (0.0, 0.1)
+    """Tried with each learning rate."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    """Of the weights and of the rows' order; the rows themselves are always the same."""
     d_model: int = 128
+    """Width C; the MLP has 4C, heads have 8."""
     scaling: Scaling = "init"
+    """Start of the weights, see `scaled`; one layer has no residuals to scale."""
     batch_size: int = 128
     epochs: int = 200
     max_steps: int | None = None
+    """The steps of a run if its epochs have more."""
     precision: Precision = "auto"
     compile: bool = False
     cuda_graph: bool = False
@@ -97,38 +89,34 @@ class SweepConfig:
         for model in self.models:
             if model not in LAYERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, LAYERS)}")
-        names = [task.name for task in self.tasks]
-        lists = {
-            "tasks": (names, True, "one or more"),
-            "models": (self.models, True, "one or more"),
+        least = OptimConfig().min_lr
+        fewest = min((task.train_rows for task in self.columns().values()), default=0)
+        several = {
+            "tasks": (True, "one or more"),
+            "models": (True, "one or more"),
             "learning_rates": (
-                self.learning_rates,
-                all(OptimConfig().min_lr <= lr < math.inf for lr in self.learning_rates),
-                f"one or more from {OptimConfig().min_lr:g} on",
+                all(least <= lr < math.inf for lr in self.learning_rates),
+                f"one or more from {least:g} on",
             ),
             "weight_decays": (
-                self.weight_decays,
                 all(0 <= decay < math.inf for decay in self.weight_decays),
                 "one or more from 0 on",
             ),
-            "seeds": (self.seeds, all(seed >= 0 for seed in self.seeds), "one or more from 0 on"),
+            "seeds": (all(seed >= 0 for seed in self.seeds), "one or more from 0 on"),
         }
-        for name, (found, is_met, allowed) in lists.items():
-            if not (found and is_met and len(set(found)) == len(found)):
-                raise UserError(f"{name} must be {allowed}, each once, got {found}")
-        fewest = min(task.train_rows for task in self.columns().values())
-        sizes = {
-            "d_model": (
-                self.d_model >= HEAD_DIM and self.d_model % HEAD_DIM == 0,
-                f"a multiple of {HEAD_DIM}",
-            ),
+        found = {**vars(self), "tasks": [task.name for task in self.tasks]}
+        rules = {
+            name: (is_met and 0 < len(found[name]) == len({*found[name]}), f"{allowed}, each once")
+            for name, (is_met, allowed) in several.items()
+        }
+        width, most = self.d_model, self.max_steps
+        rules |= {
+            "d_model": (width >= HEAD_DIM and width % HEAD_DIM == 0, f"a multiple of {HEAD_DIM}"),
             "batch_size": (1 <= self.batch_size <= fewest, f"from 1 to train_rows = {fewest}"),
             "epochs": (self.epochs >= 1, "at least 1"),
-            "max_steps": (self.max_steps is None or self.max_steps >= 1, "at least 1 (or None)"),
+            "max_steps": (most is None or most >= 1, "at least 1 (or None)"),
         }
-        for name, (is_met, allowed) in sizes.items():
-            if not is_met:
-                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+        check_rules(self, rules)
 
     def columns(self) -> dict[str, AbstractTask]:
         """Return the settings of all tasks by their names."""
@@ -180,9 +168,12 @@ class SweepConfig:
 
     def header(self) -> Header:
         """Return the head of the result: the protocol, and what is not as there."""
-        pairs = [(f"{task.name}: ", task, TASKS[task.name]) for task in self.tasks]
-        changes = _changes("", self, SweepConfig())
-        changes += [change for pair in pairs for change in _changes(*pair)]
+        changes = differences(self, SweepConfig(), ("tasks", "models", "compile", "cuda_graph"))
+        changes += [
+            f"{task.name}: {change}"
+            for task in self.tasks
+            for change in differences(task, TASKS[task.name], ("seed",))
+        ]
         is_whole = not changes and len(self.tasks) == len(TASKS)
         return Header(
             kind="recall",
@@ -237,7 +228,7 @@ def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) 
     """Return the job that trains one model with every setting of the optimizer."""
     optims = product(config.learning_rates, config.weight_decays)
     task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
-    return Tuning(
+    return tuned(
         f"{column} {model} seed {seed}",
         tuple(Cell(NAMES[model], column, group, seed) for group in (EXACT, BY_TOKEN)),
         [config.run(model, task, lr, decay, seed) for lr, decay in optims],
@@ -245,15 +236,4 @@ def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) 
         swept=("lr", "weight_decay"),
         by=("exact_match", "accuracy"),
         enough=SOLVED,
-    ).job
-
-
-def _changes(whose: str, ours: Any, protocols: Any) -> list[str]:
-    """Return in words how two configurations of one class differ."""
-    unsaid = ("tasks", "models", "compile", "cuda_graph", "seed")
-    return [
-        f"{whose}{each.name} {found}, not {wanted}"
-        for each in fields(protocols)
-        if (found := getattr(ours, each.name)) != (wanted := getattr(protocols, each.name))
-        and each.name not in unsaid
-    ]
+    )

@@ -1,21 +1,26 @@
-"""What a sweep on MQAR trains: Zoology's protocol, and that of GSA's authors."""
+"""A sweep on MQAR over models, widths and learning rates: Zoology's protocol, and the authors'."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules, differences
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
-from mezzo_core.reproduction import Header
+from mezzo_core.nn.on_meta import on_meta
+from mezzo_core.reproduction import Cell, Header, Result, origin, say
+from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.training import tuned
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
-from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, ShortConvConfig
+from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig
 from mezzo_gsa.mqar.task import MQARConfig
 from mezzo_gsa.recipes import PAPER_NAMES
 from mezzo_gsa.retnet import RetNetConfig
@@ -72,49 +77,35 @@ SETTINGS = {
 class SweepConfig:
     """What is swept over, and what all runs share; the defaults are Zoology's protocol.
 
-    Attributes:
-        task: the rows; its seed is that of the weights and of dropout too.
-        models: of `NAMES`; by default all but `gsa_one_head`.
-        widths: model widths C.
-        learning_rates: tried in this order for each model and width; each falls along half a
-            cosine to 0.
-        skip_solved: try no further learning rates for a model at a width where one has solved the
-            task: the best accuracy could hardly change.
-        batch_size: rows a step.
-        epochs: at most; accuracy is measured after each.
-        conv_width: tokens of a short convolution in the place of the first mixer, as Zoology's
-            newer protocol has it (3); 0: a mixer there too.
-        init: "zoology" draws all matrices from N(0, 0.02); for "fan_in" see `MixerOnlyConfig`.
-        precision, compile, cuda_graph: as of `TrainConfig`.
-        protocol: whose baselines (`OTHERS`); a result is compared with this one of `PROTOCOLS`.
-        num_layers: mixers, a convolution counted.
-        num_slots: M of a head of GSA; a number below 1 is that share of C.
-        damping: of GSA's gates.
-        scale: of GSA's slot logits: "one", or "head_width" for D^-1/2.
-        identity_mlp: see `MixerOnlyConfig`.
-
     Raises:
         UserError: if a model is unknown, the rows do not fill a batch, or a number cannot be.
     """
 
     task: MQARConfig = field(default_factory=MQARConfig)
+    """Its seed is that of the weights and of dropout too."""
     models: tuple[str, ...] = ("attention", "gsa", "gla", "hgrn2", "retnet")
+    """Of `NAMES`."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
     learning_rates: tuple[float, ...] = (1e-4, 4.64e-4, 2.15e-3, 1e-2)
+    """Tried in this order; each falls along half a cosine to 0."""
     skip_solved: bool = False
+    """Try no further rates for a model at a width where one has solved the task."""
     batch_size: int = 128
     epochs: int = 64
-    conv_width: int = 0
-    init: Literal["zoology", "fan_in"] = "zoology"
+    """At most; accuracy is measured after each."""
     precision: Precision = "fp32"
     compile: bool = False
     cuda_graph: bool = False
     protocol: Literal["zoology", "authors"] = "zoology"
+    """Whose baselines (`OTHERS`); a result is compared with this one of `PROTOCOLS`."""
     num_layers: int = 2
     num_slots: float = 64
+    """M of a head of GSA; a number below 1 is that share of C."""
     damping: float = 8.0
     scale: Literal["one", "head_width"] = "one"
+    """Of GSA's slot logits; "head_width" is D^-1/2."""
     identity_mlp: bool = False
+    """See `MixerOnlyConfig`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -123,36 +114,20 @@ class SweepConfig:
                 raise UserError(f"no model is named {model!r}{nearest(model, NAMES)}")
         rows, slots, rates = self.task.train_rows, self.num_slots, self.learning_rates
         positive = len(rates) > 0 and all(0 < lr < math.inf for lr in rates)
-        least = 2 if self.conv_width else 1  # the convolution takes the place of the first mixer
         rules = {
             "learning_rates": (positive, "positive and finite" if rates else "at least one"),
             "batch_size": (1 <= self.batch_size <= rows, f"from 1 to train_rows = {rows}"),
             "epochs": (self.epochs >= 1, "at least 1"),
-            "conv_width": (self.conv_width >= 0, "at least 0"),
-            "num_layers": (self.num_layers >= least, f"at least {least}"),
+            "num_layers": (self.num_layers >= 1, "at least 1"),
             "num_slots": (0 < slots < 1 or slots == slots // 1 > 0, "a whole number or below 1"),
             "damping": (0 < self.damping < math.inf, "positive and finite"),
         }
-        for name, (is_met, allowed) in rules.items():
-            if not is_met:
-                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
+        check_rules(self, rules)
 
     @property
     def name(self) -> str:
-        """Of the result: "mqar", and words such as "_authors", "_conv" or "_4_layers"."""
-        theirs = PROTOCOLS[self.protocol]
-        words = {
-            self.protocol: self.protocol != "zoology",
-            "conv": self.conv_width > 0,
-            self.init: self.init != theirs.init,
-            f"{self.num_layers}_layers": self.num_layers != theirs.num_layers,
-            f"{self.num_slots:g}_slots": self.num_slots != theirs.num_slots,
-            f"damping_{self.damping:g}": self.damping != theirs.damping,
-            f"scale_{self.scale}": self.scale != theirs.scale,
-            f"{'' if self.identity_mlp else 'no_'}identity": self.identity_mlp
-            != theirs.identity_mlp,
-        }
-        return "_".join(["mqar", *(word for word, is_other in words.items() if is_other)])
+        """Of the result."""
+        return "mqar" if self.protocol == "zoology" else f"mqar_{self.protocol}"
 
     def run(self, model: str, width: int, lr: float) -> TrainConfig:
         """Return one training: the model's name in `NAMES`, the width C, the learning rate.
@@ -161,12 +136,9 @@ class SweepConfig:
             UserError: if that share of the width is no number of slots.
         """
         epoch = self.task.train_rows // self.batch_size
-        mixers = [self._mixer(model, width, bound) for bound in lower_bounds(self.num_layers)]
-        if self.conv_width:
-            mixers[0] = ShortConvConfig(self.conv_width)
         first, *others = (
-            MixerOnlyConfig(each, fan_in=self.init == "fan_in", identity_mlp=self.identity_mlp)
-            for each in mixers
+            MixerOnlyConfig(self._mixer(model, width, bound), identity_mlp=self.identity_mlp)
+            for bound in lower_bounds(self.num_layers)
         )
         blocks: tuple[BlockConfig, ...] = (replace(first, dropout=DROPOUT), *others)
         if model == "attention":
@@ -204,29 +176,11 @@ class SweepConfig:
             GSA_HEADS[model], num_slots=round(slots), damping=self.damping, scale=scale
         )
 
-    def state_bytes(self, model: str, width: int) -> int:
-        """Return the bytes of state of a row.
-
-        Raises:
-            UserError: if the model cannot have this width.
-        """
-        try:
-            with torch.device("meta"):
-                built = self.run(model, width, self.learning_rates[0]).model.build()
-        except ValueError as error:
-            raise UserError(f"{model} cannot have width {width}: {error}") from error
-        return built.state_bytes(self.task.seq_len)
-
     def header(self) -> Header:
         """Return the head of the result: the protocol, and what is not as there."""
         whole = PROTOCOLS[self.protocol]
-        changes = [
-            f"{each.name} {getattr(ours, each.name)}, not {getattr(protocols, each.name)}"
-            for ours, protocols in ((self.task, whole.task), (self, whole))
-            for each in fields(protocols)
-            if getattr(ours, each.name) != getattr(protocols, each.name)
-            and each.name not in ("task", "models", "compile", "cuda_graph")
-        ]
+        changes = differences(self.task, whole.task)
+        changes += differences(self, whole, ("task", "models", "compile", "cuda_graph"))
         is_whole = not changes and set(whole.models) <= set(self.models)
         return Header(
             kind="recall",
@@ -239,6 +193,59 @@ class SweepConfig:
             unit="accuracy",
             better="higher",
         )
+
+    def job(self, model: str, width: int, runs: Path, variant: str = "") -> Job:
+        """Return the job that trains a model at a width with each learning rate.
+
+        Args:
+            model: of `NAMES`.
+            width: C.
+            runs: where the folders of the runs are.
+            variant: the row in the result, and the beginning of the folders; empty: the model's.
+
+        Raises:
+            UserError: if the model cannot have this width.
+        """
+        try:
+            configs = [self.run(model, width, lr) for lr in self.learning_rates]
+            state_bytes = on_meta(configs[0].model).state_bytes(self.task.seq_len)
+        except ValueError as error:
+            raise UserError(f"{model} cannot have width {width}: {error}") from error
+        row, seed = variant or NAMES[model], self.task.seed
+        return tuned(
+            f"{variant or model} C={width} seed {seed}",
+            (Cell(row, f"C={width}", seed=seed),),
+            configs,
+            runs / self.name / f"{variant or model}_c{width}_seed{seed}",
+            enough=SOLVED if self.skip_solved else None,
+            state_bytes=state_bytes,
+        )
+
+    def jobs(self, runs: Path, models: Sequence[str]) -> list[Job]:
+        """Return the jobs of models at all widths, narrow ones first."""
+        return [self.job(model, width, runs) for width in sorted(self.widths) for model in models]
+
+
+def sweep(config: SweepConfig, out: Path, *, device: str | torch.device | None = None) -> Result:
+    """Train everything that `config` asks for, narrow models first, and return the result.
+
+    A sweep that was killed goes on: runs resume from their own folders, and finished ones are only
+    read.
+
+    Args:
+        config: what to run.
+        out: the folder of the result and of the runs' folders.
+        device: None takes a GPU if there is one.
+
+    Raises:
+        UserError: if a model cannot have a width, `out` has the result of another sweep or cannot
+            be written, or there is no such device.
+    """
+    jobs = config.jobs(out, config.models)
+    chosen = choose_device(device, None)
+    result = Result(out / f"{config.name}.json", config.header(), origin(chosen), say)
+    run(result, jobs, out, chosen)
+    return result
 
 
 PROTOCOLS = {
