@@ -9,7 +9,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from mezzo_core import __version__ as CORE
 from mezzo_core.recipe_table import FILE, make_table, read_table
+from mezzo_rat import __version__ as RAT
 
 ROOT = Path(__file__).parents[1]
 PAPERS = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__main__.py"))
@@ -44,7 +46,7 @@ def test_help_is_answered_without_torch(package):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--version"], "mezzo-rat 0.1.0, mezzo-core 0.1.0, torch "),
+        (["--version"], f"mezzo-rat {RAT}, mezzo-core {CORE}, torch "),
         (["recipes", "1p3b"], "1p3b_16k_rat_swa"),
         (["trian"], "No such command 'trian'"),
         (["train", "tiny_rat_l61"], "did you mean tiny_rat_l64, tiny_rat_l16"),
