@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import typer
+import yaml
 from mezzo_core.reproduction.published import load_published
 
 if sys.version_info >= (3, 11):
@@ -39,6 +40,12 @@ WORKSPACE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENVIRONMENTS = WORKSPACE["tool"]["hatch"]["envs"]
 FENCE = re.compile(r"```([\w-]*).*")
 NUMBER = re.compile(r"\d[\d,]*\.?\d*(?:e[-+]\d+)?")
+
+
+WORKFLOWS = {
+    str(path.relative_to(ROOT)): yaml.safe_load(path.read_text())
+    for path in sorted(ROOT.glob(".github/workflows/*.yml"))
+}
 
 
 class Block(NamedTuple):
@@ -83,6 +90,12 @@ TYPED = [
     if block.language in ("", "bash", "console", "sh")
     for command in commands(block)
     if command.strip()
+] + [
+    (name, command)
+    for name, workflow in WORKFLOWS.items()
+    for job in workflow["jobs"].values()
+    for step in job["steps"]
+    for command in step.get("run", "").splitlines()
 ]
 
 
@@ -246,6 +259,16 @@ def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
             for command in commands(block):
                 if words_of(command)[:1] and words_of(command)[0] in PROGRAMS:
                     run_command(command, capsys)
+
+
+def test_workflows_test_what_hatch_does_and_hold_no_secret():
+    matrix = WORKFLOWS[".github/workflows/tests.yml"]["jobs"]["tests"]["strategy"]["matrix"]
+    (of_hatch,) = ENVIRONMENTS["hatch-test"]["matrix"]
+    assert matrix["versions"] == of_hatch["versions"]
+    called = {command for page, command in TYPED if page in WORKFLOWS}
+    assert {"hatch run docs:build", 'hatch run wheels:build "$GITHUB_REF_NAME"'} <= called
+    for name in WORKFLOWS:
+        assert "secrets." not in (ROOT / name).read_text()
 
 
 def test_blocks_of_each_kind_are_found():

@@ -84,6 +84,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     try:
         for name in arguments.packages:
-            build(ROOT, name.partition("-v")[0], arguments.out)
+            package, _, tagged = name.partition("-v")
+            if tagged and tagged != (there := version(ROOT / "packages" / package)):
+                raise ValueError(f"the version of {package} is {there}, not that of {name}")
+            build(ROOT, package, arguments.out)
     except ValueError as error:
         parser.error(str(error))
