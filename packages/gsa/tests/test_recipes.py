@@ -6,9 +6,7 @@ from functools import cache
 import pytest
 import torch
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, MLPConfig
-from mezzo_core.train.recipes import find_recipe
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
@@ -118,8 +116,3 @@ def test_tiny_models_have_about_a_million_weights(architecture):
 
 def test_every_architecture_is_trained_somewhere():
     assert {name for _, names in SIZES.values() for name in names} == set(ARCHITECTURES)
-
-
-def test_a_misspelt_recipe_is_answered_with_the_nearest_names():
-    with pytest.raises(UserError, match=r"'tiny_gas'; did you mean tiny_gsa"):
-        find_recipe(RECIPES, "tiny_gas")

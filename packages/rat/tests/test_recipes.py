@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.train.recipes import find_recipe
 from mezzo_rat import LinearRNNConfig, RATConfig
 from mezzo_rat.recipes import RECIPES, SIX
 
@@ -123,8 +121,3 @@ def test_six_architectures_of_a_setting_share_everything_but_their_mixers():
         )
         assert same == first
         assert other.model != first.model
-
-
-def test_a_misspelt_recipe_is_answered_with_the_nearest_names():
-    with pytest.raises(UserError, match=r"'tiny_rat_16'; did you mean tiny_rat_l16"):
-        find_recipe(RECIPES, "tiny_rat_16")

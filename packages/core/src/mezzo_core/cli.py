@@ -24,7 +24,7 @@ from mezzo_core import __version__
 from mezzo_core.console import show, write_continued
 from mezzo_core.errors import UserError
 from mezzo_core.hub_commands import TaskOptions, add_hub_commands, measure_tasks
-from mezzo_core.lazy_commands import LazyCommand, LazyCommands
+from mezzo_core.lazy_commands import add_lazy_commands
 from mezzo_core.options import (
     AllowPackage,
     Data,
@@ -42,6 +42,7 @@ from mezzo_core.paper import Demo as Demo
 from mezzo_core.paper import Paper as Paper
 from mezzo_core.paths import check_writable, expanded
 from mezzo_core.recipe_commands import add_recipe_commands
+from mezzo_core.train.command import make_command
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +62,10 @@ def make_app(paper: Paper) -> typer.Typer:
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
     )
-    lazy = LazyCommands(app)
     _add_version(app, paper)
     if paper.demo is not None:
         _add_demo(app, paper, paper.demo)
-    lazy.add("train", _train(paper))
+    app.command(name="train")(make_command(paper))
     _add_generate(app)
     _add_eval(app)
     add_hub_commands(app)
@@ -73,9 +73,8 @@ def make_app(paper: Paper) -> typer.Typer:
     if paper.bench is not None:
         _add_bench(app, paper.bench)
     if paper.reproduction is not None:
-        lazy.add("reproduce", _reproduce(paper.reproduction))
-    for name, command in paper.commands.items():
-        lazy.add(name, command)
+        _add_reproduce(app, paper.reproduction)
+    add_lazy_commands(app, paper.commands)
     return app
 
 
@@ -166,15 +165,6 @@ def _add_demo(app: typer.Typer, paper: Paper, plan: Demo) -> None:
         if out is not None:
             check_writable(out, is_folder=True)
         run_demo(paper, plan._replace(steps=steps), out)
-
-
-def _train(paper: Paper) -> LazyCommand:
-    def load() -> Callable[..., None]:
-        from mezzo_core.train.command import make_command
-
-        return make_command(paper)
-
-    return LazyCommand("Train a model by a recipe.", load, paper.check_name, paper.names)
 
 
 def _add_generate(app: typer.Typer) -> None:
@@ -315,31 +305,27 @@ def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
         load()(chosen, quick, out)
 
 
-def _reproduce(reproduction: "Callable[[], Reproduction]") -> LazyCommand:
-    words = "Rerun the paper's tables and claims, and write a report beside its numbers."
-
-    def load() -> Callable[..., None]:
-        paper = reproduction()
-        first, told, reports = next(iter(paper.scales)), ", ".join(paper.scales), Path("reports")
-
-        def reproduce(
-            ids: Annotated[
-                list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
-            ] = None,
-            scale: Annotated[str, typer.Option(help=f"How much to run: {told}.")] = first,
-            out: Annotated[
-                Path, typer.Option(help="Where the report goes.", callback=expanded)
-            ] = reports,
-        ) -> None:
-            if scale not in paper.scales:
-                raise UserError(f"--scale takes {told}, got {scale!r}")
-            check_writable(out, is_folder=True)
-            paper.reproduce(ids, scale, out)
-
-        reproduce.__doc__ = words
-        return reproduce
-
-    return LazyCommand(words, load)
+def _add_reproduce(app: typer.Typer, load: "Callable[[], Reproduction]") -> None:
+    @app.command()
+    def reproduce(
+        ids: Annotated[
+            list[str] | None, typer.Argument(help="Tables and claims; all of them by default.")
+        ] = None,
+        scale: Annotated[
+            str | None,
+            typer.Option(help="How much to run: cpu (the default), smoke, for some papers gpu."),
+        ] = None,
+        out: Annotated[Path, typer.Option(help="Where the report goes.", callback=expanded)] = Path(
+            "reports"
+        ),
+    ) -> None:
+        """Rerun the paper's tables and claims, and write a report beside its numbers."""
+        paper = load()
+        scale = scale or next(iter(paper.scales))
+        if scale not in paper.scales:
+            raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
+        check_writable(out, is_folder=True)
+        paper.reproduce(ids, scale, out)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def test_a_stopped_command_says_where_and_leaves_with_its_code(
     ],
 )
 def test_full_memory_is_one_line_that_says_what_helps(command, tmp_path, monkeypatch, fail):
-    monkeypatch.setattr("mezzo_core.train.command.train", lambda *_, **__: fail())
+    monkeypatch.setattr("mezzo_core.train.run_recipe.train", lambda *_, **__: fail())
     line = one_line(command("--out", tmp_path / "run"))
     assert "memory is full" in line
     assert "--batch-size" in line
@@ -79,7 +79,7 @@ def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("mezzo_core.train.command.train", fail)
+    monkeypatch.setattr("mezzo_core.train.run_recipe.train", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         command("--out", tmp_path / "run")
 

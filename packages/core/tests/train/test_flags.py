@@ -6,10 +6,15 @@ import pytest
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.mlp import MLPConfig
-from mezzo_core.train.flags import FLAGS, OWN, PARTS, apply_flags, field_docs, with_flags
+from mezzo_core.train.flag_table import OWN, PARTS, field_docs, make_flags
+from mezzo_core.train.flags import FLAGS, apply_flags, with_flags
 from mezzo_core.train.settings import apply_settings, describe_settings
 
 PARTS_OF_PARTS = {"model", "data", "optim", "mixers", "mlp", "stack"}
+
+
+def test_the_table_of_flags_is_that_of_the_configuration():
+    assert tuple(make_flags()) == FLAGS, "python -m mezzo_core.train.flag_table writes it anew"
 
 
 def value_at(config, place):

@@ -1,33 +1,36 @@
 """The flags of `train`: one for each setting of a run that is a number, a word or a switch.
 
-They are made from the fields and the docstrings of the configuration's dataclasses.
+They are those of a file, so that help and a mistyped word need no torch, which the configuration's
+dataclasses import. `mezzo_core.train.flag_table` makes the file from these.
 """
 
+import csv
 import re
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from inspect import Parameter, cleandoc
-from itertools import chain
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from inspect import Parameter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mezzo_core.data import DataConfig
-from mezzo_core.data.mixture import TextConfig, change_texts
 from mezzo_core.errors import UserError
-from mezzo_core.nn.lm import LMConfig
-from mezzo_core.train.config import OptimConfig, TrainConfig
 
-PARTS = {"": TrainConfig, "optim": OptimConfig, "data": DataConfig, "model": LMConfig}
-"""The parts of a `TrainConfig` whose fields have flags, by their names in it."""
+if TYPE_CHECKING:
+    from mezzo_core.train.config import TrainConfig
+
+FILE = Path(__file__).with_name("flags.csv")
+KINDS: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "two floats": tuple[float, float],
+}
+"""The types of flags' values, by their words in the file."""
 _PANELS = {"": "Training", "optim": "Optimizer", "data": "Text", "model": "Model"}
-OWN = {("data", "source"), ("data", "validation_source"), ("", "init_from")}
-"""Fields of which the command itself has flags."""
 NAMES = {("data", "seed"): "data_seed", ("data", "validation_source"): "validation_data"}
 """Names of flags that differ from their fields'."""
-_SIMPLE = (bool, int, float, str)
 
 
 class _None:
@@ -39,7 +42,7 @@ class Flag:
     """The flag of one field.
 
     Attributes:
-        part: the part of the configuration that has the field, as in `PARTS`.
+        part: the part of the configuration that has the field, such as "optim".
         field: the field's name.
         kind: the type of a value.
         takes_none: whether a value can be "none" (a switch is on or off).
@@ -91,46 +94,24 @@ class Flag:
             raise typer.BadParameter(f"{text!r} is neither {kind} nor none.") from None
 
 
-def _flags() -> Iterator[Flag]:
-    for part, config in PARTS.items():
-        hints, words = typing.get_type_hints(config), field_docs(config)
-        for field in fields(config):
-            kinds = typing.get_args(hints[field.name])
-            is_union = typing.get_origin(hints[field.name]) in (typing.Union, types.UnionType)
-            options = [kind for kind in kinds if kind is not type(None)] if is_union else []
-            kind = options[0] if len(options) == 1 else hints[field.name]
-            text = words[field.name].partition(". ")[0].removesuffix(".") + "."
-            if typing.get_origin(kind) is Literal:
-                text += f" One of {', '.join(map(str, typing.get_args(kind)))}."
-                kind = str
-            is_simple = kind in _SIMPLE or all(k is float for k in typing.get_args(kind) or (str,))
-            if is_simple and (part, field.name) not in OWN:
-                takes_none = is_union and kind is not bool and type(None) in kinds
-                yield Flag(part, field.name, kind, takes_none, text)
+def _read_flags() -> Iterator[Flag]:
+    with FILE.open(encoding="utf-8", newline="") as file:
+        for part, field, kind, takes_none, text in csv.reader(file):
+            yield Flag(part, field, KINDS[kind], takes_none == "or none", text)
 
 
-def field_docs(config: type) -> dict[str, str]:
-    """Return what a dataclass and its bases say of each field, under "Attributes:"."""
-    texts = [cleandoc(each.__doc__ or "") for each in config.__mro__]
-    told = [text.partition("\nAttributes:\n")[2].partition("\n\n")[0] for text in texts]
-    found = [re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.M) for text in told]
-    return {
-        name: " ".join(f"{words[0].upper()}{words[1:]}".split())
-        for names, words in chain.from_iterable(found)
-        for name in names.split(", ")
-    }
+FLAGS = tuple(_read_flags())
 
 
-FLAGS = tuple(_flags())
-
-
-def apply_flags(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+def apply_flags(config: "TrainConfig", given: Mapping[str, Any]) -> "TrainConfig":
     """Return the configuration with the values of the flags that were given (not None).
 
     Raises:
         UserError: if the configuration refuses a value, or reads no text and a flag is of a text.
     """
-    changes: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    from mezzo_core.data.mixture import TextConfig, change_texts
+
+    changes: dict[str, dict[str, Any]] = {part: {} for part in _PANELS}
     for flag in FLAGS:
         if (value := given.get(flag.name)) is not None:
             changes[flag.part][flag.field] = None if value is _None else value

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import TrainConfig, Training
 
@@ -25,14 +24,3 @@ class AbstractHyperparameters(Training):
         """Return the run of one model with these hyperparameters."""
         training = {field.name: getattr(self, field.name) for field in fields(Training)}
         return TrainConfig(name, model, **training)
-
-
-def find_recipe(recipes: Recipes, name: str) -> TrainConfig:
-    """Return the recipe of this name.
-
-    Raises:
-        UserError: if there is no such recipe; the message shows similar names.
-    """
-    if name not in recipes:
-        raise UserError(f"no recipe is named {name!r}{nearest(name, recipes)}")
-    return recipes[name]()

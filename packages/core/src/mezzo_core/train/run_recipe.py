@@ -1,0 +1,78 @@
+"""What the command `train` does: a recipe with other settings, trained."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from mezzo_core.console import show
+from mezzo_core.data.mixture import TextConfig, change_texts
+from mezzo_core.errors import UserError
+from mezzo_core.inputs import choose_texts, start_from
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.distributed import launched_place
+from mezzo_core.train.flags import apply_flags, with_flags
+from mezzo_core.train.loop import train
+from mezzo_core.train.settings import apply_settings
+from mezzo_core.train.stopping import StoppedError
+
+
+def configure(
+    config: TrainConfig,
+    flags: Mapping[str, Any],
+    settings: Sequence[str],
+    data: Sequence[str],
+    validation_data: str | None,
+    init_from: Path | None,
+) -> TrainConfig:
+    """Return a recipe's configuration with what the command line changes.
+
+    Raises:
+        UserError: if a value cannot be; the message names its flag.
+    """
+    try:
+        if init_from is not None:
+            config = start_from(config, init_from, flags["tokenizer"])
+        config = apply_settings(apply_flags(config, flags), settings)
+        return _choose_texts(config, data, validation_data)
+    except ValueError as error:
+        raise UserError(with_flags(str(error), flags)) from error
+
+
+def _choose_texts(
+    config: TrainConfig, data: Sequence[str], validation_data: str | None
+) -> TrainConfig:
+    if not data and validation_data is None:
+        return config
+    if not isinstance(config.data, TextConfig):
+        raise UserError(f"the recipe {config.name} reads no text: --data does not fit")
+    texts = config.data
+    if validation_data is not None:
+        texts = change_texts(texts, validation_source=validation_data)
+    return replace(config, data=choose_texts(texts, data) if data else texts)
+
+
+def run_recipe(config: TrainConfig, out: Path, fresh: bool, new_data: bool, quiet: bool) -> None:
+    """Train, and say how it ended.
+
+    Raises:
+        UserError: as `train` does, with the flags of the fields that are named.
+        typer.Exit: if the user stops it.
+    """
+    is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
+    try:
+        result = train(config, out, resume=not fresh, new_data=new_data, quiet=quiet)
+    except StoppedError as stop:
+        if is_first:
+            show(f"{config.name}: {stop}", Console(stderr=True))
+        raise typer.Exit(stop.exit_code) from None
+    except UserError as error:
+        raise UserError(with_flags(str(error))) from error
+    if is_first and result.val_perplexity is not None:
+        show(
+            f"{config.name}: validation perplexity {result.val_perplexity:.3f} after "
+            f"{result.steps} steps; the model is in {result.out / 'model'}"
+        )
