@@ -5,6 +5,7 @@ import torch
 from mezzo_core.testing import assert_close
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 from mezzo_rat.ops.rat_attention.chunks import continued_chunks, packed_chunks, plain_chunks
+from torch._dynamo.testing import CompileCounterWithBackend
 
 C, L = 16, 16
 CONFIGS = [
@@ -31,9 +32,11 @@ def forms(mixer, num_tokens):
     }
 
 
-def results(mixer, call, x, form):
+def results(mixer, call, x, form, any_length):
     """Outputs of real tokens, the state, and gradients of x and of all weights."""
     x = x.clone().requires_grad_()
+    if any_length:
+        torch._dynamo.mark_dynamic(x, 1)
     y, state = call(x, **form)
     if "lengths" in form:
         y = y[:, : int(form["lengths"][0])]
@@ -43,14 +46,15 @@ def results(mixer, call, x, form):
     return [y.detach(), *(part.detach() for part in held), *found]
 
 
-def check_compiled(config, backend, num_tokens, names, dynamic=None):
+def check_compiled(config, backend, num_tokens, names, any_length=False):
     torch.manual_seed(0)
     mixer = config.build(C)
-    compiled = torch.compile(mixer, fullgraph=True, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(mixer, fullgraph=True, backend=backend)
     for length in num_tokens:
         x, given = torch.randn(1, length, C), forms(mixer, length)
         for name in names:
-            found, truth = (results(mixer, call, x, given[name]) for call in (compiled, mixer))
+            calls = compiled, mixer
+            found, truth = (results(mixer, call, x, given[name], any_length) for call in calls)
             for i, (got, wanted) in enumerate(zip(found, truth, strict=True)):
                 assert_close(f"{name}, T = {length}: {i}", got, wanted, rtol=1e-5, atol=1e-6)
 
@@ -80,24 +84,8 @@ def test_the_inductor_trains_on_every_token(config):
 
 
 @configs
-def test_one_graph_serves_every_form_and_a_second_length(config):
-    # A plain call for one length and then for any; the others at once for any, which is one graph.
-    check_compiled(config, "aot_eager", [100, 17], ["plain"])
-    check_compiled(config, "aot_eager", [100, 17], ["packed", "prompts"], dynamic=True)
-
-
-@configs
-def test_a_graph_of_any_length_serves_all(config):
-    torch.manual_seed(0)
-    mixer = config.build(C)
-    seen = []
-
-    def count(graph, inputs):
-        seen.append(graph)
-        return graph
-
-    compiled = torch.compile(mixer, fullgraph=True, dynamic=True, backend=count)
-    for length in (100, 17, 194):
-        x = torch.randn(1, length, C)
-        assert_close(f"T = {length}", compiled(x)[0], mixer(x)[0].detach(), rtol=1e-5)
-    assert len(seen) == 1
+def test_each_form_compiles_to_one_graph_of_any_length(config):
+    names = ["plain", "packed", "prompts"]
+    backend = CompileCounterWithBackend("aot_eager")
+    check_compiled(config, backend, [100, 17, 194], names, any_length=True)
+    assert backend.frame_count == len(names)

@@ -196,7 +196,9 @@ class RATReversed(AbstractMixer):
         )
         num_chunks = floor_divide(cu_seqlens.long().diff() + L - 1, L)
         # The chunks that no sequence needs form one more sequence at the end.
-        borders = F.pad(F.pad(num_chunks.cumsum(0), (1, 0)), (0, 1), value=slots)
+        # A pad by a value would compile anew for each number of slots.
+        borders = F.pad(num_chunks.cumsum(0), (1, 0))
+        borders = torch.cat([borders, borders.new_full((1,), slots)])
         h, _ = self._chunks(q, self._turned(k), v, keep, write, borders=borders)
         return h.index_select(1, place)
 
