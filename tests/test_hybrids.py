@@ -128,6 +128,17 @@ def test_prompts_of_different_lengths_continue_as_each_alone(model):
     assert together == alone
 
 
+def test_prompts_that_take_turns_continue_as_each_alone(model):
+    model = model.double()
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [3], [5, 5, 5, 5], [1] * 6, [2, 9], [4], [7, 8, 9]]
+    options = {"max_new_tokens": 12, "temperature": 1.0, "stop_tokens": range(3)}
+    alone = [
+        generate(model, [prompt], seed=[seed], **options)[0] for seed, prompt in enumerate(prompts)
+    ]
+    assert generate(model, prompts, num_rows=2, seed=range(7), **options) == alone
+    assert len({len(row) for row in alone}) > 2
+
+
 def test_states_of_a_hybrid_are_handled_as_those_of_its_layers(model):
     check_handled(model.stack)
     check_programs(model.stack, programs=1)

@@ -251,7 +251,7 @@ def _add_eval(app: typer.Typer) -> None:
         from mezzo_core.eval.evaluate import evaluate
         from mezzo_core.inputs import open_told_data, told_tokenizer
         from mezzo_core.nn.checkpoint import find_model, load_model
-        from mezzo_core.nn.generate import NO_NUMBERS
+        from mezzo_core.nn.ends import NO_NUMBERS
 
         folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)

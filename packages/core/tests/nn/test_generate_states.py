@@ -140,6 +140,7 @@ def test_a_text_is_found_however_it_is_cut_into_tokens():
         ({"state": "x"}, "state must have 1 row or 3, as the prompts, got 0"),
         ({"num_samples": 0}, "num_samples must be from 1"),
         ({"num_samples": True}, "num_samples must be from 1"),
+        ({"num_rows": 0}, "num_rows must be from 1"),
         ({"num_drafted": 0}, "num_drafted must be from 1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0"),
@@ -164,6 +165,7 @@ def test_an_assistant_refuses_what_it_cannot_do(model, config):
         {"repetition_penalty": 1.1},
         {"num_samples": 2},
         {"state": model.init_state(1)},
+        {"num_rows": 2},
     ):
         with pytest.raises(ValueError, match="assistant needs temperature 0, no repetition_pen"):
             generate(model, PROMPTS, max_new_tokens=3, assistant=model, **change)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from mezzo_core.nn.generate import NO_NUMBERS, evaluation
+from mezzo_core.nn.ends import NO_NUMBERS
+from mezzo_core.nn.generate import evaluation
 from mezzo_core.nn.generate_arguments import check_count, check_prompts, check_tokens
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts

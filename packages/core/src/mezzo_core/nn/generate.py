@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mezzo_core.nn.assisted import assisted_tokens
 from mezzo_core.nn.decoder import Decoder
+from mezzo_core.nn.ends import Ends
 from mezzo_core.nn.generate_arguments import (
     check_assistant,
     check_bias,
@@ -25,9 +26,8 @@ from mezzo_core.nn.generate_arguments import (
 )
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
-from mezzo_core.nn.sampler import NO_TOKEN, Generators, LogitRules, Sampler, row_generators
-
-NO_NUMBERS = "the model's outputs are no numbers: its training diverged, or its weights are damaged"
+from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, row_generators
+from mezzo_core.nn.turns import Turns
 
 
 def generate(
@@ -43,6 +43,7 @@ def generate(
     prefill_tokens: int | None = None,
     state: Any = None,
     num_samples: int = 1,
+    num_rows: int | None = None,
     repetition_penalty: float = 1.0,
     logit_bias: Mapping[int, float] | None = None,
     stop: Callable[[Sequence[int]], bool] | None = None,
@@ -71,7 +72,9 @@ def generate(
         state: after what comes before all prompts, of one row, such as a common beginning that is
             read once; or of one row for each prompt. It stays as it is.
         num_samples: how many continuations of each prompt to return, one after the other; the
-            prompt is read once.
+            prompt is read once, but for `num_rows`.
+        num_rows: how many continuations run at a time: where one ends, the next prompt takes its
+            place in the batch. None runs all at once, until the last one ends.
         repetition_penalty: above 0; logits of tokens that the prompt or its continuation has are
             divided by it where they are positive, and else multiplied. Tokens of `state` do not
             count.
@@ -80,7 +83,7 @@ def generate(
             which this returns True (`mezzo_core.data.stop_texts`).
         assistant: a smaller model of the same vocabulary, which proposes tokens that the model
             checks, several at a time. The tokens are those without it, but for rounding. It needs
-            temperature 0, no penalty, one sample and no state.
+            temperature 0, no penalty, one sample, no state and no `num_rows`.
         num_drafted: how many tokens the assistant proposes at a time.
 
     Raises:
@@ -102,6 +105,7 @@ def generate(
         prefill_tokens=prefill_tokens,
         state=state,
         num_samples=num_samples,
+        num_rows=num_rows,
         repetition_penalty=repetition_penalty,
         logit_bias=logit_bias,
         stop=stop,
@@ -127,6 +131,7 @@ def stream(
     prefill_tokens: int | None = None,
     state: Any = None,
     num_samples: int = 1,
+    num_rows: int | None = None,
     repetition_penalty: float = 1.0,
     logit_bias: Mapping[int, float] | None = None,
     stop: Callable[[Sequence[int]], bool] | None = None,
@@ -134,6 +139,8 @@ def stream(
     num_drafted: int = 4,
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
+
+    With `num_rows` it is None of prompts that wait for their turn, too.
 
     The arguments and errors are those of `generate`. Errors about arguments are raised at the call,
     not at the first step. The model is in evaluation mode until the iterator ends or is closed, of
@@ -146,8 +153,10 @@ def stream(
     check_count("num_drafted", num_drafted)
     if prefill_tokens is not None:
         check_count("prefill_tokens", prefill_tokens)
-    num_rows = len(prompts) * num_samples
-    check_seed(seed, num_rows)
+    if num_rows is not None:
+        check_count("num_rows", num_rows)
+    num_results = len(prompts) * num_samples
+    check_seed(seed, num_results)
     stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
     check_tokens("stop_tokens", stops, model.vocab_size)
     check_penalty(repetition_penalty)
@@ -155,18 +164,24 @@ def stream(
     if stop is not None and not callable(stop):
         raise ValueError(f"stop must be a function of the new tokens, got {stop!r}")
     if state is not None:
-        check_prefix(state, len(prompts))
+        check_prefix(state, len(prompts), num_rows)
     device = next(model.parameters()).device
     every = [prompt for prompt in prompts for _ in range(num_samples)]
+    end = Ends(num_results, frozenset(int(token) for token in stops), stop)
+    if assistant is None and num_rows is not None and num_rows < num_results:
+        turns = Turns(
+            model, every, end, num_rows, max_new_tokens, sampler, seed,
+            float(repetition_penalty), bias, prefill_tokens, state,
+        )  # fmt: skip
+        return _in_turn(model, turns)
     rules = LogitRules(every, float(repetition_penalty), bias, model.vocab_size, device)
-    end = Ends(num_rows, frozenset(int(token) for token in stops), stop)
     if assistant is None:
         new = _new_tokens(
             model, prompts, prefill_tokens, max_new_tokens, sampler,
             row_generators(seed, device), state, num_samples, rules,
         )  # fmt: skip
         return _steps((model,), new, end)
-    check_assistant(model, assistant, sampler, repetition_penalty, state, num_samples)
+    check_assistant(model, assistant, sampler, repetition_penalty, state, num_samples, num_rows)
     new = assisted_tokens(
         model,
         assistant,
@@ -179,30 +194,6 @@ def stream(
     return _steps((model, assistant), new, end)
 
 
-@dataclass
-class Ends:
-    """Which rows go on, and their new tokens so far."""
-
-    num_rows: int
-    stop_tokens: frozenset[int]
-    stop: Callable[[Sequence[int]], bool] | None
-
-    def __post_init__(self) -> None:
-        self.running = [True] * self.num_rows
-        self.tokens: list[list[int]] = [[] for _ in range(self.num_rows)]
-
-    def take(self, new: Sequence[int]) -> list[int | None]:
-        """Take each row's next token; return it, or None of a row that has ended."""
-        taken: list[int | None] = []
-        for row, token in enumerate(new):
-            self.running[row] = self.running[row] and token not in self.stop_tokens
-            taken.append(token if self.running[row] else None)
-            if self.running[row] and self.stop is not None:
-                self.tokens[row].append(token)
-                self.running[row] = not self.stop(self.tokens[row])
-        return taken
-
-
 @torch.inference_mode()
 def _steps(
     models: Sequence[LM], new_tokens: Iterator[Tensor], ends: Ends
@@ -212,15 +203,20 @@ def _steps(
         for model in models:
             stack.enter_context(evaluation(model))
         for new in new_tokens:
-            ids = new.tolist()
-            if NO_TOKEN in ids:
-                raise ValueError(NO_NUMBERS)
-            step = ends.take(ids)
+            step = [ends.take(row, token) for row, token in enumerate(new.tolist())]
             if all(token is None for token in step):
                 return
             yield step
             if not any(ends.running):
                 return
+
+
+def _in_turn(model: LM, turns: Turns) -> Iterator[list[int | None]]:
+    """Yield the steps in which a prompt gets a token, with the model in evaluation mode."""
+    with evaluation(model):
+        for step in turns.steps():
+            if any(token is not None for token in step):
+                yield step
 
 
 @dataclass

@@ -11,12 +11,14 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.nn.sampler import Sampler
 
 
-def check_prefix(state: Any, num_prompts: int) -> None:
-    """Check that a state has one row, or as many as there are prompts."""
+def check_prefix(state: Any, num_prompts: int, num_rows: int | None) -> None:
+    """Check that a state has one row, or as many as there are prompts that run all at once."""
     leaves = tree_leaves(state)
     rows = len(leaves[0]) if leaves and isinstance(leaves[0], Tensor) else 0
     if rows not in (1, num_prompts):
         raise ValueError(f"state must have 1 row or {num_prompts}, as the prompts, got {rows}")
+    if rows != 1 and num_rows is not None:
+        raise ValueError(f"state must have 1 row where num_rows is given, got {rows}")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -87,8 +89,9 @@ def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
 
 
 def check_assistant(
-    model: LM, assistant: Any, sampler: Sampler, penalty: float, state: Any, num_samples: int
-) -> None:
+    model: LM, assistant: Any, sampler: Sampler, penalty: float, state: Any, num_samples: int,
+    num_rows: int | None,
+) -> None:  # fmt: skip
     """Check an assistant, and that nothing else is asked for that it cannot do."""
     if not isinstance(assistant, LM):
         raise ValueError(f"assistant must be an LM, got {type(assistant).__name__}")
@@ -97,7 +100,9 @@ def check_assistant(
             f"assistant must have the vocabulary of the model, {model.vocab_size} tokens, "
             f"got {assistant.vocab_size}"
         )
-    if sampler.temperature > 0 or penalty != 1 or state is not None or num_samples != 1:
+    is_more = state is not None or num_samples != 1 or num_rows is not None
+    if sampler.temperature > 0 or penalty != 1 or is_more:
         raise ValueError(
-            "assistant needs temperature 0, no repetition_penalty, no state and one sample"
+            "assistant needs temperature 0, no repetition_penalty, no state, one sample and no "
+            "num_rows"
         )

@@ -94,6 +94,11 @@ class LogitRules:
         if self.seen is not None:
             self.seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
 
+    def put_rows_(self, rows: Sequence[int], other: "LogitRules") -> None:
+        """Put the rows of other rules of the same kind in the place of some of these."""
+        if self.seen is not None and other.seen is not None:
+            self.seen[rows] = other.seen
+
 
 def row_generators(seed: int | Sequence[int] | None, device: torch.device) -> Generators:
     """Return a generator of the seed, or one for each row."""

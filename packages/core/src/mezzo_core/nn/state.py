@@ -61,6 +61,33 @@ def reset_rows(state: Any, rows: Tensor, first: Any) -> Any:
     return tree_map(restarted, state, first)
 
 
+def put_rows_(state: Any, rows: Sequence[int], new: Any, overwritten: Sequence[bool]) -> None:
+    """Overwrite rows of a state from `reserve` by those of another, in place.
+
+    Args:
+        state: with room for as many tokens in all as `new`.
+        rows: where each row of `new` goes.
+        new: a state of the same module, from `reserve`.
+        overwritten: as the module's `overwritten` tells of each tensor. The others may have a few
+            slots more or fewer, beyond all tokens.
+
+    Raises:
+        ValueError: if a tensor of a row that is overwritten has another shape.
+    """
+    parts = list(zip(tree_leaves(state), tree_leaves(new), overwritten, strict=True))
+    if any(on and old.shape[1:] != x.shape[1:] for old, x, on in parts):
+        raise ValueError(
+            f"put_rows_: rows of {shapes(new)} do not fit into {shapes(state)}: "
+            "reserve room for as many tokens in all"
+        )
+    for old, x, on in parts:
+        slots = slice(None) if on else slice(min(old.shape[1], x.shape[1]))
+        if x.ndim == 1:
+            old[rows] = x
+        else:
+            old[rows, slots] = x[:, slots].to(old.dtype)
+
+
 def as_rows(name: str, rows: Any, batch: int, device: torch.device) -> Tensor:
     """Return rows of a batch as an int64 tensor; values of a tensor on a GPU are not checked.
 

@@ -1,0 +1,126 @@
+"""Continuous batching: a prompt that has ended gives its row of the batch to the next one."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo_core.nn.decoder import Decoder
+from mezzo_core.nn.ends import Ends
+from mezzo_core.nn.lm import LM
+from mezzo_core.nn.prompts import read_prompts
+from mezzo_core.nn.sampler import LogitRules, Sampler, row_generators
+from mezzo_core.nn.state import put_rows_
+
+
+@dataclass
+class Turns:
+    """Continues many prompts in a batch of few rows.
+
+    The batch's buffers stay where they are when a row gets another prompt, and so does the CUDA
+    graph that decodes in them.
+
+    Attributes:
+        model: in evaluation mode.
+        prompts: tokens of each.
+        ends: of each prompt.
+        num_rows: of the batch, at most the number of prompts.
+        max_new_tokens: the most that each prompt gets.
+        sampler: samples the next tokens.
+        seed: of all prompts together, one for each, or None.
+        penalty: of repetitions.
+        bias: of single tokens.
+        prefill_tokens: how many tokens of prompts run at a time; None for all.
+        before: the state after what comes before all prompts, of one row; None if nothing does.
+    """
+
+    model: LM
+    prompts: Sequence[Sequence[int]]
+    ends: Ends
+    num_rows: int
+    max_new_tokens: int
+    sampler: Sampler
+    seed: int | Sequence[int] | None
+    penalty: float
+    bias: Mapping[int, float]
+    prefill_tokens: int | None
+    before: Any
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self.room = max(map(len, self.prompts)) + self.max_new_tokens
+        self.overwritten = self.model.stack.overwritten()
+        self.waiting = deque(range(len(self.prompts)))
+        self.here: list[int | None] = [None] * self.num_rows  # which prompt each row has
+        self.resting: set[int] = set()
+        first = self.seed[: self.num_rows] if isinstance(self.seed, Sequence) else self.seed
+        self.generators = row_generators(first, self.device)
+
+    @torch.inference_mode()
+    def steps(self) -> Iterator[list[int | None]]:
+        """Yield lists of each prompt's next token, None for prompts that get none now."""
+        new, state, rules = self._read(range(self.num_rows))
+        decoder = Decoder(self.model, state, new, self.sampler, self.generators, rules)
+        yield self._take(new.tolist(), range(self.num_rows))
+        while True:
+            while self.waiting and None in self.here:
+                yield self._refill(decoder)
+            if self.here.count(None) == self.num_rows:
+                return
+            self._rest(decoder)
+            yield self._take(decoder.step().tolist(), range(self.num_rows))
+
+    def _read(self, rows: Sequence[int]) -> tuple[Tensor, Any, LogitRules]:
+        """Read the next prompts into rows; return their first tokens, states and rules."""
+        for row in rows:
+            self.here[row] = self.waiting.popleft()
+        chosen = [prompt for row in rows if (prompt := self.here[row]) is not None]
+        prompts = [self.prompts[i] for i in chosen]
+        generators = self.generators
+        if isinstance(self.seed, Sequence) and isinstance(generators, Sequence):
+            generators = [generators[row] for row in rows]
+            for i, generator in zip(chosen, generators, strict=True):
+                generator.manual_seed(int(self.seed[i]))
+        vocab = self.model.vocab_size
+        rules = LogitRules(prompts, self.penalty, self.bias, vocab, self.device)
+        logits, state = read_prompts(self.model, prompts, self.prefill_tokens, self.before)
+        new = self.sampler(rules(logits), generators)
+        rules.note_(new)
+        return new, self.model.reserve(state, self.room - max(map(len, prompts))), rules
+
+    def _refill(self, decoder: Decoder) -> list[int | None]:
+        """Let prompts that wait take the rows that are free; return their first tokens."""
+        free = [row for row, prompt in enumerate(self.here) if prompt is None]
+        free = free[: len(self.waiting)]
+        new, state, rules = self._read(free)
+        put_rows_(decoder.state, free, state, self.overwritten)
+        decoder.tokens[free] = new
+        if decoder.rules is not None:
+            decoder.rules.put_rows_(free, rules)
+        return self._take(decoder.tokens.tolist(), free)
+
+    def _rest(self, decoder: Decoder) -> None:
+        """Let rows that nobody needs any more begin again, so that they keep to their room."""
+        free = [row for row, prompt in enumerate(self.here) if prompt is None]
+        resting = [row for row in free if row not in self.resting]
+        if resting:
+            start = self.before if self.before is not None else self.model.init_state(1)
+            state = self.model.reserve(self.model.select(start, [0] * len(resting)), self.room)
+            put_rows_(decoder.state, resting, state, self.overwritten)
+            self.resting.update(resting)
+
+    def _take(self, tokens: Sequence[int], rows: Sequence[int]) -> list[int | None]:
+        """Take the newest token of each row, of these rows; return the step of all prompts."""
+        step: list[int | None] = [None] * len(self.prompts)
+        for row in rows:
+            prompt = self.here[row]
+            if prompt is None:
+                continue
+            step[prompt] = self.ends.take(prompt, tokens[row])
+            is_full = len(self.ends.tokens[prompt]) == self.max_new_tokens
+            if is_full or not self.ends.running[prompt]:
+                self.here[row] = None
+        return step

@@ -1,0 +1,129 @@
+"""Continuous batching: prompts that take turns in few rows get the tokens that each gets alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig
+from mezzo_core.nn.generate import generate, stream
+from mezzo_core.nn.state import put_rows_
+from toys.own_keys import OwnKeysConfig
+from toys.retrieval import RetrievalConfig
+
+KINDS = {
+    "running mean": {},
+    "attention": {"mixers": (AttentionConfig(head_dim=8),) * 2},
+    "window": {"mixers": (AttentionConfig(head_dim=8, window_size=3),) * 2},
+    "block": {"mixers": (), "mlp": MLPConfig(), "stack": BlocksConfig((OwnKeysConfig(),) * 2)},
+    "stack": {"mixers": (), "mlp": MLPConfig(), "stack": RetrievalConfig()},
+}
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [4, 4], [12, 1, 30, 7], [9], [20, 21]]
+SEEDS = [5, 6, 5, 8, 2, 5, 0]
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.5, "repetition_penalty": 1.4, "logit_bias": {3: 1.0}},
+}
+ENDS = {"max_new_tokens": 9, "stop_tokens": range(0, 37, 4)}
+
+
+@pytest.fixture(params=KINDS)
+def any_model(request, config):
+    torch.manual_seed(0)
+    return replace(config, init_std=0.4, **KINDS[request.param]).build()
+
+
+def alone(model, way, **options):
+    return [
+        generate(model, [prompt], **{**ENDS, **WAYS[way], "seed": [seed]}, **options)[0]
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_take_turns_continue_as_each_alone(any_model, way):
+    expected = alone(any_model, way)
+    assert len({len(row) for row in expected}) > 1, "rows end at different times"
+    for num_rows in (1, 3):
+        found = generate(any_model, PROMPTS, num_rows=num_rows, seed=SEEDS, **ENDS, **WAYS[way])
+        assert found == expected
+
+
+def test_what_comes_before_all_prompts_is_read_once(any_model):
+    with torch.no_grad():
+        _, state = any_model(torch.tensor([[7, 7, 2]]), any_model.init_state(1))
+    expected = alone(any_model, "greedy", state=state)
+    assert generate(any_model, PROMPTS, num_rows=2, state=state, **ENDS) == expected
+
+
+def test_samples_take_turns_too(model):
+    options = {"max_new_tokens": 6, "temperature": 1.5, "num_samples": 3, "seed": list(range(21))}
+    assert generate(model, PROMPTS, num_rows=4, **options) == generate(model, PROMPTS, **options)
+
+
+def test_a_row_that_is_free_is_filled_at_once(model):
+    """There are as many steps as the rows need, one after another, not as the batches need."""
+    calls = []
+    model.norm.register_forward_hook(lambda _, inputs, __: calls.append(tuple(inputs[0].shape)))
+    stop = lambda tokens: len(tokens) == tokens_of[tuple(tokens[:1])]  # noqa: E731
+    first = generate(model, [[1], [2], [3]], max_new_tokens=1)
+    assert len({tuple(row) for row in first}) == 3
+    tokens_of = dict(zip(map(tuple, first), (8, 2, 7), strict=True))
+    calls.clear()
+    found = generate(model, [[1], [2], [3]], num_rows=2, max_new_tokens=20, stop=stop)
+    assert [len(row) for row in found] == [8, 2, 7]
+    assert calls.count((2, 1, 16)) - 1 == 7, "after the prompts: as many steps as the longest has"
+    assert calls.count((1, 1, 16)) == 1, "the third prompt is read when the second has ended"
+
+
+def test_a_stream_gives_each_prompt_its_tokens_in_their_order(model):
+    rows = [[] for _ in PROMPTS]
+    for step in stream(model, PROMPTS, num_rows=2, **ENDS):
+        assert 0 < sum(token is not None for token in step) <= 2
+        for row, token in zip(rows, step, strict=True):
+            row.extend([] if token is None else [token])
+    assert rows == alone(model, "greedy")
+
+
+def test_one_token_each_needs_no_step(any_model):
+    one = {"max_new_tokens": 1}
+    assert generate(any_model, PROMPTS, num_rows=2, **one) == generate(any_model, PROMPTS, **one)
+
+
+def test_prompts_that_all_end_at_once_give_nothing(model):
+    assert generate(model, PROMPTS, num_rows=2, max_new_tokens=5, stop_tokens=range(37)) == [[]] * 7
+    assert not list(stream(model, PROMPTS, num_rows=2, max_new_tokens=5, stop_tokens=range(37)))
+
+
+def test_a_model_of_no_numbers_says_so(model):
+    with torch.no_grad():
+        model.embed.weight[20] = float("nan")
+    with pytest.raises(ValueError, match="the model's outputs are no numbers"):
+        generate(model, PROMPTS, num_rows=2, max_new_tokens=3)
+
+
+def test_a_state_of_many_rows_cannot_come_before_prompts_that_take_turns(model):
+    with pytest.raises(ValueError, match="state must have 1 row where num_rows is given, got 7"):
+        generate(model, PROMPTS, num_rows=2, max_new_tokens=3, state=model.init_state(7))
+
+
+def test_rows_of_another_window_are_refused(config):
+    model = replace(config, **KINDS["window"]).build()
+    states = [model.reserve(model.init_state(1), room) for room in (2, 3)]
+    with pytest.raises(ValueError, match=r"put_rows_: rows of .* reserve room for as many tokens"):
+        put_rows_(states[0], [0], states[1], model.stack.overwritten())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_no_graph_is_captured_anew_when_a_row_changes(any_model, way, monkeypatch):
+    any_model.cuda()
+    expected = alone(any_model, way)
+    captures, capture = [], torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph,
+        "capture_begin",
+        lambda graph, *args, **kwargs: (captures.append(1), capture(graph, *args, **kwargs))[1],
+    )
+    found = generate(any_model, PROMPTS, num_rows=2, seed=SEEDS, **ENDS, **WAYS[way])
+    assert found == expected
+    assert len(captures) == 1
