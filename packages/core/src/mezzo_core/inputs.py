@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mezzo_core.config_json import from_json, to_json
+from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.hub import HUB_PREFIX
@@ -124,6 +125,8 @@ def _adds_bos(extra: Mapping[str, Any]) -> bool:
     data = extra.get("data")
     if isinstance(data, dict) and isinstance(data.get("texts"), list):  # a mixture, of equals
         data = next(iter(data["texts"]), None)
+    elif isinstance(data, dict) and isinstance(data.get("text"), dict):  # examples with answers
+        data = data["text"]
     return isinstance(data, dict) and data.get("add_bos") is True
 
 
@@ -171,6 +174,8 @@ def open_told_data(
     length = seq_len or told(extra, "seq_len", int, folder)
     if isinstance(config, MixtureConfig) and source:
         config = next((text for text in config.texts if text.source == source), config.texts[0])
+    if isinstance(config, AnswersConfig) and source:  # a text, and no examples
+        config = config.text
     if isinstance(config, TextConfig):
         if whole and any(text.streaming for text in texts_of(config)):
             raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
@@ -185,9 +190,14 @@ def open_told_data(
         if source or whole:
             changes["validation_source"] = None
         config = change_texts(config, **changes)
-        fingerprint = None if source or whole else extra.get("fingerprint")
-        text = _open_text(config, length, vocab_size, extra.get("tokenizer_identity"), fingerprint)
+        held_out = {**extra, "fingerprint": None} if source or whole else extra
+        text = _open_text(config, length, vocab_size, held_out)
         return " + ".join(t.validation_source or t.source for t in texts_of(config)), text
+    if isinstance(config, AnswersConfig) and not (whole or text_column or skip_bad):
+        chosen = replace(config.text, tokenizer=tokenizer or config.text.tokenizer)
+        config = replace(config, text=chosen)
+        name = chosen.validation_source or chosen.source
+        return name, _open_text(config, length, vocab_size, extra)
     try:
         of_texts = source or tokenizer or text_column or skip_bad or whole
         rows = None if of_texts else config.build(length, None)
@@ -199,18 +209,19 @@ def open_told_data(
 
 
 def _open_text(
-    config: TextConfig, seq_len: int, vocab_size: int, identity: object, fingerprint: object
+    config: TextConfig | AnswersConfig, seq_len: int, vocab_size: int, told: Mapping[str, Any]
 ) -> BatchSource:
-    """Open a text; its tokenizer and its training part must be the told ones, unless None."""
-    first = texts_of(config)[0]
+    """Open a text; its tokenizer and its training part must be those of "extra", if told there."""
+    texts = config.text if isinstance(config, AnswersConfig) else config
+    first, identity = texts_of(texts)[0], told.get("tokenizer_identity")
     fitting_tokenizer(first.tokenizer, vocab_size, identity, add_bos=first.add_bos)
-    text = config.build(seq_len, None)
-    if fingerprint not in (None, text.fingerprint):
+    rows = config.build(seq_len, None)
+    if told.get("fingerprint") not in (None, rows.fingerprint):
         raise UserError(
-            f"{config.source!r} is not the text that the model was trained on: it has changed, "
+            f"{texts.source!r} is not the text that the model was trained on: it has changed, "
             "and what was held out is not known. Restore it, or give a text by --data"
         )
-    return text
+    return rows
 
 
 def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> TrainConfig:

@@ -25,6 +25,15 @@ TrainData = Annotated[
         "Default: what the recipe says (the embedded novels for tiny recipes)."
     ),
 ]
+Answers = Annotated[
+    str | None,
+    typer.Option(
+        "--sft",
+        help="Learn answers alone: a .jsonl file, a folder or a glob of them, with a "
+        '{"prompt": ..., "answer": ...} or {"messages": [...]} on each line. Takes the place of '
+        "--data.",
+    ),
+]
 ValidationData = Annotated[
     str | None,
     typer.Option(help="A text to validate on, as --data. Default: a part of --data, held out."),

@@ -1,5 +1,6 @@
 """Sources of batches: text (corpora, tokenizers, tokenized corpora, streams) and tasks."""
 
+from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import Batch, BatchSource, TextData
 from mezzo_core.data.config import DataConfig, SourceConfig
 from mezzo_core.data.mixture import MixtureConfig
@@ -11,6 +12,7 @@ from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 __all__ = [
     "NO_TARGET",
+    "AnswersConfig",
     "Batch",
     "BatchSource",
     "DataConfig",

@@ -202,14 +202,29 @@ def _read_txt(file: Any) -> Iterator[Piece]:
     yield Piece(text, True)
 
 
-def _read_jsonl(file: Any, path: Path, records: Records) -> Iterator[Piece]:
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file that are not blank, each after words for where it is.
+
+    Raises:
+        UserError: if the file cannot be read.
+    """
+    with _clear_errors(path), _open_text(path) as file:
+        yield from _lines(file, path)
+
+
+def _lines(file: Any, path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(file, start=1):
         if line.strip():
-            yield from records.pieces(partial(_text_of_line, line, f"{path}, line {number}"))
+            yield f"{path}, line {number}", line
+
+
+def _read_jsonl(file: Any, path: Path, records: Records) -> Iterator[Piece]:
+    for where, line in _lines(file, path):
+        yield from records.pieces(partial(_text_of_line, line, where))
 
 
 def _text_of_line(line: str, where: str, text_column: str) -> str:
-    return text_of(_parse(line, where), where, text_column)
+    return text_of(parse_record(line, where), where, text_column)
 
 
 def _read_json(file: Any, path: Path, records: Records) -> Iterator[Piece]:
@@ -217,11 +232,16 @@ def _read_json(file: Any, path: Path, records: Records) -> Iterator[Piece]:
     if not content.lstrip().startswith("["):
         yield from _read_jsonl(io.StringIO(content), path, records)
         return
-    for number, record in enumerate(_parse(content, str(path)), start=1):
+    for number, record in enumerate(parse_record(content, str(path)), start=1):
         yield from records.pieces(partial(text_of, record, f"{path}, record {number}"))
 
 
-def _parse(text: str, where: str) -> Any:
+def parse_record(text: str, where: str) -> Any:
+    """Return the value that JSON tells; in the error's message, `where` names the record.
+
+    Raises:
+        UserError: if it is not JSON.
+    """
     try:
         return parse_json(text)
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mezzo_core.options import InitFrom, TrainData, ValidationData
+from mezzo_core.options import Answers, InitFrom, TrainData, ValidationData
 from mezzo_core.paper import Paper
 from mezzo_core.paths import expanded
 from mezzo_core.train.flags import FLAGS
@@ -24,6 +24,7 @@ def make_command(paper: Paper) -> Callable[..., None]:
         *,
         data: TrainData = None,
         validation_data: ValidationData = None,
+        sft: Answers = None,
         init_from: InitFrom = None,
         settings: Annotated[
             list[str] | None,
@@ -55,9 +56,9 @@ def make_command(paper: Paper) -> Callable[..., None]:
         paper.check_name(recipe)
         from mezzo_core.train.run_recipe import configure, run_recipe
 
-        config = configure(
-            paper.recipes()[recipe](), flags, settings or (), data or (), validation_data, init_from
-        )
+        config = paper.recipes()[recipe]()
+        texts = (data or (), validation_data, sft)
+        config = configure(config, flags, settings or (), *texts, init_from)
         run_recipe(config, out or Path("runs") / recipe, fresh, new_data, quiet)
 
     return _declared(train_command)

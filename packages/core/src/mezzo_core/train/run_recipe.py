@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from mezzo_core.console import show
-from mezzo_core.data.mixture import TextConfig, change_texts
+from mezzo_core.data import AnswersConfig
+from mezzo_core.data.mixture import TextConfig, change_texts, texts_of
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import choose_texts, start_from
 from mezzo_core.train.config import TrainConfig
@@ -26,6 +27,7 @@ def configure(
     settings: Sequence[str],
     data: Sequence[str],
     validation_data: str | None,
+    sft: str | None,
     init_from: Path | None,
 ) -> TrainConfig:
     """Return a recipe's configuration with what the command line changes.
@@ -37,7 +39,8 @@ def configure(
         if init_from is not None:
             config = start_from(config, init_from, flags["tokenizer"])
         config = apply_settings(apply_flags(config, flags), settings)
-        return _choose_texts(config, data, validation_data)
+        config = _choose_texts(config, data, validation_data)
+        return config if sft is None else _choose_answers(config, sft, data)
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
 
@@ -53,6 +56,15 @@ def _choose_texts(
     if validation_data is not None:
         texts = change_texts(texts, validation_source=validation_data)
     return replace(config, data=choose_texts(texts, data) if data else texts)
+
+
+def _choose_answers(config: TrainConfig, sft: str, data: Sequence[str]) -> TrainConfig:
+    if data:
+        raise UserError("--sft takes the place of --data: give one of them")
+    if not isinstance(config.data, TextConfig):
+        raise UserError(f"the recipe {config.name} reads no text: --sft does not fit")
+    text = replace(texts_of(config.data)[0], source=sft)
+    return replace(config, data=AnswersConfig(text))
 
 
 def run_recipe(config: TrainConfig, out: Path, fresh: bool, new_data: bool, quiet: bool) -> None:

@@ -1,0 +1,82 @@
+"""`train --sft`: a run learns answers, goes on to the bit, and is measured by its answers."""
+
+import json
+
+import pytest
+from mezzo_core import cli
+from mezzo_core.data import AnswersConfig, DataConfig
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train.config import OptimConfig
+from mezzo_core.train.loop import train
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a process in the middle."""
+
+
+@pytest.fixture
+def answers(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    lines = [{"prompt": f"The word {word} is: ", "answer": word} for word in ("red", "blue") * 40]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def command(tiny, capsys):
+    """Run a command of a package; return its exit code, its stdout and its stderr."""
+    recipe = lambda: tiny(steps=60, eval_every=60, checkpoint_every=60, optim=OptimConfig(lr=1e-2))  # noqa: E731
+    paper = cli.Paper("mezzo-tiny", "A paper.", "0.1.0", lambda: {"tiny": recipe})
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.run(cli.make_app(paper), list(map(str, arguments)))
+        shown = capsys.readouterr()
+        return end.value.code, shown.out, shown.err
+
+    return run
+
+
+def test_a_command_learns_answers_alone(command, answers, tmp_path):
+    out = tmp_path / "run"
+    code, _, err = command("train", "tiny", "--sft", answers, "--out", out, "--quiet")
+    assert code == 0, err
+    code, found, err = command("eval", out)
+    assert code == 0, err
+    found = json.loads(found)
+    assert found["data"] == str(answers)
+    assert found["accuracy"] == 1
+    words = ("--prompt", "The word blue is: ", "--temperature", "0", "--max-new-tokens", "9")
+    code, text, err = command("generate", out, *words)
+    assert (code, text.strip()) == (0, "The word blue is: blue"), err
+    (tmp_path / "text.txt").write_text("Some other text. " * 9)
+    code, text, err = command("eval", out, "--data", tmp_path / "text.txt", "--all")
+    assert code == 0, err
+    assert json.loads(text)["accuracy"] < 0.5, "of the prompts nothing was learned"
+    with answers.open("a") as file:
+        file.write('{"prompt": "x", "answer": "y"}\n')
+    code, _, err = command("eval", out)
+    assert code == 2
+    assert "is not the text that the model was trained on" in err
+
+
+def test_answers_and_a_text_are_not_both_trained_on(command, answers):
+    code, _, err = command("train", "tiny", "--sft", answers, "--data", answers)
+    assert (code, err.strip()) == (2, "error: --sft takes the place of --data: give one of them")
+
+
+def test_a_run_on_answers_goes_on_to_the_bit(tiny, answers, tmp_path):
+    config = tiny(data=AnswersConfig(DataConfig(str(answers))))
+
+    def stop(row):
+        if row["step"] == 3:
+            raise StoppedError
+
+    train(config, tmp_path / "whole", quiet=True)
+    with pytest.raises(StoppedError):
+        train(config, tmp_path / "run", quiet=True, on_step=stop)
+    train(config, tmp_path / "run", quiet=True)
+    whole, found = (
+        load_model(tmp_path / name / "model")[0].state_dict() for name in ("whole", "run")
+    )
+    assert all(found[name].equal(weight) for name, weight in whole.items())
