@@ -244,7 +244,7 @@ def _add_eval(app: typer.Typer) -> None:
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
-        """Measure perplexity and accuracy on held-out text, or what `--tasks` of lm-eval ask.
+        """Measure perplexity and accuracy on held-out text, or what `--tasks` ask.
 
         The text is the validation part of `--data`.
         """
@@ -257,7 +257,9 @@ def _add_eval(app: typer.Typer) -> None:
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
         if tasks is not None:
             kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
-            asked = TaskOptions(tasks, task_folder, num_fewshot, limit, batch_size, seq_len)
+            asked = TaskOptions(
+                tasks, task_folder, num_fewshot, limit, batch_size, seq_len, segment_tokens
+            )
             found = {"run": str(run), **measure_tasks(model, kept, asked)}
             Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
             return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mezzo_core.console import show
-from mezzo_core.errors import UserError
+from mezzo_core.errors import UserError, nearest
 from mezzo_core.libraries import import_library, library_errors
 from mezzo_core.options import AllowPackage, TokenizerName
 from mezzo_core.paths import check_writable, expanded
@@ -29,6 +29,22 @@ class TaskOptions(NamedTuple):
     limit: int | None
     batch_size: int
     max_length: int | None
+    segment_tokens: int | None
+
+    def names(self) -> list[str]:
+        """Return the names of the tasks; "ruler" is all of RULER's.
+
+        Raises:
+            UserError: if there is none.
+        """
+        names = [name for name in map(str.strip, self.tasks.split(",")) if name]
+        if not names:
+            raise UserError("--tasks must name a task, or several with commas between them")
+        if "ruler" not in names or self.folder is not None:
+            return names
+        from mezzo_core.eval.ruler import TASKS
+
+        return [each for name in names for each in (TASKS if name == "ruler" else (name,))]
 
 
 def add_hub_commands(app: typer.Typer) -> None:
@@ -65,23 +81,57 @@ def add_hub_commands(app: typer.Typer) -> None:
 
 
 def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> dict[str, Any]:
-    """Return a model's results on tasks of lm-eval: its scores, and how they were measured.
+    """Return a model's results on tasks: its scores, and how they were measured.
+
+    Tasks of RULER are mezzo's own, the others lm-eval's.
 
     Raises:
         UserError: if lm-eval is not installed, or refuses a task.
     """
+    names = asked.names()
+    of_ruler = [name for name in names if name.startswith("ruler_") and asked.folder is None]
+    found = {name: _measure_ruler(model, tokenizer, name, asked) for name in of_ruler}
+    others = [name for name in names if name not in found]
+    if not others:
+        return {"results": found}
+    told = _measure_others(model, tokenizer, others, asked)
+    return {**told, "results": {**found, **told["results"]}}
+
+
+def _measure_ruler(
+    model: "LM", tokenizer: "Tokenizer", name: str, asked: TaskOptions
+) -> dict[str, Any]:
+    from mezzo_core.eval.ruler import TASKS, measure_ruler
+
+    if name not in TASKS:
+        raise UserError(f"there is no task {name!r}{nearest(name, TASKS)}")
+    if asked.num_fewshot is not None:
+        raise UserError(f"{name} has its own examples: --num-fewshot does not fit")
+    sizes = {"length": asked.max_length, "num_questions": asked.limit}
+    found = measure_ruler(
+        model,
+        tokenizer,
+        TASKS[name],
+        batch_size=asked.batch_size,
+        segment_tokens=asked.segment_tokens,
+        **{size: value for size, value in sizes.items() if value is not None},
+    )
+    return found._asdict()
+
+
+def _measure_others(
+    model: "LM", tokenizer: "Tokenizer", names: list[str], asked: TaskOptions
+) -> dict[str, Any]:
     _quiet_transformers()
     import_library("lm_eval", "hub")
     from mezzo_core.hub.lm_eval import MezzoEvalLM, evaluate_tasks
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    names = [name for name in map(str.strip, asked.tasks.split(",")) if name]
-    if not names:
-        raise UserError("--tasks must name a task, or several with commas between them")
     if asked.folder is not None and not asked.folder.is_dir():
         raise UserError(f"--task-folder {asked.folder}: there is no such folder")
+    segments = {} if asked.segment_tokens is None else {"segment_tokens": asked.segment_tokens}
     adapter = MezzoEvalLM(
-        model, tokenizer, batch_size=asked.batch_size, max_length=asked.max_length
+        model, tokenizer, batch_size=asked.batch_size, max_length=asked.max_length, **segments
     )
     # What lm-eval prints is no part of the results, which are JSON.
     with library_errors("lm-eval failed"), redirect_stdout(sys.stderr):

@@ -57,7 +57,11 @@ InitFrom = Annotated[
     ),
 ]
 Tasks = Annotated[
-    str | None, typer.Option(help="Names of tasks of lm-eval, with commas between them.")
+    str | None,
+    typer.Option(
+        help="Names of tasks, with commas between them: lm-eval's, or ruler, ruler_vt and so on, "
+        "of --seq-len tokens."
+    ),
 ]
 TaskFolder = Annotated[
     Path | None,
