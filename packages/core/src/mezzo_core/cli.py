@@ -6,13 +6,11 @@ errors that the user can fix in one line with exit code 2. Other errors keep the
 Nothing here imports torch before a command needs it: help and mistyped words are answered at once.
 """
 
-import io
 import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -21,8 +19,9 @@ import typer
 from rich.console import Console
 
 from mezzo_core import __version__
-from mezzo_core.console import show, write_continued
-from mezzo_core.errors import UserError
+from mezzo_core.console import show
+from mezzo_core.errors import UserError, values_of_the_user
+from mezzo_core.generate_command import add_generate
 from mezzo_core.hub_commands import TaskOptions, add_hub_commands, measure_tasks
 from mezzo_core.lazy_commands import add_lazy_commands
 from mezzo_core.options import (
@@ -45,8 +44,6 @@ from mezzo_core.recipe_commands import add_recipe_commands
 from mezzo_core.train.command import make_command
 
 if TYPE_CHECKING:
-    import torch
-
     from mezzo_core.reproduction.reproduce import Reproduction
 
 # click's error for wrong options and arguments. It is not imported from click, because typer may
@@ -66,7 +63,7 @@ def make_app(paper: Paper) -> typer.Typer:
     if paper.demo is not None:
         _add_demo(app, paper, paper.demo)
     app.command(name="train")(make_command(paper))
-    _add_generate(app)
+    add_generate(app)
     _add_eval(app)
     add_hub_commands(app)
     add_recipe_commands(app, paper)
@@ -167,60 +164,6 @@ def _add_demo(app: typer.Typer, paper: Paper, plan: Demo) -> None:
         run_demo(paper, plan._replace(steps=steps), out)
 
 
-def _add_generate(app: typer.Typer) -> None:
-    @app.command()
-    def generate(
-        run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
-        prompt: Annotated[
-            list[str] | None, typer.Option(help="Text to continue; repeat for several.")
-        ] = None,
-        max_new_tokens: Annotated[
-            int, typer.Option(min=1, max=2**31 - 1, help="Tokens to write.")
-        ] = 200,
-        temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-        top_k: Annotated[
-            int | None, typer.Option(min=1, help="Only the k likeliest tokens.")
-        ] = None,
-        top_p: Annotated[float | None, typer.Option(help="Only the likeliest mass p.")] = None,
-        seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
-        prefill_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Prompt tokens at a time, for bounded memory.")
-        ] = None,
-        tokenizer: TokenizerName = None,
-        device: Device = None,
-        allow_package: AllowPackage = None,
-    ) -> None:
-        """Continue a text with a trained model, printed as it is written."""
-        from mezzo_core.data.stream_decoder import StreamDecoder
-        from mezzo_core.inputs import read_prompts, told_tokenizer
-        from mezzo_core.nn.checkpoint import find_model, load_model
-        from mezzo_core.nn.generate import stream
-
-        folder, chosen = find_model(run), _device(device)
-        texts = read_prompts(prompt)
-        model, _, extra = load_model(folder, device=chosen, allow_packages=allow_package or ())
-        kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
-        tokens = [kept.encode(text) for text in texts]
-        if not all(tokens):
-            raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
-        prompts = [[*kept.begin_tokens, *row] for row in tokens]
-        if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a model's characters
-            sys.stdout.reconfigure(errors="replace")
-        with _values_of_the_user():
-            steps = stream(
-                model,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop_tokens=[t for t in kept.stop_tokens if t < model.vocab_size],
-                seed=seed,
-                prefill_tokens=prefill_tokens,
-            )
-            write_continued(texts, [StreamDecoder(kept, tokens) for tokens in prompts], steps)
-
-
 def _add_eval(app: typer.Typer) -> None:
     @app.command(name="eval")
     def eval_command(
@@ -248,12 +191,13 @@ def _add_eval(app: typer.Typer) -> None:
 
         The text is the validation part of `--data`.
         """
+        from mezzo_core.device import told_device
         from mezzo_core.eval.evaluate import evaluate
         from mezzo_core.inputs import open_told_data, told_tokenizer
         from mezzo_core.nn.checkpoint import find_model, load_model
         from mezzo_core.nn.ends import NO_NUMBERS
 
-        folder, chosen, allowed = find_model(run), _device(device), allow_package or ()
+        folder, chosen, allowed = find_model(run), told_device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
         if tasks is not None:
             kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
@@ -267,7 +211,7 @@ def _add_eval(app: typer.Typer) -> None:
         name, rows = open_told_data(
             extra, folder, model.vocab_size, data, tokenizer, seq_len, allowed, **how
         )
-        with _values_of_the_user():
+        with values_of_the_user():
             result = evaluate(
                 model,
                 rows.validation_batches(batch_size),
@@ -301,7 +245,9 @@ def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
 
         A folder goes on where it was left.
         """
-        chosen = _device(device)
+        from mezzo_core.device import told_device
+
+        chosen = told_device(device)
         if out is not None:
             check_writable(out, is_folder=True)
         load()(chosen, quick, out)
@@ -328,21 +274,3 @@ def _add_reproduce(app: typer.Typer, load: "Callable[[], Reproduction]") -> None
             raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
         check_writable(out, is_folder=True)
         paper.reproduce(ids, scale, out)
-
-
-@contextmanager
-def _values_of_the_user() -> Iterator[None]:
-    """Turn a ValueError about an option's value into a `UserError`."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _device(name: str | None) -> "torch.device":
-    from mezzo_core.device import choose_device
-
-    try:
-        return choose_device(name, None)
-    except UserError as error:
-        raise UserError(f"--device {name}: {error}") from None

@@ -40,6 +40,18 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
     return torch.device("cuda", index)
 
 
+def told_device(name: str | None) -> torch.device:
+    """Return the device that the option `--device` names; None takes a GPU if there is one.
+
+    Raises:
+        UserError: if this machine has no such device.
+    """
+    try:
+        return choose_device(name, None)
+    except UserError as error:
+        raise UserError(f"--device {name}: {error}") from None
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Return the autocast context for a forward.
 

@@ -1,7 +1,8 @@
 """`UserError`, the exception whose message is meant for the user, and helpers for messages."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -17,6 +18,15 @@ class FailedRunError(UserError):
 
     So a report of many runs tells it and goes on.
     """
+
+
+@contextmanager
+def values_of_the_user() -> Iterator[None]:
+    """Turn a ValueError about an option's value into a `UserError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

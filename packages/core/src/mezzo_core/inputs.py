@@ -10,6 +10,7 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
+from mezzo_core.data.corpora import read_lines
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig, TextConfig, change_texts, texts_of
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
@@ -21,12 +22,21 @@ from mezzo_core.train.config import TrainConfig
 Value = TypeVar("Value")
 
 
-def read_prompts(given: Sequence[str] | None) -> list[str]:
+def read_prompts(given: Sequence[str] | None, file: Path | None = None) -> list[str]:
     """Return the given prompts, or if there are none, the text on standard input without its BOM.
 
+    Args:
+        given: the prompts.
+        file: has a further prompt on each line that is not blank.
+
     Raises:
-        UserError: if a text is not UTF-8.
+        UserError: if a text is not UTF-8, or the file has none.
     """
+    if file is not None:
+        lines = [line.removesuffix("\n").removesuffix("\r") for _, line in read_lines(file)]
+        if not lines:
+            raise UserError(f"{file}: there is no prompt")
+        given = [*(given or ()), *lines]
     try:
         read = sys.stdin.read() if sys.stdin and not given else ""
     except UnicodeDecodeError as error:

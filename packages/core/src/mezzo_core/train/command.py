@@ -1,13 +1,12 @@
 """The command `train`, with a flag for each setting of a recipe."""
 
-import inspect
 from collections.abc import Callable
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mezzo_core.docstrings import with_parameters
 from mezzo_core.options import Answers, InitFrom, TrainData, ValidationData
 from mezzo_core.paper import Paper
 from mezzo_core.paths import expanded
@@ -61,14 +60,4 @@ def make_command(paper: Paper) -> Callable[..., None]:
         config = configure(config, flags, settings or (), *texts, init_from)
         run_recipe(config, out or Path("runs") / recipe, fresh, new_data, quiet)
 
-    return _declared(train_command)
-
-
-def _declared(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with a parameter for each flag in the place of its `**flags`."""
-    signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    every = [*own, *(flag.parameter() for flag in FLAGS)]
-    command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in every}
-    return command
+    return with_parameters(train_command, (flag.parameter() for flag in FLAGS))

@@ -6,16 +6,14 @@ To write the file that `train` reads, after a change of these (a test fails unti
 """
 
 import csv
-import re
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import fields
-from inspect import cleandoc
-from itertools import chain
 from typing import Any, Literal
 
 from mezzo_core.data import DataConfig
+from mezzo_core.docstrings import described
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.flags import FILE, KINDS, Flag
@@ -46,14 +44,8 @@ def make_flags() -> Iterator[Flag]:
 
 def field_docs(config: type) -> dict[str, str]:
     """Return what a dataclass and its bases say of each field, under "Attributes:"."""
-    texts = [cleandoc(each.__doc__ or "") for each in config.__mro__]
-    told = [text.partition("\nAttributes:\n")[2].partition("\n\n")[0] for text in texts]
-    found = [re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.M) for text in told]
-    return {
-        name: " ".join(f"{words[0].upper()}{words[1:]}".split())
-        for names, words in chain.from_iterable(found)
-        for name in names.split(", ")
-    }
+    found = [described(each.__doc__, "Attributes") for each in config.__mro__]
+    return {name: words for fields_of in found for name, words in fields_of.items()}
 
 
 def write_flags() -> None:
