@@ -87,7 +87,7 @@ def test_flags_do_what_the_arguments_do(command, model, words, options):
 
 
 def test_an_assistant_changes_nothing(command, tmp_path):
-    words = ("--prompt", "It is", "--max-new-tokens", 9, "--temperature", 0)
+    words = ("--prompt", "It is", "--max-new-tokens", 9)
     assert command(*words, "--assistant", tmp_path, "--num-drafted", 2) == command(*words)
 
 

@@ -1,5 +1,6 @@
 """Decoding that handles states: assistants, common beginnings, several continuations, rules."""
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from mezzo_core.data import stop_texts
 from mezzo_core.data.tokenizers import ByteTokenizer
-from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig
+from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig, assisted
 from mezzo_core.nn.generate import generate, stream
 from toys.own_keys import OwnKeysConfig
 from toys.retrieval import RetrievalConfig
@@ -42,6 +43,46 @@ def test_an_assistant_changes_no_token(any_model, config, assistant):
             any_model, PROMPTS, max_new_tokens=9, assistant=helper, num_drafted=num_drafted
         )
         assert helped == plain
+
+
+@pytest.mark.parametrize("seed", [3, [4, 5, 4]])
+def test_an_assistant_changes_no_sampled_token(any_model, config, seed):
+    """Not even one: each is sampled by the random numbers by which the model samples it alone."""
+    options = {"max_new_tokens": 20, "temperature": 1.3, "top_p": 0.9, "seed": seed}
+    plain = generate(any_model, PROMPTS, **options)
+    other = build(config, "attention", seed=1)
+    for helper, num_drafted in ((other, 3), (any_model, 4)):
+        helped = generate(any_model, PROMPTS, assistant=helper, num_drafted=num_drafted, **options)
+        assert helped == plain
+
+
+def test_the_rows_of_an_assistant_do_not_run_far_ahead(model, config, monkeypatch):
+    """Where one row's proposals are right and another's are not: their numbers are kept so long."""
+    kept = []
+    at = assisted._Noise.at
+    monkeypatch.setattr(
+        assisted._Noise,
+        "at",
+        lambda self, places: (kept.append(len(self.drawn)), at(self, places))[1],
+    )
+    monkeypatch.setattr(assisted, "_LEAD", 3)
+    # Tokens of the vocabulary's halves do not mix: the assistant knows one half alone.
+    helper = copy.deepcopy(model)
+    with torch.no_grad():
+        helper.embed.weight[20:].neg_()
+    options = {"max_new_tokens": 40, "temperature": 0.7, "seed": 0}
+    prompts = [[1, 2], [30, 31], [25], [3]]
+    plain = generate(model, prompts, **options)
+    assert generate(model, prompts, assistant=helper, num_drafted=2, **options) == plain
+    assert max(kept) <= 3 + 2 + 3 + 1
+
+
+def test_a_sampled_assistant_that_is_right_spares_forwards(model):
+    calls = []
+    model.stack.register_forward_hook(lambda *_: calls.append(1))
+    options = {"max_new_tokens": 13, "temperature": 1.0, "seed": 0}
+    generate(model, [[1, 2]], assistant=model, num_drafted=5, **options)
+    assert len(calls) == 2 + 2, "as many as for the likeliest tokens"
 
 
 def test_an_assistant_that_is_right_spares_forwards(model):
@@ -161,14 +202,22 @@ def test_a_bad_argument_is_refused_by_name_at_the_call(model, function, change, 
 
 def test_an_assistant_refuses_what_it_cannot_do(model, config):
     for change in (
-        {"temperature": 1.0},
         {"repetition_penalty": 1.1},
         {"num_samples": 2},
         {"state": model.init_state(1)},
         {"num_rows": 2},
     ):
-        with pytest.raises(ValueError, match="assistant needs temperature 0, no repetition_pen"):
+        with pytest.raises(ValueError, match="assistant needs no repetition_penalty"):
             generate(model, PROMPTS, max_new_tokens=3, assistant=model, **change)
     other = replace(config, vocab_size=38).build()
     with pytest.raises(ValueError, match="assistant must have the vocabulary of the model, 37"):
         generate(model, PROMPTS, max_new_tokens=3, assistant=other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_on_a_gpu_an_assistant_changes_no_token(any_model, config, temperature):
+    options = {"max_new_tokens": 40, "temperature": temperature, "seed": 3}
+    plain = generate(any_model.cuda(), PROMPTS, **options)
+    other = build(config, "attention", seed=1).cuda()
+    assert generate(any_model, PROMPTS, assistant=other, num_drafted=3, **options) == plain

@@ -1,13 +1,13 @@
 """Decoding: one token of every row a step, in one CUDA graph on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mezzo_core.nn.lm import LM
-from mezzo_core.nn.sampler import Generators, LogitRules, Sampler
+from mezzo_core.nn.sampler import LogitRules, Noise, Sampler
 
 
 class _Graph(NamedTuple):
@@ -31,7 +31,7 @@ class Decoder:
         state: Any,
         tokens: Tensor,
         sampler: Sampler,
-        generator: Generators = None,
+        generator: Noise = None,
         rules: LogitRules | None = None,
     ) -> None:
         """Take over the state.
@@ -42,7 +42,7 @@ class Decoder:
             tokens: (B,) int64, the newest token of each row, which is not in the state yet.
             sampler: samples the next tokens.
             generator: on the model's device, one or one for each row; None takes torch's global
-                one.
+                one. Or what they drew, in a buffer that the caller fills before each step.
             rules: change the logits, and note the tokens.
         """
         self.model = model
@@ -90,7 +90,7 @@ class Decoder:
         generators = [torch.cuda.default_generators[stream.device.index]]
         if isinstance(self.generator, torch.Generator):
             generators.append(self.generator)
-        elif self.generator is not None:
+        elif isinstance(self.generator, Sequence):
             generators.extend(self.generator)
         # A generator keeps the buffers that its first graph allocates. If they were made in
         # inference mode, every later graph outside of inference mode would fail.

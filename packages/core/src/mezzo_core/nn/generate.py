@@ -82,8 +82,8 @@ def generate(
         stop: called with the new tokens of a prompt after each of them; it ends after the token at
             which this returns True (`mezzo_core.data.stop_texts`).
         assistant: a smaller model of the same vocabulary, which proposes tokens that the model
-            checks, several at a time. The tokens are those without it, but for rounding. It needs
-            temperature 0, no penalty, one sample, no state and no `num_rows`.
+            checks, several at a time. The tokens are those without it, but for rounding, sampled
+            ones too. It needs no penalty, one sample, no state and no `num_rows`.
         num_drafted: how many tokens the assistant proposes at a time.
 
     Raises:
@@ -181,13 +181,15 @@ def stream(
             row_generators(seed, device), state, num_samples, rules,
         )  # fmt: skip
         return _steps((model,), new, end)
-    check_assistant(model, assistant, sampler, repetition_penalty, state, num_samples, num_rows)
+    check_assistant(model, assistant, repetition_penalty, state, num_samples, num_rows)
     new = assisted_tokens(
         model,
         assistant,
         prompts,
         max_new_tokens=max_new_tokens,
         num_drafted=num_drafted,
+        sampler=sampler,
+        generator=row_generators(seed, device),
         rules=rules,
         prefill_tokens=prefill_tokens,
     )

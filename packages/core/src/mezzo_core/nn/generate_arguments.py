@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mezzo_core.nn.lm import LM
-from mezzo_core.nn.sampler import Sampler
 
 
 def check_prefix(state: Any, num_prompts: int, num_rows: int | None) -> None:
@@ -89,9 +88,8 @@ def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
 
 
 def check_assistant(
-    model: LM, assistant: Any, sampler: Sampler, penalty: float, state: Any, num_samples: int,
-    num_rows: int | None,
-) -> None:  # fmt: skip
+    model: LM, assistant: Any, penalty: float, state: Any, num_samples: int, num_rows: int | None
+) -> None:
     """Check an assistant, and that nothing else is asked for that it cannot do."""
     if not isinstance(assistant, LM):
         raise ValueError(f"assistant must be an LM, got {type(assistant).__name__}")
@@ -100,9 +98,7 @@ def check_assistant(
             f"assistant must have the vocabulary of the model, {model.vocab_size} tokens, "
             f"got {assistant.vocab_size}"
         )
-    is_more = state is not None or num_samples != 1 or num_rows is not None
-    if sampler.temperature > 0 or penalty != 1 or is_more:
+    if penalty != 1 or state is not None or num_samples != 1 or num_rows is not None:
         raise ValueError(
-            "assistant needs temperature 0, no repetition_penalty, no state, one sample and no "
-            "num_rows"
+            "assistant needs no repetition_penalty, no state, one sample and no num_rows"
         )

@@ -14,6 +14,8 @@ _COLDEST = torch.finfo(torch.float32).tiny
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 """What random numbers come from: one generator, one for each row, or torch's global one."""
+Noise = Generators | Tensor
+"""What a token is sampled by: generators, or what they drew (`draw_`), float32 (B, vocab)."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,18 @@ class Sampler:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
-    def __call__(self, logits: Tensor, generator: Generators = None) -> Tensor:
+    def __call__(self, logits: Tensor, noise: Noise = None) -> Tensor:
         """Sample one token for each row, (B, vocab) to (B,) int64; NO_TOKEN if a logit is NaN."""
         best = logits.argmax(-1)
         largest = logits.gather(-1, best[:, None])  # NaN if any logit of the row is NaN
-        tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, generator)
+        tokens = best if self.temperature < _COLDEST else self._draw(logits, largest, noise)
         return tokens.masked_fill(~largest[:, 0].isfinite(), NO_TOKEN)
 
-    def _draw(self, logits: Tensor, largest: Tensor, generator: Generators) -> Tensor:
+    def _draw(self, logits: Tensor, largest: Tensor, noise: Noise) -> Tensor:
         # Subtracting the largest logit first keeps the division from overflowing.
         logits = (logits.float() - largest.float()) / self.temperature
         if self.top_k is None and self.top_p is None:
-            return _sample(logits.softmax(-1), generator)
+            return _sample(logits.softmax(-1), noise)
         # With a stable sort, top_k prefers the first of equal logits, as argmax does.
         logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
@@ -53,7 +55,7 @@ class Sampler:
         if self.top_p is not None and self.top_p < 1:
             before = probs.cumsum(-1) - probs
             probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
-        rank = _sample(probs, generator)
+        rank = _sample(probs, noise)
         return tokens.gather(-1, rank[:, None])[:, 0]
 
 
@@ -109,16 +111,20 @@ def row_generators(seed: int | Sequence[int] | None, device: torch.device) -> Ge
     return torch.Generator(device).manual_seed(int(seed))
 
 
-def _sample(probs: Tensor, generator: Generators) -> Tensor:
+def draw_(waits: Tensor, generator: Generators) -> Tensor:
+    """Draw what a token is sampled by, float32 (B, vocab), into this tensor; return it."""
+    if isinstance(generator, Sequence):
+        for row, its in zip(waits, generator, strict=True):
+            row.exponential_(generator=its)
+        return waits
+    return waits.exponential_(generator=generator)
+
+
+def _sample(probs: Tensor, noise: Noise) -> Tensor:
     """Sample one index for each row, (B, n) to (B,), with the given probabilities.
 
     Of n exponential variables with rates p_i, the i-th is the smallest with probability p_i.
     `torch.multinomial` uses this too, but it waits for the GPU, which a CUDA graph cannot do.
     """
-    waits = torch.empty_like(probs)
-    if isinstance(generator, Sequence):
-        for row, its in zip(waits, generator, strict=True):
-            row.exponential_(generator=its)
-    else:
-        waits.exponential_(generator=generator)
+    waits = noise if isinstance(noise, Tensor) else draw_(torch.empty_like(probs), noise)
     return (probs / waits).argmax(-1)
