@@ -1,5 +1,6 @@
 """Every layer of every package in a model of transformers (`mezzo_core.hub`)."""
 
+from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -39,7 +40,7 @@ def described(line: str) -> LMConfig:
 @pytest.fixture(params=LAYERS)
 def model(request):
     torch.manual_seed(0)
-    config = MezzoConfig(described(request.param), pad_token_id=0)
+    config = MezzoConfig(described(request.param))
     model = MezzoForCausalLM(config).eval()
     with torch.no_grad():  # so that all rows do not end in one token
         for weight in model.parameters():
@@ -71,6 +72,20 @@ def test_a_padded_batch_generates_what_each_prompt_does(model):
 def test_beams_with_a_cache_are_those_without(model):
     given = {**padded(PROMPTS), "max_new_tokens": 8, "num_beams": 3}
     assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+
+
+def test_assisted_decoding_gives_what_the_model_alone_does(model):
+    """The assistant is the model with some noise: some of its tokens are taken back."""
+    assistant = deepcopy(model)
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    assistant.generation_config.num_assistant_tokens = 4
+    with torch.no_grad():
+        for weight in assistant.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2 * weight.std(correction=0))
+    given = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 24}
+    alone = model.generate(**given)
+    assert torch.equal(model.generate(**given, assistant_model=assistant), alone)
+    assert not torch.equal(assistant.generate(**given), alone)
 
 
 def test_recomputed_activations_give_the_same_gradients(model):

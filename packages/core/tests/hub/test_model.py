@@ -19,12 +19,21 @@ TOKENS = torch.arange(20).remainder(5).expand(8, -1)
 
 def built(config: LMConfig = CONFIG, seed: int = 0) -> MezzoForCausalLM:
     torch.manual_seed(seed)
-    return MezzoForCausalLM(MezzoConfig(config, pad_token_id=0)).eval()
+    return MezzoForCausalLM(MezzoConfig(config)).eval()
 
 
 @pytest.fixture
 def model():
     return built()
+
+
+def peaked(seed: int) -> MezzoForCausalLM:
+    """Return a model whose tokens differ along a row."""
+    model = built(seed=seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.ndim == 2 else 1)
+    return model
 
 
 def arguments(folder, **changes):
@@ -194,6 +203,62 @@ def test_what_it_does_not_take_is_one_line(model, given, words):
 
 
 def test_a_cache_of_another_model_is_refused(model):
-    other = built(LMConfig(17, 16, mixers=(AttentionConfig(head_dim=8),)))
-    with pytest.raises(ValueError, match="2 blocks' states, got 1"):
-        model(TOKENS, past_key_values=MezzoCache(other.lm, 8))
+    with pytest.raises(UserError, match="got another model's"):
+        model(TOKENS, past_key_values=MezzoCache(built().lm, 8))
+
+
+def drafting(model, num_drafted: int) -> MezzoForCausalLM:
+    model.generation_config.num_assistant_tokens = num_drafted
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+@pytest.mark.parametrize(("seed", "most_calls"), [(0, 15), (1, 41)])
+def test_an_assistant_saves_calls_of_the_model_and_changes_no_token(seed, most_calls):
+    """The assistant is right always (a copy), or seldom; a prompt takes two calls at most."""
+    model, assistant = peaked(0), drafting(peaked(seed), 5)
+    prompt = torch.tensor([[3, 1, 4]])
+    plain = model.generate(prompt, max_new_tokens=40)
+    calls = []
+    model.lm.embed.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(model.generate(prompt, max_new_tokens=40, assistant_model=assistant), plain)
+    assert len(calls) <= most_calls
+    assert len(plain.unique()) > 2
+
+
+def test_the_prompt_itself_proposes_tokens(model):
+    given = {"inputs": TOKENS[:1], "max_new_tokens": 20, "eos_token_id": 16}
+    found = model.generate(**given, prompt_lookup_num_tokens=4)
+    alone = model.generate(**given)
+    assert torch.equal(found[:, : alone.shape[1]], alone)  # transformers 5.6 does not stop there
+
+
+@torch.no_grad()
+def test_cropped_tokens_have_never_been(model):
+    """By steps and by forwards, before and after more tokens than there is room to go back."""
+    cache = MezzoCache(model.lm, 8, rollback=3)
+    model(TOKENS[:, :9], cache=cache)
+    for wrong in (TOKENS[:, 3:5], TOKENS[:, 3:4], TOKENS[:, 2:5]):
+        model(wrong, cache=cache)
+        cache.crop(-wrong.shape[1])
+    for i in range(9, 14):
+        model(TOKENS[:, i : i + 1], cache=cache)
+    mine = copy.deepcopy(cache)
+    cache.crop(-2)
+    assert (cache.get_seq_length(), mine.get_seq_length()) == (12, 14)
+    whole = model(TOKENS).logits
+    torch.testing.assert_close(model(TOKENS[:, 12:], cache=cache).logits, whole[:, 12:])
+    torch.testing.assert_close(model(TOKENS[:, 14:], cache=mine).logits, whole[:, 14:])
+
+
+def test_a_crop_beyond_its_room_is_one_line(model):
+    for room in (0, 3):
+        cache = MezzoCache(model.lm, 8, rollback=room)
+        assert cache.is_croppable == (room > 0)
+        model(TOKENS, cache=cache)
+        with pytest.raises(UserError, match=rf"crop can take back {room} tokens, got 4: .*=4\)"):
+            cache.crop(-4)
+        assert cache.get_seq_length() == 20
+    cache.crop(-3)
+    with pytest.raises(ValueError, match="n must be at most 0 in row 0"):
+        cache.crop(-1)

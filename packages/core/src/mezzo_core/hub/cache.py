@@ -1,5 +1,7 @@
 """States in the place of transformers' caches."""
 
+from copy import copy, deepcopy
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -7,11 +9,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from mezzo_core.errors import UserError
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.rewinding import Kept, Rewinding
 from mezzo_core.nn.state import Rows
 
 _LEAST_ROOM = 64
 """Tokens for which the first step of a decoding makes room; later the room doubles."""
+
+_ZERO_KEEPS_NOTHING = "max_length" in signature(Cache.crop).parameters
 
 
 class Decodes(Protocol):
@@ -57,6 +63,12 @@ class HeldState:
         self._room -= 1
         return y
 
+    def go_back(self, state: Any, n: int) -> None:
+        """Take the state before the last n tokens, in the same buffers."""
+        self.state = state
+        self.num_tokens -= n
+        self._room += n if self._room else 0
+
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may come several times, or not at all."""
         self.state = self.module.select(self.state, rows.long())
@@ -79,13 +91,77 @@ class MezzoCache(Cache):
     """
 
     is_compileable = False
-    is_croppable = False
     is_linear = (False,)
 
-    def __init__(self, lm: LM, batch: int) -> None:
-        """Begin `batch` sequences of a model."""
+    def __init__(self, lm: LM, batch: int, rollback: int = 0) -> None:
+        """Begin `batch` sequences of a model.
+
+        Args:
+            lm: the model's `lm`.
+            batch: how many sequences.
+            rollback: how many of the last tokens `crop` can take back.
+        """
         super().__init__(layers=[])
+        self.lm = lm
         self.held = HeldState(lm, lm.init_state(batch))
+        self.rollback = 0
+        self._module = lm
+        self.allow_rollback(rollback)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back."""
+        return self.rollback > 0
+
+    def allow_rollback(self, num_tokens: int) -> None:
+        """Let `crop` take back at least so many of the tokens that come after this call."""
+        if num_tokens <= self.rollback:
+            return
+        self._module = self.held.module = self.lm.rewinding(num_tokens)
+        self.held.replace(self._begun(self._plain_state()), 0)
+        self.rollback = num_tokens
+
+    def read(
+        self, tokens: Tensor, lengths: Tensor | None = None, *, last_only: bool = False
+    ) -> Tensor:
+        """Read more tokens (B, T), each row's padding at its end; return logits as `LM` does."""
+        held, T = self.held, tokens.shape[1]
+        first = T - self.rollback
+        if not self.rollback or first < 0 or lengths is not None:
+            logits, state = self._module(tokens, held.state, lengths=lengths, last_only=last_only)
+            held.replace(state, T)
+            return logits
+        # Nothing before the last tokens will be taken back: the model itself reads it, once.
+        parts, state = [], self._plain_state()
+        if first > 0:
+            logits, state = self.lm(tokens[:, :first], state, last_only=last_only)
+            parts.append(logits)
+        last = tokens[:, first:]
+        logits, state = self._module(last, self._begun(state), last_only=last_only)
+        held.replace(state, T)
+        return logits if last_only else torch.cat([*parts, logits], 1)
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last tokens of every row, padding not counted.
+
+        Args:
+            num_tokens: -n to take back n, or how many tokens of the longest row to keep. 0 takes
+                nothing back; with older versions of transformers it keeps nothing.
+
+        Raises:
+            UserError: if there is no room to go back so far.
+            ValueError: if a row has fewer tokens that can be taken back.
+        """
+        seen = self.held.num_tokens
+        keeps = num_tokens > 0 or (num_tokens == 0 and _ZERO_KEEPS_NOTHING)
+        n = max(seen - num_tokens, 0) if keeps else -num_tokens
+        if n > self.rollback:
+            raise UserError(
+                f"crop can take back {self.rollback} tokens, got {n}: "
+                f"MezzoCache(lm, batch, rollback={n}) keeps room for more"
+            )
+        if n > 0:
+            self.held.go_back(self._module.rollback(self.held.state, n), n)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens the longest row has seen, padding included."""
@@ -103,9 +179,21 @@ class MezzoCache(Cache):
         """Repeat every row."""
         self.held.repeat(repeats)
 
-    def crop(self, *_: int) -> None:
-        """Raise an error: a recurrent state does not forget its last tokens."""
-        raise NotImplementedError("MezzoCache cannot be cropped: its states are recurrent")
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MezzoCache":
+        """Return a second cache after the same tokens, of the same model."""
+        second = copy(self)
+        second.held = deepcopy(self.held, memo)
+        return second
+
+    def _plain_state(self) -> Any:
+        """Return the model's state, without what is kept to go back."""
+        state = self.held.state
+        return state.state if isinstance(state, Kept) else state
+
+    def _begun(self, state: Any) -> Kept:
+        """Return a state that can go back to this one, and no further."""
+        assert isinstance(self._module.stack, Rewinding)
+        return self._module.stack.begin(state)
 
 
 class MixerLayer(CacheLayerMixin):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -23,6 +24,8 @@ _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
 CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 """The name of the cache in outputs and arguments, which depends on the version of transformers."""
 
+_ASSISTED = GenerationMode.ASSISTED_GENERATION
+
 
 class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
     """Holds an `LM`, as `lm`, and has the arguments and outputs of transformers' models."""
@@ -33,7 +36,6 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _tied_weights_keys = {"lm.head.weight": "lm.embed.weight"}  # noqa: RUF012 (transformers' form)
-    _is_stateful = True
 
     def __init__(self, config: MezzoConfig) -> None:
         super().__init__(config)
@@ -104,7 +106,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 an argument is not supported.
         """
         _refuse(others)
-        cache = _given_cache(cache, past_key_values)
+        cache = self._given_cache(cache, past_key_values)
         if use_cache and cache is None:
             cache = MezzoCache(self.lm, len(input_ids))
         padding = _padding(input_ids, attention_mask)
@@ -114,6 +116,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             # What follows a token does not change its logits, so padding needs no lengths here.
             logits = self.lm(tokens).logits
         else:
+            if cache.is_croppable:  # assisted decoding wants the logits of what it may take back
+                cache.allow_rollback(logits_to_keep)
             last_only = logits_to_keep == 1 and labels is None
             logits = self._continue(cache, tokens, padding, last_only=last_only)
         loss = None
@@ -134,9 +138,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         if is_step and not torch.is_grad_enabled():
             return held.step(tokens)
         lengths = None if padding is None else padding.lengths
-        logits, state = self.lm(tokens, held.state, lengths=lengths, last_only=last_only)
-        held.replace(state, tokens.shape[1])
-        return logits
+        return cache.read(tokens, lengths, last_only=last_only)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -157,6 +159,40 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the weights as they are: `LMConfig.build` has drawn them, or they were loaded."""
+
+    def _given_cache(self, cache: Any, past_key_values: Any) -> MezzoCache | None:
+        given = past_key_values if cache is None else cache
+        if given is None:
+            return None
+        if not isinstance(given, MezzoCache):
+            raise UserError(
+                "cache must be a MezzoCache, which a call with use_cache=True returns, "
+                f"got {type(given).__name__}"
+            )
+        if given.lm is not self.lm:
+            raise UserError("cache must be one of this model, got another model's")
+        return given
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Let assisted decoding take tokens back, in the model's cache and in the assistant's."""
+        if not generation_config.is_assistant and generation_mode != _ASSISTED:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        cache = self._given_cache(model_kwargs.get(CACHE), None)
+        if cache is None:
+            cache = model_kwargs[CACHE] = MezzoCache(self.lm, batch_size)
+        # An assistant may lose all that it proposes, and the token before.
+        drafted = generation_config.max_new_tokens if generation_config.is_assistant else 0
+        cache.allow_rollback(drafted + 1)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -208,13 +244,3 @@ def _refuse(others: dict[str, Any]) -> None:
     given = [name for name, value in others.items() if value is not None and value is not False]
     if given:
         raise UserError(f"MezzoForCausalLM does not take {', '.join(given)}")
-
-
-def _given_cache(cache: Any, past_key_values: Any) -> MezzoCache | None:
-    given = past_key_values if cache is None else cache
-    if given is not None and not isinstance(given, MezzoCache):
-        raise UserError(
-            "cache must be a MezzoCache, which a call with use_cache=True returns, "
-            f"got {type(given).__name__}"
-        )
-    return given
