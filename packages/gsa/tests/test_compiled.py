@@ -76,7 +76,6 @@ def check_one_graph(mixer, forms, backend):
         for (name, found), (_, truth) in zip(*pairs, strict=True):
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4, msg=f"{name} at {T}")
 
-
     assert backend.frame_count == 1
 
 
