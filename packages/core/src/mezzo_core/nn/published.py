@@ -1,0 +1,191 @@
+"""Published checkpoints: a folder with config.json and weights, as the Hugging Face hub has them.
+
+Nothing pickled is read.
+"""
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
+from mezzo_core.libraries import import_library
+from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.on_meta import build_on_meta
+
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# No model has more layers. The names of all layers' weights are listed before any file is read, so
+# a damaged number must not make that list huge.
+_MOST_LAYERS = 10_000
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Described(NamedTuple):
+    """The contents of a config.json; its methods raise a UserError that names the key."""
+
+    values: Mapping[str, Any]
+    path: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> "Described":
+        """Read the file of a folder."""
+        return cls(read_json(folder / CONFIG), folder / CONFIG)
+
+    def kind(self, known: Collection[str]) -> str:
+        """Return the architecture, one of `known`; only language models are read."""
+        kind = self.values.get("model_type")
+        if not isinstance(kind, str) or kind not in known:
+            raise UserError(f"{self.path}: model_type must be {' or '.join(known)}, got {kind!r}")
+        architectures = self.values.get("architectures") or []
+        if not isinstance(architectures, list):
+            raise UserError(f"{self.path}: architectures must be a list, got {architectures!r}")
+        for architecture in architectures:
+            if not str(architecture).endswith("ForCausalLM"):
+                raise UserError(f"{self.path}: only language models are read, got {architecture}")
+        return kind
+
+    def check_only(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Check that these keys have one of these values, if they are there."""
+        for key, choices in allowed.items():
+            if key in self.values and self.values[key] not in choices:
+                raise UserError(
+                    f"{self.path}: {key} must be {choices[0]!r}, got {self.values[key]!r}"
+                )
+
+    def count(self, key: str) -> int:
+        """Return a whole number of 1 or more."""
+        value = self.values.get(key)
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"{self.path}: {key} must be a whole number of 1 or more, got {value!r}"
+            )
+        return value
+
+    def count_or_none(self, key: str) -> int | None:
+        """Return a whole number of 1 or more; None if there is none."""
+        return None if self.values.get(key) is None else self.count(key)
+
+    def num_layers(self) -> int:
+        """Return num_hidden_layers."""
+        layers = self.count("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise UserError(
+                f"{self.path}: num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}"
+            )
+        return layers
+
+    def positive(self, key: str, default: float) -> float:
+        """Return a positive number."""
+        value = self.values.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
+            raise UserError(f"{self.path}: {key} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self.values.get(key, default)
+        if type(value) is not bool:
+            raise UserError(f"{self.path}: {key} must be true or false, got {value!r}")
+        return value
+
+
+def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) -> dict[str, Tensor]:
+    """Read weights by the hub's names; matrices of several dtypes all get the widest.
+
+    Args:
+        folder: with model.safetensors, or several files beside model.safetensors.index.json.
+        names: which must be there.
+        unused: which may be there besides.
+
+    Raises:
+        UserError: if a file is missing or damaged, a weight is missing or unknown, or its dtype is
+            not float32, bfloat16 or float16.
+    """
+    names = list(names)
+    files = _files(folder)
+    missing = [name for name in names if name not in files]
+    # Old checkpoints also store RoPE's frequencies.
+    known = {*names, *unused}
+    unknown = [
+        name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")
+    ]
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}"
+        more = len(missing) + len(unknown) - 1
+        raise UserError(
+            f"{folder} {what}{f' and {more} more problems' if more else ''}: these are not the "
+            f"weights of the model that {CONFIG} describes"
+        )
+    weights = {}
+    for file in dict.fromkeys(files.values()):
+        with _opened(folder / file) as stored:
+            for name in (name for name in names if files[name] == file):
+                weights[name] = stored.get_tensor(name)
+    for name, weight in weights.items():
+        if weight.dtype not in _DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise UserError(f"{folder}: {name} is {weight.dtype}; supported: {allowed}")
+    widest = reduce(torch.promote_types, {w.dtype for w in weights.values() if w.ndim == 2})
+    return {name: w.to(widest) if w.ndim == 2 else w for name, w in weights.items()}
+
+
+def check_shapes(
+    folder: Path, config: LMConfig, weights: Mapping[str, Tensor], names: Mapping[str, str]
+) -> None:
+    """Check that weights are those of a model.
+
+    Args:
+        folder: where they are from.
+        config: of the model.
+        weights: by our names.
+        names: the hub's name of each of ours.
+
+    Raises:
+        UserError: if one is of another shape; the message has the hub's name.
+    """
+    expected = build_on_meta(config, folder / CONFIG).state_dict()
+    for ours, weight in weights.items():
+        if weight.shape != expected[ours].shape:
+            raise UserError(
+                f"{folder}: {names[ours]} is of shape {tuple(weight.shape)}, {CONFIG} says "
+                f"{tuple(expected[ours].shape)}"
+            )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of weights; errors become a UserError of one line."""
+    library = import_library("safetensors", "train")
+    if not path.is_file():  # on a pipe the library would wait forever
+        raise UserError(f"{path} cannot be read: it is missing, or no file")
+    try:
+        with library.safe_open(path, framework="pt") as stored:
+            yield stored
+    except (OSError, library.SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return the file of every weight."""
+    if (folder / INDEX).is_file():
+        files = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            raise UserError(f"{folder / INDEX}: weight_map must name files beside it")
+        return files
+    if (folder / WHOLE).is_file():
+        with _opened(folder / WHOLE) as stored:
+            return dict.fromkeys(stored.keys(), WHOLE)
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    instead = f"; {pickled[0]} is pickled, which is never read" if pickled else ""
+    raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}{instead}")
