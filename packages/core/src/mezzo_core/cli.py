@@ -65,7 +65,7 @@ def make_app(paper: Paper) -> typer.Typer:
     app.command(name="train")(make_command(paper))
     add_generate(app)
     _add_eval(app)
-    add_hub_commands(app)
+    add_hub_commands(app, paper)
     add_recipe_commands(app, paper)
     if paper.bench is not None:
         _add_bench(app, paper.bench)

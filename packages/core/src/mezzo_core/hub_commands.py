@@ -13,6 +13,7 @@ from mezzo_core.console import show
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.libraries import import_library, library_errors
 from mezzo_core.options import AllowPackage, TokenizerName
+from mezzo_core.paper import Paper
 from mezzo_core.paths import check_writable, expanded
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class TaskOptions(NamedTuple):
         return [each for name in names for each in (TASKS if name == "ruler" else (name,))]
 
 
-def add_hub_commands(app: typer.Typer) -> None:
+def add_hub_commands(app: typer.Typer, paper: Paper) -> None:
     """Add the commands; their libraries are imported when they run."""
 
     @app.command(name="export")
@@ -55,14 +56,30 @@ def add_hub_commands(app: typer.Typer) -> None:
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         out: Annotated[Path, typer.Argument(help="A new folder.", callback=expanded)],
         tokenizer: TokenizerName = None,
+        layout: Annotated[
+            str | None,
+            typer.Option(
+                help=f"Write it as another library does: {', '.join(paper.layouts)}.",
+                hidden=not paper.layouts,
+            ),
+        ] = None,
         allow_package: AllowPackage = None,
     ) -> None:
         """Write a trained model for transformers: `from_pretrained(OUT)` reads it."""
         _quiet_transformers()
         from mezzo_core.hub.folder import export_model
 
+        if layout is not None and layout not in paper.layouts:
+            known = ", ".join(paper.layouts) or "nothing: this package has no other layouts"
+            raise UserError(f"--layout takes {known}, got {layout!r}")
         check_writable(out, is_folder=True)
-        files = export_model(run, out, tokenizer=tokenizer, allow_packages=allow_package or ())
+        files = export_model(
+            run,
+            out,
+            tokenizer=tokenizer,
+            allow_packages=allow_package or (),
+            layout=None if layout is None else paper.layouts[layout](),
+        )
         show(f"{out}: {', '.join(files)}")
 
     @app.command(name="import")
@@ -76,7 +93,8 @@ def add_hub_commands(app: typer.Typer) -> None:
         from mezzo_core.hub.folder import import_model
 
         check_writable(run, is_folder=True)
-        import_model(folder, run, allow_packages=allow_package or ())
+        layouts = [load() for load in paper.layouts.values()]
+        import_model(folder, run, allow_packages=allow_package or (), layouts=layouts)
         show(f"the model is in {run / 'model'}")
 
 

@@ -12,6 +12,7 @@ from mezzo_core.recipe_table import RecipeRow, make_table, read_table
 if TYPE_CHECKING:
     import torch
 
+    from mezzo_core.nn.published import Layout
     from mezzo_core.reproduction.reproduce import Reproduction
     from mezzo_core.train.recipes import Recipes
 
@@ -46,6 +47,8 @@ class Paper:
         demo: what `demo` trains; None leaves it out.
         bench: imports what measures speed; None leaves the command out.
         reproduction: imports the paper's claims; None leaves `reproduce` out.
+        layouts: by the names of other libraries, imports how these write the paper's models, for
+            `export` and `import`.
         commands: the package's own commands, by name.
     """
 
@@ -57,6 +60,7 @@ class Paper:
     demo: Demo | None = None
     bench: Callable[[], Bench] | None = None
     reproduction: "Callable[[], Reproduction] | None" = None
+    layouts: "Mapping[str, Callable[[], Layout]]" = field(default_factory=dict)
     commands: Mapping[str, LazyCommand] = field(default_factory=dict)
 
     def rows(self) -> list[RecipeRow]:

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         demo=Demo("tiny_gsa", "tiny_attention", steps=100, batch_size=2),
         bench=partial(resolve_name, "mezzo_gsa.reproduction.speed:SPEEDS.bench"),
         reproduction=partial(resolve_name, "mezzo_gsa.reproduction.claims:REPRODUCTION"),
+        layouts={"fla": partial(resolve_name, "mezzo_gsa.fla.layout:LAYOUT")},
         commands={
             "convert": LazyCommand(
                 "Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.",

@@ -1,9 +1,12 @@
 """Folders of transformers: a run's model is written as one, and one is read into a run."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mezzo_core.config_json import from_json, to_json
@@ -19,7 +22,9 @@ from mezzo_core.libraries import library_errors
 from mezzo_core.nn.checkpoint import find_model, load_model, save_model
 from mezzo_core.nn.llama import KINDS as LLAMA_KINDS
 from mezzo_core.nn.llama import load_llama, local_tokenizer
+from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.nn.on_meta import build_on_meta
+from mezzo_core.nn.published import CONFIG, WHOLE, Layout, Read
 
 SEQ_LEN = 2048
 """Tokens a row that `eval` and `train` take for a model that tells none."""
@@ -31,6 +36,7 @@ def export_model(
     *,
     tokenizer: str | None = None,
     allow_packages: Sequence[str] = (),
+    layout: Layout | None = None,
 ) -> list[str]:
     """Write a run's model, its tokenizer and its generation settings for `from_pretrained`.
 
@@ -39,13 +45,15 @@ def export_model(
         out: a new folder, or an empty one.
         tokenizer: where the model's tokenizer is now, if it is not where it was.
         allow_packages: packages besides mezzo's own whose layers the model may have.
+        layout: another library's, in which the model is written; None: as one of mezzo.
 
     Returns:
         The names of the files that were written.
 
     Raises:
         UserError: if `run` holds no model, its tokenizer is not found or cannot be written, its
-            weights are of several dtypes, or `out` is not empty or cannot be written.
+            weights are of several dtypes, `out` is not empty or cannot be written, or the layout
+            has no such model.
     """
     folder, out = find_model(run), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -57,18 +65,26 @@ def export_model(
     has_text = "tokenizer" in extra or tokenizer is not None
     kept = told_tokenizer(extra, folder, lm.vocab_size, tokenizer) if has_text else None
     written = None if kept is None else to_transformers(kept)
-    with allowing(allow_packages):
-        model = MezzoForCausalLM.around(lm, MezzoConfig(config, extra, **_special(kept)))
-    model.generation_config = GenerationConfig(**_special(kept))
+    special = _special(kept)
+    if layout is None:
+        with allowing(allow_packages):
+            save = _saved_as_ours(lm, MezzoConfig(config, extra, **special))
+    else:
+        save = _saved_as_theirs(*layout.write(config, lm.state_dict()), special)
     with library_errors(f"cannot write {out}"):
-        model.save_pretrained(out)
+        save(out)
+        GenerationConfig(**special).save_pretrained(out)
         if written is not None:
             written.save_pretrained(out)
     return sorted(path.name for path in out.iterdir())
 
 
 def import_model(
-    folder: str | Path, run: str | Path, *, allow_packages: Sequence[str] = ()
+    folder: str | Path,
+    run: str | Path,
+    *,
+    allow_packages: Sequence[str] = (),
+    layouts: Sequence[Layout] = (),
 ) -> None:
     """Read a model that transformers has written, and save it as RUN/model.
 
@@ -79,6 +95,7 @@ def import_model(
             Llama or Mistral, which becomes a plain model of softmax attention.
         run: the folder of the run, which must not have a model yet.
         allow_packages: packages besides mezzo's own whose layers the model may have.
+        layouts: other libraries', whose models are read too.
 
     Raises:
         UserError: if `folder` holds no model of mezzo or a damaged one, or `run` holds a model.
@@ -91,11 +108,14 @@ def import_model(
     kind = read_json(folder / "config.json").get("model_type")
     if kind == MezzoConfig.model_type:
         _import_ours(folder, out, allow_packages)
-    elif kind in LLAMA_KINDS:
-        _import_llama(folder, out)
-    else:
-        known = ", ".join([MezzoConfig.model_type, *LLAMA_KINDS])
+        return
+    readers: dict[str, Read] = dict.fromkeys(LLAMA_KINDS, load_llama)
+    for layout in layouts:
+        readers |= dict.fromkeys(layout.kinds, layout.read)
+    if kind not in readers:
+        known = ", ".join([MezzoConfig.model_type, *readers])
         raise UserError(f'{folder}/config.json: "model_type" must be one of {known}, got {kind!r}')
+    _import_published(folder, out, *readers[kind](folder))
 
 
 def _import_ours(folder: Path, out: Path, allow_packages: Sequence[str]) -> None:
@@ -105,14 +125,31 @@ def _import_ours(folder: Path, out: Path, allow_packages: Sequence[str]) -> None
     save_model(model.lm, config, out, _told(model.config.extra, folder, config.vocab_size))
 
 
-def _import_llama(folder: Path, out: Path) -> None:
-    config, weights = load_llama(folder)
+def _import_published(
+    folder: Path, out: Path, config: LMConfig, weights: Mapping[str, Tensor]
+) -> None:
     extra: dict[str, Any] = {"name": str(folder), "step": 0, "seq_len": SEQ_LEN}
     name = local_tokenizer(folder)
     if name is not None:
         add_bos = load_tokenizer(name).bos_token is not None
         extra |= describe_tokenizer(name, config.vocab_size, add_bos=add_bos)
     save_model(build_on_meta(config, folder), config, out, extra, weights=weights)
+
+
+def _saved_as_ours(lm: LM, config: MezzoConfig) -> Callable[[Path], Any]:
+    return MezzoForCausalLM.around(lm, config).save_pretrained
+
+
+def _saved_as_theirs(
+    values: dict[str, Any], weights: dict[str, Tensor], special: dict[str, Any]
+) -> Callable[[Path], None]:
+    def save(out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        (out / CONFIG).write_text(json.dumps({**values, **special, "dtype": dtype}, indent=2))
+        save_file(weights, out / WHOLE, metadata={"format": "pt"})
+
+    return save
 
 
 def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:

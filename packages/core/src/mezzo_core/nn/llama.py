@@ -123,15 +123,12 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
         window_size=described.count_or_none("sliding_window") if kind == "mistral" else None,
         rope_base=_rope_base(described) if has_rope else None,
     )
+    layers, hidden = described.num_layers(), described.count("intermediate_size")
+    vocab_size, norm_eps = described.count("vocab_size"), described.positive("rms_norm_eps", 1e-6)
+    tied = described.flag("tie_word_embeddings", False)
     try:
-        return LMConfig(
-            vocab_size=described.count("vocab_size"),
-            d_model=d_model,
-            mixers=(mixer,) * described.num_layers(),
-            mlp=MLPConfig("swiglu", hidden=described.count("intermediate_size")),
-            norm_eps=described.positive("rms_norm_eps", 1e-6),
-            tie_embeddings=described.flag("tie_word_embeddings", False),
-        )
+        mlp = MLPConfig("swiglu", hidden=hidden)
+        return LMConfig(vocab_size, d_model, (mixer,) * layers, mlp, norm_eps, tied)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -4,7 +4,7 @@ Nothing pickled is read.
 """
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -27,6 +27,24 @@ INDEX = "model.safetensors.index.json"
 # a damaged number must not make that list huge.
 _MOST_LAYERS = 10_000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+Read = Callable[[Path], tuple[LMConfig, dict[str, Tensor]]]
+"""Makes a model's configuration and `state_dict` of a folder; see `mezzo_core.nn.llama`."""
+
+
+class Layout(NamedTuple):
+    """How another library writes its models.
+
+    Attributes:
+        kinds: its values of "model_type" in config.json.
+        read: from a folder to a model of ours.
+        write: the way back, to the contents of config.json and the weights by their names there.
+    """
+
+    kinds: Sequence[str]
+    read: Read
+    write: Callable[[LMConfig, Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
 
 
 class Described(NamedTuple):

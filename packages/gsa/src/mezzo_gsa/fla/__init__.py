@@ -1,0 +1,5 @@
+"""What leads to flash-linear-attention and back: its checkpoints."""
+
+from mezzo_gsa.fla.layout import KINDS as KINDS
+from mezzo_gsa.fla.layout import load_fla as load_fla
+from mezzo_gsa.fla.layout import to_fla as to_fla
