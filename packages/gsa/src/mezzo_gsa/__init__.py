@@ -7,6 +7,7 @@ from mezzo_core.lazy import lazy_names
 if TYPE_CHECKING:
     from mezzo_gsa.abc import ABC as ABC
     from mezzo_gsa.abc import ABCConfig as ABCConfig
+    from mezzo_gsa.fla.accelerate import accelerate_fla as accelerate_fla
     from mezzo_gsa.gla import GLA as GLA
     from mezzo_gsa.gla import GLAConfig as GLAConfig
     from mezzo_gsa.gsa import GSA as GSA
@@ -25,6 +26,7 @@ else:
         __name__,
         {
             "abc": ("ABC", "ABCConfig"),
+            "fla.accelerate": ("accelerate_fla",),
             "gla": ("GLA", "GLAConfig"),
             "gsa": ("GSA", "GSAConfig", "head_width"),
             "hgrn2": ("HGRN2", "HGRN2Config"),

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def untuned_interpreter():
     """Take the first configuration of each kernel: a tuning would need a GPU's clock."""
     from triton.runtime.autotuner import Autotuner

@@ -1,0 +1,166 @@
+"""Our kernels in the layers of flash-linear-attention: its models stay as they are.
+
+Its layers of GSA, GLA, HGRN2 and RetNet call functions of q, k, v and others, by names in their
+modules. `accelerate_fla` puts ours behind these names. What ours do not support goes to its own.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from mezzo_core.errors import UserError
+from torch import Tensor
+
+from mezzo_gsa.ops import GSAState, chunk_gla, chunk_gsa
+from mezzo_gsa.ops.gla.arguments import unsupported as not_in_gla
+from mezzo_gsa.ops.gsa.arguments import unsupported as not_in_gsa
+from mezzo_gsa.retnet import log_decay
+
+RELEASE = "0.6"
+"""The releases of that library whose layers were read."""
+
+
+def accelerate_fla() -> ExitStack:
+    """Give the models of flash-linear-attention our kernels: GSA, GLA, HGRN2 and RetNet.
+
+    Models that were built before have them too. Weights, caches and checkpoints are the library's,
+    and outputs are equal up to rounding. A call of a kind that our kernels do not support goes to
+    its own kernels. A second call changes nothing.
+
+    Returns:
+        What undoes it, by `close()`, or at the end of a `with` block.
+
+    Raises:
+        UserError: if the library is not installed, or of another release than 0.6.
+    """
+    try:
+        found = import_module("fla").__version__
+    except ModuleNotFoundError as error:
+        raise UserError("accelerate_fla needs flash-linear-attention: pip install it") from error
+    if not found.startswith(f"{RELEASE}."):
+        raise UserError(f"accelerate_fla needs flash-linear-attention {RELEASE}, got {found}")
+    undo = ExitStack()
+    for place, name, ours in _KERNELS:
+        module = import_module(f"fla.layers.{place}")
+        theirs = getattr(module, name)
+        if not hasattr(theirs, "replaces"):
+            setattr(module, name, _in_place_of(theirs, ours))
+            undo.callback(setattr, module, name, theirs)
+    return undo
+
+
+def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is ours where that gives a result, and else theirs."""
+
+    @wraps(theirs)
+    def either(*args: Any, **others: Any) -> Any:
+        found = ours(*args, **others)
+        return theirs(*args, **others) if found is None else found
+
+    either.replaces = theirs  # type: ignore[attr-defined]
+    return either
+
+
+def _gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    *rest: Any,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, list[Tensor | None]] | None:
+    if g is None or rest or any(others.values()):
+        return None
+    if not_in_gsa(q, g.shape[-1], k.shape[-1], v.shape[-1]):
+        return None
+    state = None
+    if initial_state is not None:
+        state = GSAState(initial_state[0].transpose(2, 3).contiguous(), initial_state[1])
+    # The layer's s is 1 - exp(g), which the op computes itself, without its rounding to 16 bits.
+    out, after = chunk_gsa(
+        q, k, v, g, scale=_scale(scale, q), initial_state=state, cu_seqlens=cu_seqlens
+    )
+    if not output_final_state:
+        return out, [None, None]
+    return out, [after.k.transpose(2, 3).contiguous(), after.v]
+
+
+def _gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *rest: Any,
+    gk: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None] | None:
+    gate = g if gk is None else gk
+    if gate is None or rest or any(others.values()) or not_in_gla(q, v):
+        return None
+    state = initial_state
+    if state is not None and state_v_first:
+        state = state.transpose(2, 3).contiguous()
+    out, after = chunk_gla(
+        q, k, v, gate, scale=_scale(scale, q), initial_state=state, cu_seqlens=cu_seqlens
+    )
+    if not output_final_state:
+        return out, None
+    return out, after.transpose(2, 3).contiguous() if state_v_first else after
+
+
+def _retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None] | None:
+    if rest:
+        return None
+    B, T, H, _ = q.shape
+    decay = log_decay(H, q.device, torch.float32).expand(B, T, H)[..., None]
+    return _gla(
+        q,
+        k,
+        v,
+        decay,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        **others,
+    )
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+_KERNELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("gsa", "chunk_gsa", _gsa),
+    ("gsa", "fused_recurrent_gsa", _gsa),
+    ("gla", "chunk_gla", _gla),
+    ("gla", "fused_recurrent_gla", _gla),
+    ("hgrn2", "chunk_gla", _gla),
+    ("hgrn2", "fused_recurrent_gla", _gla),
+    ("multiscale_retention", "chunk_retention", _retention),
+    ("multiscale_retention", "fused_recurrent_retention", _retention),
+)
+"""The module of its layers, the name there, and what takes its place."""
