@@ -26,6 +26,8 @@ from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
     pipeline,
 )
 
@@ -170,7 +172,7 @@ DAMAGE = {
     "no weights that fit the model for lm.stack.blocks.0.mixer.wk.weight": reshape_weight,
     "out cannot be read: ": cut,
     "it has no config.json": lambda folder: (folder / "config.json").unlink(),
-    "\"model_type\" must be one of mezzo, llama, mistral, got 'gpt2'": lambda folder: change(
+    "must be one of mezzo, llama, mistral, qwen2, qwen3, got 'gpt2'": lambda folder: change(
         folder, lambda config: config.update(model_type="gpt2")
     ),
     '"lm" is missing': lambda folder: change(folder, lambda config: config.pop("lm")),
@@ -201,18 +203,28 @@ def test_nothing_is_overwritten(run, tmp_path):
         import_model(tmp_path / "out", run)
 
 
-@pytest.mark.parametrize(("kind", "tied"), [(LlamaForCausalLM, True), (MistralForCausalLM, False)])
+KINDS = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
+
+
+@pytest.mark.parametrize(("kind", "tied"), [*zip(KINDS, (True, False, True, False), strict=True)])
 def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, tied):
     torch.manual_seed(0)
     sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads["head_dim"] = 8
     theirs = kind(kind.config_class(**sizes, **heads, tie_word_embeddings=tied)).eval()
+    with torch.no_grad():  # norms and biases are ones and zeros at the start
+        for weight in theirs.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
     name = words(tmp_path / "theirs", begin=True)
     theirs.save_pretrained(name)
     import_model(name, tmp_path / "run")
     model, config, extra = load_model(tmp_path / "run/model")
     tokens = torch.randint(261, (2, 12))
     torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert generate(model, tokens.tolist(), max_new_tokens=5) == [
+        row[12:] for row in theirs.generate(tokens, max_new_tokens=5, do_sample=False).tolist()
+    ]
     assert config.tie_embeddings == tied
     assert extra["data"]["add_bos"]
     assert extra["tokenizer"] == name

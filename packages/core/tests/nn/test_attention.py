@@ -31,6 +31,9 @@ CONFIGS = {
         head_dim=8, num_kv_heads=1, rope_base=None, alibi="olmo", window_size=4
     ),
     "normed": AttentionConfig(head_dim=8, num_kv_heads=2, qk_norm="rms", norm_eps=1e-3),
+    "normed by head": AttentionConfig(
+        head_dim=8, num_kv_heads=2, qk_norm="rms", norm_by_head=True, qkv_bias=True
+    ),
     "layer norms": AttentionConfig(head_dim=8, window_size=5, qk_norm="layer"),
 }
 configs = pytest.mark.parametrize("name", CONFIGS)

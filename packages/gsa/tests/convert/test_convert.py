@@ -280,9 +280,10 @@ def test_other_mixers_and_attention_without_rope_are_refused(transformer):
     with pytest.raises(UserError, match="no RoPE"):
         convert_config(plain, TARGETS["retnet"])
     convert_config(plain, TARGETS["gsa"])
-    normed = replace(config, mixers=(config.mixers[0], replace(config.mixers[1], qk_norm="rms")))
-    with pytest.raises(UserError, match="layer 1 has them"):
-        convert_config(normed, TARGETS["gsa"])
+    for more in ({"qk_norm": "rms"}, {"qkv_bias": True}):
+        other = replace(config, mixers=(config.mixers[0], replace(config.mixers[1], **more)))
+        with pytest.raises(UserError, match="layer 1 has them"):
+            convert_config(other, TARGETS["gsa"])
 
 
 def test_a_model_whose_layers_are_a_stack_is_refused(transformer):

@@ -92,7 +92,7 @@ def import_model(
 
     Args:
         folder: what `export_model` or a model's `save_pretrained` wrote: a model of mezzo, or a
-            Llama or Mistral, which becomes a plain model of softmax attention.
+            Llama, Mistral, Qwen2 or Qwen3, which becomes a plain model of softmax attention.
         run: the folder of the run, which must not have a model yet.
         allow_packages: packages besides mezzo's own whose layers the model may have.
         layouts: other libraries', whose models are read too.

@@ -55,9 +55,11 @@ class AttentionConfig:
         rope_base: base of RoPE by token position; None for no rotation.
         alibi: formula of the ALiBi slopes ("press" or "olmo"), or None for no ALiBi; needs
             `rope_base=None`.
-        qk_norm: a norm of the projected queries and one of the keys, each over all heads together,
-            before any rotation.
+        qk_norm: a norm of the projected queries and one of the keys, before any rotation.
         norm_eps: epsilon of these two.
+        norm_by_head: whether they norm each head apart, all with one weight (D), as in Qwen3; else
+            all heads together.
+        qkv_bias: whether queries, keys and values have biases, as in Qwen2.
     """
 
     head_dim: int = 64
@@ -67,6 +69,8 @@ class AttentionConfig:
     alibi: AlibiFormula | None = None
     qk_norm: NormKind = "none"
     norm_eps: float = 1e-6
+    norm_by_head: bool = False
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -96,12 +100,13 @@ class Attention(AbstractMixer):
         self.num_heads = d_model // config.head_dim
         self.num_kv_heads = config.num_kv_heads or self.num_heads
         kv_width = self.num_kv_heads * config.head_dim
-        self.wq = Linear(d_model, d_model, bias=False)
-        self.wk = Linear(d_model, kv_width, bias=False)
-        self.wv = Linear(d_model, kv_width, bias=False)
+        self.wq = Linear(d_model, d_model, bias=config.qkv_bias)
+        self.wk = Linear(d_model, kv_width, bias=config.qkv_bias)
+        self.wv = Linear(d_model, kv_width, bias=config.qkv_bias)
         self.wo = Linear(d_model, d_model, bias=False)
-        self.q_norm = build_norm(config.qk_norm, d_model, config.norm_eps)
-        self.k_norm = build_norm(config.qk_norm, kv_width, config.norm_eps)
+        by_head = config.head_dim if config.norm_by_head else None
+        self.q_norm = build_norm(config.qk_norm, by_head or d_model, config.norm_eps)
+        self.k_norm = build_norm(config.qk_norm, by_head or kv_width, config.norm_eps)
 
     def forward(
         self,
@@ -181,8 +186,10 @@ class Attention(AbstractMixer):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k and v (B, T, H, D)."""
         width = (-1, self.config.head_dim)
-        q, k = self.q_norm(self.wq(x)), self.k_norm(self.wk(x))
-        return q.unflatten(2, width), k.unflatten(2, width), self.wv(x).unflatten(2, width)
+        q, k, v = self.wq(x), self.wk(x), self.wv(x).unflatten(2, width)
+        if self.config.norm_by_head:
+            return self.q_norm(q.unflatten(2, width)), self.k_norm(k.unflatten(2, width)), v
+        return self.q_norm(q).unflatten(2, width), self.k_norm(k).unflatten(2, width), v
 
     def _slopes(self, q: Tensor) -> Tensor | None:
         if self.config.alibi is None:

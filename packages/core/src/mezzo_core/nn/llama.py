@@ -6,6 +6,7 @@ itself.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from mezzo_core.nn.published import CONFIG, Described, check_shapes, read_weight
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
 KINDS = tuple(_DEFAULTS)
 """The architectures that `load_llama` reads, by their "model_type"."""
@@ -31,6 +34,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "quantization_config": (None,),
+    "use_sliding_window": (False, None),
 }
 _OURS = {
     "model.embed_tokens": "embed",
@@ -48,10 +52,11 @@ _OURS_OF_A_LAYER = {
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
 }
+_QK_NORMS = {"self_attn.q_norm": "mixer.q_norm", "self_attn.k_norm": "mixer.k_norm"}
 
 
 def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Read a Llama or Mistral checkpoint in the format of the Hugging Face hub.
+    """Read a Llama, Mistral, Qwen2 or Qwen3 checkpoint in the format of the Hugging Face hub.
 
     Args:
         folder: config.json and model.safetensors, or several files of weights beside
@@ -65,13 +70,13 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
 
     Raises:
         UserError: if a file is missing or damaged, the architecture is another one, the model has
-            features that our LM lacks (scaled RoPE, biases, other activations, quantized weights),
-            or the weights are not those that config.json describes.
+            features that our LM lacks (scaled RoPE, other biases or activations, quantized
+            weights), or the weights are not those that config.json describes.
     """
     folder = Path(folder)
     described = Described.of(folder)
     config = llama_config(described.values, described.path, has_rope=has_rope)
-    names = _names(len(config.mixers), config.tie_embeddings)
+    names = _names(config)
     # Some checkpoints store a tied head twice.
     unused = ("lm_head.weight",) if config.tie_embeddings else ()
     weights = {names[name]: weight for name, weight in read_weights(folder, names, unused).items()}
@@ -96,7 +101,7 @@ def local_tokenizer(folder: Path) -> str | None:
 
 
 def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True) -> LMConfig:
-    """Turn the hub's description of a Llama or Mistral model into ours.
+    """Turn the hub's description of such a model into ours.
 
     Args:
         found: the contents of its config.json.
@@ -116,16 +121,19 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
         raise UserError(
             f"{path}: {heads} heads of width {head_dim} must fill hidden_size = {d_model}"
         )
+    norm_eps = described.positive("rms_norm_eps", 1e-6)
     mixer = AttentionConfig(
         head_dim=head_dim,
         num_kv_heads=described.count_or_none("num_key_value_heads") or heads,
         # Llama's attention has no window, even if its config.json has a value.
         window_size=described.count_or_none("sliding_window") if kind == "mistral" else None,
         rope_base=_rope_base(described) if has_rope else None,
+        qkv_bias=kind == "qwen2",
     )
+    if kind == "qwen3":
+        mixer = replace(mixer, qk_norm="rms", norm_eps=norm_eps, norm_by_head=True)
     layers, hidden = described.num_layers(), described.count("intermediate_size")
-    vocab_size, norm_eps = described.count("vocab_size"), described.positive("rms_norm_eps", 1e-6)
-    tied = described.flag("tie_word_embeddings", False)
+    vocab_size, tied = described.count("vocab_size"), described.flag("tie_word_embeddings", False)
     try:
         mlp = MLPConfig("swiglu", hidden=hidden)
         return LMConfig(vocab_size, d_model, (mixer,) * layers, mlp, norm_eps, tied)
@@ -154,14 +162,19 @@ def _rope_base(described: Described) -> float:
     return Described({"rope_theta": base}, path).positive("rope_theta", 0)
 
 
-def _names(num_layers: int, tied: bool) -> dict[str, str]:
+def _names(config: LMConfig) -> dict[str, str]:
     """Map the hub's name of every weight to ours, without the head if it is tied."""
     names = {
         f"{theirs}.weight": f"{ours}.weight"
         for theirs, ours in _OURS.items()
-        if not (tied and ours == "head")
+        if not (config.tie_embeddings and ours == "head")
     }
-    for i in range(num_layers):
-        for theirs, ours in _OURS_OF_A_LAYER.items():
-            names[f"model.layers.{i}.{theirs}.weight"] = f"stack.blocks.{i}.{ours}.weight"
+    for i, mixer in enumerate(config.mixers):
+        assert isinstance(mixer, AttentionConfig)
+        here, there = f"stack.blocks.{i}", f"model.layers.{i}"
+        parts = _OURS_OF_A_LAYER if mixer.qk_norm == "none" else _OURS_OF_A_LAYER | _QK_NORMS
+        for theirs, ours in parts.items():
+            names[f"{there}.{theirs}.weight"] = f"{here}.{ours}.weight"
+        for part in "qkv" if mixer.qkv_bias else "":
+            names[f"{there}.self_attn.{part}_proj.bias"] = f"{here}.mixer.w{part}.bias"
     return names

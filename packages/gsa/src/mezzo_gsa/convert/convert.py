@@ -103,8 +103,8 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
     """Return the configuration of the model that a Transformer is converted to.
 
     Args:
-        config: every mixer must be softmax attention without `qk_norm`; windows and ALiBi are
-            dropped.
+        config: every mixer must be softmax attention without `qk_norm` and `qkv_bias`; windows and
+            ALiBi are dropped.
         make: one of `TARGETS`, or a function of yours.
 
     Raises:
@@ -124,6 +124,8 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
             )
         if mixer.qk_norm != "none":
             raise UserError(f"norms of queries and keys have no place to go to, layer {i} has them")
+        if mixer.qkv_bias:
+            raise UserError(f"biases of queries, keys and values have no place, layer {i} has them")
         mixers.append(make(mixer, config.d_model // mixer.head_dim))
     return replace(config, mixers=tuple(mixers))
 
