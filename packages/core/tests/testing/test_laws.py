@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from mezzo_core.nn.contract import AbstractMixer
-from mezzo_core.testing.laws import LAWS, check_segments
+from mezzo_core.testing.laws import LAWS, broken_laws, check_segments
 from torch import Tensor, nn
 
 C = 4
@@ -202,3 +202,14 @@ def test_a_state_that_grows_is_refused_by_the_default_step():
 def test_splits_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match="add up to 9"):
         check_segments(RunningMean(), num_tokens=9, splits=[4, 4])
+
+
+def test_the_laws_that_a_module_breaks_are_told_with_their_reasons(monkeypatch):
+    for name in LAWS.keys() - {"segments", "causal"}:
+        monkeypatch.delitem(LAWS, name)
+    assert broken_laws(RunningMean) == {}
+    (law, reason), *others = broken_laws(lambda: RunningMean("future leaks")).items()
+    assert (law, others) == ("causal", [])
+    assert reason == "a change at 1 reached the past"
+    with pytest.raises(ZeroDivisionError):
+        broken_laws(lambda: 1 / 0)

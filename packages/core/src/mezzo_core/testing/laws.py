@@ -300,6 +300,25 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
 """Every law at sizes for chunks of a few tokens, and `long` and `isolated` beyond one of 64 too."""
 
 
+def broken_laws(build: Callable[[], AbstractSequenceModule]) -> dict[str, str]:
+    """Return the laws that a module breaks, each with the first line of why.
+
+    The module may be of any project, wrapped in the contract's methods. A law is broken too where
+    the module raises an error, such as for what it does not offer.
+
+    Args:
+        build: builds the module anew for each law.
+    """
+    broken = {}
+    for name, law in LAWS.items():
+        module = build()
+        try:
+            law(module)
+        except Exception as error:
+            broken[name] = f"{error}".partition("\n")[0] or type(error).__name__
+    return broken
+
+
 def _run(module: AbstractSequenceModule, x: Tensor, splits: Sequence[int]) -> Tensor:
     """Run segment after segment, and assert that no call overwrites the state that it was given."""
     state: Any = module.init_state(x.shape[0])
