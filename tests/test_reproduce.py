@@ -10,10 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.reproduction.claims import check_complete
+from mezzo_core.testing.claims import check_claims
 
 ROOT = Path(__file__).parents[1]
 tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/reproduce.py")))
 PAPERS = {paper.name: paper for paper in tool.papers()}
+COUNTS = {"rat": (13, 53), "gsa": (5, 26), "recurrent-transformer": (11, 43), "drt": (12, 32)}
+"""Tables and claims that are printed."""
 COUNTED = {
     "rat": "rat.claim.reversed_chunks",
     "gsa": "gsa.claim.damping",
@@ -32,6 +36,14 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(monkeypatch
     monkeypatch.setattr(sys, "argv", ["reproduce.py", "--scale", "smoke", "--out", "/dev/null/x"])
     assert tool.main() == 2
     assert "/dev/null/x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "counts"), COUNTS.items())
+def test_the_whole_paper_is_answered_in_its_order_and_every_criterion_can_differ(name, counts):
+    published = PAPERS[name].published
+    assert (len(published.tables), len(published.claims)) == counts
+    check_complete(published, PAPERS[name].answers)
+    check_claims(PAPERS[name])
 
 
 @pytest.mark.parametrize("name", PAPERS)

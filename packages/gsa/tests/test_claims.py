@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from mezzo_core.reproduction.claims import check_complete, find
+from mezzo_core.reproduction.claims import find
 from mezzo_core.reproduction.measurement import Entry, Measurement, read_results
 from mezzo_core.reproduction.outcomes import Outcome
-from mezzo_core.testing.claims import check_claims
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
 from mezzo_gsa.reproduction import counts
 from mezzo_gsa.reproduction.claims import (
@@ -31,16 +30,6 @@ def measured(values, column="x", better="lower", seeds=3):
         for seed in range(seeds)
     )
     return Measurement(found, (column,), "a setting", better=better, kind="training")
-
-
-def test_the_whole_paper_is_answered_in_its_order():
-    assert (len(PUBLISHED.tables), len(PUBLISHED.claims)) == (5, 26)
-    assert PUBLISHED.table("gsa.table1").column("Wiki. ppl", "1.3B")["GSA"] == 16.7
-    check_complete(PUBLISHED, REPRODUCTION.answers)
-
-
-def test_every_criterion_can_differ():
-    check_claims(REPRODUCTION)
 
 
 def test_recall_is_effective_if_attention_solves_it_and_gsa_is_at_least_as_good():

@@ -12,19 +12,14 @@ MODELS = ("RNN", "RAT(L=16)", "Attention")
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """Run a script; return its exit code and the options that its function got."""
 
     def run(*words, measure=None, **kinds):
         seen = []
-        code = run_script(
-            measure or seen.append,
-            "Measure a table.\n\nMore.",
-            MODELS,
-            **kinds,
-            words=["--out", str(tmp_path / "out"), *words],
-        )
-        return code, seen
+        monkeypatch.setattr("sys.argv", ["script", "--out", str(tmp_path / "out"), *words])
+        what = (measure or seen.append, "Measure a table.\n\nMore.", MODELS)
+        return run_script(*what, **kinds), seen
 
     return run
 

@@ -266,7 +266,7 @@ def tune(configs, tmp_path, monkeypatch):
 
 
 def test_the_best_run_comes_first_and_a_diverged_one_last(tune, capsys):
-    entry, folders = tune([0.5], None, [0.9], [0.7], details={"state_bytes": 8})
+    entry, folders = tune([0.5], None, [0.9], [0.7], state_bytes=8)
     assert (entry.value, entry.details["lr"], entry.details["state_bytes"]) == (0.9, 1e-2, 8)
     others = [(run["lr"], run["accuracy"]) for run in entry.details["others"]]
     assert others == [(1.0, 0.7), (1e-4, 0.5), (1e-3, DIVERGED)]

@@ -12,7 +12,6 @@ from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.nn import generate
-from mezzo_core.reproduction import training
 from mezzo_core.reproduction.measurement import read_result
 from mezzo_core.testing.laws import check_segments, check_state_bytes
 from mezzo_core.train.loop import train
@@ -186,42 +185,6 @@ def test_a_run_is_repeatable_and_says_what_it_is(tmp_path):
     log = (tmp_path / "a/mqar/gla_c16_seed123_lr0.001/log.jsonl").read_text().splitlines()
     assert json.loads(log[-1])["val_accuracy"] == first.value
     assert [step for step, _ in first.details["steps"]["val"]] == [2, 4]
-
-
-def test_a_loss_that_is_no_number_ends_a_run(tmp_path, capsys):
-    config = replace(TINY, models=("attention",), learning_rates=(1e38, 1e-3))
-    (entry,) = sweep(config, tmp_path, device="cpu").entries
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "attention C=16 seed 123 lr1e+38: diverged"
-    others = [run["accuracy"] for run in entry.details["others"]]
-    assert (entry.details["lr"], others) == (1e-3, ["diverged"])
-
-
-def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
-    stepped = []
-
-    def watched(config, *arguments, on_step, **options):
-        def watch(row):
-            if config.optim.lr == dies:
-                raise KeyboardInterrupt
-            stepped.append((config.optim.lr, row["step"]))
-            on_step(row)
-
-        return train(config, *arguments, on_step=watch, **options)
-
-    monkeypatch.setattr(training, "train", watched)
-    config = replace(TINY, models=("attention",), learning_rates=(1e-3, 1e-2))
-    dies = 1e-2
-    with pytest.raises(KeyboardInterrupt):
-        sweep(config, tmp_path, device="cpu")
-    assert stepped == [(1e-3, step) for step in (1, 2, 3, 4)]
-    assert not (tmp_path / "mqar.json").exists()
-    dies = None
-    whole = sweep(config, tmp_path, device="cpu")
-    assert stepped[4:] == [(1e-2, step) for step in (1, 2, 3, 4)]
-    before = whole.path.read_text()
-    assert sweep(config, tmp_path, device="cpu").path.read_text() == before
-    assert len(stepped) == 8
 
 
 @pytest.mark.parametrize("whole", PROTOCOLS.values(), ids=PROTOCOLS)

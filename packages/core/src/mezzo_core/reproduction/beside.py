@@ -63,33 +63,33 @@ def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Mea
 
     Labels that we have no value for (number of GPUs) are named in the setting.
     """
-    printed = {label: value for label, value in claim.labelled().items() if label in ours}
+    rows = {
+        label: (value, ours[label]) for label, value in claim.labelled().items() if label in ours
+    }
     left_out = ", ".join(label for label in claim.labels if label not in ours)
-    return beside(printed, ours, f"{setting}{f'; left out: {left_out}' if left_out else ''}")
+    return in_pairs(rows, f"{setting}{f'; left out: {left_out}' if left_out else ''}")
 
 
-def beside(printed: Mapping[str, Value], ours: Mapping[str, Value], setting: str) -> Measurement:
-    """Put our values beside printed ones by their labels, for `Within`."""
-    rows = {label: (value, ours[label]) for label, value in printed.items()}
+def in_pairs(rows: Mapping[str, tuple[Value, Value]], setting: str) -> Measurement:
+    """Return printed values and ours by their labels, for `Within`."""
     columns = ("printed", "ours")
     return Measurement(entries(rows, columns), columns, setting, How.PAPER)
 
 
-def growth(
-    rows: Mapping[str, tuple[Callable[[int], float], Callable[[int], float]]],
-    lengths: tuple[int, int],
-    setting: str,
-) -> Measurement:
-    """Put how many times something grows from one length to another beside the claimed growth.
+Count = Callable[[int], float]
+"""Of a length."""
 
-    Args:
-        rows: what is counted and what the paper says that it grows as, functions of the length, by
-            the name of what grows and how.
-        lengths: the first and the last.
-        setting: what is counted, in words.
+
+def growth(
+    rows: Mapping[str, tuple[Count, Count]], lengths: tuple[int, int], setting: str
+) -> Measurement:
+    """Put how many times something grows between two lengths beside the claimed growth.
+
+    By its name a row has what is counted, and what the paper says that it grows as.
     """
     first, last = lengths
-    ours, printed = (
-        {name: both[i](last) / both[i](first) for name, both in rows.items()} for i in (0, 1)
-    )
-    return beside(printed, ours, f"{setting}, from {first} to {last}")
+    found = {
+        name: (claimed(last) / claimed(first), count(last) / count(first))
+        for name, (count, claimed) in rows.items()
+    }
+    return in_pairs(found, f"{setting}, from {first} to {last}")

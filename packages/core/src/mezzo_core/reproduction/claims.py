@@ -69,31 +69,32 @@ class Evidence:
         return replace(judged, outcome=outcome, summary="; ".join(said))
 
 
-def result(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
-    """Answer from a committed result file, "MACHINE/NAME".
+def viewed(
+    get: Callable[[Run], Measurement | None],
+    criterion: Criterion,
+    view: View | None = None,
+    **said: str,
+) -> Evidence:
+    """Answer from a measurement of a run, looked at by `view`.
 
-    Args:
-        name: the result's.
-        criterion: see Evidence.
-        view: how the result is looked at.
-        said: `note`, `part` and `changed`, see Evidence.
+    `said` are `note`, `part` and `changed`, see Evidence.
     """
 
     def find(run: Run, printed: Printed) -> Measurement | None:
-        ours = run.results.get(name)
+        ours = get(run)
         return view(ours) if ours and view else ours
 
     return Evidence(find, criterion, **said)
+
+
+def result(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
+    """Answer from a committed result file, "MACHINE/NAME"; see `viewed`."""
+    return viewed(lambda run: run.results.get(name), criterion, view, **said)
 
 
 def measured(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
-    """Answer from what this run measures under a name (`Reproduction.measurers`); see `result`."""
-
-    def find(run: Run, printed: Printed) -> Measurement | None:
-        ours = run.measured(name)
-        return view(ours) if ours and view else ours
-
-    return Evidence(find, criterion, **said)
+    """Answer from what this run measures under a name (`Reproduction.measurers`); see `viewed`."""
+    return viewed(lambda run: run.measured(name), criterion, view, **said)
 
 
 def timed(
@@ -103,18 +104,13 @@ def timed(
 
     Measured at the paper's sizes, this run's decides. Smaller ones are only shown beside it.
     """
-    both = measured(name, criterion, view, **said), result(committed, criterion, view, **said)
-    return [*both]
+    return [measured(name, criterion, view, **said), result(committed, criterion, view, **said)]
 
 
 def trained(criterion: Criterion, *models: str, by_length: bool = False, **said: str) -> Evidence:
-    """Answer from this run's tiny trainings: perplexity, or loss by test length.
+    """Answer from this run's tiny trainings of some models.
 
-    Args:
-        criterion: see Evidence.
-        models: those that are shown.
-        by_length: the columns are test lengths "T=..." instead of "Val. PPL".
-        said: see `result`.
+    They have the column "Val. PPL", or with `by_length` a loss for each test length "T=...".
     """
     return Evidence(lambda run, printed: run.trained(models, by_length), criterion, **said)
 

@@ -219,13 +219,10 @@ def best(first: str | Of, *others: str | Of, columns: tuple[str, ...] = ()) -> "
 class Within:
     """Every value of ours is the printed one: columns "printed" and "ours", a row a label.
 
-    Attributes:
-        tolerance: relative; for all labels, or by label for those whose values the paper rounds.
-        error: absolute.
+    The tolerance is relative: for all labels, or by label for those whose values the paper rounds.
     """
 
     tolerance: Mapping[str, float] | float = field(default_factory=dict)
-    error: float = 0.0
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare each row."""
@@ -235,17 +232,16 @@ class Within:
             given = self.tolerance
             relative = given.get(label, 1e-12) if isinstance(given, Mapping) else given
             # "not ... <=", because a NaN is equal to nothing
-            if not abs(found - theirs) <= self.error + relative * abs(theirs):
+            if not abs(found - theirs) <= relative * abs(theirs):
                 wrong[group, label] = f"{label}: printed {theirs:g}, ours {found:g}"
         if wrong:
             return Judgement(DIFFERS, "; ".join(list(wrong.values())[:SHOWN]), (*wrong.values(),))
         if not ours.rows:
             return Judgement(NOT_SETTLED, "nothing was counted")
-        exact = not self.tolerance and not self.error
         count = len(ours.rows)
         which = f"all {count} values are" if count > 1 else "the value is"
         nearly = "equal to the printed precision" if isinstance(self.tolerance, Mapping) else "near"
-        return Judgement(AGREES, f"{which} {'equal' if exact else nearly}: {ours.setting}")
+        return Judgement(AGREES, f"{which} {nearly if self.tolerance else 'equal'}: {ours.setting}")
 
 
 class Every:
@@ -313,13 +309,7 @@ def compare_order(
 ) -> Iterator[Pair]:
     """Compare the neighbours of an order, best first, in one column and group.
 
-    Args:
-        terms: the order; those without numbers are skipped.
-        ours: our numbers.
-        column: a column of ours.
-        group: a group of ours.
-        better: "lower" or "higher".
-        exact: one number decides.
+    Terms without numbers are skipped. Of `exact` numbers one decides.
     """
     sign = 1 if better == "higher" else -1
     found = [(term, n) for term in terms if (n := term.numbers(ours, column, group))]

@@ -29,14 +29,8 @@ def time_step(
     """Time a step of a layer for B rows that have all seen `position` tokens.
 
     The state is random: its values do not change the time, and a prefill of a large batch would not
-    fit. The host's work before a step (`before_step`) is not timed.
-
-    Args:
-        layer: with weights of the dtype in which it decodes; check it first (`check_layer`).
-        B: the rows.
-        position: of the token that they decode, the first is 0.
-        passes: how many timings to return.
-        seconds: time of each.
+    fit. The host's work before a step (`before_step`) is not timed. The layer has weights of the
+    dtype in which it decodes; check it first (`check_layer`).
 
     Raises:
         torch.OutOfMemoryError: if the state does not fit into the GPU, which is not even tried.
@@ -84,15 +78,10 @@ def time_throughput(
     passes: int = 3,
     seconds: float = 0.05,
 ) -> list[Throughput]:
-    """Time generation at the largest batch that fits, in each of some passes.
+    """Time generation at the largest batch that fits, of at most `max_batch`, in some passes.
 
-    Args:
-        model: in evaluation mode, with weights of the dtype to generate in.
-        context: tokens of a sequence in the end; the prompt has context - new_tokens.
-        new_tokens: of each sequence.
-        max_batch: for a model with a small state, a larger batch no longer helps.
-        passes: how many results to return.
-        seconds: for each timing.
+    A sequence has `context` tokens in the end, its prompt all but the new ones. The model is in
+    evaluation mode, with weights of the dtype to generate in.
 
     Raises:
         torch.OutOfMemoryError: if not even BATCH_STEP rows fit.
@@ -163,11 +152,8 @@ def time_latency(
 ) -> dict[int, list[Latency]]:
     """Time greedy generation of one sequence, the capture of its CUDA graph included.
 
-    Args:
-        model: in evaluation mode, with weights of the dtype to generate in.
-        prompt: tokens before the first new one.
-        new_tokens: counts of new tokens, each at least 2; all come from the same passes.
-        passes: how many results to return for each count.
+    The model is in evaluation mode, with weights of the dtype to generate in. `new_tokens` are
+    counts of 2 or more after the prompt; all come from the same passes.
     """
     _generate(model, prompt, (2, 4))  # compiles kernels, loads libraries
     found = [_generate(model, prompt, new_tokens) for _ in range(passes)]

@@ -50,12 +50,10 @@ def run_settings(
 
 
 def measure_settings(options: Options, recipes: Mapping[str, TrainConfig]) -> None:
-    """Train models for a few steps in each setting, and write train_gpus.json.
+    """Train recipes, by the models' names, for a few steps in each setting: train_gpus.json.
 
-    Args:
-        options: of the script. In a dry run a step has two sequences, and two processes share the
-            CPU.
-        recipes: all models by their names. Width, depth, T, optimizer and micro-batches are kept.
+    Width, depth, T, optimizer and micro-batches are kept. In a dry run a step has two sequences,
+    and two processes share the CPU.
 
     Raises:
         UserError: if the result file cannot be written or continued.

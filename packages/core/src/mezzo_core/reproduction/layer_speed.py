@@ -16,7 +16,7 @@ from mezzo_core.errors import FailedRunError
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
 from mezzo_core.nn.init import init_own_weights
-from mezzo_core.nn.lm import LMConfig
+from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.reproduction.timing import WARMUP_CALLS, Timing, measure, start_afresh
 
 RECOMPILATIONS = 64
@@ -58,6 +58,17 @@ def build_layer(
     return layer
 
 
+def build_model(config: LMConfig, device: torch.device, *, decodes: bool = False) -> LM:
+    """Build a model with the same weights at each call; one that decodes has bf16 ones on a GPU."""
+    torch.manual_seed(0)
+    with device:
+        model = config.build()
+    if decodes:
+        model = model.eval()
+        model = model.bfloat16() if device.type == "cuda" else model
+    return model
+
+
 def compiled(layer: Layer) -> Run:
     """Compile a layer in one graph, or return it as it is on a CPU; forget earlier compiled code.
 
@@ -80,15 +91,8 @@ def time_layer(
     Float32 weights run as models train: float32 inputs, and bf16 autocast on a GPU. Others run on
     inputs of their own dtype. "train" is a forward and the gradients of the input and of every
     weight, in new tensors at each call. "forward" is a forward without gradients, as in a prefill.
-
-    Args:
-        layer: the layer; check it first (`check_layer`).
-        run: the layer itself, or what `compiled` returned.
-        phase: "forward" or "train".
-        B: sequences of the batch.
-        T: tokens of each.
-        passes: how many timings to return.
-        seconds: time of each; there are at least two calls.
+    Check the layer first (`check_layer`); `run` is the layer itself, or what `compiled` returned.
+    Each of the passes takes so many seconds, and at least two calls.
 
     Raises:
         torch.OutOfMemoryError: if the batch does not fit into the GPU.

@@ -18,13 +18,10 @@ KINDS = ("speed", "training", "recall", "timings")
 def results_markdown(
     folder: Path, title: str, published: Published, findings: Sequence[Finding]
 ) -> str:
-    """Return the text of RESULTS.md: each table and claim, then every result with its figure.
+    """Return the text of a package's RESULTS.md: each table and claim, and results with figures.
 
-    Args:
-        folder: the results; `notes.md` in it may have a line "MACHINE/NAME: note" for each.
-        title: of the package.
-        published: what the paper says.
-        findings: about all its tables and claims, by the committed results.
+    The findings are about all tables and claims, by the committed results in the folder, whose
+    `notes.md` may have a line "MACHINE/NAME: note" for each.
 
     Raises:
         UserError: if a file is no result.
@@ -101,12 +98,7 @@ def _escaped(text: str) -> str:
 
 
 def write_numbers(text: str, sources: Mapping[str, Measurement]) -> str:
-    """Return a text whose numbers before a comment `<!-- REFERENCE -->` are what it says.
-
-    Args:
-        text: Markdown.
-        sources: results by name, see `evaluate`.
-    """
+    """Return Markdown whose numbers before a comment `<!-- REFERENCE -->` are what it says."""
 
     def write(match: re.Match[str]) -> str:
         number = float(f"{evaluate(match[1], sources):.3g}")

@@ -58,15 +58,9 @@ def op_job(
     seconds: float,
     phases: Sequence[str] = ("forward", "train"),
 ) -> Job:
-    """Return the job that times an op in the rows "NAME PHASE (IMPLEMENTATION)", one of each phase.
+    """Return the job that times an op in the rows "NAME PHASE (IMPL)", one of each phase.
 
-    Args:
-        name: such as "gsa op".
-        impl: the implementation.
-        column: the sizes, see `shape`.
-        make: builds the inputs, and checks the op.
-        seconds: of each timing.
-        phases: those that are timed.
+    The column tells the sizes, see `shape`; `make` builds the inputs, and checks the op.
     """
     cells = {Cell(f"{name} {phase} ({impl})", column): phase for phase in phases}
     return Job(tuple(cells), partial(_time, cells, make, seconds))
@@ -108,12 +102,8 @@ def check_op(
 ) -> None:
     """Compare an op's output and gradients with its definition's in a higher precision.
 
-    Args:
-        name: of the op.
-        op: called with `inputs` by name.
-        definition: likewise.
-        inputs: bf16, or float32 as on a CPU.
-        special: relative tolerances of single gradients in bf16.
+    Both are called with the inputs by name: bf16 ones, or float32 as on a CPU. `special` are
+    relative tolerances of single gradients in bf16.
 
     Raises:
         FailedRunError: if the output or a gradient is wrong; the message names it.

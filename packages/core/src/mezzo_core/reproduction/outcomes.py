@@ -58,13 +58,9 @@ def is_settled(gaps: Sequence[float]) -> bool:
 
 
 def compare_bounds(values: Sequence[float], low: float, high: float, kind: str) -> Outcome:
-    """Tell whether values are within bounds.
+    """Tell whether the values of all seeds or passes are within bounds.
 
-    Args:
-        values: one for each seed or pass; without any, nothing is settled.
-        low: the least value that is within.
-        high: the greatest.
-        kind: of the measurement. What trained models reach has noise, even with one seed.
+    Without any nothing is settled. What trained models reach has noise, even with one seed.
     """
     if kind not in TRAINED:
         inside = {low <= value <= high for value in values}

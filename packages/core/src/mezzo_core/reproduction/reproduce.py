@@ -81,12 +81,8 @@ class Reproduction:
         """Answer tables and claims, and write report.html and .json into `out`.
 
         The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results
-        of an earlier reproduction in `out` are replaced.
-
-        Args:
-            only: ids of tables or claims; None or empty means all.
-            scale: one of `scales`.
-            out: the report's folder; it is made if needed.
+        of an earlier reproduction in `out`, which is made if needed, are replaced. `only` has ids
+        of tables or claims; None or empty means all.
 
         Raises:
             UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs

@@ -76,7 +76,7 @@ class Header:
 
 @dataclass(frozen=True)
 class EntryFields:
-    """The fields of an entry that tables, figures and claims read; it may have others."""
+    """The types of what tables, figures and claims read of an entry; it may have more details."""
 
     model: str
     column: str
@@ -97,11 +97,12 @@ class EntryFields:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not all(map(_is_curve, self.steps.values())):
-            raise UserError("EntryFields.steps must hold lists of points [step, loss]")
+        points = (point for curve in self.steps.values() for point in curve)
+        if not all(len(point) == 2 and all(map(is_number, point)) for point in points):
+            raise UserError("steps must hold lists of points [step, loss]")
         for name, value in vars(self).items():
             if isinstance(value, float) and not is_number(value):
-                raise UserError(f"EntryFields.{name} must be finite, got {value}")
+                raise UserError(f"{name} must be finite, got {value}")
 
 
 def read_file(path: Path) -> tuple[Header, dict[str, Any], list[Entry]]:
@@ -112,25 +113,22 @@ def read_file(path: Path) -> tuple[Header, dict[str, Any], list[Entry]]:
     """
     content = read_json(path)
     try:
-        given: dict[str, Any] = {}
-        for name in (
-            each.name for each in fields(Header) if each.name in content or each.name != "groups"
-        ):
-            value = content[name]
-            given[name] = tuple(value) if isinstance(value, list) else value
-        header = Header(**given)
+        found = {f.name: content[f.name] for f in fields(Header)[:-1]}
+        found["groups"] = content.get("groups", [])
+        told: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
+        header = Header(**told)
         _check_origin(content)
-        found: dict[Cell, Entry] = {}
+        entries: dict[Cell, Entry] = {}
         for each in content["entries"]:
             entry = _checked(each, header)
-            if entry.cell in found:
+            if entry.cell in entries:
                 raise ValueError(f"two entries of {tuple(entry.cell)}")
-            found[entry.cell] = entry
+            entries[entry.cell] = entry
     except KeyError as error:
         raise UserError(f"{path}: no result file: {error} is missing") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: no result file: {error}") from error
-    return header, content, [*found.values()]
+    return header, content, [*entries.values()]
 
 
 def _check_origin(content: Mapping[str, Any]) -> None:
@@ -155,11 +153,7 @@ class Result:
     ) -> None:
         """Read the file, if it exists, and create its folder, before anything is measured.
 
-        Args:
-            path: the file.
-            header: what is measured.
-            origin: from `mezzo_core.reproduction.origin`.
-            say: called with a line about each addition.
+        `say` is called with a line about each addition.
 
         Raises:
             UserError: if the file is no result, is of another header, machine or commit, or its
@@ -259,22 +253,14 @@ def _checked(content: Any, header: Header) -> Entry:
     if not isinstance(content, dict):
         raise TypeError(f"an entry must be an object, got {content!r:.60}")
     EntryFields(**{f.name: content[f.name] for f in fields(EntryFields) if f.name in content})
-    details = dict(content)
-    names = ("model", "column", "value", "group", "seed")
-    known = {name: details.pop(name) for name in names if name in details}
-    entry = Entry(**known, details=details)
+    own = {f.name for f in fields(Entry)} - {"details"}
+    details = {name: part for name, part in content.items() if name not in own}
+    entry = Entry(**{name: content[name] for name in own & content.keys()}, details=details)
     every = (header.models, header.columns, header.groups or ("",))
     for name, allowed in zip(entry.cell, every, strict=False):
         if name not in allowed:
             raise ValueError(f"{name!r} is none of the header's {allowed}")
     return entry
-
-
-def _is_curve(points: Any) -> bool:
-    return isinstance(points, list) and all(
-        isinstance(point, list) and len(point) == 2 and all(map(is_number, point))
-        for point in points
-    )
 
 
 def _rounded(number: str) -> float:

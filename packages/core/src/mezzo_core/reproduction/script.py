@@ -67,18 +67,16 @@ def run_script(
     trains: bool = False,
     parallel: bool = False,
     replayed: bool = False,
-    words: Sequence[str] | None = None,
 ) -> int:
     """Run a script's function on what the command line selects.
 
     Args:
-        measure: the script's function.
-        description: the script's docstring; its first line is shown by --help.
+        measure: the function.
+        description: the script's docstring, whose first line --help shows.
         models: all models that the script can measure.
         trains: whether it trains: then the command line has the options of text and seeds too.
         parallel: whether it can train several models at the same time.
         replayed: whether its models are so small that their steps may be CUDA graphs.
-        words: the command line; None takes the process's own.
 
     Returns:
         The exit code: 0, or 2 after a mistake that the user can mend, which is told in one line.
@@ -97,7 +95,7 @@ def run_script(
         add("--jobs", type=int, default=1, help="trainings at the same time, over all GPUs")
     if replayed:
         add("--cuda-graph", action="store_true", help="replay steps as CUDA graphs")
-    found = vars(parser.parse_args(words))
+    found = vars(parser.parse_args())
     found["seeds"] = tuple(found.get("seeds", Options.seeds))
     try:
         for name in found["models"]:

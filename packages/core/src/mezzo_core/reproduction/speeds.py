@@ -25,15 +25,15 @@ Measurers = Mapping[str, Measurer]
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractSizes:
-    """What the sizes of all speeds have; a paper adds its own.
+    """What the sizes of all speeds have; a paper adds its own, whose defaults are the paper's."""
 
-    Attributes:
-        device: where they are measured.
-        models: those that are measured; None: all.
-    """
+    device: str = "cuda"
+    models: tuple[str, ...] | None = None  # those that are measured; None: all
 
-    device: str
-    models: tuple[str, ...] | None = None
+    @property
+    def dtype(self) -> str:
+        """In which models and layers decode, in words."""
+        return "bf16" if self.device == "cuda" else "float32"
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,8 @@ def measure(
     most MOST_CALLS calls are timed there. The host's time is that of calls that find the GPU idle:
     if the GPU's queue were full, the host would wait for it.
 
-    Args:
-        fn: the function to time.
-        device: where `fn` computes.
-        seconds: time to spend on the timed calls.
-        warmup: number of calls before the timed ones.
-        least: minimum number of timed calls, at least two.
-        before: called untimed before each call of `fn`, to restore what `fn` overwrites.
+    There are at least `least` timed calls, which is two or more. `before` is called untimed before
+    each call, to restore what `fn` overwrites.
     """
     for _ in range(warmup):
         before()

@@ -1,12 +1,13 @@
 """What is counted without training: attention's pairs, caches, retrievals, fields."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig
-from mezzo_core.reproduction.beside import beside, growth
+from mezzo_core.nn.on_meta import on_meta
+from mezzo_core.reproduction.beside import Count, growth, in_pairs
 from mezzo_core.reproduction.measurement import Measurement
 from mezzo_core.reproduction.published import Claim
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,7 +25,11 @@ PAPER_DRT = "128m_pg19_drt1"
 NEAR = {"total attention field": 1e-3, "parameters": 0.08}
 """658 x 14 is about 9216, as printed; and "comparable" parameters, of which none are printed."""
 SCORES, READING, WINDOW = "scores as G L^2/S^2", "reading as (N/2) L K S", "window as N L W"
-Function = Callable[[int], float]
+
+
+def square(T: int) -> float:
+    """Return T^2."""
+    return T**2
 
 
 def pairs(config: DRTConfig, num_tokens: int) -> dict[str, float]:
@@ -51,10 +56,9 @@ def pairs(config: DRTConfig, num_tokens: int) -> dict[str, float]:
 def complexity_full(claim: Claim) -> Measurement:
     """Count the FLOPs of full attention by torch's counter, without those of its projections."""
 
-    def attention(num_layers: int) -> Function:
+    def attention(num_layers: int) -> Count:
         blocks = (MixerBlockConfig(AttentionConfig(head_dim=8)),) * num_layers
-        with torch.device("meta"):  # shapes are enough for the counter
-            stack = BlocksConfig(blocks).build(16)
+        stack = on_meta(BlocksConfig(blocks), 16)  # shapes are enough for the counter
         weights = sum(w.numel() for w in stack.parameters() if w.ndim == 2)
 
         def flops(T: int) -> float:
@@ -66,34 +70,28 @@ def complexity_full(claim: Claim) -> Measurement:
 
         return flops
 
-    rows: dict[str, tuple[Function, Function]] = {
-        f"{N} layers as L^2": (attention(N), lambda T: T**2) for N in (1, 3)
-    }
+    rows = {f"{N} layers as L^2": (attention(N), square) for N in (1, 3)}
     return growth(rows, (256, 1024), "FLOPs of the products of q, k and v")
 
 
 def complexity_scores(claim: Claim) -> Measurement:
     """Count the pairs of landmarks that are compared, with one group and with more."""
 
-    def scores(G: int, S: int) -> Function:
+    def scores(G: int, S: int) -> Count:
         return lambda T: pairs(DRTConfig(num_groups=G, chunk_size=S), T)[SCORES] * S**2 / G
 
-    rows: dict[str, tuple[Function, Function]] = {
-        f"G = {G}, S = {S}": (scores(G, S), lambda T: T**2) for G in (1, 2, 3) for S in (32, 64)
-    }
+    rows = {f"G = {G}, S = {S}": (scores(G, S), square) for G in (1, 2, 3) for S in (32, 64)}
     return growth(rows, (2**14, 2**20), "pairs of landmarks times S^2/G, as L^2")
 
 
 def complexity_total(claim: Claim) -> Measurement:
     """Count each of the three parts of attention, at the paper's sizes."""
 
-    def part(name: str) -> Function:
+    def part(name: str) -> Count:
         return lambda T: pairs(PAPER, T)[name]
 
-    rows: dict[str, tuple[Function, Function]] = {
-        name: (part(name), lambda T, power=power: T**power)  # type: ignore[misc]
-        for name, power in ((SCORES, 2), (READING, 1), (WINDOW, 1))
-    }
+    claimed: dict[str, Count] = {SCORES: square, READING: float, WINDOW: float}
+    rows = {name: (part(name), grows) for name, grows in claimed.items()}
     return growth(rows, LENGTHS, "pairs of a forward of the 12 layers")
 
 
@@ -113,11 +111,11 @@ def linear_attention_cost(claim: Claim) -> Measurement:
 
 def kv_memory_full(claim: Claim) -> Measurement:
     """Take the state of full attention, of several depths and widths, as N L d."""
-    rows: dict[str, tuple[Function, Function]] = {}
-    for N in (12, 24):
-        for d in (64, 128):
-            stack = BlocksConfig((MixerBlockConfig(AttentionConfig(head_dim=16)),) * N).build(d)
-            rows[f"{N} layers, d = {d}"] = (stack.state_bytes, float)
+    block = MixerBlockConfig(AttentionConfig(head_dim=16))
+    rows = {
+        f"{N} layers, d = {d}": (on_meta(BlocksConfig((block,) * N), d).state_bytes, float)
+        for N, d in product((12, 24), (64, 128))
+    }
     return growth(rows, LENGTHS, "bytes of state, as L")
 
 
@@ -127,8 +125,7 @@ def kv_memory_offload(claim: Claim) -> Measurement:
     The three terms have constants of their own: keys and values of the window count twice.
     """
     c, d = OFFLOADED, 64
-    with torch.device("meta"):
-        stack = c.build(d)
+    stack = on_meta(c, d)
 
     def formula(T: int) -> float:
         reading = c.num_layers / 2 * c.num_retrieved * c.chunk_size
@@ -141,7 +138,7 @@ def kv_memory_offload(claim: Claim) -> Measurement:
 @torch.no_grad()
 def swap_frequency(claim: Claim) -> Measurement:
     """Decode two chunks of a small stack, and count its retrievals, with each number of groups."""
-    S, printed, ours = 4, dict[str, float](), dict[str, float]()
+    S, rows = 4, {}
     for G in (1, 2, 3):
         stack = DRTConfig(
             num_layers=2 * G, num_groups=G, chunk_size=S, window_size=8, head_dim=8
@@ -153,9 +150,8 @@ def swap_frequency(claim: Claim) -> Measurement:
         for _ in range(2 * S + 1):
             stack.before_step(state)
             stack.step(torch.randn(1, 1, 16), state)
-        name = f"retrievals in {S} tokens, G = {G}"
-        printed[name], ours[name] = G, len(seen) / 2
-    return beside(printed, ours, "decoding of two chunks")
+        rows[f"retrievals in {S} tokens, G = {G}"] = (G, len(seen) / 2)
+    return in_pairs(rows, "decoding of two chunks")
 
 
 def retrieval_vs_landmark(claim: Claim) -> Measurement:
@@ -164,34 +160,38 @@ def retrieval_vs_landmark(claim: Claim) -> Measurement:
     DRT retrieves once a chunk for each group (`swap_frequency`).
     """
     tokens = PAPER.chunk_size / PAPER.num_groups
-    names = ("tokens a retrieval", "share of Landmark Attention's retrievals")
-    printed = (float(claim.values[0]), 1 / (12 * 64))
-    ours = (tokens, 1 / (tokens * PAPER.num_layers))
-    return beside(
-        dict(zip(names, printed, strict=True)), dict(zip(names, ours, strict=True)), "the paper's"
-    )
+    rows = {
+        "tokens a retrieval": (float(claim.values[0]), tokens),
+        "share of Landmark Attention's retrievals": (
+            1 / (12 * 64),
+            1 / (tokens * PAPER.num_layers),
+        ),
+    }
+    return in_pairs(rows, "the paper's")
 
 
 def baseline_field_768(claim: Claim) -> Measurement:
     """Compare the attention fields of BaseLM with the wider window and of DRT."""
     layers = _windows("128m_pg19_base_wide")
     c: Any = RECIPES[PAPER_DRT]().model.stack
-    printed = {"BaseLM's field": 12 * 768, "DRT's field": 12 * 512 + 6 * 512}
-    ours = {"BaseLM's field": sum(layers), "DRT's field": attention_field(c)}
-    return beside(printed, ours, f"recipes 128m_pg19_base_wide, {PAPER_DRT}")
+    rows = {
+        "BaseLM's field": (12 * 768, sum(layers)),
+        "DRT's field": (12 * 512 + 6 * 512, attention_field(c)),
+    }
+    return in_pairs(rows, f"recipes 128m_pg19_base_wide, {PAPER_DRT}")
 
 
 def baseline_14_layers(claim: Claim) -> Measurement:
     """Compare BaseLM with two layers more: its window, field and weights."""
     name = "128m_pg19_base_deep"
-    layers, names = _windows(name), ("layers", "window", *NEAR)
-    printed = (*claim.values[:2], 12 * 512 + 6 * 512, _model(PAPER_DRT).num_parameters())
-    ours = (len(layers), layers[0], sum(layers), _model(name).num_parameters())
-    return beside(
-        dict(zip(names, printed, strict=True)),
-        dict(zip(names, ours, strict=True)),
-        f"recipe {name}; its parameters beside those of {PAPER_DRT}",
-    )
+    layers, (printed_layers, window, *_) = _windows(name), claim.values
+    rows = {
+        "layers": (printed_layers, len(layers)),
+        "window": (window, layers[0]),
+        "total attention field": (12 * 512 + 6 * 512, sum(layers)),
+        "parameters": (_model(PAPER_DRT).num_parameters(), _model(name).num_parameters()),
+    }
+    return in_pairs(rows, f"recipe {name}; its parameters beside those of {PAPER_DRT}")
 
 
 def _windows(recipe: str) -> list[int]:
@@ -199,6 +199,4 @@ def _windows(recipe: str) -> list[int]:
 
 
 def _model(recipe: str) -> Any:
-    """Build a recipe's model without memory for its weights."""
-    with torch.device("meta"):
-        return RECIPES[recipe]().model.build()
+    return on_meta(RECIPES[recipe]().model)

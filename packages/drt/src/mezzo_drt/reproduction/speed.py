@@ -4,7 +4,7 @@ Each is measured into `NAME.json` below a folder. The op is checked before anyth
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.nn.lm import LM
 from mezzo_core.reproduction import Cell, Entry
+from mezzo_core.reproduction.layer_speed import build_model
 from mezzo_core.reproduction.op_speed import check_op
 from mezzo_core.reproduction.runner import Job, passes, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
@@ -46,54 +47,36 @@ _STEPS = (
 )
 
 
-@dataclass(frozen=True)
-class Sizes(AbstractSizes):
-    """The sizes of all speeds.
-
-    Attributes:
-        size: whose recipes decode, and are trained at each length.
-        prompts: tokens of Table 3's prompts, by its names.
-        new_tokens: that are timed in each pass after a prompt, whole chunks.
-        prefill: tokens of a prompt that are run at a time.
-        texts: tokens of the texts that are read.
-        segment: tokens of them that are run at a time.
-        trained: the models of Table 4, by its columns.
-        lengths: T of Figure 3a.
-        tokens: of a training step at each of these lengths.
-    """
-
-    size: str
-    prompts: Mapping[str, int]
-    new_tokens: int
-    prefill: int
-    texts: tuple[int, ...]
-    segment: int
-    trained: Mapping[str, Hyperparameters]
-    lengths: tuple[int, ...]
-    tokens: int
-
-
 def _shape(num_layers: int, d_model: int, hidden: int, seq_len: int) -> Hyperparameters:
     return replace(paper(num_layers, d_model, hidden, PG19), seq_len=seq_len)
 
 
-PAPER = Sizes(
-    device="cuda",
-    size="128m_pg19",
-    prompts={"16K": 2**14, "48K": 3 * 2**14},
-    new_tokens=128,
-    prefill=4096,
-    texts=tuple(2**i for i in range(16, 25, 2)),
-    segment=2**16,
-    trained={  # the paper prints no shapes: these are the usual ones of such sizes
-        "350M, 32K": _shape(24, 1024, 2816, 2**15),
-        "760M, 16K": _shape(24, 1536, 4096, 2**14),
-        "1.5B, 8K": _shape(28, 2048, 5632, 2**13),
-        "3B, 4K": _shape(36, 2560, 6912, 2**12),
-    },
-    lengths=(2**12, 2**14, 2**16),
-    tokens=2**16,
-)
+TRAINED = {  # the paper prints no shapes: these are the usual ones of such sizes
+    "350M, 32K": _shape(24, 1024, 2816, 2**15),
+    "760M, 16K": _shape(24, 1536, 4096, 2**14),
+    "1.5B, 8K": _shape(28, 2048, 5632, 2**13),
+    "3B, 4K": _shape(36, 2560, 6912, 2**12),
+}
+"""The sizes of Table 4, by its columns."""
+
+
+@dataclass(frozen=True)
+class Sizes(AbstractSizes):
+    """The sizes of all speeds."""
+
+    size: str = "128m_pg19"  # whose recipes decode, and are trained at each length
+    prompts: Mapping[str, int] = field(default_factory=lambda: {"16K": 2**14, "48K": 3 * 2**14})
+    """Table 3's, by its names, in tokens."""
+    new_tokens: int = 128  # that are timed in each pass after a prompt, whole chunks
+    prefill: int = 4096  # tokens of a prompt that are run at a time
+    texts: tuple[int, ...] = tuple(2**i for i in range(16, 25, 2))  # that are read, in tokens
+    segment: int = 2**16  # tokens of them that are run at a time
+    trained: Mapping[str, Hyperparameters] = field(default_factory=lambda: TRAINED)
+    lengths: tuple[int, ...] = (2**12, 2**14, 2**16)  # T of Figure 3a
+    tokens: int = 2**16  # of a training step at each of these lengths
+
+
+PAPER = Sizes()
 DRY = Sizes(
     device="cpu",
     size="tiny",
@@ -102,7 +85,7 @@ DRY = Sizes(
     prefill=48,
     texts=(96, 192),
     segment=48,
-    trained=dict.fromkeys(PAPER.trained, replace(tiny(), seq_len=64)),
+    trained=dict.fromkeys(TRAINED, replace(tiny(), seq_len=64)),
     lengths=(32, 64),
     tokens=128,
 )
@@ -113,7 +96,7 @@ def inference(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     """List Table 3: the time of a token and the state's memory, with and without offload."""
     header = {
         "title": "Decoding after a prompt (Table 3)",
-        "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
+        "setting": f"models of the size {sizes.size}, random weights, {sizes.dtype}, one "
         f"sequence: ms of a token, the mean over {sizes.new_tokens} greedy ones by CUDA graphs "
         "that were captured before, landmarks included; GB of the state on the GPU, without "
         f"weights; {PASSES} passes, one after another; {PLAIN} has nothing to offload and is "
@@ -208,7 +191,7 @@ def _training_timer(
     model: str, s: Hyperparameters, device: torch.device
 ) -> Callable[..., list[TrainingSpeed]]:
     _check_op(device)
-    lm = _build(model_config(model, s), device)
+    lm = build_model(model_config(model, s), device)
     for unit in lm.units():
         # The loop of a recurrent layer would be unrolled.
         if device.type == "cuda" and not isinstance(getattr(unit, "mixer", None), BlockRecurrent):
@@ -220,7 +203,7 @@ def reading(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     """List the time to read a text, and the memory that it takes, to millions of tokens."""
     header = {
         "title": "Time to read a text",
-        "setting": f"models of the size {sizes.size}, random weights, {_dtype(sizes)}, one "
+        "setting": f"models of the size {sizes.size}, random weights, {sizes.dtype}, one "
         f"sequence in segments of {sizes.segment} random tokens, chunks in the host's memory, one "
         "pass; peak GB: of the GPU, weights included",
         "unit": "s",
@@ -244,8 +227,8 @@ def _reading_timer(
 def _reader(sizes: Sizes, model: str, offload: bool, device: torch.device) -> LM:
     """Return a model with random weights, that keeps chunks in the host's memory if asked for."""
     s = SIZES[sizes.size]()
-    lm = _build(model_config(model, replace(s, drt=replace(s.drt, offload=offload))), device).eval()
-    return lm.bfloat16() if device.type == "cuda" else lm
+    config = model_config(model, replace(s, drt=replace(s.drt, offload=offload)))
+    return build_model(config, device, decodes=True)
 
 
 def model_config(model: str, s: Hyperparameters) -> LMConfig:
@@ -264,16 +247,6 @@ def model_config(model: str, s: Hyperparameters) -> LMConfig:
         )
     names = {WINDOW: "base", PLAIN: "base", BASE: "base", DRT1: "drt1", DRT2: "drt2"}
     return ARCHITECTURES[names[model]](s)
-
-
-def _build(config: LMConfig, device: torch.device) -> LM:
-    torch.manual_seed(0)
-    with device:
-        return config.build()
-
-
-def _dtype(sizes: Sizes) -> str:
-    return "bf16" if sizes.device == "cuda" else "float32"
 
 
 @cache

@@ -40,17 +40,17 @@ KEPT = ", states kept"
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of ops and layers."""
+    """The shapes of ops and layers; the defaults are the README's."""
 
-    batches: tuple[tuple[int, int], ...]
+    batches: tuple[tuple[int, int], ...] = ((8, 2048), (1, 16_384), (4, 16_384))
     """(B, T). Ops take all of them, layers the first two, other M the first."""
-    narrow: tuple[tuple[int, int], int, int]
+    narrow: tuple[tuple[int, int], int, int] = ((128, 512), 32, 32)
     """(B, T), M and D of GSA's op with narrow heads."""
-    num_heads: int
-    head_dim: int  # K = V of GSA; GLA's K is half of it
-    slots: tuple[int, ...]  # M of the ops; layers use the first
-    position: int  # of the token that is decoded
-    seconds: float  # for each timing
+    num_heads: int = 4
+    head_dim: int = 512  # K = V of GSA; GLA's K is half of it
+    slots: tuple[int, ...] = (64, 32, 128)  # M of the ops; layers use the first
+    position: int = 2048  # of the token that is decoded
+    seconds: float = 0.3  # for each timing
 
     @property
     def d_model(self) -> int:

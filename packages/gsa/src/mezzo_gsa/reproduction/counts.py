@@ -1,7 +1,8 @@
 """What the paper says of weights and states, counted in our untrained recipes."""
 
-import torch
-from mezzo_core.nn.lm import LM
+from typing import Any
+
+from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction.beside import beside_printed
 from mezzo_core.reproduction.measurement import Entry, How, Measurement, entries
 from mezzo_core.reproduction.published import Claim
@@ -46,10 +47,10 @@ def state_details(claim: Claim) -> Measurement:
 
 def gate_params(claim: Claim) -> Measurement:
     """Count the weights of one GSA layer of the 1.3B model."""
-    config = RECIPES["1p3b_gsa"]()
-    gsa, d = _gsa(config), config.model.d_model
-    with torch.device("meta"):
-        weights = sum(weight.numel() for weight in gsa.build(d).parameters() if weight.ndim == 2)
+    model = RECIPES["1p3b_gsa"]().model
+    gsa, d = model.mixers[0], model.d_model
+    assert isinstance(gsa, GSAConfig)
+    weights = sum(w.numel() for w in on_meta(gsa, d).parameters() if w.ndim == 2)
     ours = {
         "slots m": gsa.num_slots,
         "heads H": gsa.num_heads,
@@ -63,17 +64,8 @@ def gate_params(claim: Claim) -> Measurement:
 
 def parameters(config: TrainConfig) -> int:
     """Count the weights of a recipe's model."""
-    with torch.device("meta"):
-        return config.model.build().num_parameters()
+    return int(on_meta(config.model).num_parameters())
 
 
-def _model(recipe: str) -> LM:
-    """Build a recipe's model without memory for its weights."""
-    with torch.device("meta"):
-        return RECIPES[recipe]().model.build()
-
-
-def _gsa(config: TrainConfig) -> GSAConfig:
-    mixer = config.model.mixers[0]
-    assert isinstance(mixer, GSAConfig)
-    return mixer
+def _model(recipe: str) -> Any:
+    return on_meta(RECIPES[recipe]().model)

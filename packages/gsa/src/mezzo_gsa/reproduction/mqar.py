@@ -197,11 +197,7 @@ class SweepConfig:
     def job(self, model: str, width: int, runs: Path, variant: str = "") -> Job:
         """Return the job that trains a model at a width with each learning rate.
 
-        Args:
-            model: of `NAMES`.
-            width: C.
-            runs: where the folders of the runs are.
-            variant: the row in the result, and the beginning of the folders; empty: the model's.
+        A variant is the row in the result, and the beginning of the folders in `runs`.
 
         Raises:
             UserError: if the model cannot have this width.
@@ -229,13 +225,8 @@ class SweepConfig:
 def sweep(config: SweepConfig, out: Path, *, device: str | torch.device | None = None) -> Result:
     """Train everything that `config` asks for, narrow models first, and return the result.
 
-    A sweep that was killed goes on: runs resume from their own folders, and finished ones are only
-    read.
-
-    Args:
-        config: what to run.
-        out: the folder of the result and of the runs' folders.
-        device: None takes a GPU if there is one.
+    A sweep that was killed goes on: runs resume from their own folders in `out`, and finished ones
+    are only read.
 
     Raises:
         UserError: if a model cannot have a width, `out` has the result of another sweep or cannot

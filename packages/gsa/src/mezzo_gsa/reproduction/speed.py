@@ -1,16 +1,16 @@
 """Speeds: Figure 4 and footnote 7 (whole models of 1.3B), and ops and layers beside fla's."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Entry
 from mezzo_core.reproduction.generation_speed import time_latency
-from mezzo_core.reproduction.layer_speed import check_mixers
+from mezzo_core.reproduction.layer_speed import build_model, check_mixers
 from mezzo_core.reproduction.runner import Job, passes, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
@@ -31,42 +31,17 @@ SLOTS = {"32 slots": "gsa_m32", "64 slots": "gsa", "128 slots": "gsa_m128"}
 
 @dataclass(frozen=True)
 class Sizes(AbstractSizes):
-    """The sizes of all speeds.
+    """The sizes of all speeds."""
 
-    Attributes:
-        size: of the recipes.
-        tokens: of a batch.
-        lengths: its T.
-        prompt: tokens before generation.
-        new_tokens: after it.
-        shapes: of ops and layers.
-    """
-
-    size: str
-    tokens: int
-    lengths: tuple[int, ...]
-    prompt: int
-    new_tokens: tuple[int, ...]
-    shapes: Shapes
+    size: str = "1p3b"  # of the recipes
+    tokens: int = 16_384  # of a batch
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16_384)  # its T
+    prompt: int = 2048  # tokens before generation
+    new_tokens: tuple[int, ...] = (512, 1024, 2048)  # after it
+    shapes: Shapes = field(default_factory=Shapes)  # of ops and layers
 
 
-FULL = Sizes(
-    device="cuda",
-    size="1p3b",
-    tokens=16_384,
-    lengths=(2048, 4096, 8192, 16_384),
-    prompt=2048,
-    new_tokens=(512, 1024, 2048),
-    shapes=Shapes(
-        ((8, 2048), (1, 16_384), (4, 16_384)),
-        narrow=((128, 512), 32, 32),
-        num_heads=4,
-        head_dim=512,
-        slots=(64, 32, 128),
-        position=2048,
-        seconds=0.3,
-    ),
-)
+FULL = Sizes()
 DRY = Sizes(
     device="cpu",
     size="tiny",
@@ -108,7 +83,7 @@ def _training_timer(
     name: str, config: LMConfig, device: torch.device
 ) -> Callable[..., list[TrainingSpeed]]:
     check_mixers(config, device)
-    model = _build(config, device)
+    model = build_model(config, device)
     if name == FLA:
         fla.replace_mixers(model)
     if device.type == "cuda":
@@ -140,7 +115,7 @@ def _generate(
     config: LMConfig, sizes: Sizes, cells: tuple[Cell, ...], folder: Path, device: torch.device
 ) -> Iterator[list[Entry]]:
     check_mixers(config, device)
-    model = _build(config, device).bfloat16().eval()
+    model = build_model(config, device, decodes=True)
     state_mb = model.state_bytes(sizes.prompt + max(sizes.new_tokens)) / 1e6
     found = time_latency(model, sizes.prompt, sizes.new_tokens)
     for cell in cells:
@@ -165,12 +140,6 @@ def configure(model: str, name: str, sizes: Sizes) -> LMConfig:
         return config
     kept = (replace(m, keep_states=True) for m in config.mixers if isinstance(m, GSAConfig))
     return replace(config, mixers=tuple(kept))
-
-
-def _build(config: LMConfig, device: torch.device) -> LM:
-    torch.manual_seed(0)
-    with device:
-        return config.build()
 
 
 SPEEDS = Speeds(

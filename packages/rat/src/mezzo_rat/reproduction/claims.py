@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mezzo_core.reproduction import tiny
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, Run, View, counted, result, timed, trained
+from mezzo_core.reproduction.claims import Evidence, View, counted, result, timed, trained, viewed
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
@@ -26,7 +26,6 @@ from mezzo_core.reproduction.criteria import (
 )
 from mezzo_core.reproduction.measurement import Entry, Measurement, at_best, pick
 from mezzo_core.reproduction.outcomes import Bounds
-from mezzo_core.reproduction.published import Claim, Table
 from mezzo_core.reproduction.reproduce import Reproduction, Scale
 
 from mezzo_rat.recipes import PAPER_NAMES, RECIPES
@@ -58,6 +57,8 @@ FIRST, *_, LAST = IN_PLACE_OF
 SHARP = 1.1
 """How many times higher the loss, in nats, must be at four times the training's T to be sharp."""
 
+PHASES = ("table6", "table7")
+"""The speeds of training and of prefilling."""
 THROUGHPUT = "throughput, one of the table's columns,"
 _PPL = "perplexity, one of the table's columns,"
 _ORDER = "small models: the order alone"
@@ -87,13 +88,11 @@ def both_phases(criterion: Criterion) -> list[Evidence]:
             source=train.source and f"{train.source} and {prefill.source}",
         )
 
-    def this_run(run: Run, printed: Table | Claim) -> Measurement | None:
-        return joined(run.measured("table6"), run.measured("table7"))
-
-    def committed(run: Run, printed: Table | Claim) -> Measurement | None:
-        return joined(*(run.results.get(f"nvidia-h200/speed_table{i}") for i in (6, 7)))
-
-    return [Evidence(this_run, criterion), Evidence(committed, criterion)]
+    committed = [f"nvidia-h200/speed_{name}" for name in PHASES]
+    return [
+        viewed(lambda run: joined(*map(run.measured, PHASES)), criterion),
+        viewed(lambda run: joined(*map(run.results.get, committed)), criterion),
+    ]
 
 
 def positions_that_fit(ours: Measurement) -> Measurement:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import torch
-from mezzo_core.nn.contract import AbstractMixer, MixerConfig
-from mezzo_core.reproduction.beside import beside, beside_printed
+from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.on_meta import on_meta
+from mezzo_core.reproduction.beside import beside_printed, in_pairs
 from mezzo_core.reproduction.measurement import Entry, Measurement, entries
 from mezzo_core.reproduction.published import Claim, load_published
 from torch import nn
@@ -26,17 +27,17 @@ def flops(claim: Claim) -> Measurement:
     It is 0 for the RNN, and an L-th of attention's for RAT. The FLOPs are those of torch's counter,
     which counts masked logits in full, on a forward pass, and those of `flops_per_token`.
     """
-    ours = dict[str, float]()
-    for name, config in paper_layers(HEAD_DIM).items():
-        mixer = config.build(C)
-        ours[f"{name}, by torch"] = count_flops(mixer, 1024) - count_flops(mixer, 256)
-        ours[f"{name}, by our formula"] = mixer.flops_per_token(1024) - mixer.flops_per_token(256)
-    printed = dict.fromkeys(ours, 0.0)
-    for way in ("torch", "our formula"):
-        printed[f"Attention, by {way}"] = attention = ours[f"Attention, by {way}"]
-        printed |= {f"RAT(L={L}), by {way}": attention / L for L in (16, 64, 128)}
-    setting = f"FLOPs a token at T = 1024 minus those at 256, C = {C}, D = {HEAD_DIM}"
-    return beside(printed, ours, setting)
+    shares = {"RNN": 0.0, "Attention": 1.0, **{f"RAT(L={L})": 1 / L for L in (16, 64, 128)}}
+    ways = {"torch": count_flops, "our formula": lambda mixer, T: mixer.flops_per_token(T)}
+    mixers = {name: config.build(C) for name, config in paper_layers(HEAD_DIM).items()}
+    rows = dict[str, tuple[float, float]]()
+    for way, count in ways.items():
+        added = {name: count(mixer, 1024) - count(mixer, 256) for name, mixer in mixers.items()}
+        rows |= {
+            f"{name}, by {way}": (shares[name] * added["Attention"], ours)
+            for name, ours in added.items()
+        }
+    return in_pairs(rows, f"FLOPs a token at T = 1024 minus those at 256, C = {C}, D = {HEAD_DIM}")
 
 
 def count_flops(mixer: nn.Module, num_tokens: int) -> float:
@@ -94,9 +95,3 @@ def out_of_memory(claim: Claim) -> Measurement:
         f"computed, not run: at how many of {len(table.columns)} positions the state of one layer, "
         f"C = {width}, bfloat16, of the whole batch fits {GPU_BYTES / 1e9:.0f} GB",
     )
-
-
-def on_meta(config: MixerConfig, d_model: int) -> AbstractMixer:
-    """Build a mixer without memory for its weights."""
-    with torch.device("meta"):
-        return config.build(d_model)

@@ -3,7 +3,7 @@
 Each is measured into `speed_NAME.json` below a folder.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from mezzo_core.reproduction import Cell, Timing
 from mezzo_core.reproduction.generation_speed import Throughput, time_step, time_throughput
 from mezzo_core.reproduction.layer_speed import (
     build_layer,
+    build_model,
     check_layer,
     check_mixers,
     compiled,
@@ -48,46 +49,23 @@ GENERATING = {
 
 @dataclass(frozen=True)
 class Sizes(AbstractSizes):
-    """The sizes of all speed tables.
+    """The sizes of all speed tables."""
 
-    Attributes:
-        d_model, head_dim: C and D of the layers of Tables 6 to 8.
-        tokens: of a batch in Tables 6 and 7, for every T.
-        lengths: T of Tables 6 and 7; some are shorter than the paper's, as attention may win there.
-        positions: of the token that Table 8 generates.
-        batches: B of Table 8.
-        contexts: T of Figure 5, and the size whose recipes give the models. The first is that of
-            Table 1, the last that of Table 11.
-        new_tokens: of each sequence in Figure 5, after a prompt of T - new_tokens.
-        max_batch: of Figure 5; for a model with a small state, a larger batch no longer helps.
-        seconds: for each timing.
-    """
-
-    d_model: int
-    head_dim: int
-    tokens: int
-    lengths: tuple[int, ...]
-    positions: tuple[int, ...]
-    batches: tuple[int, ...]
-    contexts: Mapping[int, str]
-    new_tokens: int
-    max_batch: int
-    seconds: float
+    d_model: int = 2048  # C and D of the layers of Tables 6 to 8
+    head_dim: int = 128
+    tokens: int = 262_144  # of a batch in Tables 6 and 7, for every T
+    lengths: tuple[int, ...] = tuple(2**i for i in range(10, 19))
+    """T of Tables 6 and 7; some are shorter than the paper's, as attention may win there."""
+    positions: tuple[int, ...] = tuple(2**i for i in range(12, 19))  # of Table 8's token
+    batches: tuple[int, ...] = (64, 512, 1024)  # B of Table 8
+    contexts: tuple[tuple[int, str], ...] = ((4096, "1p3b"), (8192, "1p3b"), (16_384, "1p3b_16k"))
+    """T of Figure 5, that of Table 1 first and that of Table 11 last, and the recipes' size."""
+    new_tokens: int = 1024  # of each sequence in Figure 5, after a prompt of T - new_tokens
+    max_batch: int = 4096  # there; for a model with a small state, a larger batch no longer helps
+    seconds: float = 0.05  # for each timing
 
 
-FULL = Sizes(
-    device="cuda",
-    d_model=2048,
-    head_dim=128,
-    tokens=262_144,
-    lengths=tuple(2**i for i in range(10, 19)),
-    positions=tuple(2**i for i in range(12, 19)),
-    batches=(64, 512, 1024),
-    contexts={4096: "1p3b", 8192: "1p3b", 16_384: "1p3b_16k"},
-    new_tokens=1024,
-    max_batch=4096,
-    seconds=0.05,
-)
+FULL = Sizes()
 CPU = Sizes(
     device="cpu",
     d_model=128,
@@ -96,14 +74,23 @@ CPU = Sizes(
     lengths=(512, 1024, 2048, 4096),
     positions=(512, 1024, 2048, 4096),
     batches=(64,),
-    contexts={128: "tiny", 512: "tiny"},
+    contexts=((128, "tiny"), (512, "tiny")),
     new_tokens=32,
     max_batch=16,
     seconds=0.02,
 )
 DRY = Sizes(
-    *(64, 16, 128, (64, 128), (64, 128), (2, 64), {32: "tiny", 48: "tiny"}, 4, 8, 0.0),
     device="cpu",
+    d_model=64,
+    head_dim=16,
+    tokens=128,
+    lengths=(64, 128),
+    positions=(64, 128),
+    batches=(2, 64),
+    contexts=((32, "tiny"), (48, "tiny")),
+    new_tokens=4,
+    max_batch=8,
+    seconds=0.0,
 )
 """A rehearsal: the same steps at toy sizes."""
 
@@ -118,7 +105,6 @@ def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     }[name]
     batch = "whole batch" if decoding else f"{sizes.tokens:,} tokens a batch"
     bf16 = "bf16, in a CUDA graph" if decoding else "bf16 autocast over float32, torch.compile"
-    every = paper_layers(sizes.head_dim)
     header = {
         "title": title,
         "setting": f"{what} of one layer (norm, mixer, residual), {batch}, "
@@ -126,19 +112,18 @@ def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "medians of 3 passes",
         "unit": "ms",
     }
+    if decoding:
+        by_cell = {
+            (str(T), f"B={B}"): {"B": B, "position": T}
+            for B in sizes.batches
+            for T in sizes.positions
+        }
+    else:
+        by_cell = {(str(T), ""): {"B": max(1, sizes.tokens // T), "T": T} for T in sizes.lengths}
+    phase = {"table6": "train", "table7": "forward"}.get(name)
     jobs = []
-    for model, config in every.items():
-        if decoding:
-            cells = {
-                Cell(model, str(T), f"B={B}"): {"B": B, "position": T}
-                for B in sizes.batches
-                for T in sizes.positions
-            }
-        else:
-            cells = {
-                Cell(model, str(T)): {"B": max(1, sizes.tokens // T), "T": T} for T in sizes.lengths
-            }
-        phase = {"table6": "train", "table7": "forward"}.get(name)
+    for model, config in paper_layers(sizes.head_dim).items():
+        cells = {Cell(model, *place): each for place, each in by_cell.items()}
         jobs.append(timing(cells, partial(_layer_timer, config, phase, sizes), "ms"))
     return header, jobs
 
@@ -161,12 +146,11 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     130,000 tokens a second after prompts of 15,360 would otherwise mean 2 million prompt tokens a
     second, five times what an H100's peak allows a model of 1.3B weights. `with_prompt` has it.
     """
-    dtype = "bf16" if sizes.device == "cuda" else "float32"
-    recipes = ", ".join(sorted(set(sizes.contexts.values())))
+    recipes = ", ".join(sorted({size for _, size in sizes.contexts}))
     header = {
         "title": "Largest throughput of generation (Figure 5, Tables 1 and 11)",
         "setting": f"{sizes.new_tokens} new tokens after a prompt of T - {sizes.new_tokens}, "
-        f"random weights of the recipes {recipes}, {dtype}, the "
+        f"random weights of the recipes {recipes}, {sizes.dtype}, the "
         f"largest batch whose state fits (at most {sizes.max_batch}); greedy steps, in a CUDA "
         "graph on a GPU, timed at the first, middle and last position; the prompts' time is left "
         "out, as it must be in the paper's numbers, and is in the details; 3 passes",
@@ -179,7 +163,7 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
             partial(_generation_timer, recipe(size, architecture).model, sizes),
             "tokens_per_second",
         )
-        for T, size in sizes.contexts.items()
+        for T, size in sizes.contexts
         for name, architecture in GENERATING.items()
     ]
     return header, jobs
@@ -189,9 +173,7 @@ def _generation_timer(
     config: LMConfig, sizes: Sizes, device: torch.device
 ) -> Callable[..., list[Throughput]]:
     check_mixers(config, device)
-    with device:
-        model = config.build().eval()
-    model = model.bfloat16() if device.type == "cuda" else model
+    model = build_model(config, device, decodes=True)
     return partial(time_throughput, model, max_batch=sizes.max_batch, seconds=sizes.seconds)
 
 

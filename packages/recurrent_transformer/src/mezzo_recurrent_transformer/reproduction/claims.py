@@ -29,7 +29,7 @@ from mezzo_core.reproduction.reproduce import Reproduction, Scale
 from mezzo_core.reproduction.tiny import SMOKE, Budget
 
 from mezzo_recurrent_transformer.recipes import PAPER_NAMES, RECIPES, with_layers
-from mezzo_recurrent_transformer.reproduction import counts, settings, speed
+from mezzo_recurrent_transformer.reproduction import counts, speed
 from mezzo_recurrent_transformer.reproduction.speed import EAGER, GRAPH, NAIVE
 from mezzo_recurrent_transformer.reproduction.synthetic import SweepConfig
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
@@ -105,7 +105,7 @@ def _settings(**rounded: float) -> list[Evidence]:
         "sweep": lambda: sweep,
         "synthetic": lambda: sweep.run("recurrent", TASKS["copying"], 1e-3, 0.0, 0),
     }
-    further = {"epsilon": settings.epsilon, "bias": settings.largest_bias}
+    further = {"epsilon": counts.epsilon, "bias": counts.largest_bias}
     return [in_recipes(recipes, rounded, **further)]
 
 
@@ -146,9 +146,9 @@ ANSWERS = {
     ],
     "rt.claim.latency_scaling": speeds("length", _GROWTH),
     "rt.claim.kv_cache_30": [
-        counted(settings.kv_cache_30, _CACHE, note="the cache alone; for the loss see rt.table1")
+        counted(counts.kv_cache_30, _CACHE, note="the cache alone; for the loss see rt.table1")
     ],
-    "rt.claim.kv_cache_sqrt": [counted(settings.kv_cache_sqrt, Within(settings.SCALED))],
+    "rt.claim.kv_cache_sqrt": [counted(counts.kv_cache_sqrt, Within(counts.SCALED))],
     "rt.claim.delta_ce_12": [small(Order((with_layers(RT, 12), with_layers(XFMR, 12))))],
     "rt.claim.delta_ce_6": [
         small(Order((with_layers(RT, 6), with_layers(XFMR, 6)))),
@@ -175,7 +175,7 @@ ANSWERS = {
     "rt.claim.hyper_300m_training": _settings(tokens=0.1),
     "rt.claim.hyper_optimizer": _settings(),
     "rt.claim.hyper_150m": _settings(tokens=0.1),
-    "rt.claim.width_scaling": [counted(settings.width_scaling, Within(settings.SCALED))],
+    "rt.claim.width_scaling": [counted(counts.width_scaling, Within(counts.SCALED))],
     "rt.claim.hyper_synthetic": _settings(),
     "rt.claim.hyper_synthetic_optimizer": _settings(),
 }

@@ -1,4 +1,4 @@
-"""What is counted of the schedule and of a step: loads, arithmetic, launches."""
+"""What is counted: loads, arithmetic and launches of the schedule; caches, widths of recipes."""
 
 import math
 from collections.abc import Iterable
@@ -6,18 +6,27 @@ from functools import cache
 from typing import Any
 
 import torch
-from mezzo_core.reproduction.beside import beside, growth
-from mezzo_core.reproduction.measurement import Measurement
+from mezzo_core.nn.on_meta import on_meta
+from mezzo_core.positions import alibi_slopes
+from mezzo_core.reproduction.beside import growth, in_pairs
+from mezzo_core.reproduction.measurement import How, Measurement, entries
 from mezzo_core.reproduction.published import Claim
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.optim import build_optimizer
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
+from mezzo_recurrent_transformer.recipes import RECIPES
 from mezzo_recurrent_transformer.schedule import Softmax, Tile, fold, tiled_forward, tiles
 
 NAIVE, TILED = "naive", "tiled"
 LENGTHS = (2**8, 2**14)
 HEAD_DIM = 8
+SCALED = {f"{what}, {size}": 0.05 for what in ("width", "KV cache") for size in ("150m", "300m")}
+"""Widths are multiples of a head's: they scale by 1.375 and 1.455 in the place of sqrt(2)."""
+SCALED["scale"] = 0.05
 
 
 @cache
@@ -83,13 +92,12 @@ def tile_intensity(claim: Claim) -> Measurement:
 
     torch counts the arithmetic, but no product with a single key, which is no matrix product to it.
     """
-    ours, printed = dict[str, float](), dict[str, float]()
+    rows = {}
     for queries, keys in ((1, 64), (4, 4), (64, 4), (16, 64), (64, 64)):
         flops, numbers = _tile_costs(queries, keys)
-        name = f"{queries} queries, {keys} keys"
-        ours[name] = flops / 2 / numbers
-        printed[name] = 2 * queries * keys / (queries + 2 * keys)
-    return beside(printed, ours, "multiplications of a tile for each number of q, k, v")
+        printed = 2 * queries * keys / (queries + 2 * keys)
+        rows[f"{queries} queries, {keys} keys"] = (printed, flops / 2 / numbers)
+    return in_pairs(rows, "multiplications of a tile for each number of q, k, v")
 
 
 def tile_example(claim: Claim) -> Measurement:
@@ -97,11 +105,11 @@ def tile_example(claim: Claim) -> Measurement:
 
     The example leaves the load of the queries out; its footnote counts it.
     """
-    ours = {}
-    for queries in (1, 4):
+    rows = {}
+    for queries, printed in zip((1, 4), claim.values, strict=True):
         flops, numbers = _tile_costs(queries, 4)
-        ours[f"{queries} of 4"] = flops / 2 / (numbers - queries * HEAD_DIM)
-    return beside(dict(zip(ours, map(float, claim.values), strict=True)), ours, "one tile")
+        rows[f"{queries} of 4"] = (printed, flops / 2 / (numbers - queries * HEAD_DIM))
+    return in_pairs(rows, "one tile")
 
 
 def _tile_costs(queries: int, keys: int) -> tuple[int, int]:
@@ -147,3 +155,52 @@ def mlp_batch(claim: Claim) -> Measurement:
 
     setting = f"FLOPs of the MLP for each number that it moves, C = {C}, batches"
     return growth({"intensity as B": (intensity, float)}, (2, 128), setting)
+
+
+def kv_cache_30(claim: Claim) -> Measurement:
+    """Compute the cache of a sequence of T tokens with 6 layers and with 12, at 300M weights."""
+    rows = {f"{n} layers": [_cache(f"300m_{n}_recurrent") / 1e6] for n in (12, 6)}
+    setting = "keys and values of 512 tokens in float32, recipes 300m_12_recurrent and 300m_6_..."
+    return Measurement(entries(rows, ("MB",)), ("MB",), setting, How.PAPER, unit="MB")
+
+
+def kv_cache_sqrt(claim: Claim) -> Measurement:
+    """Compare width and cache with 12 layers and with 6 with the square root of 2."""
+    rows = {}
+    for size in ("150m", "300m"):
+        deep, wide = (f"{size}_{layers}_recurrent" for layers in (12, 6))
+        rows[f"width, {size}"] = (math.sqrt(2), _width(wide) / _width(deep))
+        rows[f"KV cache, {size}"] = (math.sqrt(2), _cache(deep) / _cache(wide))
+    return in_pairs(rows, "half the layers, alpha = 2, at 150M and at 300M weights")
+
+
+def width_scaling(claim: Claim) -> Measurement:
+    """Compare the widths of the 300M recipes."""
+    twelve, six = (_width(f"300m_{layers}_recurrent") for layers in (12, 6))
+    rows = {
+        "width at 12 layers": (claim.values[0], twelve),
+        "width at 6 layers": (claim.values[1], six),
+        "scale": (math.sqrt(2), six / twelve),
+    }
+    return in_pairs(rows, "recipes 300m_12_recurrent, 300m_6_recurrent")
+
+
+def epsilon(config: TrainConfig) -> float:
+    """Return the epsilon of a recipe's optimizer."""
+    return float(build_optimizer(nn.Linear(1, 1), config.optim).defaults["eps"])
+
+
+def largest_bias(config: TrainConfig) -> float:
+    """Return the maximum ALiBi bias of a recipe: the exponent of the smallest slope."""
+    stack = on_meta(config.model).stack
+    layer = stack.blocks[0].config
+    return -math.log2(float(alibi_slopes(stack.d_model // layer.head_dim, layer.alibi)[-1]))
+
+
+def _width(recipe: str) -> int:
+    return RECIPES[recipe]().model.d_model
+
+
+def _cache(recipe: str) -> int:
+    config = RECIPES[recipe]()
+    return int(on_meta(config.model).state_bytes(config.seq_len))

@@ -5,16 +5,20 @@ op: it is Algorithm 1 in eager PyTorch (`schedule`), launched from Python or as 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from mezzo_core.nn.lm import LM
 from mezzo_core.reproduction import Cell, Timing, captured, measure
 from mezzo_core.reproduction.generation_speed import Throughput, time_throughput
-from mezzo_core.reproduction.layer_speed import build_layer, check_layer, compiled
+from mezzo_core.reproduction.layer_speed import (
+    build_layer,
+    build_model,
+    check_layer,
+    compiled,
+)
 from mezzo_core.reproduction.runner import Job, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 from mezzo_core.reproduction.timing import WARMUP_CALLS
@@ -44,54 +48,24 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Sizes(AbstractSizes):
-    """The sizes of all speeds.
+    """The sizes of all speeds."""
 
-    Attributes:
-        d_model, head_dim: C and D of a layer.
-        seq_len: T of Table 2.
-        batches: B of Table 2.
-        batch: B of the latency over the length.
-        lengths: its T.
-        naive: the longest T at which the naive loop is timed; it reads T^2 positions.
-        trained: the size whose recipes are trained, by its layers.
-        most_trained: sequences of a training step, if the recipe computes more at once.
-        contexts: tokens of a generated sequence in the end.
-        new_tokens: those of them that follow the prompt.
-        most_generated: sequences that are generated at once, if more fit.
-        seconds: for each timing.
-    """
-
-    d_model: int
-    head_dim: int
-    seq_len: int
-    batches: tuple[int, ...]
-    batch: int
-    lengths: tuple[int, ...]
-    naive: int
-    trained: Mapping[int, str]
-    most_trained: int
-    contexts: tuple[int, ...]
-    new_tokens: int
-    most_generated: int
-    seconds: float
+    d_model: int = 1024  # C and D of a layer
+    head_dim: int = 64
+    seq_len: int = 512  # T of Table 2
+    batches: tuple[int, ...] = tuple(2**i for i in range(5, 12))  # B of Table 2
+    batch: int = 512  # B of the latency over the length
+    lengths: tuple[int, ...] = tuple(2**i for i in range(6, 13))  # its T
+    naive: int = 1024  # the longest T of the naive loop, which reads T^2 positions
+    trained: tuple[str, ...] = ("300m_12", "300m_6")  # the recipes' sizes, by DEPTHS
+    most_trained: int = 512  # sequences of a training step, if the recipe computes more at once
+    contexts: tuple[int, ...] = (512, 4096)  # tokens of a generated sequence in the end
+    new_tokens: int = 128  # those of them that follow the prompt
+    most_generated: int = 2048  # sequences that are generated at once, if more fit
+    seconds: float = 0.05  # for each timing
 
 
-FULL = Sizes(
-    device="cuda",
-    d_model=1024,
-    head_dim=64,
-    seq_len=512,
-    batches=tuple(2**i for i in range(5, 12)),
-    batch=512,
-    lengths=tuple(2**i for i in range(6, 13)),
-    naive=1024,
-    trained={12: "300m_12", 6: "300m_6"},
-    most_trained=512,
-    contexts=(512, 4096),
-    new_tokens=128,
-    most_generated=2048,
-    seconds=0.05,
-)
+FULL = Sizes()
 DRY = Sizes(
     device="cpu",
     d_model=32,
@@ -101,7 +75,7 @@ DRY = Sizes(
     batch=2,
     lengths=(4, 8),
     naive=8,
-    trained=dict.fromkeys(DEPTHS, "tiny"),
+    trained=("tiny", "tiny"),
     most_trained=1,
     contexts=(8,),
     new_tokens=4,
@@ -122,7 +96,7 @@ def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "title": f"One layer: {what}",
         "setting": f"forward of one layer, attention and MLP, C = {sizes.d_model}, heads of "
         f"{sizes.head_dim}, {f'T = {sizes.seq_len}' if by_batch else f'B = {sizes.batch}'}, "
-        f"{_dtype(sizes)}; naive: the definition in eager PyTorch, a token at a "
+        f"{sizes.dtype}; naive: the definition in eager PyTorch, a token at a "
         "time; tiled: Algorithm 1 in eager PyTorch; the Transformer compiled; medians of "
         f"{PASSES} passes",
         "unit": "ms",
@@ -195,7 +169,7 @@ def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     }
     jobs = []
     for model, (depth, architecture) in MODELS.items():
-        config = recipe(sizes.trained[depth], architecture)
+        config = recipe(sizes.trained[DEPTHS.index(depth)], architecture)
         B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
         cells = {Cell(model, "tokens/s"): {"B": B, "T": config.seq_len, "passes": PASSES}}
         jobs.append(timing(cells, partial(_training_timer, config), "tokens_per_second"))
@@ -205,7 +179,7 @@ def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
 def _training_timer(
     config: TrainConfig, device: torch.device
 ) -> Callable[..., list[TrainingSpeed]]:
-    model = _build(config, device)
+    model = build_model(config.model, device)
     if device.type == "cuda" and config.compile:
         for unit in model.stack.units():
             unit.compile(dynamic=False)
@@ -216,7 +190,7 @@ def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     """List the tokens a second that the 300M models generate, each at its largest batch."""
     header = {
         "title": "Decoding of the 300M models",
-        "setting": f"models of the recipes of {_recipes(sizes)}, {_dtype(sizes)}; the last "
+        "setting": f"models of the recipes of {_recipes(sizes)}, {sizes.dtype}; the last "
         f"{sizes.new_tokens} of T tokens, by a CUDA graph of a step, at the largest batch B that "
         f"fits, at most {sizes.most_generated}",
         "unit": "tokens/s",
@@ -228,7 +202,7 @@ def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
             Cell(model, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}
             for T in sizes.contexts
         }
-        config = recipe(sizes.trained[depth], architecture)
+        config = recipe(sizes.trained[DEPTHS.index(depth)], architecture)
         jobs.append(timing(cells, partial(_decoding_timer, config, sizes), "tokens_per_second"))
     return header, jobs
 
@@ -236,24 +210,13 @@ def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
 def _decoding_timer(
     config: TrainConfig, sizes: Sizes, device: torch.device
 ) -> Callable[..., list[Throughput]]:
-    model = _build(config, device).eval()
-    model = model.bfloat16() if device.type == "cuda" else model
+    model = build_model(config.model, device, decodes=True)
     limits: dict[str, Any] = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
     return partial(time_throughput, model, passes=PASSES, **limits)
 
 
-def _build(config: TrainConfig, device: torch.device) -> LM:
-    torch.manual_seed(0)
-    with device:
-        return config.model.build()
-
-
 def _recipes(sizes: Sizes) -> str:
-    return ", ".join(dict.fromkeys(sizes.trained.values()))
-
-
-def _dtype(sizes: Sizes) -> str:
-    return "bf16" if sizes.device == "cuda" else "float32"
+    return ", ".join(dict.fromkeys(sizes.trained))
 
 
 SPEEDS = Speeds(

@@ -202,15 +202,8 @@ def sweep(
     It gets two entries for each model, task and seed, exact match and token accuracy of the run
     that has the best exact match, the first with that run's details, and those of the `others`. A
     sweep that was killed goes on: runs resume from their own folders, and finished ones are only
-    read. One for the other model goes on in the same file.
-
-    Args:
-        config: what to run.
-        out: the folder of the result.
-        name: of the result's file.
-        runs: the folder of the runs' folders; None: `out`.
-        device: None takes a GPU if there is one.
-        jobs: models trained at the same time, see `run`.
+    read. One for the other model goes on in the same file. `runs` is the folder of the runs'
+    folders, `out` if None; `jobs` models are trained at the same time, see `run`.
 
     Raises:
         UserError: if `out` has the result of another sweep or cannot be written, or there is no
