@@ -1,12 +1,14 @@
 """Each script of experiments/, rehearsed on a CPU: it fills the files that claims read."""
 
+import runpy
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from mezzo_core.reproduction import gpus
 from mezzo_core.reproduction.result_file import read_file
-from mezzo_core.testing.scripts import run_script
 from mezzo_core.train.log import RunLog
 from mezzo_drt.recipes import PAPER_NAMES
 
@@ -39,6 +41,13 @@ WORDS = {
     ),
 }
 """What is said besides: a few models show what all do."""
+
+
+def run_script(path, *words):
+    """Run a script on a command line in this process, and return its exit code."""
+    with patch.object(sys, "argv", [str(path), *words]), pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    return end.value.code
 
 
 def test_every_script_is_rehearsed():

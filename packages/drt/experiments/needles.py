@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mezzo_core.data import DataConfig, load_tokenizer
@@ -81,23 +81,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of models, trainings and rows.
+    """The sizes of models, trainings and rows."""
 
-    Attributes:
-        d_model: C.
-        stack: of DRT with one retrieval, whose layers and widths the others take too.
-        stages: those of each result; those of `two_hop` follow on those of `passkey`.
-        columns: the lengths of each result.
-        samples: test rows of each length.
-        segment: tokens that the model reads at a time.
-    """
-
-    d_model: int
-    stack: DRTConfig
-    stages: Mapping[str, tuple[Stage, ...]]
-    columns: Mapping[str, tuple[str, ...]]
-    samples: Mapping[str, int]
-    segment: int
+    d_model: int  # C
+    stack: DRTConfig  # of DRT with one retrieval, whose layers and widths the others take too
+    stages: Mapping[str, tuple[Stage, ...]]  # of each result; `two_hop` follows on `passkey`
+    columns: Mapping[str, tuple[str, ...]]  # the lengths of each result
+    samples: Mapping[str, int]  # test rows of each length
+    segment: int  # tokens that the model reads at a time
 
 
 FULL = Sizes(
@@ -159,13 +150,6 @@ DRY = Sizes(
 """A rehearsal on a CPU: the same steps at toy sizes."""
 
 
-class Run(NamedTuple):
-    """A stage of a training, and its folder."""
-
-    home: Path
-    config: TrainConfig
-
-
 def measure(options: Options) -> None:
     """Train and measure all models on one task, and then, from there on, on the next."""
     sizes = DRY if options.dry_run else FULL
@@ -197,7 +181,7 @@ def train_and_ask(
     """
     model, _, _, seed = cells[0]
     runs = runs_of(name, model, seed, sizes, options)
-    for home, config in runs:
+    for home, config in runs.items():
         details = measure_run(config, home, device, resume=True)
     say(f"{model}: trained on {name}, seed {seed}")
     for cell in cells:
@@ -206,7 +190,7 @@ def train_and_ask(
             samples = min(samples, max(1, LANDMARK_TOKENS // T))
         task = replace(on_text(sizes.stages[name][-1].task, sizes, options), test_rows=samples)
         rows = min(max(1, TOGETHER // T), samples)
-        lm = load(model, runs[-1].home / "model", sizes, options, device)
+        lm = load(model, home / "model", sizes, options, device)
         data = task.build(T, token_store())
         found = attempt(partial(ask, lm, data, rows, sizes.segment, device))
         told = {"samples": samples, "rows": rows} if found != OOM else {}
@@ -216,12 +200,15 @@ def train_and_ask(
         yield [cell.entry(value, **told, **({} if isinstance(found, str) else found[0]))]
 
 
-def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> list[Run]:
-    """Return the runs that lead to a model of a result's task, with their folders."""
-    runs: list[Run] = []
+def runs_of(
+    name: str, model: str, seed: int, sizes: Sizes, options: Options
+) -> dict[Path, TrainConfig]:
+    """Return the runs that lead to a model of a result's task, by their folders, in order."""
+    runs: dict[Path, TrainConfig] = {}
+    before: str | None = None
     for task in STAGES_OF[name]:
         for i, stage in enumerate(sizes.stages[task]):
-            home = folder_of(task, model, seed, i, options)
+            home = options.runs / f"{task}_{MODELS.index(model)}_{seed}_{i}"
             config = TrainConfig(
                 name=f"{task}_{i}",
                 model=configure(model, sizes, options),
@@ -237,13 +224,13 @@ def runs_of(name: str, model: str, seed: int, sizes: Sizes, options: Options) ->
                 stop_at_accuracy=stage.until,
                 checkpoint_every=stage.steps,
                 cuda_graph=options.cuda_graph,
-                init_from=str(runs[-1].home / "model") if runs else None,
+                init_from=before,
             )
             if model == LANDMARK:
                 length = min(config.seq_len, LANDMARK_LEN)
                 rows = min(config.batch_size * config.seq_len // length, LANDMARK_ROWS)
                 config = replace(config, batch_size=rows, seq_len=length)
-            runs.append(Run(home, config))
+            runs[home], before = config, str(home / "model")
     return runs
 
 
@@ -300,11 +287,6 @@ def on_text(task: AbstractNeedleConfig, sizes: Sizes, options: Options) -> Abstr
     """Return a task in the given text."""
     text = DataConfig(options.data, options.tokenizer, validation_fraction=HELD_OUT)
     return replace(task, text=text, chunk_size=sizes.stack.chunk_size)
-
-
-def folder_of(name: str, model: str, seed: int, stage: int, options: Options) -> Path:
-    """Return the folder of a stage's run."""
-    return options.runs / f"{name}_{MODELS.index(model)}_{seed}_{stage}"
 
 
 def header(name: str, sizes: Sizes, options: Options) -> Header:

@@ -4,6 +4,7 @@ import runpy
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ TABLES = {PASSKEY: "drt.table2.single_niah", TWO_HOP: "drt.table2.two_hop_niah"}
 
 def dry_run(folder, *words):
     folders = ["--out", str(folder / "results/cpu"), "--runs", str(folder / "runs")]
-    command = ["--dry-run", "--seeds", "0", *folders, *words]
-    return needles.run_script(
-        needles.measure, "Find.", needles.MODELS, trains=True, parallel=True, words=command
-    )
+    command = ["needles.py", "--dry-run", "--seeds", "0", *folders, *words]
+    with patch("sys.argv", command):
+        return needles.run_script(
+            needles.measure, "Find.", needles.MODELS, trains=True, parallel=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +64,11 @@ def test_stages_follow_one_another():
     options = Options(Path("out"), (), torch.device("cpu"), dry_run=False, data="texts")
     runs = needles.runs_of(TWO_HOP, DRT2, 1, needles.FULL, options)
     assert len(runs) == sum(map(len, needles.FULL.stages.values()))
-    assert runs[0].config.init_from is None
-    for before, after in pairwise(runs):
-        assert after.config.init_from == str(before.home / "model")
-    assert {run.config.data.text.source for run in runs} == {"texts"}
-    assert {run.config.data.chunk_size for run in runs} == {64}
-    landmark = [run.config for run in needles.runs_of(PASSKEY, LANDMARK, 0, needles.FULL, options)]
+    assert next(iter(runs.values())).init_from is None
+    for (before, _), (_, after) in pairwise(runs.items()):
+        assert after.init_from == str(before / "model")
+    assert {config.data.text.source for config in runs.values()} == {"texts"}
+    assert {config.data.chunk_size for config in runs.values()} == {64}
+    landmark = [*needles.runs_of(PASSKEY, LANDMARK, 0, needles.FULL, options).values()]
     assert [config.seq_len for config in landmark] == [512, 768, 768, 768]
     assert {config.batch_size for config in landmark} == {16}, "short rows, so more of them"

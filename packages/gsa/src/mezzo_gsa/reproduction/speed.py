@@ -115,7 +115,7 @@ def _generate(
     config: LMConfig, sizes: Sizes, cells: tuple[Cell, ...], folder: Path, device: torch.device
 ) -> Iterator[list[Entry]]:
     check_mixers(config, device)
-    model = build_model(config, device, decodes=True)
+    model = build_model(config, device).bfloat16().eval()
     state_mb = model.state_bytes(sizes.prompt + max(sizes.new_tokens)) / 1e6
     found = time_latency(model, sizes.prompt, sizes.new_tokens)
     for cell in cells:
