@@ -20,7 +20,7 @@ from mezzo_core.reproduction import Header, Options, run_script
 from mezzo_core.reproduction.training import in_words, sweep
 from mezzo_core.train.config import OptimConfig
 from mezzo_rat.recipes import PAPER_NAMES, SHORT_RUN, mid, tiny, train_config
-from mezzo_rat.reproduction.trainings import STARTED
+from mezzo_rat.reproduction.claims import STARTED
 
 MODELS = {model: name for name, model in PAPER_NAMES.items()}
 MODELS |= {f"RNN{STARTED}": "rnn_span16", f"RAT(L=64){STARTED}": "rat_l64_span16"}

@@ -27,7 +27,7 @@ from mezzo_core.reproduction.runner import run
 from mezzo_core.reproduction.training import in_words, loss_by_length, of_model, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
-from mezzo_rat.reproduction.trainings import FULL_QK, NOPE, STARTED, TOKEN_ROPE
+from mezzo_rat.reproduction.claims import FULL_QK, NOPE, STARTED, TOKEN_ROPE
 
 SIX = {model: name for name, model in PAPER_NAMES.items()}
 IN_CONTEXTS = {

@@ -30,24 +30,20 @@ from mezzo_core.reproduction.reproduce import Reproduction, Scale
 
 from mezzo_rat.recipes import PAPER_NAMES, RECIPES
 from mezzo_rat.reproduction import counts, speed
-from mezzo_rat.reproduction.trainings import (
-    ATTENTION,
-    CONTEXTS,
-    FULL_QK,
-    HYBRID,
-    IN_PLACE_OF,
-    LONG,
-    NOPE,
-    PERPLEXITY,
-    POSITIONS,
-    RAT,
-    RAT64,
-    RNN,
-    SIX,
-    TOKEN_ROPE,
-    WINDOWS,
-)
 
+RNN, RAT, RAT64, ATTENTION = "RNN", "RAT(L=16)", "RAT(L=64)", "Attention"
+HYBRID, WINDOWS = "RAT(L=16)-SWA", "Attention-SWA"
+STARTED = f", started as {RAT}"
+"""Follows the name of a model whose gates remember as few tokens as RAT's at the start."""
+FULL_QK, TOKEN_ROPE = f"{RAT64}, full q and k", f"{RAT64}, RoPE by token"
+NOPE = " NoPE"
+"""Follows the name of a hybrid without positions in its global layers."""
+PERPLEXITY = "Val. PPL"
+SIX = "nvidia-h200/train_six"
+CONTEXTS = "nvidia-h100/train_contexts"
+LONG, POSITIONS = "nvidia-h100/train_long", "nvidia-h100/train_positions"
+IN_PLACE_OF = {"T=1024": "T=8192", "T=2048": "T=16384", "T=4096": "T=32768"}
+"""The contexts of CONTEXTS, and Table 9's in whose place they stand."""
 BETWEEN = (ATTENTION, RAT, RAT64, RNN)
 LENGTHS = tuple(str(2**i) for i in range(12, 19))
 """The lengths of Tables 6 and 7, and the positions of Table 8."""
