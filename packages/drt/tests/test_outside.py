@@ -136,7 +136,7 @@ def test_training_leaves_it_as_it_was(encoder):
     before = {name: x.clone() for name, x in model.state_dict().items()}
     optimizer = build_optimizer(model, OptimConfig(lr=0.1))
     tokens = torch.randint(VOCAB, (2, 40))
-    torch.compile(model.loss, fullgraph=True, backend="aot_eager")(tokens, tokens).backward()
+    torch.compile(model.loss, fullgraph=True, backend="eager")(tokens, tokens).backward()
     optimizer.step()
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name]) == ("outside" in name), name

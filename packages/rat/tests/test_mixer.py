@@ -172,14 +172,3 @@ def test_flops_are_those_that_torch_counts_and_the_elementwise_ones(chunk_size, 
 def test_impossible_configurations_are_refused_when_they_are_built(config, message):
     with pytest.raises(ValueError, match=message):
         config.build(C)
-
-
-def test_the_whole_mixer_compiles_without_a_graph_break():
-    torch._dynamo.reset()
-    mixer, x = RATConfig(4, head_dim=4).build(C), torch.randn(1, 10, C)
-    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
-    borders = torch.tensor([0, 3, 10])
-    assert_close("training", compiled(x)[0], mixer(x)[0], rtol=1e-5)
-    assert_close(
-        "packed", compiled(x, cu_seqlens=borders)[0], mixer(x, cu_seqlens=borders)[0], rtol=1e-5
-    )

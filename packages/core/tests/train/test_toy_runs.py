@@ -54,18 +54,6 @@ def test_sharded_and_killed_in_two_processes_it_goes_on_in_one(
         torch.testing.assert_close(models[0][name], weight, rtol=1e-3, atol=1e-5)
 
 
-def test_it_compiles_in_one_graph(config):
-    torch.manual_seed(0)
-    model = config.model.build()
-    tokens = torch.randint(0, 257, (2, 6))  # the fifth reads what the first four told
-    torch.compiler.reset()
-    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
-    found = [loss(tokens[:, :-1], tokens[:, 1:]) for loss in (compiled, model.loss)]
-    grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in found]
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(*grads)
-
-
 @pytest.mark.gpu
 def test_a_cuda_graph_generates_what_the_full_forward_does(config):
     torch.manual_seed(0)

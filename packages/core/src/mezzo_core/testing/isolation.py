@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mezzo_core.nn.contract import AbstractSequenceModule
 
-_BAD = (float("nan"), float("inf"), float("-inf"), 1e38)  # the last: finite, but not its square
+_NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
+_LARGE = (1e38,)  # finite, but not its square
 
 
 def check_isolated(
@@ -37,19 +38,15 @@ def check_isolated(
     """
     x = normal(module, (batch, num_tokens, module.d_model), seed)
     with torch.no_grad():
-        _check_isolated_tokens(module, x, sorted({0, 1, num_tokens // 2, num_tokens - 1}), _BAD)
+        for values in (_NOT_FINITE, _LARGE):
+            places = sorted({0, 1, num_tokens // 2, num_tokens - 1})
+            _check_isolated_tokens(module, x, places, values)
+            _check_isolated_steps(module, x, values)
+            _check_isolated_packing(module, x[:1], values)
+            _check_isolated_padding(module, x, values)
         if long:
             longer = normal(module, (batch, long, module.d_model), seed)
-            _check_isolated_tokens(module, longer, [long - 2], _BAD[:1])
-        decoded = _forward_and_steps(module, x)
-        for bad in _BAD:
-            t, other = num_tokens // 2, x.clone()
-            other[0, t] = bad
-            found, where = _forward_and_steps(module, other), f"{bad} in token {t} reached"
-            assert torch.equal(found[0, :t], decoded[0, :t]), f"{where} the past by a state"
-            assert torch.equal(found[1:], decoded[1:]), f"{where} another row by a state"
-            _check_isolated_packing(module, x[:1], bad)
-            _check_isolated_padding(module, x, bad)
+            _check_isolated_tokens(module, longer, [long - 2], _NOT_FINITE[:1])
     _check_isolated_gradients(module, x[:1])
 
 
@@ -57,28 +54,55 @@ def _check_isolated_tokens(
     module: AbstractSequenceModule, x: Tensor, tokens: Sequence[int], values: Sequence[float]
 ) -> None:
     """Spoil one token of the first row after the other."""
-    y, _ = module(x)
-    for bad, t in product(values, tokens):
-        other = x.clone()
-        other[0, t] = bad
-        found, _ = module(other)
+    tried = list(product(values, tokens))
+    clean, spoilt = _repeated(x, tried)
+    y, found = (module(rows)[0].split(len(x)) for rows in (clean, spoilt))
+    for (bad, t), ours, wanted in zip(tried, found, y, strict=True):
         where = f"{bad} in token {t}"
-        assert torch.equal(found[0, :t], y[0, :t]), f"{where} reached the past"
-        assert torch.equal(found[1:], y[1:]), f"{where} reached another row"
-        hidden = bad != bad and bool(found[0, t].isfinite().all())
+        assert torch.equal(ours[0, :t], wanted[0, :t]), f"{where} reached the past"
+        assert torch.equal(ours[1:], wanted[1:]), f"{where} reached another row"
+        hidden = bad != bad and bool(ours[0, t].isfinite().all())
         assert not hidden, f"{where} does not show there"
 
 
-def _check_isolated_packing(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
-    """Spoil one of three packed sequences after the other."""
-    borders = _three_sequences(x)
-    y, _ = module(x, cu_seqlens=borders)
-    for start, end in pairwise(borders.tolist()):
-        other = x.clone()
-        other[:, start:end] = bad
-        found, _ = module(other, cu_seqlens=borders)
-        same = torch.equal(found[:, :start], y[:, :start]) and torch.equal(
-            found[:, end:], y[:, end:]
+def _check_isolated_steps(
+    module: AbstractSequenceModule, x: Tensor, values: Sequence[float]
+) -> None:
+    """Spoil the token in the middle of the first row, and go on with steps."""
+    t = x.shape[1] // 2
+    clean, spoilt = _repeated(x, [(bad, t) for bad in values])
+    y, found = (_forward_and_steps(module, rows).split(len(x)) for rows in (clean, spoilt))
+    for bad, ours, wanted in zip(values, found, y, strict=True):
+        where = f"{bad} in token {t} reached"
+        assert torch.equal(ours[0, :t], wanted[0, :t]), f"{where} the past by a state"
+        assert torch.equal(ours[1:], wanted[1:]), f"{where} another row by a state"
+
+
+def _repeated(x: Tensor, tried: Sequence[tuple[float, int]]) -> tuple[Tensor, Tensor]:
+    """Return all rows once for each value and token, and the same with them in the first row."""
+    clean = x.repeat(len(tried), 1, 1)
+    spoilt = clean.clone()
+    for i, (bad, t) in enumerate(tried):
+        spoilt[i * len(x), t] = bad
+    return clean, spoilt
+
+
+def _check_isolated_packing(
+    module: AbstractSequenceModule, x: Tensor, values: Sequence[float]
+) -> None:
+    """Spoil one of three packed sequences after the other; all trials are packed in one row."""
+    T, ends = x.shape[1], _three_sequences(x).tolist()
+    tried = list(product(values, pairwise(ends)))
+    clean = x.repeat(1, len(tried), 1)
+    spoilt = clean.clone()
+    for i, (bad, (start, end)) in enumerate(tried):
+        spoilt[:, i * T + start : i * T + end] = bad
+    borders = [0, *(i * T + end for i in range(len(tried)) for end in ends[1:])]
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+    y, found = (module(row, cu_seqlens=cu_seqlens)[0].split(T, 1) for row in (clean, spoilt))
+    for (bad, (start, end)), ours, wanted in zip(tried, found, y, strict=True):
+        same = torch.equal(ours[:, :start], wanted[:, :start]) and torch.equal(
+            ours[:, end:], wanted[:, end:]
         )
         assert same, f"{bad} in a packed sequence reached another one"
 
@@ -89,7 +113,7 @@ def _check_isolated_gradients(module: AbstractSequenceModule, x: Tensor) -> None
     _, start, end, _ = borders.tolist()
     given = [x, normal(module, tuple(x.shape), end)]
     clean = _gradients(module, given, borders)
-    for bad in (_BAD[:3], _BAD[3:]):
+    for bad in (_NOT_FINITE, _LARGE):
         values = torch.tensor(bad, device=x.device).repeat(end)[: end - start, None]
         for place, name in enumerate(("a packed sequence", "a packed sequence's gradient")):
             spoilt = [part.clone() for part in given]
@@ -110,21 +134,26 @@ def _three_sequences(x: Tensor) -> Tensor:
     return torch.tensor([0, T // 3, T - T // 3, T], dtype=torch.int32, device=x.device)
 
 
-def _check_isolated_padding(module: AbstractSequenceModule, x: Tensor, bad: float) -> None:
+def _check_isolated_padding(
+    module: AbstractSequenceModule, x: Tensor, values: Sequence[float]
+) -> None:
     """Spoil the padding of prompts, and go on with two tokens by `forward` and by `step`."""
     B, T = x.shape[:2]
-    lengths = torch.tensor([(T * i) // B for i in range(B)], device=x.device)
-    padding = torch.arange(T, device=x.device) >= lengths[:, None]
+    x = x.repeat(len(values), 1, 1)
+    lengths = torch.tensor([(T * i) // B for i in range(B)] * len(values), device=x.device)
+    padding = (torch.arange(T, device=x.device) >= lengths[:, None])[..., None]
+    spoilt = torch.tensor(values, device=x.device).repeat_interleave(B)[:, None, None]
     outputs = []
-    for prompts in (x, x.masked_fill(padding[..., None], bad)):
-        y, state = module(prompts, module.init_state(B), lengths=lengths)
-        after = [y[~padding], module(x[:, :2], state)[0]]
+    for prompts in (x, torch.where(padding, spoilt, x)):
+        y, state = module(prompts, module.init_state(len(x)), lengths=lengths)
+        after = [y.masked_fill(padding, 0.0), module(x[:, :2], state)[0]]
         room = module.reserve(state, 2)
         after += [decode_step(module, x[:, t : t + 1], room) for t in range(2)]
         outputs.append(after)
     names = ("real tokens", "the next forward", "the next step", "the step after")
     for name, clean, found in zip(names, *outputs, strict=True):
-        assert torch.equal(found, clean), f"{bad} in padding reached {name}"
+        for bad, wanted, ours in zip(values, clean.split(B), found.split(B), strict=True):
+            assert torch.equal(ours, wanted), f"{bad} in padding reached {name}"
 
 
 def _forward_and_steps(module: AbstractSequenceModule, x: Tensor) -> Tensor:
