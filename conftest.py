@@ -56,8 +56,8 @@ settings.load_profile("steady")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Start three workers for two cores: tests wait for disks and for other processes."""
-    return max(1, (os.cpu_count() or 1) * 3 // 2)
+    """Start a worker for each core: each one more imports all libraries and collects all tests."""
+    return os.cpu_count() or 1
 
 
 @pytest.hookimpl(tryfirst=True)

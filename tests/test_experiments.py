@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from mezzo_core.reproduction import Timing, gpus
+from mezzo_core.reproduction import gpus
 from mezzo_core.reproduction.result_file import read_file
 from mezzo_core.train.log import RunLog
 from mezzo_drt.recipes import PAPER_NAMES
@@ -41,21 +41,6 @@ WORDS = {
     ),
 }
 """What is said besides: a few models show what all do."""
-TIMING = (
-    *(
-        f"mezzo_core.reproduction.{kind}_speed"
-        for kind in ("generation", "layer", "op", "training")
-    ),
-    "mezzo_recurrent_transformer.reproduction.speed",
-)
-"""The modules that call `measure`."""
-
-
-def call_once(fn, device, *, before=lambda: None, **how_often):
-    """Stand for `measure`, which has tests of its own."""
-    before()
-    fn()
-    return Timing(1.0, 1.0, 1.0)
 
 
 def run_script(path, *words):
@@ -70,14 +55,13 @@ def test_every_script_is_rehearsed():
     assert scripts == set(WORDS)
 
 
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize("name", WORDS)
 def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypatch, capsys):
     package, script = name.split("/")
     path = ROOT / package / "experiments" / f"{script}.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
-    for module in TIMING:
-        monkeypatch.setattr(f"{module}.measure", call_once)
     found = {"tokens_per_second": 1.0, "peak_gb": None, "steps": {"train": [[1, 2.0]]}}
     monkeypatch.setattr(gpus, "measure_processes", lambda *_: found)
     command = ("--dry-run", "--out", "results/cpu", *WORDS[name])

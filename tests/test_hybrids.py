@@ -166,7 +166,7 @@ def test_a_hybrid_learns_to_repeat(model):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-        if losses[-1] < 0.02 * losses[0]:
+        if losses[-1] < 0.05 * losses[0]:
             break
     assert losses[-1] < 0.2 * losses[0]
     assert generate(model, [[0, 1, 2]], max_new_tokens=4) == [[3, 4, 0, 1]]

@@ -59,6 +59,7 @@ def test_single_claims_are_answered_without_training(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_smoke_run_answers_everything_once(tmp_path, name):
     paper = PAPERS[name]

@@ -62,19 +62,28 @@ def check(inputs, *, H, G, cu_seqlens=None, **form):
         assert_close(name, ours[name], truth, rtol=rtol, low=yardstick, factor=3, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+SHAPES = [  # B, T, L, H, G, D, rope
+    (2, 1, 16, 2, 1, 32, "chunk"),
+    (1, 63, 16, 4, 2, 32, "chunk"),
+    (1, 100, 7, 2, 2, 32, "token"),
+    (2, 65, 64, 6, 2, 32, "chunk"),
+    (2, 40, 1, 2, 1, 64, None),
+    (2, 33, 128, 2, 1, 32, "token"),
+]
+
+
 @pytest.mark.parametrize(
-    ("B", "T", "L", "H", "G", "D", "rope"),
-    [
-        (2, 1, 16, 2, 1, 32, "chunk"),
-        (1, 63, 16, 4, 2, 32, "chunk"),
-        (1, 100, 7, 2, 2, 32, "token"),
-        (2, 65, 64, 6, 2, 32, "chunk"),
-        (2, 40, 1, 2, 1, 64, None),
-        (2, 33, 128, 2, 1, 32, "token"),
+    ("shape", "dtype"),
+    [  # every shape in float32; of 16 bits either kind where there are one and several chunks
+        *((shape, torch.float32) for shape in SHAPES),
+        *itertools.product(SHAPES[1::4], [torch.float16, torch.bfloat16]),
+        (SHAPES[2], torch.bfloat16),
+        (SHAPES[4], torch.float16),
     ],
+    ids=str,
 )
-def test_output_and_gradients_equal_the_reference(B, T, L, H, G, D, rope, dtype):
+def test_output_and_gradients_equal_the_reference(shape, dtype):
+    B, T, L, H, G, D, rope = shape
     inputs = draw(B, T, H, G, D, dtype=dtype)
     check(inputs, H=H, G=G, chunk_size=L, rope=rope, rope_base=500.0)
 

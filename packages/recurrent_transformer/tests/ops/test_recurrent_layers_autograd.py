@@ -74,8 +74,9 @@ def assert_same(found, wanted, rtol):
         assert_close(name, value, wanted[name], rtol=rtol, atol=1e-7)
 
 
-@pytest.mark.parametrize("norm", ["rms", "none"])
-@pytest.mark.parametrize("name", ["one tile", "two tiles", "past"])
+@pytest.mark.parametrize(
+    ("name", "norm"), [("one tile", "none"), ("two tiles", "rms"), ("past", "rms")]
+)
 def test_gradcheck(name, norm):
     inputs, options, _ = problem(CASES[name], 2, norm, torch.float64)
     leaves = [x.requires_grad_() for x in inputs.values()]
@@ -98,8 +99,7 @@ def registered(inputs, options):
     )
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", ["one tile", "two tiles", "packed", "past"])
+@pytest.mark.parametrize(("name", "n"), [("two tiles", 1), ("past", 1), ("packed", 3), ("past", 3)])
 def test_opcheck(name, n):
     inputs, options, dz = problem(CASES[name], n)
     ops = torch.ops.mezzo_recurrent_transformer
@@ -202,9 +202,9 @@ def test_only_the_inputs_and_the_outputs_of_the_layers_are_kept(name, n):
     assert sum(t.numel() for t in kept.values()) == activations + weights
 
 
-@cases
-def test_activation_checkpointing_gives_the_same_gradients(case):
-    inputs, options, _ = problem(case)
+@pytest.mark.parametrize("name", ["packed", "past"])
+def test_activation_checkpointing_gives_the_same_gradients(name):
+    inputs, options, _ = problem(CASES[name])
     call = layers(**options)
 
     def again(**tensors):
