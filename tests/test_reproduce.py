@@ -11,6 +11,7 @@ import pytest
 import torch
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.reproduction.claims import check_complete
+from mezzo_core.reproduction.report import Figure, PaperReport, Report, to_html
 from mezzo_core.testing.claims import check_claims
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,21 @@ def test_single_claims_are_answered_without_training(tmp_path, name):
     assert not (tmp_path / name / "runs").exists()
 
 
+def test_a_page_of_all_papers_with_their_figures_is_small():
+    """It has twelve figures, as many as a run on a CPU draws."""
+    reports = []
+    for paper in PAPERS.values():
+        figures = sorted(paper.results_folder.glob("nvidia-h200/*.png"))[:3]
+        found = [Figure(path, path.stem, "") for path in figures]
+        findings = paper.committed()
+        (lead,) = (finding for finding in findings if finding.id == paper.lead)
+        assert lead.measurements[0].source.startswith("nvidia-h200/")
+        reports.append(PaperReport(paper.name, paper.published, findings, found, paper.notes))
+    assert sum(len(report.figures) for report in reports) == 12
+    page = to_html(Report(reports, "cpu", "reproduce", 1.0))
+    assert len(page.encode()) < 600_000
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize("name", PAPERS)
@@ -74,12 +90,10 @@ def test_a_smoke_run_answers_everything_once(tmp_path, name):
     assert list(findings) == list(paper.published.ids)
     assert {id for id, each in findings.items() if each["outcome"]} == set(paper.answers)
     # One seed and three steps: an order may come out, but it may not be called settled.
-    said = [line for each in findings.values() for line in each["details"] if "this run: " in line]
-    assert said
-    tiny = {line.partition("this run: ")[2].partition(",")[0] for line in said}
-    assert "not settled" in tiny
+    said = {line.partition(":")[0] for each in findings.values() for line in each["here"]}
+    assert "not settled" in said
     drawn = {path.stem for path in (tmp_path / name / "figures").iterdir()}
     sizes = paper.scales["smoke"].sizes
-    assert drawn == {"trainings", *(paper.measurers if sizes is not None else ())}
+    assert drawn == {"lead", "trainings", *(paper.measurers if sizes is not None else ())}
     for recipe in paper.models.values():
         load_model(tmp_path / name / "runs" / recipe.name / "model", device=torch.device("cpu"))

@@ -36,7 +36,15 @@ OURS = Measurement(
     kind="training",
 )
 FINDINGS = [
-    Finding("p.t1", How.SCALED_DOWN, Outcome.AGREES, "as <printed>", (OURS,), ("a & b",)),
+    Finding(
+        "p.t1",
+        How.SCALED_DOWN,
+        Outcome.AGREES,
+        "as <printed>",
+        (OURS,),
+        ("a & b",),
+        here=("agrees: small",),
+    ),
     Finding("p.c1", How.OTHER_HARDWARE, Outcome.DIFFERS, "the other way"),
     Finding("p.c2", How.NOT_ATTEMPTED, None, "too large"),
 ]
@@ -67,6 +75,7 @@ def folder(tmp_path):
                 rows,
                 [Figure(path, "Dots", "What the dots show")],
                 ["a note"],
+                Figure(path, rows[1].id, "From gpu/dots.json"),
             )
         )
     write_report(Report(papers, "smoke", "reproduce <all>", 1.0, {"gpu": None, "cpu": "C"}), out)

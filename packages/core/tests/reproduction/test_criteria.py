@@ -230,3 +230,23 @@ def test_swapping_the_names_swaps_the_outcome(data):
     ours = measured(a=data.draw(runs), b=data.draw(runs))
     swapped = {AGREES: DIFFERS, DIFFERS: AGREES, NOT_SETTLED: NOT_SETTLED}
     assert outcome(Order(("b", "a")), ours) is swapped[outcome(Order(("a", "b")), ours)]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "ours", "better"),
+    [
+        (Order(own="b"), B_FIRST, True),
+        (Order(own="b"), A_FIRST, False),  # it agrees
+        (Order(own="a"), B_FIRST, False),
+        (Order(), B_FIRST, False),
+        (ratio("b", "a", (1.1, 1.3), good="higher"), A_FIRST, True),
+        (ratio("b", "a", (1.1, 1.3), good="lower"), B_FIRST, True),
+        (ratio("b", "a", (1.1, 1.3), good="higher"), B_FIRST, False),
+        (ratio("b", "a", (1.1, 1.3)), A_FIRST, False),
+        (ratio("b", "a", (1.1, 1.9), good="higher"), A_FIRST, False),  # it agrees
+        (Every(Order(own="b"), ratio("b", "a", (1.1, 1.3), good="lower")), B_FIRST, True),
+        (Every(Order(own="b"), ratio("b", "a", (1.1, 1.3), good="higher")), B_FIRST, False),
+    ],
+)
+def test_ours_is_better_where_all_that_differs_is(criterion, ours, better):
+    assert criterion(CLAIM, ours).better == better

@@ -6,6 +6,7 @@ from dataclasses import replace
 from html import escape
 
 import pytest
+from mezzo_core.reproduction.claims import Finding
 from mezzo_core.reproduction.markdown import (
     evaluate,
     findings_grid,
@@ -13,13 +14,15 @@ from mezzo_core.reproduction.markdown import (
     table,
     write_numbers,
 )
-from mezzo_core.reproduction.measurement import Entry, Measurement
+from mezzo_core.reproduction.measurement import Entry, How, Measurement
+from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Claim, Published, Table
 from mezzo_core.reproduction.report import (
     PaperReport,
     Report,
     prepare_folder,
     to_html,
+    verdict,
     write_report,
 )
 from mezzo_core.reproduction.tables import Grid, tally_grid
@@ -43,8 +46,50 @@ def test_each_finding_has_its_place_and_outcome_in_both_files(folder, findings):
     for finding in findings:
         outcome = finding.outcome and finding.outcome.value
         assert page.count(f'id="{finding.id}"') == 1
-        assert page.count(escape(finding.summary)) == 4  # twice in each paper
+        assert page.count(escape(finding.summary)) == 2  # once in each paper
         assert (found[finding.id]["outcome"], found[finding.id]["how"]) == (outcome, finding.how)
+
+
+def test_what_differs_for_the_better_is_told_apart(findings):
+    better = replace(findings[1], better=True)
+    assert [verdict(each) for each in (*findings, better)] == [
+        "agrees",
+        "differs",
+        "not attempted",
+        "better",
+    ]
+    published = Published("", "", "", (), (Claim("p.c1", "It is slow.", "", (), "1"),))
+    page = to_html(Report([PaperReport("p", published, [better])], "smoke", "reproduce", 1.0))
+    assert page.count('data-outcome="better"') == 2
+    assert page.count('data-outcome="differs"') == 0
+
+
+def test_the_first_screen_is_a_tally_and_a_committed_figure_under_its_claim(folder):
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    first = page[page.index("<h1") : page.index("<form")]
+    assert '<tr><td><a href="#p">p</a></td>\n<td>1</td><td></td><td>1</td>' in first
+    assert "<tr><td>all</td><td>2</td><td></td><td>2</td><td></td><td>2</td></tr>" in first
+    assert '<a href="#p.c1">x &lt; y</a> <span class="mark differs">' in first
+    assert first.count("<img") == 2
+
+
+def test_what_this_machine_measured_stands_apart(folder):
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    committed, here = page.split('<h2 id="here">')
+    assert "agrees: small" in here
+    assert "agrees: small" not in committed
+    assert committed.count("7.6 (2 seeds") == 0
+    assert here.count("7.6 (2 seeds") == 2  # once in each paper
+
+
+def test_numbers_stand_once_and_are_linked_elsewhere():
+    ours = replace(SPEED, source="gpu/speed")
+    claims = tuple(Claim(f"p.c{i}", f"Claim {i}.", "", (), "1") for i in (1, 2))
+    found = [Finding(c.id, How.PAPER, Outcome.AGREES, "yes", (ours,)) for c in claims]
+    paper = PaperReport("p", Published("", "", "", (), claims), found)
+    page = to_html(Report([paper], "smoke", "reproduce", 1.0))
+    assert page.count("<td>9.7</td>") == 1
+    assert 'the numbers <a href="#p.c1">there</a> (gpu/speed.json)' in page
 
 
 def test_the_papers_numbers_stand_beside_ours_with_their_spread(folder):

@@ -179,7 +179,8 @@ def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper
     (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
     assert [ours.setting for ours in speed.measurements] == ["on a GPU", "at full size"]
-    assert speed.details[-1].startswith("beside it, this run: differs")
+    assert [words.partition(":")[0] for words in speed.here] == ["differs"]
+    assert not any("this run" in line for line in speed.details)
     assert (tmp_path / "out/p/figures/speed.png").exists()
 
 
@@ -190,7 +191,7 @@ def test_quality_decides_before_a_speed_that_is_nearer_to_the_paper(paper):
     run = Run({"s": replace(speed, how=How.PAPER), "q": quality}, NOTHING.trained, NOTHING.measured)
     found = find(claim, [result("s", Order()), result("q", Order())], run)
     assert (found.how, found.outcome) == (How.SCALED_DOWN, Outcome.AGREES)
-    assert found.details[-1].startswith("beside it, this run: differs")
+    assert [words.partition(":")[0] for words in found.here] == ["agrees", "differs"]
 
 
 def test_a_part_alone_may_differ_but_cannot_agree_and_a_changed_criterion_says_so(paper):

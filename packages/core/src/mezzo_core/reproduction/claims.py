@@ -140,6 +140,8 @@ class Finding:
     summary: str  # one sentence
     measurements: tuple[Measurement, ...] = ()  # those that decided come first
     details: tuple[str, ...] = ()  # a line for each comparison
+    better: bool = False  # it differs, and ours is better than the paper says
+    here: tuple[str, ...] = ()  # what this run's own numbers say
 
 
 def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
@@ -165,7 +167,11 @@ def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
         return Finding(printed.id, How.NOT_ATTEMPTED, None, summary)
     judged.sort(key=lambda each: (each[1].kind not in TRAINED, list(How).index(each[1].how)))
     (first, decisive), *others = judged
-    beside = (f"beside it, {_source(m)}{j.outcome.value}, {j.summary}" for j, m in others)
+    beside = (
+        f"beside it, {_source(m)}{j.outcome.value}, {j.summary}"
+        for j, m in others
+        if not m.is_of_this_run
+    )
     return Finding(
         printed.id,
         decisive.how,
@@ -173,6 +179,8 @@ def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
         f"{_source(decisive)}{first.summary}",
         tuple(measurement for _, measurement in judged if measurement.entries),
         (*first.details, *beside, *(f"beside it: {words}" for words in failed)),
+        first.outcome is Outcome.DIFFERS and first.better,
+        tuple(f"{j.outcome.value}: {j.summary}" for j, m in judged if m.is_of_this_run),
     )
 
 
@@ -191,9 +199,9 @@ def failure(error: Exception) -> str:
 
 def _source(ours: Measurement) -> str:
     """Say where numbers come from: a result file, or this run."""
-    if not ours.source:
-        return "" if ours.kind == "test" else "counted: " if ours.kind == "count" else "this run: "
-    return f"{ours.source}: "
+    if ours.is_of_this_run:
+        return "this run: "
+    return f"{ours.source}: " if ours.source else "counted: " if ours.kind == "count" else ""
 
 
 def check_complete(published: Published, answers: Mapping[str, Sequence[Evidence]]) -> None:

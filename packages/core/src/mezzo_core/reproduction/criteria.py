@@ -98,11 +98,12 @@ class Order:
     groups: tuple[str, ...] = ()
     exact: bool = False  # the numbers have no noise
     better: str = ""  # "lower" or "higher"; empty: as the measurement or the printed table says
+    own: str = ""  # how the names of the paper's models begin, which may well come out ahead
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the neighbours of the order in each column."""
         if isinstance(printed, Table) and not self.models:
-            return judge_pairs([*self._as_printed(printed, ours)])
+            return judge_pairs([*self._as_printed(printed, ours)], self.own)
         models = self.models or (printed.ordering if isinstance(printed, Claim) else ())
         terms = [named(model) for model in models]
         placed = all(term.column for term in terms)
@@ -113,7 +114,8 @@ class Order:
                 pair
                 for group, column in product(self.groups or ours.groups, columns)
                 for pair in compare_order(terms, ours, column, group, better, exact=self.exact)
-            ]
+            ],
+            self.own,
         )
 
     def _as_printed(self, printed: Table, ours: Measurement) -> Iterator["Pair"]:
@@ -141,6 +143,7 @@ class Bound:
     groups: tuple[str, ...] = ()  # those that count; empty: all that were measured
     what: str = ""  # what the number is, in words
     best: bool = False  # only the highest of the numbers counts, as in "up to 4 times"
+    good: str = ""  # "lower" or "higher": beyond that bound ours is better than the paper says
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Hold the number of each seed or pass to its bounds."""
@@ -155,7 +158,7 @@ class Bound:
         if self.best:
             highest = sorted(cells, key=lambda place: statistics.median(cells[place][1]))[-1:]
             cells = {place: cells[place] for place in highest}
-        outcomes, said = list[Outcome](), list[str]()
+        outcomes, said, better = list[Outcome](), list[str](), list[bool]()
         for (group, column), ((low, high), found) in cells.items():
             number = f"{_middle(found, ours.kind):.4g}" if found else "not measured"
             outcome = compare_bounds(found, low, high, ours.kind)
@@ -163,12 +166,17 @@ class Bound:
                 number, several = failed[group, column]
                 outcome = DIFFERS if several or ours.kind not in TRAINED else NOT_SETTLED
             outcomes.append(outcome)
+            if outcome is DIFFERS:
+                middle = _middle(found, ours.kind) if found else math.nan
+                better.append(middle > high if self.good == "higher" else middle < low)
             place = describe_place(column, group)
             expected = "" if outcome is AGREES else f" ({_describe(low, high)} expected)"
             said.append(f"{number}{place and f' at {place}'}{expected}")
         words = most_telling(said, outcomes, ", ") or "not measured"
         details = (f"{each}: {o.value}" for each, o in zip(said, outcomes, strict=True))
-        return Judgement(combine(outcomes), f"{self.what or self.of}: {words}", tuple(details))
+        summary = f"{self.what or self.of}: {words}"
+        favoured = bool(self.good and better) and all(better)
+        return Judgement(combine(outcomes), summary, tuple(details), favoured)
 
     def _by_column(self, ours: Measurement) -> Mapping[str, Bounds]:
         if isinstance(self.bounds, Mapping):
@@ -192,11 +200,12 @@ def ratio(
     what: str = "",
     *,
     best: bool = False,
+    good: str = "",
 ) -> Bound:
     """Return the criterion that one number over another lies within bounds, see `Bound`."""
     above, below = named(above), named(below)
     of = Of(above.model, above.column, over=below, detail=above.detail)
-    return Bound(of, bounds, groups, what, best)
+    return Bound(of, bounds, groups, what, best, good)
 
 
 def change(model: str, first: str, last: str, bounds: Bounds) -> Bound:
@@ -256,7 +265,8 @@ class Every:
         outcomes = [judgement.outcome for judgement in found]
         words = most_telling([judgement.summary for judgement in found], outcomes, "; ")
         details = tuple(line for judgement in found for line in judgement.details)
-        return Judgement(combine(outcomes), words, details)
+        differ = [judgement.better for judgement in found if judgement.outcome is DIFFERS]
+        return Judgement(combine(outcomes), words, details, bool(differ) and all(differ))
 
 
 @dataclass(frozen=True)
@@ -324,12 +334,19 @@ def compare_order(
             yield Pair(str(first), str(second), place, gap, spread, outcome)
 
 
-def judge_pairs(pairs: Sequence[Pair]) -> Judgement:
-    """Return AGREES if all pairs do, DIFFERS if any differs, else NOT_SETTLED."""
+def judge_pairs(pairs: Sequence[Pair], own: str = "") -> Judgement:
+    """Return AGREES if all pairs do, DIFFERS if any differs, else NOT_SETTLED.
+
+    Ours is better where only models whose names begin with `own` come before others.
+    """
     outcomes = [pair.outcome for pair in pairs]
+    ahead = [(p.worse, p.better) for p in pairs if p.outcome is DIFFERS]
+    better = bool(own and ahead) and all(
+        first.startswith(own) and not second.startswith(own) for first, second in ahead
+    )
     if len(pairs) < 3:
         summary = "; ".join(map(str, pairs)) or "no two of them were measured"
-        return Judgement(combine(outcomes), summary, tuple(map(str, pairs)))
+        return Judgement(combine(outcomes), summary, tuple(map(str, pairs)), better)
     parts = [f"{outcomes.count(o)} {words}" for o, words in OF_PAIRS.items() if o in outcomes]
     summary = f"of {len(pairs)} neighbours {', '.join(parts)}"
     against = [
@@ -340,7 +357,7 @@ def judge_pairs(pairs: Sequence[Pair]) -> Judgement:
     if against:
         more = ", ..." if len(against) > SHOWN else ""
         summary += f" (ours: {', '.join(against[:SHOWN])}{more})"
-    return Judgement(combine(outcomes), summary, tuple(map(str, pairs)))
+    return Judgement(combine(outcomes), summary, tuple(map(str, pairs)), better)
 
 
 def about(value: Value) -> Bounds:

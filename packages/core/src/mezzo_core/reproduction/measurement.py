@@ -44,6 +44,11 @@ class Measurement:
     source: str = ""  # the result file, such as "nvidia-h200/speed_table6"
 
     @property
+    def is_of_this_run(self) -> bool:
+        """Whether this run trained or timed it, and no committed result holds it."""
+        return not self.source and self.kind not in ("count", "test")
+
+    @property
     def machine(self) -> str:
         """The first part of `source`, the folder of a machine's result files."""
         return self.source.split("/")[0]

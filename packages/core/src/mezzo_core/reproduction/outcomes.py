@@ -39,6 +39,8 @@ class Judgement:
     outcome: Outcome
     summary: str
     details: tuple[str, ...] = ()
+    better: bool = False
+    """Whether ours is better than the paper says, wherever it differs."""
 
 
 def combine(outcomes: Sequence[Outcome]) -> Outcome:

@@ -52,6 +52,7 @@ class Reproduction:
     answers: Mapping[str, Sequence[Evidence]]  # by id, in the paper's order
     models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
+    lead: str = ""  # the claim whose committed result the report shows first, as a figure
     measurers: Measurers = field(default_factory=dict)  # what else a run can measure
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 
@@ -144,6 +145,12 @@ class Reproduction:
                 drawn["trainings"] = trainings.measurement(trainings.trained, by_length=False)
             names = [*model_names(published, results.values()), *self.models]
             printed = {table.id: printed_measurement(table) for table in published.tables}
+            lead = None
+            for finding in (f for f in findings if f.id == self.lead):
+                result = finding.measurements[0]
+                path = folder / "figures" / "lead.png"
+                draw_result(result, path, names)
+                lead = Figure(path, finding.id, f"From {result.source}.json")
             figures = []
             for name, ours in (drawn | timed).items():
                 if isinstance(ours, Measurement):
@@ -151,7 +158,7 @@ class Reproduction:
                     draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
                     figures.append(Figure(path, ours.title or name, ours.setting))
             notes = (trainings.setting, *self.notes) if trainings.trained else ()
-            return PaperReport(self.name, published, findings, figures, notes)
+            return PaperReport(self.name, published, findings, figures, notes, lead)
 
 
 def reproduce_papers(

@@ -43,10 +43,13 @@ def describe_outcome(outcome: Outcome | None) -> str:
 
 
 def statement(printed: Table | Claim) -> str:
-    """Return what the paper says: a claim's text, a table's title and setting."""
-    if isinstance(printed, Claim):
-        return f"{printed.text} ({printed.where})"
-    return f"{printed.title}. Setting: {printed.setting}"
+    """Return what the paper says: a claim's text, or a table's title."""
+    return printed.text if isinstance(printed, Claim) else printed.title
+
+
+def place(printed: Table | Claim) -> str:
+    """Return where the paper makes a claim, or the setting of a table."""
+    return printed.where if isinstance(printed, Claim) else f"Setting: {printed.setting}"
 
 
 def published_grid(printed: Table | Claim) -> Grid:

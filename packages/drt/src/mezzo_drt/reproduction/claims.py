@@ -224,6 +224,7 @@ REPRODUCTION = Reproduction(
     module=__file__,
     answers=ANSWERS,
     models={PAPER_NAMES[name]: RECIPES[f"tiny_{name}"]() for name in ("base", "drt1")},
+    lead="drt.claim.passkey_16m",
     scales={
         "cpu": Scale(_CPU),
         "smoke": Scale(replace(SMOKE, test_lengths=(64, 256)), threads=1),

@@ -126,6 +126,7 @@ REPRODUCTION = Reproduction(
         GATES[2]: RECIPES["tiny_abc"](),
         XFMR: RECIPES["tiny_attention"](),
     },
+    lead="gsa.claim.train_throughput",
     scales={
         "cpu": Scale(CPU),
         "smoke": Scale(SMOKE, threads=1),

@@ -84,7 +84,8 @@ def slower(layers: int) -> Criterion:
         assert isinstance(printed, Claim)
         recurrent, transformer = map(float, printed.values)
         bounds = about(transformer / recurrent)
-        return ratio(with_layers(XFMR, layers), with_layers(RT, layers), bounds)(printed, ours)
+        models = with_layers(XFMR, layers), with_layers(RT, layers)
+        return ratio(*models, bounds, good="lower")(printed, ours)
 
     return judge
 
@@ -187,6 +188,7 @@ REPRODUCTION = Reproduction(
     module=__file__,
     answers=ANSWERS,
     models={name: RECIPES[f"tiny_{recipe}"]() for recipe, name in PAPER_NAMES.items()},
+    lead="rt.claim.delta_ce_6",
     scales={
         "cpu": Scale(_CPU),
         "smoke": Scale(SMOKE, threads=1),
