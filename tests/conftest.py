@@ -1,11 +1,11 @@
 """Settings of the tests across packages."""
 
 import pytest
-from mezzo_core.bench import Timing
+from mezzo_core.reproduction import Timing
 
 TIMING = (
-    *(f"mezzo_core.bench.{name}" for name in ("generation", "layer", "ops", "training_step")),
-    "mezzo_recurrent_transformer.speed",
+    *(f"mezzo_core.reproduction.{of}_speed" for of in ("generation", "layer", "op", "training")),
+    "mezzo_recurrent_transformer.reproduction.speed",
 )
 """The modules that call `measure`."""
 

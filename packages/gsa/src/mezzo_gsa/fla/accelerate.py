@@ -4,7 +4,7 @@ Its layers of GSA, GLA, HGRN2 and RetNet call functions of q, k, v and others, b
 modules. `accelerate_fla` puts ours behind these names. What ours do not support goes to its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
@@ -77,7 +77,7 @@ def _gsa(
     cu_seqlens: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, list[Tensor | None]] | None:
-    if g is None or rest or any(others.values()):
+    if g is None or rest or _asks_more(others):
         return None
     if not_in_gsa(q, g.shape[-1], k.shape[-1], v.shape[-1]):
         return None
@@ -108,7 +108,7 @@ def _gla(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None] | None:
     gate = g if gk is None else gk
-    if gate is None or rest or any(others.values()) or not_in_gla(q, v):
+    if gate is None or rest or _asks_more(others) or not_in_gla(q, v):
         return None
     state = initial_state
     if state is not None and state_v_first:
@@ -147,6 +147,11 @@ def _retention(
         cu_seqlens=cu_seqlens,
         **others,
     )
+
+
+def _asks_more(others: Mapping[str, Any]) -> bool:
+    """Tell whether an argument that ours do not have is given."""
+    return any(value is not None and value is not False for value in others.values())
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
