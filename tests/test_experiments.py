@@ -23,6 +23,7 @@ WORDS = {
     "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
     "gsa/ablation": (*ONE, "1", "--models", "abc_code", "hgrn2"),
     "gsa/model_speed": (),
+    "gsa/accelerate_fla": (),  # needs a GPU, so that this measures nothing
     "gsa/mqar": ("--models", "gsa_2_layers", "gsa_scale_1", "gla"),
     "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
     "gsa/train_gpus": (),
