@@ -79,7 +79,7 @@ def _gsa(
 ) -> tuple[Tensor, list[Tensor | None]] | None:
     if g is None or rest or _asks_more(others):
         return None
-    if not_in_gsa(q, g.shape[-1], k.shape[-1], v.shape[-1]):
+    if not _alike(q, k, v) or not_in_gsa(q, g.shape[-1], k.shape[-1], v.shape[-1]):
         return None
     state = None
     if initial_state is not None:
@@ -108,7 +108,9 @@ def _gla(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None] | None:
     gate = g if gk is None else gk
-    if gate is None or rest or _asks_more(others) or not_in_gla(q, v):
+    if gate is None or rest or _asks_more(others):
+        return None
+    if not _alike(q, k, v) or not_in_gla(q, v):
         return None
     state = initial_state
     if state is not None and state_v_first:
@@ -152,6 +154,10 @@ def _retention(
 def _asks_more(others: Mapping[str, Any]) -> bool:
     """Tell whether an argument that ours do not have is given."""
     return any(value is not None and value is not False for value in others.values())
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.dtype == k.dtype == v.dtype
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
