@@ -92,7 +92,9 @@ def test_a_context_is_read_once_for_all_of_its_choices(lm, monkeypatch):
     model = MezzoEvalLM(lm, load_tokenizer("byte"), batch_size=8)
     context = " ".join(WORDS * 3)
     pairs = [(f"{i} {context}", f" {word}") for i in range(8) for word in WORDS[:4]]
-    model.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "select", lambda *_: pytest.fail("a state is copied for each choice"))
+        model.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
     once = sum(read)
     read.clear()
     for choice in range(4):  # the contexts of one choice each, anew

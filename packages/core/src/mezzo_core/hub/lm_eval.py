@@ -103,11 +103,15 @@ class MezzoEvalLM(TemplateLM):
         longest_first = sorted(members, key=lambda shared: (-len(shared), shared))
         for batch in _parts(longest_first, self.batch_size):
             state = self._read(batch)
-            rows = [(row, *one) for row, shared in enumerate(batch) for one in members[shared]]
-            for part in _parts(rows, self.batch_size):
-                own = self.lm.select(state, [row for row, _, _ in part])
-                scores = self._score(own, [tokens for _, _, tokens in part])
-                for (_row, i, _read), score in zip(part, scores, strict=True):
+            # One continuation of each context at a time, the shortest first: the state as it is
+            # has these rows, and they have about the same lengths.
+            turns = [sorted(members[shared], key=lambda one: len(one[1])) for shared in batch]
+            for turn in range(max(map(len, turns))):
+                rows = [row for row, its in enumerate(turns) if turn < len(its)]
+                own = state if len(rows) == len(batch) else self.lm.select(state, rows)
+                part = [turns[row][turn] for row in rows]
+                scores = self._score(own, [tokens for _, tokens in part])
+                for (i, _tokens), score in zip(part, scores, strict=True):
                     found[i] = score
         for (asked, _context, _continuation), score in zip(requests, found, strict=True):
             if asked is not None:

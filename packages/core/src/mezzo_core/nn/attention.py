@@ -202,6 +202,11 @@ class Attention(AbstractMixer):
         old_slots, S = old.k.shape[1], _num_slots(k.shape[1], self.config.window_size)
         if old_slots == 0 and k.shape[1] == S:
             return KVCache(k, v, lengths)
+        if k.shape[1] == S:  # every token keeps its slot: only the new ones move, behind the old
+            slots = old.lengths[:, None] + torch.arange(S - old_slots, device=lengths.device)
+            slots = slots[:, :, None, None].expand(-1, -1, *k.shape[2:])
+            k, v = (x.scatter(1, slots, x[:, old_slots:]) for x in (k, v))
+            return KVCache(k, v, lengths)
         position = _slot_positions(lengths, S)
         is_new = position >= old.lengths[:, None]
         index = torch.where(
