@@ -158,6 +158,22 @@ def test_a_model_generates_the_same(device, prefill_tokens):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_prompts_take_turns_in_rows_whose_chunks_are_offloaded(device, on_disk, tmp_path):
+    torch.manual_seed(0)
+    config = LMConfig(24, C, init_std=0.5, stack=CONFIG, tie_embeddings=False)
+    lm = config.build().to(device)
+    lm.stack.offload_to(tmp_path if on_disk else None)
+    prompts = [[1, 2, 3], list(range(12)), list(range(23)), [5, 4], [9] * 9]
+    options = {"max_new_tokens": 22, "temperature": 1.0, "stop_tokens": [0, 1]}
+    alone = [
+        generate(lm, [prompt], seed=[seed], **options)[0] for seed, prompt in enumerate(prompts)
+    ]
+    assert generate(lm, prompts, num_rows=2, seed=range(5), **options) == alone
+    assert len({len(row) for row in alone}) > 1
+
+
 @pytest.mark.parametrize("cast", ["weights", "autocast"])
 @torch.no_grad()
 def test_bf16_runs_in_segments_and_steps(cast):

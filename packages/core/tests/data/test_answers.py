@@ -1,16 +1,18 @@
 """Supervised fine-tuning: what is learned of prompts with answers, and of chats."""
 
 import json
+import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from mezzo_core.data import NO_TARGET, AnswersConfig, DataConfig
-from mezzo_core.data.examples import encode_example, parse_example
+from mezzo_core.data.examples import Part, encode_example, parse_example
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, LMConfig
+from mezzo_core.testing.damage import damages, json_damages
 
 CHAT = [
     {"role": "system", "content": "Be short."},
@@ -165,3 +167,18 @@ def test_too_few_examples_and_other_files_are_refused(tmp_path):
     (tmp_path / "words.txt").write_text("words")
     with pytest.raises(UserError, match=r"must be in \.jsonl files"):
         AnswersConfig(DataConfig(str(tmp_path / "words.txt"))).build(48, None)
+
+
+@pytest.mark.parametrize("record", [{"prompt": "x", "answer": "y"}, {"messages": CHAT[1:3]}])
+def test_a_damaged_line_is_one_line_of_error_or_another_example(record):
+    content = json.dumps(record).encode()
+    for what, damaged in (*damages(content, random.Random(0)), *json_damages(content)):
+        parts, told = [Part("x", True)], "line 1: "
+        try:
+            parts = parse_example(damaged.decode("utf-8", errors="replace"), "line 1")
+        except UserError as error:
+            told = str(error)
+        assert told.startswith("line 1: "), what
+        assert "\n" not in told, what
+        assert all(part.text for part in parts), what
+        assert any(part.is_answer for part in parts), what
