@@ -10,7 +10,7 @@ import torch
 from mezzo_core.hub import MezzoConfig, MezzoForCausalLM
 from mezzo_core.nn import AbstractMixer, AbstractStack, AttentionConfig, LMConfig, generate
 from mezzo_core.nn.stack import BlocksConfig
-from mezzo_recurrent_transformer import RecurrentBlock
+from mezzo_recurrent_transformer import RecurrentBlockConfig, RecurrentStackConfig
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -99,14 +99,10 @@ def test_recomputed_activations_give_the_same_gradients(model):
     assert all(map(torch.equal, *gradients))
 
 
-def test_lora_trains_and_generates_or_is_refused(model):
+def test_lora_trains_and_generates_and_is_merged(model):
     tokens = torch.arange(20).remainder(5).expand(4, -1)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
-    if any(isinstance(part, RecurrentBlock) for part in model.modules()):
-        with pytest.raises(TypeError, match="recurrent layers use its weight and do not call it"):
-            adapted(input_ids=tokens)
-        return
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
@@ -121,5 +117,19 @@ def test_lora_trains_and_generates_or_is_refused(model):
     given = {"input_ids": tokens[:, :7], "max_new_tokens": 6}
     adapted.eval()
     assert torch.equal(adapted.generate(**given), adapted.generate(**given, use_cache=False))
+    logits = adapted(tokens).logits
     merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-3, atol=1e-3)
     assert any(not torch.equal(w, before[name]) for name, w in merged.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"lora_dropout": 0.1}, "lora_dropout must be 0"), ({"lora_bias": True}, "must have no bias")],
+)
+def test_recurrent_layers_refuse_adapters_that_are_no_matrix(settings, words):
+    config = replace(PLAIN, mixers=(), stack=RecurrentStackConfig(2, RecurrentBlockConfig(32)))
+    model = MezzoForCausalLM(MezzoConfig(config))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", **settings))
+    with pytest.raises(TypeError, match=words):
+        adapted(torch.arange(9)[None])

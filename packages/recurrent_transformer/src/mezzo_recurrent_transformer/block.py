@@ -212,9 +212,7 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
         _check_parts(layer)
 
     def stacked(name: str) -> Tensor:
-        # It need not be a parameter: torch.func and parametrizations have plain tensors.
-        parts: list[Any] = [layer.get_submodule(name) for layer in layers]
-        return torch.stack([part.weight for part in parts])
+        return torch.stack([_weight(layer.get_submodule(name)) for layer in layers])
 
     has_norms = layers[0].config.norm != "none"
     return LayerWeights(
@@ -229,6 +227,22 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
         q_norm=stacked("q_norm") if has_norms else None,
         k_norm=stacked("k_norm") if has_norms else None,
     )
+
+
+def _weight(part: Any) -> Tensor:
+    """Return a part's weight; of a matrix with an adapter around it, that of both together."""
+    if not _is_adapted(part):
+        # It need not be a parameter: torch.func and parametrizations have plain tensors.
+        return part.weight
+    weight = part.base_layer.weight
+    identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+    with torch.autocast(weight.device.type, enabled=False):
+        return part(identity).T
+
+
+def _is_adapted(part: nn.Module) -> bool:
+    """Tell whether a part is PEFT's: a matrix, the `base_layer`, inside an adapter."""
+    return isinstance(part._modules.get("base_layer"), nn.Linear)
 
 
 _LINEAR = (Linear.forward, nn.Linear.forward)
@@ -251,9 +265,25 @@ def _check_parts(layer: RecurrentBlock) -> None:
     """Check that each part does what the op does with its weight: the parts are never called."""
     _check_part("mlp", layer.mlp, (GELUMLP.forward,))
     for name in ("wq", "wk", "wv", "wo", "mlp.up", "mlp.down"):
-        _check_part(name, layer.get_submodule(name), _LINEAR)
+        part = layer.get_submodule(name)
+        if _is_adapted(part):
+            _check_adapter(name, part)
+        else:
+            _check_part(name, part, _LINEAR)
     for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
         _check_part(name, layer.get_submodule(name), _NORMS[layer.config.norm])
+
+
+def _check_adapter(name: str, part: nn.Module) -> None:
+    """Check that what an adapter computes is one matrix, the same for all tokens."""
+    for inner in part.modules():
+        if inner._parameters.get("bias") is not None:
+            raise TypeError(f"{name} must have no bias, its adapter's neither")
+        if isinstance(inner, nn.Dropout) and inner.p > 0 and inner.training:
+            raise TypeError(
+                f"{name}: recurrent layers use an adapter's weight, which a dropout does not have: "
+                "lora_dropout must be 0"
+            )
 
 
 def _check_part(name: str, part: nn.Module, forwards: tuple[Any, ...]) -> None:
