@@ -7,6 +7,5 @@ from mezzo_core.testing.compile_only import run_compiling
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["published", "lengths", "widths"])
-def test_every_kernel_compiles_for_hopper(part):
-    run_compiling(Path(__file__).parent / "children" / "compile_grouped_cross_attention.py", part)
+def test_every_kernel_compiles_for_hopper():
+    run_compiling(Path(__file__).parent / "children" / "compile_grouped_cross_attention.py")

@@ -183,7 +183,7 @@ LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 # Few processes import the libraries, and several, so that workers share the compiling.
 NAMES = [*FORMS, *LAWS]
-PROCESSES = 3
+PROCESSES = 2
 
 
 @pytest.mark.slow

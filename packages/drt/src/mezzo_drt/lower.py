@@ -1,6 +1,7 @@
 """The lower half: window attention as the paper has it, or the mixers of any package."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -41,14 +42,14 @@ class LowerLayers(nn.ModuleList):
                 f"lower must have one mixer for each of {num_layers} lower layers, or none, "
                 f"got {len(mixers)}"
             )
-        each = mixers or (window,) * num_layers
+        each = mixers or repeat(window, num_layers)  # no list: a file may ask for 10^9 layers
         super().__init__(MixerBlockConfig(mixer, mlp, norm_eps).build(d_model) for mixer in each)
         self.num_mixers = len(mixers)
         for i, block in enumerate(self.blocks):
             if type(block.mixer).before_step is not AbstractMixer.before_step:
                 raise TypeError(
                     f"lower[{i}] must need no work of the host before a step, because a landmark "
-                    f"is a step within a step, got {type(each[i]).__name__}"
+                    f"is a step within a step, got {type(mixers[i]).__name__}"
                 )
 
     @property

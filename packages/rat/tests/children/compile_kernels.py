@@ -1,9 +1,7 @@
-"""Compile a part of RAT's kernels for Hopper, in every form; the parts together are all kernels."""
-
-import sys
+"""Compile all of RAT's kernels for Hopper, in every form."""
 
 import torch
-from mezzo_core.testing.compile_only import compile_only
+from mezzo_core.testing.compile_only import compile_apart, compile_only
 from mezzo_rat.ops.gated_scan.op import STATE_EVERY, Saved
 from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
 from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
@@ -73,6 +71,12 @@ def gated_scan(compiled):
 
 
 PARTS = {part.__name__: part for part in (rat_widths_and_lengths, rat_forms, gated_scan)}
-with compile_only() as compiled:
-    PARTS[sys.argv[1]](compiled)
-    assert compiled, "nothing was compiled"
+
+
+def compile_part(name):
+    with compile_only() as compiled:
+        PARTS[name](compiled)
+        assert compiled, "nothing was compiled"
+
+
+compile_apart(compile_part, list(PARTS))
