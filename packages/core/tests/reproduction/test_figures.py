@@ -62,7 +62,7 @@ def colours(figure):
 
 
 def test_what_is_missing_or_out_of_memory_is_a_gap(draw):
-    (axes,) = draw(speed(a=(1.0, None, 4.0), b=(1.0, 2.0, "OOM"))).axes
+    (axes,) = draw(speed(a=(1.0, None, 40.0), b=(1.0, 2.0, "OOM"))).axes
     assert [math.isnan(y) for y in lines(axes)["a"].get_ydata()] == [False, True, False]
     assert [math.isnan(y) for y in lines(axes)["b"].get_ydata()] == [False, False, True]
     assert axes.get_xscale() == axes.get_yscale() == "log"
@@ -70,8 +70,14 @@ def test_what_is_missing_or_out_of_memory_is_a_gap(draw):
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "2K", "4K"]
 
 
+def test_numbers_of_about_one_size_stand_above_zero(draw):
+    (axes,) = draw(speed(a=(60.0, 60.0, 61.0), b=(63.0, 59.0, 37.0))).axes
+    assert axes.get_yscale() == "linear"
+    assert axes.get_ylim() == pytest.approx((0, 1.05 * 63))
+
+
 def test_a_group_that_is_all_out_of_memory_is_an_empty_panel(draw):
-    small = speed("B=2", a=(1.0, 2.0, 4.0))
+    small = speed("B=2", a=(1.0, 2.0, 40.0))
     large = speed("B=64", a=("OOM",) * 3)
     first, second = draw(replace(small, entries=small.entries + large.entries)).axes
     assert first.get_yscale() == "log"

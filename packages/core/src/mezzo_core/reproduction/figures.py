@@ -17,6 +17,8 @@ from mezzo_core.reproduction.published import Published
 from mezzo_core.reproduction.result_file import best_of
 
 MARKERS = "osD^vPX*<>pd"
+WIDE = 10
+"""How often the lowest number must go into the highest for a logarithmic axis."""
 Looks = dict[str, dict[str, Any]]
 
 
@@ -105,9 +107,12 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
         place.set_ylabel(each.unit or group)
         if each.kind == "recall":
             place.set_ylim(0, _top(each))
-        elif any(y > 0 for line in place.get_lines() for y in line.get_ydata()):
+        elif numbers := [y for line in place.get_lines() for y in line.get_ydata() if y > 0]:
             # A panel of words alone, as where all is out of memory, has no range for a logarithm.
-            place.set_yscale("log")
+            if max(numbers) < WIDE * min(numbers):  # there it would make gaps look larger
+                place.set_ylim(0, 1.05 * max(numbers))
+            else:
+                place.set_yscale("log")
             place.yaxis.set_major_formatter("{x:,g}")
             low, high = place.get_ylim()
             place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")

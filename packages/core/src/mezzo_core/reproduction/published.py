@@ -128,6 +128,7 @@ class Published:
     code: str
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
+    arxiv: str = "not stated"
 
     @property
     def by_id(self) -> dict[str, Table | Claim]:
@@ -166,6 +167,7 @@ def load_published(path: Path) -> Published:
     published = Published(
         title=paper.get("title", path.stem),
         authors=authors if isinstance(authors, str) else ", ".join(authors),
+        arxiv=paper.get("arxiv", "not stated"),
         code=paper.get("code", "not stated"),
         tables=tuple(map(_table, content.get("table", []))),
         claims=tuple(map(_claim, content.get("claim", []))),
