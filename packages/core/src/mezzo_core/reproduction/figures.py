@@ -177,7 +177,10 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
             names.append(f"{model}: {word}" if isinstance(word, str) else model)
         place.set_yticks(range(len(names)), names)
         place.set_ylim(len(names) - 0.5, -0.5)
-        place.set_xlabel(describe_place(column) + (f" ({ours.unit})" if ours.unit else ""))
+        unit = f" ({ours.unit})" if ours.unit not in ("", column) else ""
+        place.set_xlabel(describe_place(column) + unit)
+        if ours.kind == "speed" and place.get_xlim()[0] > 0:
+            place.set_xlim(left=0)
     return figure
 
 
