@@ -72,11 +72,10 @@ def add_generate(app: typer.Typer) -> None:
         if not all(tokens):
             raise UserError("the prompt is empty: give --prompt TEXT, or text on standard input")
         prompts = [[*kept.begin_tokens, *row] for row in tokens]
-        given: dict[str, Any] = {
-            "stop": stop_texts(kept, stop) if stop else None,
-            "logit_bias": _biases(logit_bias) if logit_bias else None,
-            **flags,
-        }
+        with values_of_the_user():
+            ends = stop_texts(kept, stop) if stop else None
+        biases = _biases(logit_bias) if logit_bias else None
+        given: dict[str, Any] = {"stop": ends, "logit_bias": biases, **flags}
         if assistant is not None:
             helper = find_model(assistant)
             given["assistant"] = load_model(helper, device=chosen, allow_packages=allowed)[0]
