@@ -95,7 +95,7 @@ def test_the_changelog_gets_the_version_and_a_commit_its_tag(tools, tree, monkey
     monkeypatch.setattr(tools[0], "try_out", lambda release: None)  # it needs a network and minutes
     assert said(tools, capsys, tree, "rat")[0] == 0  # a first release
     changelog = (tree / "packages/rat/CHANGELOG.md").read_text()
-    assert re.search(r"^## 0\.1\.0 \(\d{4}-\d\d-\d\d\)\n- ", changelog, re.M)
+    assert re.search(r"^## 0\.1\.0 \(\d{4}-\d\d-\d\d\)\n\S", changelog, re.M)
     assert "Unreleased" not in changelog
     assert "rat-v0.1.0" in git(tree, "tag", "--points-at", "HEAD").stdout
     names = {path.name for path in (tree / "dist/rat-v0.1.0").iterdir()}
