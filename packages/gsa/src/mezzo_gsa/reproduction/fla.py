@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 def title(*words: str) -> str:
     """Return the name of a row of fla: its version, and further words."""
-    from fla import __version__  # type: ignore[import-not-found, unused-ignore]
+    from fla import __version__
 
     return ", ".join((f"fla {__version__}", *words))
 
@@ -33,7 +33,7 @@ def gsa_op(scale: float, *, keep_states: bool) -> Callable[..., Tensor]:
 
     Its write strengths s = 1 - exp(g) are an argument, so computing them is not timed.
     """
-    from fla.ops.gsa import chunk_gsa  # type: ignore[import-not-found, unused-ignore]
+    from fla.ops.gsa import chunk_gsa
 
     level = 0 if keep_states else 2
 
@@ -45,7 +45,7 @@ def gsa_op(scale: float, *, keep_states: bool) -> Callable[..., Tensor]:
 
 def gla_op(scale: float) -> Callable[..., Tensor]:
     """Return fla's chunk_gla."""
-    from fla.ops.gla import chunk_gla  # type: ignore[import-not-found, unused-ignore]
+    from fla.ops.gla import chunk_gla
 
     return lambda q, k, v, g: chunk_gla(q, k, v, g, scale=scale)[0]
 
@@ -69,7 +69,7 @@ def layers(d_model: int, num_heads: int, num_slots: int, like: Tensor) -> dict[s
         UserError: if a library that fla's layers need is not installed.
     """
     try:
-        from fla.layers import (  # type: ignore[import-not-found, unused-ignore]
+        from fla.layers import (
             GatedLinearAttention,
             GatedSlotAttention,
         )
@@ -90,7 +90,7 @@ def layers(d_model: int, num_heads: int, num_slots: int, like: Tensor) -> dict[s
 
 def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
     """Return a function that decodes x (1, 1, C) after a prompt (1, T, C)."""
-    from fla.models.utils import Cache  # type: ignore[import-not-found, unused-ignore]
+    from fla.models.utils import Cache
 
     theirs, cache = layer.mixer.layer, Cache()
     assert isinstance(theirs, nn.Module)
