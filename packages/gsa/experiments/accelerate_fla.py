@@ -47,7 +47,7 @@ def training(sizes: AbstractSizes) -> tuple[dict[str, str], list[Job]]:
         "unit": "tokens/s",
         "better": "higher",
     }
-    models = MODELS if fla.is_installed() and sizes.device == "cuda" else {}
+    models = MODELS if fla.runs_on(sizes.device) else {}
     return header, [Job((Cell(name, str(T)),), train) for name in models]
 
 

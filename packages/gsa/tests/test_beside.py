@@ -51,7 +51,7 @@ def stand_in(monkeypatch):
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(fla, "is_installed", lambda: True)
+    monkeypatch.setattr(fla, "runs_on", lambda device: device == "cuda")
 
 
 def measured():
@@ -141,6 +141,6 @@ def test_flas_layers_can_take_the_place_of_our_mixers():
 
 @pytest.mark.gpu
 def test_a_gpu_measures_every_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(fla, "is_installed", lambda: False)
+    monkeypatch.setattr(fla, "runs_on", lambda device: False)
     SPEEDS.bench(torch.device("cuda"), quick=True, out=tmp_path)
     assert len(list(tmp_path.glob("*.json"))) == len(SPEEDS.makers)

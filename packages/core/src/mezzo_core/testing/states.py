@@ -133,7 +133,7 @@ def _by_steps(module: AbstractSequenceModule, seed: int) -> Any:
     return state
 
 
-NEXT = 4
+NEXT = 6
 """Tokens after a state was handled."""
 
 

@@ -67,7 +67,7 @@ def jobs(shapes: Shapes, device: str) -> list[Job]:
     """List what is timed; fla's rows only on a GPU where it is installed."""
     ours = "triton" if device == "cuda" else "reference"
     impls = [ours, ours + KEPT]
-    if device == "cuda" and fla.is_installed():
+    if fla.runs_on(device):
         impls += [fla.title(), fla.title() + KEPT]
     (first, *_), (usual, *others) = shapes.batches, shapes.slots
     D = shapes.head_dim

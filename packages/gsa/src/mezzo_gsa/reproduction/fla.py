@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mezzo_gsa.gsa import GSA
 
 
-def is_installed() -> bool:
-    """Tell whether fla can be imported."""
-    return importlib.util.find_spec("fla") is not None
+def runs_on(device: str) -> bool:
+    """Tell whether fla can be measured: it is installed, and its kernels have a GPU."""
+    return device == "cuda" and importlib.util.find_spec("fla") is not None
 
 
 def title(*words: str) -> str:

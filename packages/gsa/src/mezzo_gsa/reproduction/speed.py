@@ -74,7 +74,7 @@ def training(
             "tokens_per_second",
         )
         for model in models
-        if model != FLA or (sizes.device == "cuda" and fla.is_installed())
+        if model != FLA or fla.runs_on(sizes.device)
     ]
     return header, jobs
 
