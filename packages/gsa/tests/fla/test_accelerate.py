@@ -131,3 +131,15 @@ def test_another_release_is_refused(monkeypatch):
     monkeypatch.setattr(fla, "__version__", "0.7.1")
     with pytest.raises(UserError, match=r"needs flash-linear-attention 0\.6, got 0\.7\.1"):
         accelerate_fla()
+
+
+def test_short_kernels_are_not_tuned():
+    from fla.modules.activations.ops import swiglu_fwd_kernel
+    from fla.modules.causal_conv1d.ops import causal_conv1d_fwd_kernel
+
+    before = [swiglu_fwd_kernel.configs, causal_conv1d_fwd_kernel.fn.configs]
+    assert min(map(len, before)) > 1
+    with accelerate_fla(), accelerate_fla():
+        now = [swiglu_fwd_kernel.configs, causal_conv1d_fwd_kernel.fn.configs]
+        assert [len(each) for each in now] == [1, 1]
+    assert [swiglu_fwd_kernel.configs, causal_conv1d_fwd_kernel.fn.configs] == before

@@ -2,9 +2,12 @@
 
 Its layers of GSA, GLA, HGRN2 and RetNet call functions of q, k, v and others, by names in their
 modules. `accelerate_fla` puts ours behind these names. What ours do not support goes to its own.
+
+Its other kernels stay. Those of activations and convolutions try up to 30 candidates each at their
+first call, and here only one: such short kernels gain little from a search that takes minutes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
@@ -28,7 +31,8 @@ def accelerate_fla() -> ExitStack:
 
     Models that were built before have them too. Weights, caches and checkpoints are the library's,
     and outputs are equal up to rounding. A call of a kind that our kernels do not support goes to
-    its own kernels. A second call changes nothing.
+    its own kernels. Activations and convolutions, which stay its own, are no longer tuned at the
+    first call. A second call changes nothing.
 
     Returns:
         What undoes it, by `close()`, or at the end of a `with` block.
@@ -49,7 +53,24 @@ def accelerate_fla() -> ExitStack:
         if not hasattr(theirs, "replaces"):
             setattr(module, name, _in_place_of(theirs, ours))
             undo.callback(setattr, module, name, theirs)
+    for tuner in _tuners():
+        undo.callback(setattr, tuner, "configs", tuner.configs)
+        tuner.configs = [_usual(tuner.configs)]
     return undo
+
+
+def _tuners() -> Iterator[Any]:
+    """Yield what tunes the library's kernels of activations and convolutions."""
+    for place in ("activations", "causal_conv1d"):
+        for kernel in vars(import_module(f"fla.modules.{place}.ops")).values():
+            inner = getattr(kernel, "fn", None)  # within heuristics
+            yield from (each for each in (kernel, inner) if hasattr(each, "configs"))
+
+
+def _usual(configs: list[Any]) -> Any:
+    """Return the candidate of four warps with the middle block."""
+    found = [each for each in configs if each.num_warps == 4] or configs
+    return found[len(found) // 2]
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
