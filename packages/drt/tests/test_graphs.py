@@ -46,7 +46,7 @@ def test_what_a_graph_holds_looks_at_no_value(stack, monkeypatch):
         monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         stack._apply(mode.from_tensor)
         fake = tree_map(mode.from_tensor, state)
-        assert stack._step_place(torch.empty(3, 1, C), [], fake)[0].shape == (3, 1, C)
+        assert stack._step_place(torch.empty(3, 1, C), fake)[0].shape == (3, 1, C)
         assert stack._run_landmarks(fake).k.shape == (3, 1, L, C // 16, 16)
         with pytest.raises(DataDependentOutputException):
             stack.before_step(fake)

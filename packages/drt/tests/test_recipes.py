@@ -9,7 +9,6 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.mlp import SwiGLU
 from mezzo_drt import DRT
-from mezzo_drt.outside import BagOfTokensConfig
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, RECIPES, SIZES, attention_field
 from torch import nn
 
@@ -110,7 +109,6 @@ def test_variants_change_their_own_option_alone():
         "no_gumbel": {"gumbel_noise": False},
         "random": {"retriever": "random"},
         "fixed": {"retriever": "fixed"},
-        "outside": {"retriever": "fixed", "outside": BagOfTokensConfig()},
     }
     plain = RECIPES["small_drt1"]().model.stack
     for name, change in changes.items():

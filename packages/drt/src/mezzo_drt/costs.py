@@ -17,8 +17,7 @@ def state_bytes(stack: "DRT", num_tokens: int) -> int:
     c, C, size = stack.config, stack.d_model, stack.landmark.weight.element_size()
     chunks, num_read = num_tokens // c.chunk_size, c.num_groups * c.num_retrieved
     caches = sum(a.state_bytes(num_tokens + chunks) for a in stack.layers())
-    K = 0 if stack.outside is None else stack.outside.width
-    channels = (c.chunk_size + 1) * (C + K) + chunks * (K or C)
+    channels = (c.chunk_size + 1 + chunks) * C
     channels += 2 * (num_read if c.offload else chunks) * c.chunk_size * C
     return caches + channels * size + num_read * (8 + 4)
 
@@ -32,12 +31,11 @@ def host_state_bytes(stack: "DRT", num_tokens: int) -> int:
 def flops_per_token(stack: "DRT", num_tokens: int) -> float:
     """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
 
-    Of the encoder, complete chunks are counted; an outside encoder is not.
+    Of the encoder, complete chunks are counted.
     """
     c, L, N = stack.config, stack.config.chunk_size, num_tokens // stack.config.chunk_size
     places = num_tokens + N
     total = places * sum(block.flops_per_token(places) for block in stack.lower.blocks)
     total += sum(layer.flops(num_tokens, L, c.num_retrieved) for layer in stack.upper)
     total += N * (stack.encoder.flops_per_chunk(L) + 2 * num_weights(stack.queries))
-    K = stack.d_model if stack.outside is None else stack.outside.width
-    return (total + c.num_groups * K * N * (N - 1)) / max(num_tokens, 1)
+    return (total + c.num_groups * stack.d_model * N * (N - 1)) / max(num_tokens, 1)

@@ -24,7 +24,6 @@ from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
 
-from mezzo_drt.outside import BagOfTokensConfig
 from mezzo_drt.stack import DRTConfig
 
 
@@ -175,11 +174,9 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], LMConfig]] = {
     "no_gumbel": partial(with_changes, gumbel_noise=False),
     "random": partial(with_changes, retriever="random"),
     "fixed": partial(with_changes, retriever="fixed"),
-    "outside": partial(with_changes, retriever="fixed", outside=BagOfTokensConfig()),
 }
 """`drt1` and `drt2` retrieve once and twice. The others are ablations of `drt1`: without noise in
-training, chunks at random, and chunks by a similarity that is not learned, of its own lower outputs
-or of an outside encoder's vectors."""
+training, chunks at random, and chunks by a similarity of its lower outputs that is not learned."""
 PAPER_NAMES = {
     "base": "BaseLM (sliding window + ALiBi)",
     "base_wide": "BaseLM (sliding window + ALiBi), window 768",
@@ -189,9 +186,8 @@ PAPER_NAMES = {
     "no_gumbel": "DRT w/o gumbel top-k",
     "random": "DRT w/ random retriever",
     "fixed": "DRT w/ fixed retriever",
-    "outside": "DRT w/ outside encoder",
 }
-"""The names in the paper's Table 1, and two like them (its outside encoder is Contriever)."""
+"""The names in the paper's Table 1, and one like them."""
 
 
 def recipe(size: str, architecture: str) -> TrainConfig:
@@ -216,7 +212,6 @@ DESCRIPTIONS = {
     "no_gumbel": "DRT without noise in training",
     "random": "DRT, chunks at random",
     "fixed": "DRT, chunks by a similarity that is not learned",
-    "outside": "DRT, chunks by an outside encoder",
 }
 """What each architecture is, for the list of recipes."""
 SUMMARIES: Mapping[str, str] = {

@@ -28,7 +28,6 @@ from mezzo_drt.memory.disk import in_folder
 from mezzo_drt.memory.host import HostStore
 from mezzo_drt.memory.store import AbstractStore, check_room
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
-from mezzo_drt.outside import OutsideConfig, build_outside, divide, embed, outside_keys
 from mezzo_drt.places import Places, continued_places, packed_places, whole_places
 from mezzo_drt.retrieval import Reads, after_first, retrieve
 from mezzo_drt.state import DRTState
@@ -58,7 +57,6 @@ class DRTConfig:
         retriever: how chunks are chosen. "random" chooses at random, but weighs what it chose by
             learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
             that is read trains it.
-        outside: an encoder of the chunks' tokens, by which the fixed retriever compares instead.
         gumbel_noise: whether training explores by noise on the scores.
         offload: whether a state keeps complete chunks in the host's memory; same outputs.
         lower: mixers of any package for the lower half, one a layer; none for window attention.
@@ -77,7 +75,6 @@ class DRTConfig:
     residual: Residual = "released"
     softmax1: bool = True
     retriever: Retriever = "learned"
-    outside: OutsideConfig | None = None
     gumbel_noise: bool = True
     offload: bool = False
     lower: tuple[MixerConfig, ...] = ()
@@ -94,8 +91,6 @@ class DRTConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
-        if self.outside is not None and self.retriever != "fixed":
-            raise ValueError(f'outside is for the "fixed" retriever, got {self.retriever!r}')
         if not 0 < self.norm_eps <= 100:
             raise ValueError(f"norm_eps must be above 0 and at most 100, got {self.norm_eps}")
 
@@ -130,7 +125,6 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key, eps)
-        self.outside = build_outside(config.outside)
         upper = (
             UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
             for _ in range(half)
@@ -154,7 +148,6 @@ class DRT(AbstractStack):
 
         With a state the call waits for a GPU once, to read where the rows stand.
         """
-        x, *beside = divide(x, self.d_model, self.outside)
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
@@ -171,8 +164,7 @@ class DRT(AbstractStack):
         before = (None,) * self.config.num_layers if state is None else state.caches
         spread = places.spread(x, self.landmark.weight)
         h, caches = self.lower(spread, before[: len(self.lower)], places)
-        parts = [places.spread(part, part.new_zeros(1, part.shape[-1])) for part in beside]
-        chunks = places.to_chunks(torch.cat([h, *parts], -1) if parts else h)
+        chunks = places.to_chunks(h)
         if state is not None:
             chunks = state.with_open_chunk(chunks)
         encoded = memory = readable = self._encode(chunks)
@@ -199,9 +191,8 @@ class DRT(AbstractStack):
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractStack.step`."""
-        x, *beside = divide(x, self.d_model, self.outside)
         self.check_step(x, state)
-        return self._step_place(x, beside, state)[0]
+        return self._step_place(x, state)[0]
 
     def check_step(self, x: Tensor, state: DRTState) -> None:
         """Check the arguments of `step`, the room of every layer included."""
@@ -252,15 +243,14 @@ class DRT(AbstractStack):
         M = self.config.chunk_size + 1
         due = Due(state.num_places % M == M - 1, state.num_places // M)
         x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due.here), -1, -1)
-        beside = [x.new_zeros(len(x), 1, state.lower.shape[-1] - self.d_model)]
         self._check_room(x, state)
         kept = self.lower.keep(state.caches)
-        _, encoded = self._step_place(x, beside, state, due)
+        _, encoded = self._step_place(x, state, due)
         self.lower.put_back_(state.caches, kept, ~due.here)  # the other rows ran it too
         return cast(Memory, encoded)
 
     def _step_place(
-        self, x: Tensor, beside: Sequence[Tensor], state: DRTState, due: Due | None = None
+        self, x: Tensor, state: DRTState, due: Due | None = None
     ) -> tuple[Tensor, Memory | None]:
         """Run one place of every row, (B, 1, C), overwriting the state.
 
@@ -270,7 +260,7 @@ class DRT(AbstractStack):
         batch = torch.arange(len(x), device=x.device)
         place = state.num_places % (self.config.chunk_size + 1)
         h = self.lower.step(x, state.caches[: len(self.lower)])
-        state.lower[batch, place] = torch.cat([h, *beside], -1)[:, 0].to(state.lower.dtype)
+        state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
         encoded = None if due is None else self._encode(state.lower[:, None])
         if due is not None and encoded is not None:
             self._store.store_(state.memory, encoded, due)
@@ -317,8 +307,7 @@ class DRT(AbstractStack):
     def init_state(self, batch: int) -> DRTState:
         """Return the state before the first token."""
         c, C, D = self.config, self.d_model, self.config.head_dim
-        K = 0 if self.outside is None else self.outside.width
-        sizes = ((c.chunk_size, C // D, D), (c.num_groups, c.num_retrieved), (C + K, K or C))
+        sizes = ((c.chunk_size, C // D, D), (c.num_groups, c.num_retrieved))
         caches = tuple(layer.init_state(batch) for layer in self.layers())
         return states.initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
@@ -341,15 +330,6 @@ class DRT(AbstractStack):
             raise ValueError("offload_to needs a stack of DRTConfig(offload=True)")
         self._store = HostStore() if folder is None else HostStore(in_folder(folder))
 
-    def beside(self, tokens: Tensor) -> Tensor | None:
-        """Return what the outside encoder needs of the tokens."""
-        return None if self.outside is None else embed(tokens, self.outside)
-
-    def init_own_weights(self) -> None:
-        """Let the outside encoder load its weights."""
-        if self.outside is not None:
-            self.outside.load()
-
     def units(self) -> Sequence[nn.Module]:
         """Return the lower layers, the encoder and the upper layers."""
         return (*self.lower, self.encoder, *self.upper)
@@ -359,11 +339,8 @@ class DRT(AbstractStack):
         return [*self.lower.blocks, *(layer.attention for layer in self.upper)]
 
     def _encode(self, chunks: Tensor) -> Memory:
-        """Encode chunks (B, N, L + 1, C, or with an outside encoder C + K)."""
-        encoded = cast(Memory, self.encoder(chunks[..., : self.d_model]))
-        if self.outside is None:
-            return encoded
-        return replaced(encoded, keys=outside_keys(chunks[..., self.d_model :], self.outside))
+        """Encode chunks (B, N, L + 1, C)."""
+        return cast(Memory, self.encoder(chunks))
 
     def _reads(
         self, group: int, h: Tensor, encoded: Memory, memory: Memory, places: Places,
@@ -383,5 +360,5 @@ class DRT(AbstractStack):
             queries, memory.keys, lo, hi, c.num_retrieved,
             noise=c.gumbel_noise and self.training,
             random_group=group if c.retriever == "random" else None,
-            ties=c.outside is not None or c.retriever == "random",
+            ties=c.retriever == "random",
         )  # fmt: skip

@@ -28,8 +28,8 @@ class DRTState(NamedTuple):
             places.
         memory: what can be read of the S complete chunks. A row that has fewer holds anything in
             the others.
-        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk, with K
-            channels more of an outside encoder. Those of places to come hold anything.
+        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those of
+            places to come hold anything.
         indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
         weights: (B, G, R) float32 (float64 for float64), their weights.
         wait: (B,) int64 in the host's memory: no landmark is due for so many steps.
@@ -81,12 +81,10 @@ def next_state(
 
 def initial_state(
     batch: int, caches: tuple[Any, ...], store: AbstractStore, like: Tensor,
-    chunk: tuple[int, int, int], reads: tuple[int, int], widths: tuple[int, int],
+    chunk: tuple[int, int, int], reads: tuple[int, int],
 ) -> DRTState:  # fmt: skip
-    """Return the state before the first token: chunks are (L, H, D), G groups read R of them.
-
-    The widths are those of the open chunk's places and of the keys of retrieval.
-    """
+    """Return the state before the first token: chunks are (L, H, D), G groups read R of them."""
+    width = chunk[1] * chunk[2]
 
     def zeros(*sizes: int, dtype: torch.dtype = like.dtype) -> Tensor:
         # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
@@ -95,8 +93,8 @@ def initial_state(
     tokens = zeros(math.prod(reads) if store.fetches else 0, *chunk)
     return DRTState(
         caches,
-        store.new_buffers(Memory(zeros(0, widths[1]), tokens, tokens), 0),
-        zeros(chunk[0] + 1, widths[0]),
+        store.new_buffers(Memory(zeros(0, width), tokens, tokens), 0),
+        zeros(chunk[0] + 1, width),
         zeros(*reads, dtype=torch.int64) - 1,
         zeros(*reads, dtype=accumulation_dtype(like.dtype)),
         torch.zeros(batch, dtype=torch.int64, device="cpu"),

@@ -325,13 +325,6 @@ class AbstractBlock(AbstractSequenceModule):
 class AbstractStack(AbstractSequenceModule):
     """All layers of a model: takes the embedded tokens and returns the last norm's input."""
 
-    def beside(self, tokens: Tensor) -> Tensor | None:
-        """Return what the stack needs of the tokens (B, T) themselves, (B, T, K); usually None.
-
-        The model puts it behind the embedding: `x` is then (B, T, C + K), and y still (B, T, C).
-        """
-        return None
-
 
 class MixerConfig(Protocol):
     """A frozen dataclass that describes a mixer and builds it."""

@@ -152,7 +152,7 @@ class LM(nn.Module):
         self._check(tokens)
         if last_only and tokens.shape[1] == 0:
             raise ValueError("last_only takes the last token of each row, got tokens with T = 0")
-        x, state = self.stack(self._embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
         if last_only:
             x = _last_real_token(x, lengths)
         return LMOutput(self.head(self.norm(x)), state)
@@ -184,7 +184,7 @@ class LM(nn.Module):
         self._check(tokens)
         if tokens.shape[1] != 1:
             raise ValueError(f"tokens must be (B, 1), got {tuple(tokens.shape)}")
-        x = self.stack.step(self._embed(tokens), state)
+        x = self.stack.step(self.embed(tokens), state)
         return self.head(self.norm(x))
 
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
@@ -293,7 +293,7 @@ class LM(nn.Module):
                 f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
                 f"got {tuple(targets.shape)}"
             )
-        x, state = self.stack(self._embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
         if places is not None:
             _check_tensor("places", places)
             if places.ndim != 1 or places.dtype != torch.int64:
@@ -309,10 +309,6 @@ class LM(nn.Module):
         else:  # an adapter around the head, say: its logits are what counts
             loss, hits = cross_entropy(self.head(x), targets)
         return Score(loss, (targets != NO_TARGET).sum(), hits, state)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        x, beside = self.embed(tokens), self.stack.beside(tokens)
-        return x if beside is None else torch.cat([x, beside], -1)
 
     def _check(self, tokens: Tensor) -> None:
         _check_tensor("tokens", tokens)

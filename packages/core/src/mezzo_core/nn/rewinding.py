@@ -81,10 +81,7 @@ class Rewinding(AbstractStack):
         before = () if self._only_counts else self._changing(state)
         weight = next(self.module.parameters(), tree_leaves(state)[0])
         batch, size = len(tree_leaves(state)[0]), 0 if self._only_counts else 2 * self.room
-        tokens = torch.zeros(1, 0, dtype=torch.int64, device=weight.device)
-        beside = self.beside(tokens)
-        width = self.d_model + (0 if beside is None else beside.shape[-1])
-        inputs = torch.zeros(batch, size, width, dtype=weight.dtype, device=weight.device)
+        inputs = torch.zeros(batch, size, self.d_model, dtype=weight.dtype, device=weight.device)
         age = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return Kept(state, before, inputs, age, torch.zeros_like(age, device="cpu"))
 
@@ -232,10 +229,6 @@ class Rewinding(AbstractStack):
     def units(self) -> Sequence[nn.Module]:
         """Return what the module says."""
         return self.module.units()
-
-    def beside(self, tokens: Tensor) -> Tensor | None:
-        """Return what the module says."""
-        return self.module.beside(tokens) if isinstance(self.module, AbstractStack) else None
 
     def _check_state(self, state: Any, x: Tensor) -> None:
         self.check_kind(state)
