@@ -103,6 +103,16 @@ def test_the_changelog_gets_the_version_and_a_commit_its_tag(tools, tree, monkey
     assert "mezzo_core-0.1.0-py3-none-any.whl" in names
 
 
+def test_without_a_package_the_versions_of_all_are_shown(tools, tree, capsys):
+    code, shown = said(tools, capsys, tree)
+    assert code == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    names = ["core", "drt", "gsa", "rat", "recurrent_transformer"]
+    released = ["yes", "no", "no", "no", "no"]
+    expected = [[name, "0.1.0", told] for name, told in zip(names, released, strict=True)]
+    assert [row for row in rows if row] == expected
+
+
 def test_a_demo_that_fails_takes_back_what_was_written(tools, tree, monkeypatch, capsys):
     monkeypatch.setattr(tools[0], "build_wheels", lambda release: tools[0].run(tree, "false"))
     code, shown = said(tools, capsys, tree, "rat", "patch")
@@ -140,7 +150,17 @@ CHANGELOG, PROJECT = "packages/rat/CHANGELOG.md", "packages/rat/pyproject.toml"
             "release it first, as core-v",
         ),
         (rewrite(PROJECT, "<0.2", "<0.1.0"), ["rat"], "mezzo-core>=0.1,<0.1.0 does not take 0.1.0"),
-        (lambda tree: git(tree, "remote", "remove", "origin"), ["rat"], "the git remote origin"),
+        (
+            lambda tree: git(tree, "remote", "remove", "origin"),
+            ["rat"],
+            "there is no git remote origin: give --url https://HOST/OWNER/NAME",
+        ),
+        (
+            lambda tree: git(tree, "remote", "set-url", "origin", "/srv/mezzo.git"),
+            ["rat"],
+            "'/srv/mezzo.git' is no address on the web: give --url",
+        ),
+        (lambda tree: None, ["rat", "--url", "mezzo"], "'mezzo' is no address on the web"),
     ],
 )
 def test_what_cannot_be_released_is_refused_in_a_line(tools, tree, capsys, change, words, message):
@@ -152,7 +172,9 @@ def test_what_cannot_be_released_is_refused_in_a_line(tools, tree, capsys, chang
 
 
 def test_a_package_on_the_index_links_to_the_repository_at_its_tag(tools, tree):
-    wheel = tools[1].build(tree, "core", tree / "dist")[0]
+    git(tree, "remote", "remove", "origin")
+    release = tools[0].plan(tree, "core", "patch", "https://git.example.org/people/mezzo/")
+    wheel = tools[1].build(tree, "core", tree / "dist", release.repository)[0]
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         metadata = message_from_string(archive.read(name).decode())
@@ -175,11 +197,25 @@ def test_every_link_of_a_readme_is_to_a_file_that_is_there(tools, package):
 
 @pytest.mark.parametrize(
     "remote",
-    ["https://x.org/a/b.git", "https://x.org/a/b", "git@x.org:a/b.git", "ssh://git@x.org/a/b"],
+    [
+        "https://x.org/a/b.git",
+        "https://x.org/a/b",
+        "https://name:secret@x.org/a/b.git",
+        "git@x.org:a/b.git",
+        "x.org:a/b.git",
+        "ssh://git@x.org/a/b",
+        "ssh://git@x.org:2222/a/b",
+    ],
 )
 def test_a_remote_has_a_web_address(tools, tree, remote):
     git(tree, "remote", "set-url", "origin", remote)
-    assert tools[1].address(tree) == "https://x.org/a/b"
+    assert tools[1].address(tree) == tools[1].address(tree, remote) == "https://x.org/a/b"
+
+
+@pytest.mark.parametrize("remote", ["/srv/b.git", "../b", "b/c.git", "file:///srv/b.git", ""])
+def test_a_folder_has_no_web_address(tools, tree, remote):
+    with pytest.raises(ValueError, match="is no address on the web"):
+        tools[1].address(tree, remote)
 
 
 def test_the_ranges_of_this_tree_take_its_packages(tools):

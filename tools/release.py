@@ -1,11 +1,13 @@
 """Release a package: `hatch run release rat minor`.
 
-    python tools/release.py PACKAGE [major | minor | patch] [--dry-run]
+    python tools/release.py [PACKAGE [major | minor | patch]] [--dry-run] [--url ADDRESS]
 
 The version rises by the part that is named, and the siblings' ranges follow it; without a part the
 version stays, for a first release. The changelog's part "Unreleased" becomes the version's. The
 wheel must run in a clean environment, where pip fetches what it needs; then all is committed and
 tagged, but not pushed. `--dry-run` checks the same and says each step, and changes nothing.
+Links in READMEs lead to the remote `origin`, or to `--url`. Without a package the versions of all
+are shown.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from distributions import address, build, hatchling, version
 from hatchling.version.scheme.standard import StandardScheme
-from mezzo_core.console import show
+from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
@@ -39,6 +41,8 @@ class Release:
     package: str
     old: str
     new: str
+    repository: str
+    """Its address on the web."""
 
     @property
     def folder(self) -> Path:
@@ -67,21 +71,21 @@ class Release:
         return f">={major}.{minor},<{major + 1 if major else f'0.{minor + 1}'}"
 
 
-def plan(root: Path, package: str, part: str | None) -> Release:
+def plan(root: Path, package: str, part: str | None, url: str | None = None) -> Release:
     """Check that a package can be released from a tree as it is; return the release.
 
     Raises:
         UserError: if the package is unknown, the tree has uncommitted changes, the tag exists, the
             changelog has nothing unreleased, a range does not take the sibling of this tree, or a
             sibling that the package needs is not released.
-        ValueError: if there is no remote `origin`, whose address READMEs link to.
+        ValueError: if neither `url` nor the remote `origin` is an address that READMEs can link to.
     """
-    known = sorted(path.parent.name for path in root.glob("packages/*/pyproject.toml"))
+    known = packages(root)
     if package not in known:
         raise UserError(f"no package is named {package!r}{nearest(package, known)}")
     old = version(root / "packages" / package)
     new = StandardScheme(str(root), {}).update(part, old, {}) if part else old
-    release = Release(root, package, old, new)
+    release = Release(root, package, old, new, address(root, url))
     if changed := [line[3:] for line in git(root, "status", "--porcelain").splitlines()]:
         raise UserError(f"commit what has changed first: {', '.join(changed)}")
     tags = git(root, "tag").split()
@@ -95,8 +99,22 @@ def plan(root: Path, package: str, part: str | None) -> Release:
         if needed not in tags:
             raise UserError(f"{release.name} needs {sibling}: release it first, as {needed}")
     check_ranges(root)
-    address(root)
     return release
+
+
+def packages(root: Path) -> list[str]:
+    """Return the folders of packages/ in a tree."""
+    return sorted(path.parent.name for path in root.glob("packages/*/pyproject.toml"))
+
+
+def show_versions(root: Path) -> None:
+    """Print the version of each package in a tree, and whether it has been released."""
+    tags = git(root, "tag").split()
+    rows = []
+    for package in packages(root):
+        there = version(root / "packages" / package)
+        rows.append((package, there, "yes" if f"{package}-v{there}" in tags else "no"))
+    show_table(("package", "version", "released"), rows)
 
 
 def siblings(release: Release) -> set[str]:
@@ -150,7 +168,7 @@ def check_ranges(root: Path) -> None:
 def build_wheels(release: Release) -> None:
     """Build the package's sdist and wheel, and the wheels of the siblings that it needs."""
     for package in (release.package, *siblings(release)):
-        build(release.root, package, release.built)
+        build(release.root, package, release.built, release.repository)
 
 
 def try_out(release: Release) -> None:
@@ -230,12 +248,16 @@ def run(folder: str, *command: str) -> None:
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Release what is asked for; return 0, or 2 when the user can mend what went wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("package", metavar="PACKAGE", help="a folder of packages/")
+    parser.add_argument("package", nargs="?", metavar="PACKAGE", help="a folder of packages/")
     parser.add_argument("part", nargs="?", choices=("major", "minor", "patch"))
     parser.add_argument("--dry-run", action="store_true", help="change nothing")
+    parser.add_argument("--url", help="the repository on the web; default: the remote origin's")
     asked = parser.parse_args(arguments)
     try:
-        carry_out(plan(root, asked.package, asked.part), asked.dry_run)
+        if asked.package is None:
+            show_versions(root)
+        else:
+            carry_out(plan(root, asked.package, asked.part, asked.url), asked.dry_run)
     except ValueError as error:
         show(f"error: {error}", Console(stderr=True), style="red")
         return 2

@@ -121,6 +121,9 @@ def test_a_file_has_a_prompt_on_each_line(command, tmp_path):
         (("--logit-bias", "300=1"), "logit_bias must hold token ids in [0, 257), got 300"),
         (("--num-samples", 0), "num_samples must be from 1"),
         (("--num-beams", 0), "num_beams must be from 1"),
+        (("--num-beams", 10**8), "num_beams 100000000 takes 100000000 rows of 202 tokens, which"),
+        (("--num-samples", 10**8), "num_samples 100000000 takes 100000000 rows of 202 tokens"),
+        (("--num-samples", 10**8, "--num-rows", 10**7), "takes 10000000 rows of 202 tokens"),
         (("--repetition-penalty", 0), "repetition_penalty must be above 0"),
     ],
 )

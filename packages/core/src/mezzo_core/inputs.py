@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.corpora import read_lines
 from mezzo_core.data.hub import HUB_PREFIX
-from mezzo_core.data.mixture import MixtureConfig, TextConfig, change_texts, texts_of
+from mezzo_core.data.mixture import MixtureConfig
+from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import CONFIG, count_weights, describe_model, find_model
@@ -159,8 +159,8 @@ def open_told_data(
         extra: what it tells.
         folder: the model's, for messages.
         vocab_size: the model's.
-        source: another text in the place of that text. If it is one of a mixture's texts, it is
-            read as there.
+        source: another text in the place of that text, or of examples. If it is one of a mixture's
+            texts, it is read as there.
         tokenizer: where the model's tokenizer is now, if it is not where it was.
         seq_len: tokens a row; as the model was trained by default.
         allow_packages: packages besides mezzo's own that may have defined the task.
@@ -182,11 +182,10 @@ def open_told_data(
     except UserError as error:
         raise UserError(f'{folder}/config.json, "data": {error}') from error
     length = seq_len or told(extra, "seq_len", int, folder)
-    if isinstance(config, MixtureConfig) and source:
-        config = next((text for text in config.texts if text.source == source), config.texts[0])
-    if isinstance(config, AnswersConfig) and source:  # a text, and no examples
-        config = config.text
     if isinstance(config, TextConfig):
+        if source:
+            texts = texts_of(config)
+            config = next((text for text in texts if text.source == source), texts[0])
         if whole and any(text.streaming for text in texts_of(config)):
             raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
         options: dict[str, Any] = {
@@ -203,11 +202,6 @@ def open_told_data(
         held_out = {**extra, "fingerprint": None} if source or whole else extra
         text = _open_text(config, length, vocab_size, held_out)
         return " + ".join(t.validation_source or t.source for t in texts_of(config)), text
-    if isinstance(config, AnswersConfig) and not (whole or text_column or skip_bad):
-        chosen = replace(config.text, tokenizer=tokenizer or config.text.tokenizer)
-        config = replace(config, text=chosen)
-        name = chosen.validation_source or chosen.source
-        return name, _open_text(config, length, vocab_size, extra)
     try:
         of_texts = source or tokenizer or text_column or skip_bad or whole
         rows = None if of_texts else config.build(length, None)
@@ -219,16 +213,15 @@ def open_told_data(
 
 
 def _open_text(
-    config: TextConfig | AnswersConfig, seq_len: int, vocab_size: int, told: Mapping[str, Any]
+    config: TextConfig, seq_len: int, vocab_size: int, told: Mapping[str, Any]
 ) -> BatchSource:
     """Open a text; its tokenizer and its training part must be those of "extra", if told there."""
-    texts = config.text if isinstance(config, AnswersConfig) else config
-    first, identity = texts_of(texts)[0], told.get("tokenizer_identity")
+    first, identity = texts_of(config)[0], told.get("tokenizer_identity")
     fitting_tokenizer(first.tokenizer, vocab_size, identity, add_bos=first.add_bos)
     rows = config.build(seq_len, None)
     if told.get("fingerprint") not in (None, rows.fingerprint):
         raise UserError(
-            f"{texts.source!r} is not the text that the model was trained on: it has changed, "
+            f"{config.source!r} is not the text that the model was trained on: it has changed, "
             "and what was held out is not known. Restore it, or give a text by --data"
         )
     return rows

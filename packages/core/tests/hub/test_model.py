@@ -1,6 +1,7 @@
 """An LM in the libraries around transformers: Trainer, accelerate, PEFT, pipeline."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoCache, MezzoConfig, MezzoForCausalLM
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch._dynamo.testing import CompileCounter
 from toys.retrieval import RetrievalConfig
 from transformers import AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
 
@@ -163,6 +165,30 @@ def test_a_prompt_that_was_read_once_serves_two_continuations(model):
 def test_a_step_goes_on_beyond_the_room_that_was_reserved(model):
     new = model.generate(TOKENS[:2], max_new_tokens=150)[:, 20:]
     assert new.tolist() == generate(model.lm, TOKENS[:2].tolist(), max_new_tokens=150)
+
+
+@pytest.mark.any_shapes  # it is compiled
+def test_a_static_cache_has_room_for_all_so_a_compiled_step_is_compiled_once(model):
+    """Room that grows would have been made anew for the 65th token."""
+    given = {"inputs": TOKENS[:2], "max_new_tokens": 80, "cache_implementation": "static"}
+    plain = model.generate(TOKENS[:2], max_new_tokens=80)
+    beams = {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}
+    assert torch.equal(model.generate(**given | beams), model.generate(TOKENS[:2], **beams))
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    model.forward = torch.compile(model.forward, backend=compiled)
+    counts = []
+    streamer = SimpleNamespace(put=lambda _: counts.append(compiled.frame_count), end=lambda: None)
+    found = model.generate(**given | {"inputs": TOKENS[:1]}, streamer=streamer)
+    assert torch.equal(found, plain[:1])
+    assert counts[10] == counts[-1] > 0
+    assert len(counts) == 81
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "sliding_window"])
+def test_a_cache_of_keys_and_values_alone_is_one_line(model, kind):
+    with pytest.raises(UserError, match=rf"must be static, dynamic or None, got '{kind}'"):
+        model.generate(TOKENS, max_new_tokens=2, cache_implementation=kind)
 
 
 def test_a_stack_of_another_package_needs_leave(monkeypatch, tmp_path):

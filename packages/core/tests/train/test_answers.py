@@ -5,6 +5,9 @@ import json
 import pytest
 from mezzo_core import cli
 from mezzo_core.data import AnswersConfig, DataConfig
+from mezzo_core.data.texts import change_texts, texts_of
+from mezzo_core.errors import UserError
+from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.loop import train
@@ -46,6 +49,10 @@ def test_a_command_learns_answers_alone(command, answers, tmp_path):
     found = json.loads(found)
     assert found["data"] == str(answers)
     assert found["accuracy"] == 1
+    code, of_all, err = command("eval", out, "--all")
+    assert code == 0, err
+    assert json.loads(of_all)["accuracy"] == 1
+    assert json.loads(of_all)["tokens"] > found["tokens"]
     words = ("--prompt", "The word blue is: ", "--temperature", "0", "--max-new-tokens", "9")
     code, text, err = command("generate", out, *words)
     assert (code, text.strip()) == (0, "The word blue is: blue"), err
@@ -58,6 +65,15 @@ def test_a_command_learns_answers_alone(command, answers, tmp_path):
     code, _, err = command("eval", out)
     assert code == 2
     assert "is not the text that the model was trained on" in err
+
+
+def test_examples_are_a_text_as_others_are(tiny, answers, tmp_path):
+    config = AnswersConfig(DataConfig(str(answers)))
+    changed = change_texts(config, seed=3)
+    assert changed == AnswersConfig(DataConfig(str(answers), seed=3))
+    assert texts_of(changed) == (changed.text,)
+    with pytest.raises(UserError, match="the tokenizer 'byte' has 257 tokens, more than"):
+        train(tiny(data=config, model=LMConfig(9, 8, (AttentionConfig(8),))), tmp_path / "run")
 
 
 def test_answers_and_a_text_are_not_both_trained_on(command, answers):

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         commands={
             "convert": LazyCommand(
                 "Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.",
-                partial(resolve_name, "mezzo_gsa.convert.command:convert_command"),
+                partial(resolve_name, "mezzo_gsa.convert_command:convert_command"),
             ),
             "mqar": LazyCommand(
                 "Train GSA and other mixers on multi-query associative recall (MQAR), and compare "

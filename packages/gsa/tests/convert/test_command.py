@@ -21,8 +21,8 @@ from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.loop import train
 from mezzo_gsa.convert import TARGETS, convert, load_llama
-from mezzo_gsa.convert.command import convert_command
 from mezzo_gsa.convert.source import download, read_transformer
+from mezzo_gsa.convert_command import NAMES, convert_command
 
 TRAIN = TrainConfig(
     name="tiny",
@@ -54,6 +54,10 @@ def command(capsys):
         return (ended.value.code or 0, *capsys.readouterr())
 
     return call
+
+
+def test_the_help_names_the_targets_that_there_are():
+    assert tuple(TARGETS) == NAMES
 
 
 @pytest.mark.parametrize("target", TARGETS)

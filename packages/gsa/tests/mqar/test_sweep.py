@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from mezzo_core.testing.laws import check_segments, check_state_bytes
 from mezzo_core.train.loop import train
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.mqar.task import MQARConfig
-from mezzo_gsa.reproduction import mqar_command
 from mezzo_gsa.reproduction.mqar import DROPOUT, NAMES, PROTOCOLS, SweepConfig, sweep
-from mezzo_gsa.reproduction.mqar_command import mqar
+from mezzo_gsa.reproduction.mqar_command import FIELDS, mqar
+from mezzo_gsa.reproduction.mqar_command import NAMES as TOLD_NAMES
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
 TINY = SweepConfig(
@@ -314,7 +315,7 @@ def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, 
         swept.append(config)
         return SimpleNamespace(entries=[], path="")
 
-    monkeypatch.setattr(mqar_command, "sweep", record)
+    monkeypatch.setattr("mezzo_gsa.reproduction.mqar.sweep", record)
     whole = PROTOCOLS[protocol]
     expected = {words: replace(whole, **change) for words, change in SWEPT.items()}
     expected |= {words: replace(whole, **change) for words, change in UNLIKE[protocol].items()}
@@ -328,6 +329,27 @@ def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, 
     assert changed == {field.name for field in fields(SweepConfig)} - {"task", "protocol"}
     asked = {field for change in ASKED.values() for field in change}
     assert asked == {field.name for field in fields(MQARConfig)} - {"power"}
+
+
+def default(name):
+    """Say an option's default, and where the protocols differ that of each."""
+    told = {}
+    for protocol, config in PROTOCOLS.items():
+        value = getattr(config if hasattr(config, name) else config.task, name)
+        told[protocol] = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    first, *others = told.items()
+    differing = [f"{protocol}: {value}" for protocol, value in others if value != first[1]]
+    return "; ".join([first[1], *differing])
+
+
+def test_the_help_tells_the_models_and_the_defaults_of_the_protocols():
+    assert tuple(NAMES) == TOLD_NAMES
+    hints = get_type_hints(mqar, include_extras=True)
+    options = {name: hint.__metadata__[0] for name, hint in hints.items() if name != "return"}
+    told = {name: option.show_default for name, option in options.items()}
+    for name in ("out", "protocol", "train_pairs", "device"):  # the protocols have no value of it
+        assert told.pop(name) is True
+    assert told == {name: default(FIELDS.get(name, name)) for name in told}
 
 
 def test_the_command_answers_a_wrong_value_in_one_line(tmp_path, capsys):

@@ -271,6 +271,15 @@ def test_the_command_sweeps_and_draws_the_figure(tmp_path, capsys):
     assert (tmp_path / "synthetic.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_without_options_is_the_whole_sweep(monkeypatch):
+    def record(config, *arguments, **options):
+        raise UserError("recorded" if config == SweepConfig() else f"another: {config}")
+
+    monkeypatch.setattr("mezzo_recurrent_transformer.reproduction.synthetic.sweep", record)
+    with pytest.raises(UserError, match=r"^recorded$"):
+        synthetic()
+
+
 def test_the_command_may_train_one_model_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     options = "--task memorization --model recurrent --lr 0.001 --decay 0 --seed 0 --width 8 "

@@ -43,6 +43,11 @@ class AnswersConfig:
         if self.text.streaming:
             raise UserError("text.streaming must be False: examples are read at once")
 
+    @property
+    def source(self) -> str:
+        """Where the examples are, for messages."""
+        return self.text.source
+
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
     ) -> "AnswersData":

@@ -238,6 +238,8 @@ class BatchSource(ABC):
     """Whether each process reads a shard of its own; see above."""
     num_train_tokens: int | None = None
     """Training tokens of an epoch; None if the source is endless, or its length unknown."""
+    tokenizer: Tokenizer | None = None
+    """Whose tokens these are; None if they are no text's."""
     num_validation_bytes: int | None = None
     """UTF-8 bytes of the validation targets, for bits a byte; None for a task. If a corpus is a
     single document, the number is estimated from the validation part's share of its tokens."""

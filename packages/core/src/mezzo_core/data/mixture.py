@@ -1,9 +1,8 @@
 """A mixture: several texts, of which each has its share of the rows to train on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,21 +94,6 @@ class MixtureConfig:
             assert isinstance(text, TokenizedText)
             built.append(text)
         return MixedText(built, self.weights, seed=self.seed)
-
-
-TextConfig = DataConfig | MixtureConfig
-"""What describes text, and no task."""
-
-
-def texts_of(config: TextConfig) -> tuple[DataConfig, ...]:
-    """Return the texts of a mixture, or the one text."""
-    return config.texts if isinstance(config, MixtureConfig) else (config,)
-
-
-def change_texts(config: TextConfig, **changes: Any) -> TextConfig:
-    """Return the configuration with other values of these fields in each of its texts."""
-    texts = tuple(replace(text, **changes) for text in texts_of(config))
-    return replace(config, texts=texts) if isinstance(config, MixtureConfig) else texts[0]
 
 
 class MixedText(TextData):

@@ -34,10 +34,11 @@ class Decodes(Protocol):
 class HeldState:
     """A module's state of a batch of rows, and the room that it has for steps in place."""
 
-    def __init__(self, module: Decodes, state: Any) -> None:
-        """Take a state before the first token."""
+    def __init__(self, module: Decodes, state: Any, length: int = 0) -> None:
+        """Take a state before the first token, which the first step gives room for `length`."""
         self.module = module
         self.state = state
+        self.length = length
         self.num_tokens = 0
         """How many the longest row has seen, padding included."""
         self._room = 0
@@ -55,7 +56,8 @@ class HeldState:
             part.is_inference() for part in tree_leaves(self.state)
         )
         if self._room == 0 or is_frozen:
-            self._room = max(_LEAST_ROOM, self.num_tokens)
+            more = self.length - self.num_tokens
+            self._room = more if more > 0 else max(_LEAST_ROOM, self.num_tokens)
             self.state = self.module.reserve(self.state, self._room)
         self.module.before_step(self.state)
         y = self.module.step(x, self.state)
@@ -79,7 +81,7 @@ class HeldState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeldState":
         """Return a second state after the same tokens, of the same module."""
-        copy = HeldState(self.module, self.module.fork(self.state))
+        copy = HeldState(self.module, self.module.fork(self.state), self.length)
         copy.num_tokens, copy._room = self.num_tokens, self._room
         return copy
 
@@ -93,17 +95,19 @@ class MezzoCache(Cache):
     is_compileable = False
     is_linear = (False,)
 
-    def __init__(self, lm: LM, batch: int, rollback: int = 0) -> None:
+    def __init__(self, lm: LM, batch: int, rollback: int = 0, length: int = 0) -> None:
         """Begin `batch` sequences of a model.
 
         Args:
             lm: the model's `lm`.
             batch: how many sequences.
             rollback: how many of the last tokens `crop` can take back.
+            length: tokens of a sequence for which the first step makes room at once, so that the
+                buffers stay the same, as compiled steps want them; 0 lets the room grow.
         """
         super().__init__(layers=[])
         self.lm = lm
-        self.held = HeldState(lm, lm.init_state(batch))
+        self.held = HeldState(lm, lm.init_state(batch), length)
         self.rollback = 0
         self._module = lm
         self.allow_rollback(rollback)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.data.mixture import TextConfig, change_texts
+from mezzo_core.data.texts import TextConfig, change_texts
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json

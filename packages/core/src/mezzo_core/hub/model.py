@@ -181,8 +181,20 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Let assisted decoding take tokens back, in the model's cache and in the assistant's."""
-        if not generation_config.is_assistant and generation_mode != _ASSISTED:
+        """Make the cache where `forward` would make another: with room for all, or to go back.
+
+        Assisted decoding takes tokens back, in the model's cache and in the assistant's.
+        """
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static"):
+            raise UserError(f"cache_implementation must be static, dynamic or None, got {kind!r}")
+        is_assisted = generation_config.is_assistant or generation_mode == _ASSISTED
+        if kind == "static" and not is_assisted and CACHE not in model_kwargs:
+            rows = max(generation_config.num_beams, generation_config.num_return_sequences)
+            made = MezzoCache(self.lm, rows * batch_size, length=max_cache_length)
+            model_kwargs[CACHE] = made
+            return
+        if not is_assisted:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )

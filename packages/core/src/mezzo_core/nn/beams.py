@@ -7,7 +7,7 @@ import torch
 
 from mezzo_core.nn.ends import NO_NUMBERS
 from mezzo_core.nn.generate import evaluation
-from mezzo_core.nn.generate_arguments import check_count, check_prompts, check_tokens
+from mezzo_core.nn.generate_arguments import check_count, check_memory, check_prompts, check_tokens
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 
@@ -47,13 +47,16 @@ def beam_search(
         stop_tokens: a continuation ends at the first of these.
 
     Raises:
-        ValueError: if an argument is out of range, or the model's logits are NaN.
+        ValueError: if an argument is out of range, the beams need more memory than is free, or the
+            model's logits are NaN.
     """
     check_prompts(prompts, model.vocab_size)
     check_count("num_beams", num_beams)
     check_count("max_new_tokens", max_new_tokens)
     stops = tuple(stop_tokens)
     check_tokens("stop_tokens", stops, model.vocab_size)
+    length = max(map(len, prompts)) + max_new_tokens
+    check_memory("num_beams", num_beams, model, num_beams * len(prompts), length)
     with evaluation(model):
         logits, state = read_prompts(model, prompts)
         state = model.reserve(state, max_new_tokens)

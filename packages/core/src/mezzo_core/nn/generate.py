@@ -18,6 +18,7 @@ from mezzo_core.nn.generate_arguments import (
     check_assistant,
     check_bias,
     check_count,
+    check_memory,
     check_penalty,
     check_prefix,
     check_prompts,
@@ -87,13 +88,11 @@ def generate(
         num_drafted: how many tokens the assistant proposes at a time.
 
     Raises:
-        ValueError: if an argument is out of range (the message names it), or the model's logits
-            are NaN.
+        ValueError: if an argument is out of range (the message names it), the samples need more
+            memory than is free, or the model's logits are NaN.
         TypeError: if an argument has the wrong type.
     """
-    check_count("num_samples", num_samples)
-    rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
-    for step in stream(
+    steps = stream(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
@@ -111,7 +110,9 @@ def generate(
         stop=stop,
         assistant=assistant,
         num_drafted=num_drafted,
-    ):
+    )
+    rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
+    for step in steps:
         for row, token in zip(rows, step, strict=True):
             if token is not None:
                 row.append(token)
@@ -156,6 +157,10 @@ def stream(
     if num_rows is not None:
         check_count("num_rows", num_rows)
     num_results = len(prompts) * num_samples
+    if num_samples > 1:
+        length = max(map(len, prompts)) + max_new_tokens
+        at_once = min(num_rows or num_results, num_results)
+        check_memory("num_samples", num_samples, model, at_once, length)
     check_seed(seed, num_results)
     stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
     check_tokens("stop_tokens", stops, model.vocab_size)

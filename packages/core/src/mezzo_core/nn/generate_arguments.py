@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mezzo_core.memory import available_memory
 from mezzo_core.nn.lm import LM
 
 
@@ -45,6 +46,18 @@ def check_count(name: str, value: Any) -> None:
     is_count = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_count or not 1 <= int(value) < 2**31:
         raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value!r}")
+
+
+def check_memory(name: str, value: int, model: LM, num_rows: int, num_tokens: int) -> None:
+    """Check that the memory which is free has room for rows of this length and their logits."""
+    # Of a logit are held: float64 for exact sums, or float32 sorted with its place, and copies.
+    of_a_row = model.state_bytes(num_tokens) + 24 * model.vocab_size
+    free = available_memory(next(model.parameters()).device)
+    if num_rows * of_a_row > free:
+        raise ValueError(
+            f"{name} {value} takes {num_rows} rows of {num_tokens} tokens, which need "
+            f"{num_rows * of_a_row / 1e9:,.1f} GB of memory; {free / 1e9:,.1f} GB are free"
+        )
 
 
 def check_seed(seed: Any, num_rows: int) -> None:

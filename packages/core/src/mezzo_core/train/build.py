@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data import BatchSource
-from mezzo_core.data.mixture import TextConfig, texts_of
+from mezzo_core.data.texts import TextConfig, texts_of
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import copy_weights

@@ -109,7 +109,7 @@ def apply_flags(config: "TrainConfig", given: Mapping[str, Any]) -> "TrainConfig
     Raises:
         UserError: if the configuration refuses a value, or reads no text and a flag is of a text.
     """
-    from mezzo_core.data.mixture import TextConfig, change_texts
+    from mezzo_core.data.texts import TextConfig, change_texts
 
     changes: dict[str, dict[str, Any]] = {part: {} for part in _PANELS}
     for flag in FLAGS:

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from mezzo_core.config_json import to_json, with_defaults
 from mezzo_core.data import SourceConfig
-from mezzo_core.data.mixture import TextConfig
+from mezzo_core.data.texts import TextConfig
 from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, read_json, write_whole
 from mezzo_core.train.config import TrainConfig

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
-from mezzo_core.data import NO_TARGET, AnswersConfig, Batch, BatchSource, TextData
-from mezzo_core.data.answers import AnswersData
-from mezzo_core.data.mixture import TextConfig, texts_of
+from mezzo_core.data import NO_TARGET, Batch, BatchSource
+from mezzo_core.data.texts import TextConfig, texts_of
 from mezzo_core.device import autocast, move_batch
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
@@ -313,9 +312,8 @@ def _save_model(run: _Run, step: int) -> None:
         "seq_len": config.seq_len,
         "data": to_json(config.data),
     }
-    texts = config.data.text if isinstance(config.data, AnswersConfig) else config.data
-    if isinstance(texts, TextConfig) and isinstance(run.data, TextData | AnswersData):
-        extra["tokenizer"] = texts_of(texts)[0].tokenizer
+    if isinstance(config.data, TextConfig) and run.data.tokenizer is not None:
+        extra["tokenizer"] = texts_of(config.data)[0].tokenizer
         extra["tokenizer_identity"] = run.data.tokenizer.identity
         extra["fingerprint"] = run.data.fingerprint
     run.world.first_only(

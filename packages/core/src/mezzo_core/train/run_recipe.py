@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mezzo_core.console import show
 from mezzo_core.data import AnswersConfig
-from mezzo_core.data.mixture import TextConfig, change_texts, texts_of
+from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import choose_texts, start_from
 from mezzo_core.train.config import TrainConfig

@@ -8,10 +8,10 @@ comes through such a block too.
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from mezzo_core.errors import UserError
+from mezzo_core.memory import available_memory
 from torch import Tensor
 
 from mezzo_drt.memory.chunks import Due, Fetched, Memory
@@ -129,16 +129,3 @@ def fetch_rows(
             torch.index_select(part[row].view(-1, *part.shape[3:]), 0, places, out=there)
         found.append(block.to(device, non_blocking=True))
     return Fetched(*found)
-
-
-def available_memory() -> float:
-    """Return the bytes of memory that the host can still give; infinite if it does not say.
-
-    Limits of a container are not seen.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else math.inf

@@ -162,6 +162,8 @@ class AbstractNeedleConfig(ABC):
 class NeedleData(BatchSource):
     """Rows of text with needles. Every process gets the whole batch, and no row comes twice."""
 
+    tokenizer: Tokenizer
+
     def __init__(
         self,
         config: AbstractNeedleConfig,

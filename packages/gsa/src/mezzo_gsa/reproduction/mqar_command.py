@@ -1,4 +1,7 @@
-"""`mezzo-gsa mqar`: the sweep as a command."""
+"""`mezzo-gsa mqar`: the sweep as a command.
+
+Its help, which needs no torch, says the defaults in words; a test compares them with the protocols.
+"""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -7,63 +10,59 @@ from typing import Annotated, Any, TypeVar
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.paths import expanded
-from mezzo_core.reproduction.tables import format_value
 from typer import Option
-
-from mezzo_gsa.reproduction.mqar import NAMES, PROTOCOLS, sweep
 
 Config = TypeVar("Config", bound=Any)
 FIELDS = {"model": "models", "width": "widths", "lr": "learning_rates"}
 """The field that an option replaces, if it has another name."""
+NAMES = ("attention", "gsa", "gsa_one_head", "gla", "hgrn2", "retnet")
+RATES = "0.0001 0.000464 0.00215 0.01; authors: 0.002 0.001 0.005 0.0005 0.01 0.0001"
 SLOTS = "Slots of a head of GSA; below 1: share of the width."
 
 
-def field(name: str, text: str) -> Any:
-    """Return an option that replaces this field of the protocol; its help shows what is there."""
-    there: dict[str, str] = {}
-    for protocol, config in PROTOCOLS.items():
-        value = getattr(config if hasattr(config, name) else config.task, name)
-        there[protocol] = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    first, *others = there.items()
-    differing = [f"{protocol}: {value}" for protocol, value in others if value != first[1]]
-    return Option(help=text, show_default="; ".join([first[1], *differing]))
+def part(text: str, default: str) -> Any:
+    """Return an option that replaces a part of the protocol, which has this default."""
+    return Option(help=text, show_default=default)
 
 
 def mqar(
     out: Annotated[
         Path, Option(help="Folder of the result and of the runs.", callback=expanded)
     ] = Path("mqar"),
-    protocol: Annotated[str, Option(help=f"Of {', '.join(PROTOCOLS)}.")] = "zoology",
-    model: Annotated[list[str] | None, field("models", f"Of {', '.join(NAMES)}; repeat.")] = None,
-    width: Annotated[list[int] | None, field("widths", "Model width; repeat.")] = None,
-    lr: Annotated[list[float] | None, field("learning_rates", "Learning rate; repeat.")] = None,
-    skip_solved: Annotated[
-        bool | None, field("skip_solved", "After a rate has solved it, try no others.")
+    protocol: Annotated[str, Option(help="Of zoology, authors.")] = "zoology",
+    model: Annotated[
+        list[str] | None, part(f"Of {', '.join(NAMES)}; repeat.", "attention gsa gla hgrn2 retnet")
     ] = None,
-    seq_len: Annotated[int | None, field("seq_len", "Tokens a row.")] = None,
-    num_pairs: Annotated[int | None, field("num_pairs", "Pairs a row.")] = None,
-    vocab_size: Annotated[int | None, field("vocab_size", "Tokens known.")] = None,
+    width: Annotated[list[int] | None, part("Model width; repeat.", "64 128 256 512")] = None,
+    lr: Annotated[list[float] | None, part("Learning rate; repeat.", RATES)] = None,
+    skip_solved: Annotated[
+        bool | None, part("After a rate has solved it, try no others.", "False")
+    ] = None,
+    seq_len: Annotated[int | None, part("Tokens a row.", "512")] = None,
+    num_pairs: Annotated[int | None, part("Pairs a row.", "64")] = None,
+    vocab_size: Annotated[int | None, part("Tokens known.", "8192")] = None,
     random_non_queries: Annotated[
-        bool | None, field("random_non_queries", "Random tokens where nothing is asked.")
+        bool | None, part("Random tokens where nothing is asked.", "False")
     ] = None,
     train_pairs: Annotated[list[int] | None, Option(help="Pairs to train on; repeat.")] = None,
-    train_rows: Annotated[int | None, field("train_rows", "Rows to train on.")] = None,
-    test_rows: Annotated[int | None, field("test_rows", "Rows to test on.")] = None,
-    batch_size: Annotated[int | None, field("batch_size", "Rows a step.")] = None,
-    epochs: Annotated[int | None, field("epochs", "At most.")] = None,
-    num_layers: Annotated[int | None, field("num_layers", "Layers.")] = None,
+    train_rows: Annotated[int | None, part("Rows to train on.", "100000")] = None,
+    test_rows: Annotated[int | None, part("Rows to test on.", "3000")] = None,
+    batch_size: Annotated[int | None, part("Rows a step.", "128")] = None,
+    epochs: Annotated[int | None, part("At most.", "64")] = None,
+    num_layers: Annotated[int | None, part("Layers.", "2; authors: 4")] = None,
     identity_mlp: Annotated[
-        bool | None, field("identity_mlp", "Add each layer's output once more, normalized.")
+        bool | None, part("Add each layer's output once more, normalized.", "False; authors: True")
     ] = None,
-    num_slots: Annotated[float | None, field("num_slots", SLOTS)] = None,
-    damping: Annotated[float | None, field("damping", "Damping of GSA's gates.")] = None,
+    num_slots: Annotated[float | None, part(SLOTS, "64; authors: 0.25")] = None,
+    damping: Annotated[float | None, part("Damping of GSA's gates.", "8.0; authors: 16.0")] = None,
     scale: Annotated[
-        str | None, field("scale", "Of GSA's slot logits: one, or head_width (D^-1/2).")
+        str | None,
+        part("Of GSA's slot logits: one, or head_width (D^-1/2).", "one; authors: head_width"),
     ] = None,
-    seed: Annotated[int | None, field("seed", "Of weights and order.")] = None,
-    precision: Annotated[str | None, field("precision", "fp32, bf16 or auto.")] = None,
-    compile: Annotated[bool | None, field("compile", "Use torch.compile.")] = None,
-    cuda_graph: Annotated[bool | None, field("cuda_graph", "Replay steps as CUDA graphs.")] = None,
+    seed: Annotated[int | None, part("Of weights and order.", "123")] = None,
+    precision: Annotated[str | None, part("fp32, bf16 or auto.", "fp32")] = None,
+    compile: Annotated[bool | None, part("Use torch.compile.", "False")] = None,
+    cuda_graph: Annotated[bool | None, part("Replay steps as CUDA graphs.", "False")] = None,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train GSA and other mixers on multi-query associative recall (MQAR), and compare them.
@@ -73,6 +72,10 @@ def mqar(
     when it has solved the task. Other options replace parts. A folder goes on where it was left.
     """
     given = {FIELDS.get(name, name): value for name, value in locals().items()}
+    from mezzo_core.reproduction.tables import format_value
+
+    from mezzo_gsa.reproduction.mqar import PROTOCOLS, sweep
+
     if protocol not in PROTOCOLS:
         raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")
     whole = PROTOCOLS[protocol]

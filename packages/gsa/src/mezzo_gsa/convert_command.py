@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from mezzo_core.console import show
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.paths import check_writable, expanded
 
-from mezzo_gsa.convert.convert import ROTATED, TARGETS, convert
-from mezzo_gsa.convert.source import read_transformer
+NAMES = ("gsa", "gsa_spread", "gla", "retnet")
+"""Those of `mezzo_gsa.convert.TARGETS`, for a help that needs no torch."""
 
 
 def convert_command(
@@ -22,7 +20,7 @@ def convert_command(
             "hub:NAME, or a training run of softmax attention."
         ),
     ],
-    to: Annotated[str, typer.Option(help=f"What attention becomes: {', '.join(TARGETS)}.")],
+    to: Annotated[str, typer.Option(help=f"What attention becomes: {', '.join(NAMES)}.")],
     out: Annotated[Path, typer.Option(help="The new model's folder.", callback=expanded)],
     tokenizer: Annotated[
         str | None,
@@ -36,8 +34,14 @@ def convert_command(
 
     Then: `train t2r_gsa --init-from OUT`, and `generate` with the run that makes.
     """
-    if to not in TARGETS:
-        raise UserError(f"--to takes {', '.join(TARGETS)}, got {to!r}{nearest(to, TARGETS)}")
+    if to not in NAMES:
+        raise UserError(f"--to takes {', '.join(NAMES)}, got {to!r}{nearest(to, NAMES)}")
+    import torch
+    from mezzo_core.nn.checkpoint import save_model
+
+    from mezzo_gsa.convert.convert import ROTATED, TARGETS, convert
+    from mezzo_gsa.convert.source import read_transformer
+
     transformer = read_transformer(source, tokenizer, has_rope=to in ROTATED)
     if transformer.folder.resolve() == out.resolve():
         raise UserError(f"--out must be another folder than the model's own, {out}")

@@ -1,0 +1,26 @@
+"""What all descriptions of text have in common, be it one text, a mixture, or examples."""
+
+from dataclasses import replace
+from typing import Any
+
+from mezzo_core.data.answers import AnswersConfig
+from mezzo_core.data.config import DataConfig
+from mezzo_core.data.mixture import MixtureConfig
+
+TextConfig = DataConfig | MixtureConfig | AnswersConfig
+"""What describes text, and no task."""
+
+
+def texts_of(config: TextConfig) -> tuple[DataConfig, ...]:
+    """Return the texts of a mixture, or the one text."""
+    if isinstance(config, MixtureConfig):
+        return config.texts
+    return (config.text if isinstance(config, AnswersConfig) else config,)
+
+
+def change_texts(config: TextConfig, **changes: Any) -> TextConfig:
+    """Return the configuration with other values of these fields in each of its texts."""
+    texts = tuple(replace(text, **changes) for text in texts_of(config))
+    if isinstance(config, MixtureConfig):
+        return replace(config, texts=texts)
+    return replace(config, text=texts[0]) if isinstance(config, AnswersConfig) else texts[0]
