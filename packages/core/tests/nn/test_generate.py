@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.generate import generate, stream
+from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.sampler import NO_TOKEN, Sampler
 
 few = settings(
@@ -362,7 +363,7 @@ def test_a_temperature_too_small_to_divide_by_takes_the_likeliest():
     assert (Sampler(5e-324, top_k=2, top_p=0.5)(logits) == 1).all()
 
 
-def test_each_work_becomes_a_graph_of_its_own_after_a_first_call(model, monkeypatch):
+def test_each_work_becomes_a_graph_of_its_own_after_a_first_call(monkeypatch):
     """The order of calls that a GPU would see."""
     calls = []
 
@@ -374,7 +375,7 @@ def test_each_work_becomes_a_graph_of_its_own_after_a_first_call(model, monkeypa
         def graph(self):
             return SimpleNamespace(replay=lambda: calls.append(("replay", self.name)))
 
-    def warm_up(self, work, state, stream):
+    def warm_up(work, state, stream):
         calls.append(("warm up", f"{work} of {state[0]}"))
         return "eager"
 
@@ -382,15 +383,15 @@ def test_each_work_becomes_a_graph_of_its_own_after_a_first_call(model, monkeypa
         calls.append(("capture", f"{work} of {state[0]}"))
         return Graph(calls[-1][1])
 
-    monkeypatch.setattr(Decoder, "_warm_up", warm_up)
-    monkeypatch.setattr(Decoder, "_capture", capture)
-    decoder = Decoder(model, model.init_state(1), torch.tensor([1]), Sampler())
-    decoder._stream = object()
+    monkeypatch.setattr("mezzo_core.nn.graphs._warm_up", warm_up)
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    runner = Graphs(torch.device("cpu"))
+    runner._stream = object()
     first, second = ["one"], ["two"]
-    found = [decoder._run(*each) for each in (("a", first), ("a", second), ("b", first))]
+    found = [runner.run(*each) for each in (("a", first), ("a", second), ("b", first))]
     assert found == ["eager"] * 3
-    assert [decoder._run("a", first) for _ in range(2)] == ["of a graph"] * 2
-    decoder._run("b", first)
+    assert [runner.run("a", first) for _ in range(2)] == ["of a graph"] * 2
+    runner.run("b", first)
     assert calls == [
         *(("warm up", name) for name in ("a of one", "a of two", "b of one")),
         *(("capture", "a of one"), ("replay", "a of one"), ("replay", "a of one")),

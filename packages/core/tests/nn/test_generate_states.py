@@ -45,6 +45,26 @@ def test_an_assistant_changes_no_token(any_model, config, assistant):
         assert helped == plain
 
 
+def test_a_check_may_have_room_for_several(any_model, config, monkeypatch):
+    """As in a CUDA graph: the tokens since an older state are read again."""
+    monkeypatch.setattr(assisted, "_width", lambda *_: 9)
+    plain = generate(any_model, PROMPTS, max_new_tokens=20)
+    for helper in (build(config, "attention", seed=1), any_model):
+        assert generate(any_model, PROMPTS, max_new_tokens=20, assistant=helper) == plain
+
+
+@pytest.mark.parametrize(("kind", "reads_again"), [("running mean", True), ("attention", False)])
+def test_what_a_check_has_read_is_read_again_unless_only_counts_change(config, kind, reads_again):
+    model, lengths = build(config, kind), []
+    model.stack.register_forward_hook(
+        lambda _, inputs, given, output: lengths.append(given["lengths"]), with_kwargs=True
+    )
+    other = build(config, kind, seed=1)  # which is often wrong
+    generate(model, [[1, 2]], max_new_tokens=12, assistant=other, num_drafted=3)
+    assert lengths.count(None) > 4, "the prompt, and more checks than one that is right needs"
+    assert (len(lengths) > lengths.count(None)) == reads_again
+
+
 @pytest.mark.parametrize("seed", [3, [4, 5, 4]])
 def test_an_assistant_changes_no_sampled_token(any_model, config, seed):
     """Not even one: each is sampled by the random numbers by which the model samples it alone."""

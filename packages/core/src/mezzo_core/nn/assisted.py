@@ -1,7 +1,8 @@
 """Assisted decoding: a small model proposes tokens, and one forward of the large one checks them.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Both models
-take back what was proposed in vain (`Rewinding.rollback`), so that recurrent models can do it too.
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). What was
+proposed in vain leaves no trace in a state, so that recurrent models can do it too: the large model
+checks from an older state, which stays as it is, and the small one keeps what its tokens overwrite.
 
 Where tokens are sampled, both models sample each of them by the same random numbers, those that the
 large one would take alone: where they agree the token is right, and where not it is that of the
@@ -9,17 +10,19 @@ large one. So the tokens are those of sampling without an assistant, not only th
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from mezzo_core.nn.contract import run_eagerly
 from mezzo_core.nn.decoder import Decoder
+from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
-from mezzo_core.nn.rewinding import Rewinding
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, draw_
+from mezzo_core.nn.state import grows, only_counts
 
 
 @torch.inference_mode()
@@ -49,37 +52,42 @@ def assisted_tokens(
         prefill_tokens: how many tokens of the prompts run at a time; None for all.
     """
     m = num_drafted
-    target = model.rewinding(m + 1)
     logits, state = read_prompts(model, prompts, prefill_tokens)
     noise = _Noise(sampler, generator, logits)
     newest = sampler(rules(logits), noise.at([0] * len(prompts)))
     rows = [[token] for token in newest.tolist()]
-    draft = _Draft(assistant, prompts, prefill_tokens, m, max_new_tokens, sampler, noise, rules)
+    target = _Target(model, state, newest, m, sampler, noise, rules)
+    del state  # the prompt's own copy
+    room = max_new_tokens + 2 * m + 1  # one that is done may have m more, and still reads m + 1
+    draft = _Draft(assistant, prompts, prefill_tokens, newest, m, room, sampler, noise, rules)
     for step in range(max_new_tokens):
         while any(len(row) <= step for row in rows):
             places = [len(row) for row in rows]
-            proposed = draft.propose(newest, places)
-            logits, kept = target(torch.cat([newest[:, None], proposed], 1), state)
-            drawn = noise.at([place + i for place in places for i in range(m + 1)])
-            best = sampler(rules(logits).flatten(0, 1), drawn).view(-1, m + 1)
-            vain = []
-            for row, likely, guess in zip(rows, best.tolist(), proposed.tolist(), strict=True):
+            proposed = draft.propose(target.newest, places)
+            best = target.check(proposed, places)
+            taken = []
+            for row, found in zip(rows, torch.cat([best, proposed], 1).tolist(), strict=True):
+                likely, guess = found[: m + 1], found[m + 1 :]
                 right = 0
                 while right < m and likely[right] == guess[right]:
                     right += 1
                 # One that is done goes no further: there is no room. One that is far ahead waits.
                 stays = len(row) >= max_new_tokens or len(row) > step + _LEAD
-                vain.append(m + 1 if stays else m - right)
-                row.extend([] if stays else likely[: right + 1])
-            state = target.rollback(kept, torch.tensor(vain)).state
-            draft.take_back(torch.tensor(vain))
-            newest = torch.tensor([row[-1] for row in rows], device=newest.device).clamp(min=0)
+                taken.append(0 if stays else right + 1)
+                row.extend(likely[: taken[-1]])
+            target.take(taken)
+            draft.take(taken)
         noise.forget(step)
         yield torch.tensor([row[step] for row in rows])
 
 
 _LEAD = 32
 """How many tokens a row can be ahead of the slowest one: so long its random numbers are kept."""
+
+
+def _width(num_drafted: int, in_graphs: bool) -> int:
+    """Return the tokens of a check: 32 take a GPU little longer than a few, and have more room."""
+    return max(32 if in_graphs else 0, num_drafted + 1)
 
 
 class _Noise:
@@ -107,58 +115,141 @@ class _Noise:
         self.first = place + 1
 
 
+class _Target:
+    """The model: checks what is proposed.
+
+    A check reads the tokens since an older state, and what is proposed behind them. It keeps no
+    state, so that nothing is to be taken back. Only where there is no place for another round does
+    the model read those tokens once more, and its state after them is the older one from then on.
+    What is read again is spared if all was right, or if tokens overwrite counts of tokens alone.
+
+    Where the state keeps its size, both are CUDA graphs on a GPU.
+    """
+
+    def __init__(
+        self, model: LM, state: Any, newest: Tensor, num_drafted: int, sampler: Sampler,
+        noise: _Noise, rules: LogitRules,
+    ) -> None:  # fmt: skip
+        first, m = model.init_state(1), num_drafted
+        self.model, self.sampler, self.noise, self.rules = model, sampler, noise, rules
+        self.overwritten = model.stack.overwritten()
+        self.is_fixed, self.is_counted = not grows(first), only_counts(first, self.overwritten)
+        self.state = model.reserve(state, 0) if self.is_fixed else state
+        in_graphs = self.is_fixed and newest.is_cuda
+        self.run = Graphs(newest.device).run if in_graphs else run_eagerly
+        self.width = _width(m, in_graphs)
+        # Of each row `counts` tokens are real, the newest is the last of them; behind are others.
+        self.tokens = newest.new_zeros(len(newest), self.width + 1)
+        self.tokens[:, 0] = newest.clamp(min=0)
+        self.counts = torch.ones_like(newest)
+        self.most = [1] * len(newest)  # the same counts on the host, so that nobody waits
+        self.offsets = torch.arange(m + 1, device=newest.device)
+        self.drawn = noise.at([0] * (m + 1) * len(newest))  # a buffer: a graph reads it
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest token of each row (B,)."""
+        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
+
+    def check(self, proposed: Tensor, places: Sequence[int]) -> Tensor:
+        """Return what comes after the newest token and after each proposed one (B, m): (B, m + 1).
+
+        `places` are those of the first of them, of each row.
+        """
+        if max(self.most) + proposed.shape[1] > self.width:
+            self._renew()
+        self._write(proposed)
+        drawn = self.noise.at([place + i for place in places for i in range(len(self.offsets))])
+        if self.drawn is not None and drawn is not None:
+            self.drawn.copy_(drawn)
+        self.best, self.after = self.run(_Target._check, self)
+        return self.best
+
+    def take(self, taken: Sequence[int]) -> None:
+        """Take so many of the m + 1 tokens that the check has found, of each row."""
+        self._write(self.best.clamp(min=0))
+        self.counts += torch.tensor(taken, device=self.counts.device)
+        self.most = [a + b for a, b in zip(self.most, taken, strict=True)]
+
+    def _write(self, tokens: Tensor) -> None:
+        """Write tokens (B, n) behind the newest ones."""
+        self.tokens.scatter_(1, self.counts[:, None] + self.offsets[: tokens.shape[1]], tokens)
+
+    def _check(self) -> tuple[Tensor, Any]:
+        logits, after = self.model(self.tokens[:, :-1], self.state)
+        index = (self.counts[:, None] - 1 + self.offsets)[..., None]
+        logits = self.rules(logits.gather(1, index.expand(-1, -1, logits.shape[2])))
+        return self.sampler(logits.flatten(0, 1), self.drawn).view(index.shape[:2]), after
+
+    def _renew(self) -> None:
+        """Let the state be that after all tokens but the newest."""
+        if min(self.most) > self.width:  # all that the check has read was right
+            self._go_on(self.after)
+        elif self.is_counted:
+            vain = self.width + 1 - self.counts
+            leaves, tree = tree_flatten(self.after)
+            parts = zip(leaves, self.overwritten, strict=True)
+            fewer = [x - vain.to(x.device) if on else x for x, on in parts]
+            self._go_on(tree_unflatten(fewer, tree))
+        else:
+            self.run(_Target._read, self)
+        self.tokens[:, 0] = self.newest
+        self.counts.fill_(1)
+        self.most = [1] * len(self.most)
+
+    def _read(self) -> None:
+        tokens, lengths = self.tokens[:, :-1], self.counts - 1
+        _, after = self.model(tokens, self.state, lengths=lengths, last_only=True)
+        self._go_on(after)
+
+    def _go_on(self, after: Any) -> None:
+        if not self.is_fixed:
+            self.state = after
+            return
+        for old, new in zip(tree_leaves(self.state), tree_leaves(after), strict=True):
+            old.copy_(new)
+
+
 class _Draft:
-    """The assistant: decodes in place, and takes back."""
+    """The assistant: decodes in place, and keeps what its tokens overwrite."""
 
     def __init__(
         self, model: LM, prompts: Sequence[Sequence[int]], prefill_tokens: int | None,
-        num_drafted: int, max_new_tokens: int, sampler: Sampler, noise: "_Noise",
+        newest: Tensor, num_drafted: int, room: int, sampler: Sampler, noise: _Noise,
         rules: LogitRules,
     ) -> None:  # fmt: skip
-        self.sampler, self.noise = sampler, noise
+        self.noise, self.num_read = noise, num_drafted + 1
         self.drawn = noise.at([0] * len(prompts))  # a buffer: a graph reads it
-        self.model, self.rules = model.rewinding(num_drafted + 1), rules
-        self.num_drafted, self.room = num_drafted, max_new_tokens + num_drafted + 1
         _, state = read_prompts(model, prompts, prefill_tokens)
-        self.state = self._rewinding.begin(state)
-        self.decoder: Decoder | None = None
-
-    @property
-    def _rewinding(self) -> Rewinding:
-        return cast(Rewinding, self.model.stack)
+        state = model.reserve(state, room)
+        self.decoder = Decoder(model, state, newest, sampler, self.drawn, rules)
+        each = zip(tree_leaves(state), model.stack.overwritten(), strict=True)
+        self.changing = [x for x, on in each if on]
+        # Of each what it was after 0 to m + 1 of the tokens that are read for a proposal.
+        self.past = [x.new_empty(num_drafted + 2, *x.shape) for x in self.changing]
 
     def propose(self, newest: Tensor, places: Sequence[int]) -> Tensor:
         """Return what may come after the newest tokens (B,), m tokens (B, m); all are read.
 
         `places` are those of the first of them, of each row.
         """
-        if self.decoder is None:
-            state = self.model.reserve(self.state, self.room)
-            self.decoder = Decoder(self.model, state, newest, self.sampler, self.drawn, self.rules)
         self.decoder.tokens.copy_(newest)
+        self._keep(0)
         tokens = []
-        for i in range(self.num_drafted + 1):
+        for i in range(self.num_read):
             drawn = self.noise.at([place + i for place in places])
             if self.drawn is not None and drawn is not None:
                 self.drawn.copy_(drawn)
             tokens.append(self.decoder.step().clone())
+            self._keep(i + 1)
         return torch.stack(tokens[:-1], 1).clamp(min=0)
 
-    def take_back(self, vain: Tensor) -> None:
-        """Take back so many tokens (B,) of the m + 1 that were read."""
-        assert self.decoder is not None
-        rolled = self.model.rollback(self.decoder.state, vain)
-        self.state = self._rewinding.begin(rolled.state)
-        if not _overwrite(self.decoder.state, self.state):
-            self.decoder = None  # a window has grown: it needs other buffers
+    def take(self, taken: Sequence[int]) -> None:
+        """Go back to where so many of the m + 1 tokens were read, of each row."""
+        count = torch.tensor(taken)
+        for x, past in zip(self.changing, self.past, strict=True):
+            x.copy_(past[count.to(x.device), torch.arange(len(x), device=x.device)])
 
-
-def _overwrite(state: Any, new: Any) -> bool:
-    """Copy a state into the buffers of another, for a graph; False if their shapes differ."""
-    pairs = list(zip(tree_leaves(state), tree_leaves(new), strict=True))
-    if any(old.shape != x.shape for old, x in pairs):
-        return False
-    for old, x in pairs:
-        if old is not x:
-            old.copy_(x)
-    return True
+    def _keep(self, count: int) -> None:
+        for x, past in zip(self.changing, self.past, strict=True):
+            past[count].copy_(x)

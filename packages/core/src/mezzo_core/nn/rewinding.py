@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from mezzo_core.nn.contract import AbstractSequenceModule, AbstractStack, Run, run_eagerly
-from mezzo_core.nn.state import Rows, reset_rows, select_rows
+from mezzo_core.nn.state import Rows, only_counts, reset_rows, select_rows
 from mezzo_core.ops.checks import can_look, check_size, is_read
 from mezzo_core.ops.named import replaced
 
@@ -66,9 +66,7 @@ class Rewinding(AbstractStack):
         self.module = module
         self.room = room
         self._overwritten = module.overwritten()
-        first = tree_leaves(module.init_state(1))
-        changing = [x for x, on in zip(first, self._overwritten, strict=True) if on]
-        self._only_counts = all(x.dtype == torch.int64 and x.ndim == 1 for x in changing)
+        self._only_counts = only_counts(module.init_state(1), self._overwritten)
 
     def begin(self, state: Any) -> Kept:
         """Return a state that can go back to this one of the module, and no further.

@@ -37,6 +37,22 @@ class Leaf(NamedTuple):
         return cls(tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
 
 
+def grows(first: Any) -> bool:
+    """Tell whether tensors grow with the tokens, of a state `init_state(1)` of a module."""
+    return any(0 in x.shape for x in tree_leaves(first))
+
+
+def only_counts(first: Any, overwritten: Sequence[bool]) -> bool:
+    """Tell whether all that tokens overwrite in a state counts them, so that it can be taken back.
+
+    Args:
+        first: a state `init_state(1)` of a module.
+        overwritten: as the module's `overwritten` tells of each tensor.
+    """
+    changing = [x for x, on in zip(tree_leaves(first), overwritten, strict=True) if on]
+    return all(x.dtype == torch.int64 and x.ndim == 1 for x in changing)
+
+
 def select_rows(state: Any, rows: Tensor) -> Any:
     """Return rows of every tensor, in new tensors."""
     places = {rows.device: rows}

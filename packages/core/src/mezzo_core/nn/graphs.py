@@ -1,0 +1,76 @@
+"""Work on a GPU as CUDA graphs: captured once, and from then on one launch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    result: Any  # tensors that each replay overwrites
+
+
+class Graphs:
+    """Runs work eagerly at first, and from the second time on as a CUDA graph, on a GPU.
+
+    A capture needs a warm-up, in which kernels are compiled and libraries loaded. The first run
+    serves as this warm-up: it is a real one, so that work may overwrite what it is given. A graph
+    keeps the autocast settings of the second run.
+    """
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+        """Take the device, and the generators that work draws from beside torch's global one."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._generators = generators
+        # By what is run and the identity of its state; None once it has run eagerly.
+        self._graphs: dict[tuple[Callable[[Any], Any], int], _Graph | None] = {}
+
+    def run(self, work: Callable[[Any], Any], state: Any) -> Any:
+        """Return work(state), on a GPU in tensors that the next run overwrites.
+
+        All runs must find their tensors in the same places, and none may wait for the GPU.
+        """
+        if self._stream is None:
+            return work(state)
+        key = work, id(state)
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return _warm_up(work, state, self._stream)
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = self._capture(work, state, self._stream)
+        graph.graph.replay()
+        return graph.result
+
+    def _capture(self, work: Callable[[Any], Any], state: Any, stream: torch.cuda.Stream) -> _Graph:
+        graph = torch.cuda.CUDAGraph()
+        # A generator keeps the buffers that its first graph allocates. If they were made in
+        # inference mode, every later graph outside of inference mode would fail.
+        with torch.inference_mode(False):
+            for generator in (
+                torch.cuda.default_generators[stream.device.index],
+                *self._generators,
+            ):
+                graph.register_generator_state(generator)
+        # Autocast frees the weights that it has cast when its context ends, but the graph is used
+        # longer. So the cast must be part of the graph.
+        casts = torch.autocast(
+            "cuda",
+            dtype=torch.get_autocast_dtype("cuda"),
+            enabled=torch.is_autocast_enabled("cuda"),
+            cache_enabled=False,
+        )
+        with casts, torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+            result = work(state)
+        return _Graph(graph, result)
+
+
+def _warm_up(work: Callable[[Any], Any], state: Any, stream: torch.cuda.Stream) -> Any:
+    """Run on the stream on which the capture will run."""
+    here = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        result = work(state)
+    here.wait_stream(stream)
+    return result

@@ -1,0 +1,199 @@
+"""Train a large GSA and a small one, and time decoding: with an assistant, and prompts in turn.
+
+    python packages/gsa/experiments/decoding.py --data 'texts/*.jsonl.xz' --tokenizer gpt2/ \
+        --out packages/gsa/results/nvidia-h100
+    python packages/gsa/experiments/decoding.py --dry-run --out DIR       # toy sizes, on a CPU
+
+It writes decoding.json: new tokens a second, with the time of the prompts and of the captures of
+CUDA graphs. All decode prompts of the validation part, greedily. Beside each speed stands the share
+of the tokens that are those of the column's first row; in float32 all must be. `agreement` is the
+share of them that are the small model's likeliest too, after the same text.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from random import Random
+
+import torch
+from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.data.tokenized_corpus import token_store
+from mezzo_core.errors import UserError
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.generate import generate
+from mezzo_core.nn.lm import LM
+from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
+from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.training import in_words, measure_run
+from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_gsa.recipes import Hyperparameters, tiny, train_config
+
+PLAIN, BATCHES, TURNS = "plain", "one batch after another", "continuous batching"
+DRAFTED = {"assistant, 4 tokens": 4, "assistant, 7 tokens": 7}
+ROWS = (PLAIN, *DRAFTED, BATCHES, TURNS)
+BATCH = {"batch 1": 1, "batch 8": 8}
+MANY, MANY_PROMPTS = "96 prompts in 16 rows", 96
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+PASSES = 3
+LARGE = Hyperparameters(
+    vocab_size=0,  # the tokenizer's
+    d_model=1024,
+    num_layers=24,
+    num_heads=4,
+    num_slots=64,
+    key_width=256,
+    hgrn2_width=128,
+    attention_width=64,
+    seq_len=1024,
+    batch_size=32,
+    micro_batch_size=16,
+    steps=400,
+    data=DataConfig(),
+    optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.1),
+    eval_every=10**9,
+    eval_batches=10,
+    checkpoint_every=10**9,
+    compile=True,
+)
+"""302M weights in the blocks."""
+TOY = replace(tiny(), d_model=32, num_layers=2, seq_len=32, steps=3, eval_batches=1)
+SMALL = {"num_layers": 2, "num_heads": 2, "d_model": 512}
+"""The small model is trained as the large one; it has 6M weights in the blocks."""
+
+
+def measure(options: Options) -> None:
+    """Train both models, unless they are there, and time all ways of each dtype."""
+    configs = {"large": configure("large", options), "small": configure("small", options)}
+    header = Header(
+        kind="speed",
+        title="Decoding of a trained GSA, greedily",
+        setting="; ".join(f"{k}: {in_words(v, options.device)}" for k, v in configs.items()),
+        columns=(*BATCH, MANY),
+        models=ROWS,
+        unit="tokens/s",
+        better="higher",
+        groups=tuple(DTYPES),
+    )
+    result = options.open("decoding", header)
+    details = {}
+    for name, config in configs.items():
+        done = measure_run(config, options.runs / name, options.device, resume=True)
+        details[f"perplexity_{name}"] = done["perplexity"]
+    passes = 1 if options.dry_run else PASSES
+    jobs = (
+        Job(
+            tuple(Cell(row, column, dtype, i) for row in rows for i in range(passes)),
+            partial(time_all, options, column, dtype, details),
+        )
+        for dtype in DTYPES
+        for column in (*BATCH, MANY)
+        if (rows := [row for row in rows_of(column) if row in options.models])
+    )
+    run(result, jobs, *options.where)
+    for entry in result.entries:
+        if entry.group == "float32" and entry.details["same_tokens"] != 1:
+            raise UserError(f"{entry.model}, {entry.column}: other tokens than {PLAIN}")
+
+
+def rows_of(column: str) -> Sequence[str]:
+    """Return the rows that have a number in a column."""
+    return (BATCHES, TURNS) if column == MANY else (PLAIN, *DRAFTED)
+
+
+def configure(name: str, options: Options) -> TrainConfig:
+    """Return the training of one of the two models."""
+    sizes = replace(
+        TOY if options.dry_run else LARGE,
+        data=options.text,
+        vocab_size=load_tokenizer(options.tokenizer).vocab_size,
+    )
+    if name == "small":
+        sizes = replace(
+            sizes, **(SMALL | ({"d_model": 16, "num_layers": 1} if options.dry_run else {}))
+        )
+    config = train_config(f"decoding_{name}", sizes, "gsa")
+    # The head is tied to the embedding: so few tokens cannot train another matrix.
+    return replace(config, model=replace(config.model, tie_embeddings=True))
+
+
+def time_all(
+    options: Options, column: str, dtype: str, details: dict[str, float],
+    cells: tuple[Cell, ...], folder: Path, device: torch.device,
+) -> Iterator[list[Entry]]:  # fmt: skip
+    """Decode in all ways of a column; yield the passes that are asked for."""
+    large, small = (
+        load_model(options.runs / name / "model", device=device)[0].to(DTYPES[dtype]).eval()
+        for name in ("large", "small")
+    )
+    text = options.text.build(256, token_store())
+    texts = next(iter(text.validation_batches(MANY_PROMPTS))).tokens.tolist()
+    if column == MANY:
+        ways = in_turn(large, texts, options.dry_run)
+    else:
+        prompts = [tokens[:128] for tokens in texts[: BATCH[column]]]
+        ways = assisted(large, small, prompts, 6 if options.dry_run else 512)
+    expected = next(iter(ways.values()))()
+    if column != MANY:
+        details = details | {"agreement": agreement(small, prompts, expected)}
+    for row, way in ways.items():
+        places = [cell for cell in cells if cell.model == row]
+        if places:
+            way()  # compiles kernels
+        for cell in places:
+            start = time.perf_counter()
+            found = way()
+            speed = sum(map(len, found)) / (time.perf_counter() - start)
+            yield [cell.entry(speed, same_tokens=share_of_same(found, expected), **details)]
+
+
+def assisted(
+    large: LM, small: LM, prompts: list[list[int]], count: int
+) -> dict[str, Callable[[], list[list[int]]]]:
+    """Return the ways to continue prompts by `count` tokens each."""
+    plain = partial(generate, large, prompts, max_new_tokens=count)
+    drafted = {
+        row: partial(plain, assistant=small, num_drafted=number) for row, number in DRAFTED.items()
+    }
+    return {PLAIN: plain, **drafted}
+
+
+def in_turn(
+    large: LM, texts: list[list[int]], is_toy: bool
+) -> dict[str, Callable[[], list[list[int]]]]:
+    """Return the ways to continue many prompts of 16 to 256 tokens, by 32 to 256 tokens each."""
+    texts = texts[:3] if is_toy else texts
+    num_rows, most = (2, 36) if is_toy else (16, 256)
+    prompts = [text[: Random(i).randint(16, 256)] for i, text in enumerate(texts)]
+
+    def stop(tokens: Sequence[int]) -> bool:
+        return len(tokens) >= 32 + sum(tokens[:3]) * 7919 % (most - 31)
+
+    def batches() -> list[list[int]]:
+        parts = [prompts[i : i + num_rows] for i in range(0, len(prompts), num_rows)]
+        return [row for part in parts for row in continued(part)]
+
+    continued = partial(generate, large, max_new_tokens=most, stop=stop)
+    return {BATCHES: batches, TURNS: partial(continued, prompts, num_rows=num_rows)}
+
+
+def share_of_same(found: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the share of tokens that are as expected."""
+    pairs = [pair for rows in zip(found, expected, strict=True) for pair in zip_longest(*rows)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+@torch.no_grad()
+def agreement(small: LM, prompts: list[list[int]], rows: list[list[int]]) -> float:
+    """Return the share of the rows' tokens that are the small model's likeliest."""
+    tokens = torch.tensor([[*prompt, *row] for prompt, row in zip(prompts, rows, strict=True)])
+    tokens, first = tokens.to(small.embed.weight.device), len(prompts[0])
+    likeliest = small(tokens[:, :-1]).logits.argmax(-1)
+    return (likeliest == tokens[:, 1:])[:, first - 1 :].float().mean().item()
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, ROWS, trains=True))
