@@ -18,6 +18,7 @@ DRT = PAPER_NAMES["drt1"]
 RT12 = "Recurrent Transformer, 12 layers"
 WORDS = {
     "core/attention": (),
+    "core/context": (),
     "drt/needles": (*ONE, "--models", DRT),
     "drt/speed": (),
     "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
@@ -67,6 +68,7 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
     found = {"tokens_per_second": 1.0, "peak_gb": None, "steps": {"train": [[1, 2.0]]}}
     monkeypatch.setattr(gpus, "measure_processes", lambda *_: found)
+    monkeypatch.setattr(gpus, "run_processes", lambda _, work, *given: {0: work(*given)})
     command = ("--dry-run", "--out", "results/cpu", *WORDS[name])
     assert run_script(path, *command) == 0
     measured = {each.stem: read_file(each) for each in Path("results/cpu").glob("*.json")}

@@ -12,6 +12,7 @@ from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.build import is_sharded, micro_batches
+from mezzo_core.train.context import sequence_part
 from mezzo_core.train.distributed import World, join_world
 from mezzo_core.train.loop import train
 
@@ -88,8 +89,12 @@ def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_p
 
 
 @pytest.mark.slow
-def test_gradients_are_exchanged_once_after_the_last_micro_batch(tiny, answers_of_processes):
-    config = tiny(compile=True, activation_checkpointing=True)
+@pytest.mark.parametrize("shared", [1, 2])
+def test_gradients_are_exchanged_once_after_the_last_micro_batch(
+    tiny, answers_of_processes, shared
+):
+    """Also where the two processes share each sequence."""
+    config = tiny(compile=True, activation_checkpointing=True, context_parallel=shared)
     answers, _ = answers_of_processes("exchange", config, "unused", size=2)
     for found in answers:
         assert max(part["error"] for part in found.values()) < 1e-6
@@ -103,6 +108,9 @@ def test_shares_must_be_whole(tiny):
     assert micro_batches(tiny(micro_batch_size=1), World(cpu, 0, 2)) == 2
     with pytest.raises(UserError, match="batch_size = 4 must be a multiple of the 3 processes"):
         micro_batches(tiny(), World(cpu, 0, 3))
+    assert micro_batches(tiny(), World(cpu, 0, 8, context=2)) == 1
+    with pytest.raises(UserError, match="multiple of the 6 processes / context_parallel = 2"):
+        micro_batches(tiny(), World(cpu, 0, 6, context=2))
     with pytest.raises(UserError, match="micro_batch_size = 4 must divide"):
         micro_batches(tiny(micro_batch_size=4), World(cpu, 0, 2))
 
@@ -179,3 +187,40 @@ def test_parts_of_a_batch_are_the_batch():
     batch = Batch(tokens, tokens + 1)
     parts = [batch.part(i, 2) for i in range(2)]
     assert torch.equal(torch.cat([part.tokens for part in parts]), tokens)
+
+
+@pytest.mark.slow
+def test_processes_that_share_sequences_train_what_one_does(
+    tiny, tmp_path, rows_of, train_in_processes
+):
+    """Two of them, then two groups of two with parts of the weights, from the same checkpoint."""
+    config = tiny(steps=6)
+    one = train(config, tmp_path / "one", quiet=True)
+    out = tmp_path / "shared"
+    ended = train_in_processes(replace(config, context_parallel=2), out, 3, size=2)
+    assert [code for code, _ in ended] == [-signal.SIGKILL] * 2, ended
+    changed = {"context_parallel": 2, "shard": True, "micro_batch_size": 1}
+    ended = train_in_processes(replace(config, **changed), out, size=4)
+    assert [code for code, _ in ended] == [0] * 4, ended
+    assert_same_run(rows_of(out), rows_of(tmp_path / "one"))
+    assert_same_model(out, tmp_path / "one")
+    found = rows_of(out, "val_loss")[-1]
+    assert found["val_loss"] == pytest.approx(one.val_loss, rel=2e-6)
+    assert found["val_accuracy"] == pytest.approx(one.val_accuracy)
+    assert found["val_tokens"] == rows_of(tmp_path / "one", "val_loss")[-1]["val_tokens"]
+
+
+def test_sequences_that_cannot_be_shared_are_refused(tiny):
+    with pytest.raises(UserError, match="context_parallel must be a divisor of seq_len = 32"):
+        tiny(context_parallel=3)
+    with pytest.raises(UserError, match=r"context_parallel must be a divisor .*got 0"):
+        tiny(context_parallel=0)
+    needed = r"context_parallel = 2 must divide the number of processes, 1: .* with torchrun"
+    with pytest.raises(UserError, match=needed), join_world("cpu", 2):
+        pass
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"a sequence of 8 tokens cannot be divided by .* = 3"):
+        sequence_part(Batch(tokens, tokens), 0, 3)
+    borders = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(UserError, match="packed documents cannot be shared by processes"):
+        sequence_part(Batch(tokens, tokens, borders), 0, 2)

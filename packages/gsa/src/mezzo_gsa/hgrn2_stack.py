@@ -129,6 +129,10 @@ class HGRN2Stack(AbstractStack):
         """Return the blocks."""
         return self.blocks
 
+    def stages(self) -> Sequence["BoundedBlock"]:
+        """Return the blocks."""
+        return self.blocks
+
 
 class BoundedBlock(Block):
     """A layer of an `HGRN2Stack`: core's `Block`, whose mixer also gets its lower bounds."""

@@ -111,3 +111,7 @@ class RecurrentStack(Stack):
     def units(self) -> Sequence[AbstractStack]:
         """Return the stack itself: its layers run together, so it is sharded as a whole."""
         return (self,)
+
+    def stages(self) -> Sequence[AbstractStack]:
+        """Return the stack itself, which calls none of its layers."""
+        return (self,)

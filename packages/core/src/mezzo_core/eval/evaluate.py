@@ -44,6 +44,7 @@ def evaluate(
     segment_tokens: int | None = None,
     precision: str = "auto",
     add_up: Callable[[Tensor], Any] | None = None,
+    add_parts: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
     """Evaluate a model on all targets of some batches; every target has the same weight.
 
@@ -57,6 +58,8 @@ def evaluate(
             rows.
         precision: "fp32", "bf16" (autocast), or "auto", which is "bf16" on a GPU.
         add_up: sums a tensor over all processes, in place, if each evaluates its own batches.
+        add_parts: sums a tensor over the processes that share this one's rows, in place, if each
+            evaluates its own part of every row.
 
     Raises:
         ValueError: if there are no targets; if `segment_tokens` is not positive, or is given for
@@ -66,7 +69,7 @@ def evaluate(
         raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens}")
     has_state = segment_tokens is not None
     rows = (_split(batch, segment_tokens) for batch in batches)
-    return _evaluate(model, rows, num_bytes, precision, add_up, has_state=has_state)
+    return _evaluate(model, rows, num_bytes, precision, add_up, add_parts, has_state=has_state)
 
 
 def evaluate_segments(
@@ -92,7 +95,7 @@ def evaluate_segments(
         ValueError: if there are no targets, the segments of an item differ in their rows, or there
             is no such precision.
     """
-    return _evaluate(model, rows, None, precision, add_up, has_state=True)
+    return _evaluate(model, rows, None, precision, add_up, None, has_state=True)
 
 
 def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
@@ -112,6 +115,7 @@ def _evaluate(
     num_bytes: int | None,
     precision: str,
     add_up: Callable[[Tensor], Any] | None,
+    add_parts: Callable[[Tensor], Any] | None,
     *,
     has_state: bool,
 ) -> Evaluation:
@@ -123,7 +127,9 @@ def _evaluate(
     try:
         with torch.no_grad():
             for segments in rows:
-                sums += _score_rows(model, segments, precision, device, has_state=has_state)
+                sums += _score_rows(
+                    model, segments, precision, device, add_parts, has_state=has_state
+                )
     finally:
         for module in training:  # and not model.train(), which would change all its modules
             module.training = True
@@ -148,6 +154,7 @@ def _score_rows(
     segments: Iterable[Batch],
     precision: str,
     device: torch.device,
+    add_parts: Callable[[Tensor], Any] | None,
     *,
     has_state: bool,
 ) -> Tensor:
@@ -179,5 +186,9 @@ def _score_rows(
         is_asked = is_asked | (targets != NO_TARGET).any(1)
         is_right = is_right & (hits | (targets == NO_TARGET)).all(1)
     if not is_packed:
-        sums[3:] += torch.stack([is_asked.sum(), (is_asked & is_right).sum()])
+        told = torch.stack([is_asked, ~is_right]).long()
+        if add_parts is not None:
+            add_parts(told)
+        is_asked, is_wrong = told > 0
+        sums[3:] += torch.stack([is_asked.sum(), (is_asked & ~is_wrong).sum()])
     return sums

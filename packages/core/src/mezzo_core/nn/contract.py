@@ -325,6 +325,15 @@ class AbstractBlock(AbstractSequenceModule):
 class AbstractStack(AbstractSequenceModule):
     """All layers of a model: takes the embedded tokens and returns the last norm's input."""
 
+    def stages(self) -> Sequence[AbstractSequenceModule]:
+        """Return the modules whose states, in their order, are the stack's.
+
+        `forward` calls each of them once, in this order, with its part of the state. By default
+        the stack itself is the only one. Processes that share a sequence run them in a pipeline
+        (`mezzo_core.train.context`).
+        """
+        return (self,)
+
 
 class MixerConfig(Protocol):
     """A frozen dataclass that describes a mixer and builds it."""

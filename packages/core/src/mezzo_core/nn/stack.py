@@ -7,7 +7,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.contract import AbstractBlock, AbstractStack, BlockConfig, Run, run_eagerly
+from mezzo_core.nn.contract import (
+    AbstractBlock,
+    AbstractSequenceModule,
+    AbstractStack,
+    BlockConfig,
+    Run,
+    run_eagerly,
+)
 from mezzo_core.nn.state import Rows
 
 
@@ -136,6 +143,10 @@ class Stack(AbstractStack):
     def units(self) -> Sequence[nn.Module]:
         """Return every block's units."""
         return tuple(unit for block in self.blocks for unit in block.units())
+
+    def stages(self) -> Sequence[AbstractSequenceModule]:
+        """Return the blocks."""
+        return self.blocks
 
     def _check_depth(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != len(self.blocks):

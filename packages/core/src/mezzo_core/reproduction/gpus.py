@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mezzo_core.data import load_tokenizer
@@ -27,6 +28,7 @@ SETTINGS = {
     "1 GPU, activations computed again": (1, True),
 }
 """How many processes train, and whether with activation checkpointing."""
+Found = TypeVar("Found")
 STEPS, TOKENS = 2 * WARMUP, 131_072
 """Of each training, and of a step."""
 
@@ -123,18 +125,34 @@ def measure_processes(
     config: TrainConfig, count: int, folder: Path, device: torch.device
 ) -> dict[str, Any]:
     """Do as `measure_run` in new processes, as many as asked for; the memory is their highest."""
+    found = run_processes(count, measure_run, config, folder, torch.device(device.type))
+    peaks = [each["peak_gb"] for each in found.values()]
+    return {**found[0], "peak_gb": None if None in peaks else max(peaks)}
+
+
+def run_processes(count: int, work: Callable[..., Found], *arguments: Any) -> dict[int, Found]:
+    """Call `work` in new processes, as torchrun does; return what each returns, by its rank.
+
+    Raises:
+        torch.OutOfMemoryError: if one has no room on its GPU.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: if one fails otherwise.
+    """
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
-        run_id=config.name,
+        run_id="mezzo",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
-    found = elastic_launch(launch, measure_run)(config, folder, torch.device(device.type))
-    peaks = [each["peak_gb"] for each in found.values()]
-    return {**found[0], "peak_gb": None if None in peaks else max(peaks)}
+    try:
+        found: dict[int, Found] = elastic_launch(launch, work)(*arguments)
+    except ChildFailedError as error:
+        if "OutOfMemoryError" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+    return found
 
 
 def share_of_peak(config: TrainConfig, tokens_per_second: float, device: torch.device) -> float:

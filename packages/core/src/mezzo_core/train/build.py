@@ -15,6 +15,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.nn.lm import LM
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.context import share_sequence
 from mezzo_core.train.distributed import World, shard
 
 LossFunction = Callable[..., Tensor]
@@ -35,16 +36,18 @@ def micro_batches(config: TrainConfig, world: World) -> int:
     Raises:
         UserError: if the batch cannot be divided evenly.
     """
-    share, left = divmod(config.batch_size, world.size)
+    share, left = divmod(config.batch_size, world.num_shares)
     if left:
+        shared = f" / context_parallel = {world.context}" if world.context > 1 else ""
         raise UserError(
             f"batch_size = {config.batch_size} must be a multiple of the {world.size} processes"
+            f"{shared}"
         )
     parts, left = divmod(share, config.micro_batch_size or share)
     if left:
         raise UserError(
             f"micro_batch_size = {config.micro_batch_size} must divide a process's share of the "
-            f"batch, {config.batch_size} / {world.size} = {share}"
+            f"batch, {config.batch_size} / {world.num_shares} = {share}"
         )
     return parts
 
@@ -59,7 +62,7 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
 
     def build() -> BatchSource:
         return config.data.build(
-            config.seq_len, token_store(), rank=world.rank, world_size=world.size
+            config.seq_len, token_store(), rank=world.share, world_size=world.num_shares
         )
 
     built: list[BatchSource] = []
@@ -105,10 +108,14 @@ def build_model(
     if config.activation_checkpointing:
         for unit in model.units():
             _recompute_in_backward(unit)
-    sharded, large = is_sharded(config, model, world), model.num_parameters() >= SMALL
+    # States that come from another process part the graph at each layer.
+    large = model.num_parameters() >= SMALL or world.context > 1
+    sharded = is_sharded(config, model, world)
     if config.compile and (sharded or large):
         for unit in model.units():  # those of one kind share one compiled graph
             unit.compile()
+    if world.context > 1:
+        share_sequence(model.stack, world.group)
     if sharded:
         shard(model, model.units(), world, entries=("loss", "score"))
     else:
@@ -128,14 +135,18 @@ def describe(config: TrainConfig, model: LM, world: World, done: int) -> str:
     words.append("Triton kernels" if on_gpu else "ops in PyTorch (their kernels need a GPU)")
     sharded = is_sharded(config, model, world)
     if config.compile:
-        whole = sharded or model.num_parameters() < SMALL
-        words.append("compiled whole" if whole else "compiled by layers (50M parameters or more)")
+        small = model.num_parameters() < SMALL
+        whole = sharded or (small and world.context == 1)
+        reason = "each sequence is shared" if small else "50M parameters or more"
+        words.append("compiled whole" if whole else f"compiled by layers ({reason})")
     if config.cuda_graph:
         words.append("steps as CUDA graphs")
     if config.activation_checkpointing:
         words.append("activations computed twice")
     if world.size > 1:
         words.append("weights in parts (FSDP2)" if sharded else "a whole copy in each process")
+    if world.context > 1:
+        words.append(f"each sequence in {world.context} processes")
     return ", ".join(words) + (f"; resuming after step {done}" if done else "")
 
 

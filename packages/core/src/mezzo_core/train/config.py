@@ -85,6 +85,9 @@ class Training:
             part of them, with 4 bytes a parameter between micro batches (FSDP2); the weights are
             gathered whenever they are needed. None shards if a copy would take more
             than half of a GPU's memory. Losses and checkpoints are the same.
+        context_parallel: P, the processes that share each sequence. Each computes T/P of its tokens
+            and passes the states of all layers on to the next: for sequences that are too long for
+            one GPU's memory, or too slow. Packed documents cannot be shared.
         track: also send the log to this tracker.
         init_from: a folder that `save_model` wrote. Training starts from its weights, which must
             fit the model. With None the initial weights are random.
@@ -107,6 +110,7 @@ class Training:
     cuda_graph: bool = False
     activation_checkpointing: bool = False
     shard: bool | None = None
+    context_parallel: int = 1
     track: Track | None = None
     init_from: str | None = None
 
@@ -116,6 +120,12 @@ class Training:
             _check_count(name, getattr(self, name))
         _check_count("keep_checkpoints", self.keep_checkpoints)
         _check("seed", self.seed, self.seed >= 0, "from 0 to 2^63 - 1")
+        _check(
+            "context_parallel",
+            self.context_parallel,
+            self.context_parallel >= 1 and self.seq_len % self.context_parallel == 0,
+            f"a divisor of seq_len = {self.seq_len}",
+        )
         if self.cuda_graph and self.activation_checkpointing:
             raise UserError("cuda_graph and activation_checkpointing do not go together")
         if self.eval_batches is not None:

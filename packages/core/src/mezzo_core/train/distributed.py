@@ -29,11 +29,31 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, this process's rank among them, and its device."""
+    """The processes that train together, this process's rank among them, and its device.
+
+    Attributes:
+        device: of this process.
+        rank: of this process, from 0.
+        size: the number of processes.
+        context: how many of them, one after another, share each sequence.
+        group: those that share this process's sequences; None if none does.
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    context: int = 1
+    group: "dist.ProcessGroup | None" = None
+
+    @property
+    def share(self) -> int:
+        """Which of a batch's shares this process works on."""
+        return self.rank // self.context
+
+    @property
+    def num_shares(self) -> int:
+        """How many shares a batch has: one for all processes that share their sequences."""
+        return self.size // self.context
 
     @property
     def is_first(self) -> bool:
@@ -49,6 +69,12 @@ class World:
         """Add `values` over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
+        return values
+
+    def sum_parts(self, values: Tensor) -> Tensor:
+        """Add `values` over the processes that share this one's sequences, in place."""
+        if self.context > 1:
+            dist.all_reduce(values, group=self.group)
         return values
 
     def first_only(self, action: Callable[[], None]) -> None:
@@ -129,18 +155,24 @@ def _whole_number(name: str, least: int, most: int | None) -> int:
 
 
 @contextmanager
-def join_world(device: str | torch.device | None = None) -> Iterator[World]:
+def join_world(device: str | torch.device | None = None, context: int = 1) -> Iterator[World]:
     """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), and leave at the end.
 
     Args:
         device: where to train; None takes a GPU if there is one. Each process of a machine takes
             the GPU of its local rank.
+        context: how many processes share each sequence.
 
     Raises:
-        UserError: if this machine does not have the device, or the environment variables do not
-            tell the address of the other processes.
+        UserError: if this machine does not have the device, the environment variables do not tell
+            the address of the other processes, or `context` does not divide their number.
     """
     rank, size, local_rank = launched_place()
+    if size % context:
+        raise UserError(
+            f"context_parallel = {context} must divide the number of processes, {size}: "
+            "start them with torchrun"
+        )
     chosen = choose_device(device, local_rank if size > 1 else None)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -157,7 +189,8 @@ def join_world(device: str | torch.device | None = None) -> Iterator[World]:
                 "start several processes with torchrun"
             ) from error
     try:
-        yield World(chosen, rank, size)
+        group = dist.new_subgroups(context)[0] if context > 1 else None
+        yield World(chosen, rank, size, context, group)
     finally:
         if joined:
             dist.destroy_process_group()

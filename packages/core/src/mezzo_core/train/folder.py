@@ -35,6 +35,7 @@ CHANGEABLE = frozenset(
         "cuda_graph",
         "activation_checkpointing",
         "shard",
+        "context_parallel",
         "track",
         "data.skip_bad",
     }

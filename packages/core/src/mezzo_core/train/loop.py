@@ -32,6 +32,7 @@ from mezzo_core.train.build import (
 )
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.context import own_parts
 from mezzo_core.train.distributed import World, backward, has_parts, is_part, join_world
 from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
@@ -123,8 +124,8 @@ def train(
         DivergenceError: if the loss explodes, or becomes NaN or infinite.
         StoppedError: (a KeyboardInterrupt) after Ctrl-C or SIGTERM.
     """
-    out = Path(out)
-    with watch_signals() as stop, join_world(device) as world, ExitStack() as stack:
+    out, joined = Path(out), join_world(device, config.context_parallel)
+    with watch_signals() as stop, joined as world, ExitStack() as stack:
 
         def open_folder() -> None:
             check_folder(out, config, resume=resume)
@@ -240,10 +241,10 @@ def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
     world, batch = run.world, run.data.train_batch(step, run.config.batch_size)
     count: int | Tensor = int((batch.targets != NO_TARGET).sum())
     if run.data.reads_shard:
-        count = world.sum(torch.tensor(count, device=world.device))
+        count = world.sum(torch.tensor(count, device=world.device)) // world.context
     else:
-        batch = batch.part(world.rank, world.size)
-    parts = [move_batch(batch.part(i, run.parts), world.device) for i in range(run.parts)]
+        batch = batch.part(world.share, world.num_shares)
+    parts = [move_batch(part, world.device) for part in own_parts(batch, run.parts, world)]
     if run.config.cuda_graph:  # for which a number would be a constant
         count = torch.stack([(part.targets != NO_TARGET).sum() for part in parts]).sum()
     # The loss of a batch without targets is 0, as that of `LM.loss`, and not 0 / 0.
@@ -277,8 +278,7 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
 
     def our_parts() -> Iterator[Batch]:
         for batch in islice(data.validation_batches(config.batch_size), config.eval_batches):
-            ours = batch.part(world.rank, world.size)
-            yield from (ours.part(i, run.parts) for i in range(run.parts))
+            yield from own_parts(batch.part(world.share, world.num_shares), run.parts, world)
 
     whole = config.eval_batches is None
     found = evaluate(
@@ -287,6 +287,7 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
         num_bytes=data.num_validation_bytes if whole else None,
         precision=config.precision,
         add_up=world.sum,
+        add_parts=world.sum_parts,
     )
     # A perplexity that overflows is no number for the log, and its loss is far beyond a guess's.
     if not math.isfinite(found.perplexity):

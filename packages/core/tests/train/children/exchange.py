@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 from mezzo_core.config_json import from_json
+from mezzo_core.data import Batch
 from mezzo_core.train.build import build_model
+from mezzo_core.train.context import sequence_part
 from mezzo_core.train.distributed import World, backward, join_world
 from torch.profiler import profile
 
@@ -35,13 +37,15 @@ def main(config):
     backward(loss(tokens[:, :-1], tokens[:, 1:], reduction="sum"), model, alone, is_last=True)
     wanted = gradients(model)
     found = {}
-    with join_world("cpu") as world:
-        ours = tokens.chunk(world.size)[world.rank]
+    with join_world("cpu", config.context_parallel) as world:
+        ours = tokens.chunk(world.num_shares)[world.share]
         for shard in (False, True):
             model, loss = build_model(replace(config, shard=shard), world)
             exchanges = []
             for i, part in enumerate(ours.chunk(PARTS)):
-                value = loss(part[:, :-1], part[:, 1:], reduction="sum")
+                whole = Batch(part[:, :-1], part[:, 1:])
+                batch = sequence_part(whole, world.rank % world.context, world.context)
+                value = loss(*batch, reduction="sum")
                 with profile() as seen:
                     backward(value, model, world, is_last=i + 1 == PARTS)
                 names = [event.name for event in seen.events()]

@@ -1,0 +1,76 @@
+"""Compute gradients of models whose sequences processes share: FILE; prints JSON.
+
+For each model of the file, by its name, it prints how far the loss and the gradients, summed over
+all processes, are from those that this process computes alone, in float32 and float64; and the
+bytes of states that it sends for rows of 48 and of 96 tokens.
+"""
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mezzo_core.config_json import from_json
+from mezzo_core.data import Batch
+from mezzo_core.train.context import sequence_part, share_sequence
+from mezzo_core.train.distributed import join_world
+
+
+def gradients(model, batch):
+    """Return the summed loss, then the gradient of each weight."""
+    loss = model.loss(*batch, reduction="sum")
+    weights = list(model.parameters())
+    return [loss.detach(), *torch.autograd.grad(loss, weights, materialize_grads=True)]
+
+
+def random_batch(vocab_size, num_tokens):
+    tokens = torch.randint(vocab_size, (2, num_tokens + 1))
+    return Batch(tokens[:, :-1], tokens[:, 1:])
+
+
+def error(config, dtype, world):
+    """Return the largest relative error of the loss and the gradients."""
+    torch.manual_seed(0)
+    alone = config.build().to(dtype).eval()  # in training, DRT explores by noise
+    shared, batch = deepcopy(alone), random_batch(config.vocab_size, 48)
+    share_sequence(shared.stack)
+    ours = gradients(shared, sequence_part(batch, world.rank, world.size))
+    for part in ours:
+        dist.all_reduce(part)
+    pairs = zip(ours, gradients(alone, batch), strict=True)
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+
+
+def sent_bytes(config, num_tokens, world):
+    """Return how many bytes of states this process sends in a forward."""
+    model, sent, isend = config.build(), [], dist.isend
+
+    def counted(tensor, **where):
+        sent.append(tensor.nbytes)
+        return isend(tensor, **where)
+
+    share_sequence(model.stack)
+    dist.isend = counted
+    with torch.no_grad():
+        batch = random_batch(config.vocab_size, num_tokens)
+        model.loss(*sequence_part(batch, world.rank, world.size))
+    dist.isend = isend
+    return sum(sent)
+
+
+def main(models):
+    found = {}
+    with join_world("cpu") as world:
+        for name, config in models.items():
+            found[name] = {
+                "float32": error(config, torch.float32, world),
+                "float64": error(config, torch.float64, world),
+                "bytes": [sent_bytes(config, num_tokens, world) for num_tokens in (48, 96)],
+            }
+        world.barrier()  # what the first has sent, the others may not have yet
+    sys.stdout.write(json.dumps(found))
+
+
+main({name: from_json(model) for name, model in json.loads(Path(sys.argv[1]).read_text()).items()})

@@ -1,0 +1,91 @@
+"""Processes that share a sequence compute what one does, with layers of every package."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from forked import ForkedScript
+from mezzo_core.config_json import to_json
+from mezzo_core.nn import AttentionConfig, BlocksConfig, LMConfig
+from mezzo_drt import DRTConfig
+from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
+from mezzo_gsa.mamba import MambaConfig
+from mezzo_gsa.retnet import RetNetConfig
+from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
+from mezzo_recurrent_transformer import RecurrentBlockConfig
+from mezzo_recurrent_transformer.stack import RecurrentStackConfig
+
+CHILD = Path(__file__).parent / "children" / "share_sequences.py"
+SIZE = 3
+"""Processes, so that one of them both receives and sends."""
+MIXERS = {
+    "attention": AttentionConfig(head_dim=8, num_kv_heads=1, qk_norm="rms"),
+    "window": AttentionConfig(head_dim=8, window_size=5),
+    "rat": RATConfig(chunk_size=5, head_dim=8),  # parts end inside a chunk
+    "rat-reversed": RATReversedConfig(chunk_size=4, head_dim=8),
+    "linear-rnn": LinearRNNConfig(),
+    "gsa": GSAConfig(num_heads=2, num_slots=4),
+    "gsa-constant": GSAConfig(num_heads=2, num_kv_heads=1, num_slots=4, gate="constant"),
+    "abc": ABCConfig(num_heads=2, num_slots=4),
+    "gla": GLAConfig(num_heads=2),
+    "hgrn2": HGRN2Config(head_dim=8, lower_bound=0.5),
+    "retnet": RetNetConfig(num_heads=2),
+    "mamba": MambaConfig(),
+}
+STACKS = {
+    "hgrn2-stack": HGRN2StackConfig(2, HGRN2Config(head_dim=8)),
+    "drt": DRTConfig(2, chunk_size=3, num_retrieved=2, window_size=5, head_dim=8, hidden=24),
+    "recurrent-blocks": BlocksConfig((RecurrentBlockConfig(head_dim=8),) * 2),
+    "recurrent-stack": RecurrentStackConfig(2, RecurrentBlockConfig(head_dim=8)),
+}
+MODELS = {
+    **{name: LMConfig(17, 16, (mixer,) * 2) for name, mixer in MIXERS.items()},
+    **{name: LMConfig(17, 16, stack=stack) for name, stack in STACKS.items()},
+}
+GROWING = {"attention", "rat", "drt", "recurrent-blocks", "recurrent-stack"}
+"""The models whose states grow with the tokens."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of the processes says of each model."""
+    path = tmp_path_factory.mktemp("context") / "models.json"
+    path.write_text(json.dumps({name: to_json(config) for name, config in MODELS.items()}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(SIZE)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = [
+        ForkedScript(
+            CHILD, str(path), environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(SIZE)
+    ]
+    ended = [child.communicate(timeout=120) for child in children]
+    return [json.loads(out.splitlines()[-1]) if out else pytest.fail(err) for out, err in ended]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_processes_that_share_sequences_find_the_gradients_that_one_does(found, name):
+    for told in found:
+        assert told[name]["float32"] < 1e-5
+        assert told[name]["float64"] < 1e-10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_sent_grows_with_the_tokens_only_where_the_state_does(found, name):
+    for rank, told in enumerate(found):
+        short, long = told[name]["bytes"]
+        if rank == SIZE - 1:
+            assert short == long == 0
+        elif name in GROWING:
+            assert short < long
+        else:
+            assert 0 < short == long
