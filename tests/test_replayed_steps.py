@@ -1,4 +1,7 @@
-"""A training step of every paper's models can be a CUDA graph: it reads no value from the GPU."""
+"""A training step of every paper's models can be a CUDA graph: it reads no value from the GPU.
+
+So can the check of an assistant's tokens, where the state keeps its size.
+"""
 
 import json
 from contextlib import nullcontext
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mezzo_core.nn.state import grows
 from mezzo_core.train.loop import train
 from mezzo_drt.baselines import ModelSize, block_recurrent_lm, landmark_lm
 from mezzo_gsa.reproduction.mqar import PROTOCOLS
@@ -58,6 +62,19 @@ def test_the_tiny_models_read_no_value(package, name, packed, meta):
 def test_the_experiments_models_read_no_value(name, meta):
     model, tokens = OTHERS[name].build(), torch.empty(2, 97, dtype=torch.int64)
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+
+
+def keeps_its_size(package, name):
+    with torch.device("meta"):
+        return not grows(recipe(package, name).model.build().init_state(1))
+
+
+@pytest.mark.parametrize(("package", "name"), [each for each in NAMES if keeps_its_size(*each)])
+def test_what_an_assistant_proposes_is_checked_without_reading_a_value(package, name, meta):
+    model, tokens = recipe(package, name).model.build().eval(), torch.empty(2, 32).long()
+    state = model.init_state(2)
+    model(tokens, state)
+    model(tokens, state, lengths=torch.empty(2).long(), last_only=True)
 
 
 def test_a_value_that_is_read_is_noticed(meta):

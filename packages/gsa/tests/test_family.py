@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mezzo_core.data.embedded import embedded_documents
-from mezzo_core.nn import LMConfig, init_weights
+from mezzo_core.nn import LMConfig, generate, init_weights
 from mezzo_core.testing import assert_close
 from mezzo_core.testing.laws import LAWS, check_step
 from mezzo_core.testing.poison import poison_memory as poison_memory
@@ -91,6 +91,18 @@ def test_every_law_is_kept(mixer, law):
 @pytest.mark.parametrize("name", ON_GPU)
 def test_kernels_keep_every_law(name, law):
     LAWS[law](build(ON_GPU[name], 128, std=0.1, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_gpu_an_assistant_changes_no_token(name):
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=97, d_model=128, mixers=(ON_GPU[name],) * 2, init_std=0.3)
+    model, prompts = config.build().cuda(), [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    plain = generate(model, prompts, max_new_tokens=80)
+    for assistant in (config.build().cuda(), model):
+        options = {"assistant": assistant, "num_drafted": 5}
+        assert generate(model, prompts, max_new_tokens=80, **options) == plain
 
 
 class Products(TorchDispatchMode):

@@ -48,6 +48,37 @@ def test_prompts_that_take_turns_continue_as_each_alone(any_model, way):
         assert found == expected
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_wait_to_be_read_together_change_no_token(any_model, way):
+    """Those of a state that grows begin again, for else their room would end."""
+    many, seeds = PROMPTS * 3, SEEDS * 3
+    found = generate(any_model, many, num_rows=5, seed=seeds, **ENDS, **WAYS[way])
+    assert found == alone(any_model, way) * 3
+
+
+def test_a_row_that_nobody_needs_keeps_to_its_room(any_model):
+    """It ends at once, waits until all others end, and then as long again: nobody takes it."""
+    prompts = [[token] for token in range(10)]
+    firsts = generate(any_model, prompts, max_new_tokens=1)
+    early = next(firsts[i] for i in range(2, 8) if firsts.count(firsts[i]) == 1)
+    ends = {"max_new_tokens": 9, "stop": lambda tokens: tokens == early}
+    expected = generate(any_model, prompts, **ends)
+    assert generate(any_model, prompts, num_rows=8, **ends) == expected
+
+
+def test_prompts_are_read_where_a_quarter_of_the_rows_is_free(model):
+    read = []
+    model.norm.register_forward_hook(lambda _, inputs, __: read.append(len(inputs[0])))
+    ends = {"max_new_tokens": 20, "stop": lambda tokens: len(tokens) >= 2 + sum(tokens[:2]) % 13}
+    prompts = [[token] for token in range(36)]
+    found = generate(model, prompts, num_rows=8, **ends)
+    assert len({len(row) for row in found}) > 5, "rows end at different times"
+    *together, last = [count for count in read if count != 8]
+    assert together
+    assert set(together) <= {2, 3, 4, 5, 6, 7}
+    assert sum(together) + last == 36 - 8
+
+
 def test_what_comes_before_all_prompts_is_read_once(any_model):
     with torch.no_grad():
         _, state = any_model(torch.tensor([[7, 7, 2]]), any_model.init_state(1))

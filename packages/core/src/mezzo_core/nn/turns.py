@@ -1,4 +1,8 @@
-"""Continuous batching: a prompt that has ended gives its row of the batch to the next one."""
+"""Continuous batching: prompts that have ended give their rows of the batch to the next ones.
+
+To read a few prompts takes about as long as to read one, in which the others wait. So the next
+prompts are read together, when a quarter of the rows is free or none has to wait after them.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +17,7 @@ from mezzo_core.nn.ends import Ends
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 from mezzo_core.nn.sampler import LogitRules, Sampler, row_generators
-from mezzo_core.nn.state import put_rows_
+from mezzo_core.nn.state import grows, put_rows_
 
 
 @dataclass
@@ -53,9 +57,10 @@ class Turns:
         self.device = next(self.model.parameters()).device
         self.room = max(map(len, self.prompts)) + self.max_new_tokens
         self.overwritten = self.model.stack.overwritten()
+        self.grows = grows(self.model.init_state(1))
         self.waiting = deque(range(len(self.prompts)))
         self.here: list[int | None] = [None] * self.num_rows  # which prompt each row has
-        self.resting: set[int] = set()
+        self.resting: set[int] = set()  # rows that nobody needs, and that have begun again
         first = self.seed[: self.num_rows] if isinstance(self.seed, Sequence) else self.seed
         self.generators = row_generators(first, self.device)
 
@@ -66,12 +71,17 @@ class Turns:
         decoder = Decoder(self.model, state, new, self.sampler, self.generators, rules)
         yield self._take(new.tolist(), range(self.num_rows))
         while True:
-            while self.waiting and None in self.here:
+            while self._is_time():
                 yield self._refill(decoder)
             if self.here.count(None) == self.num_rows:
                 return
             self._rest(decoder)
             yield self._take(decoder.step().tolist(), range(self.num_rows))
+
+    def _is_time(self) -> bool:
+        """Tell whether the next prompts are read now."""
+        free = self.here.count(None)
+        return bool(self.waiting) and free >= min(len(self.waiting), -(-self.num_rows // 4))
 
     def _read(self, rows: Sequence[int]) -> tuple[Tensor, Any, LogitRules]:
         """Read the next prompts into rows; return their first tokens, states and rules."""
@@ -97,13 +107,16 @@ class Turns:
         free = free[: len(self.waiting)]
         new, state, rules = self._read(free)
         put_rows_(decoder.state, free, state, self.overwritten)
+        self.resting.clear()
         decoder.tokens[free] = new
         if decoder.rules is not None:
             decoder.rules.put_rows_(free, rules)
         return self._take(decoder.tokens.tolist(), free)
 
     def _rest(self, decoder: Decoder) -> None:
-        """Let rows that nobody needs any more begin again, so that they keep to their room."""
+        """Let rows that nobody needs now begin again, so that a state that grows has room."""
+        if not self.grows:
+            return
         free = [row for row, prompt in enumerate(self.here) if prompt is None]
         resting = [row for row in free if row not in self.resting]
         if resting:
