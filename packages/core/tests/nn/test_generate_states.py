@@ -65,6 +65,19 @@ def test_what_a_check_has_read_is_read_again_unless_only_counts_change(config, k
     assert (len(lengths) > lengths.count(None)) == reads_again
 
 
+def test_an_assistant_has_room_for_rows_that_wait_for_others(config):
+    """Rows that are done may have m tokens too many, and m + 1 more are read of them in vain."""
+    model = build(config, "attention")
+    helper = copy.deepcopy(model)
+    with torch.no_grad():
+        helper.embed.weight[20:].neg_()  # it is right where a row has no such token
+    options = {"max_new_tokens": 8, "logit_bias": dict.fromkeys(range(20), 5.0)}
+    plain = generate(model, PROMPTS, **options)
+    for num_drafted in (4, 6):
+        options |= {"assistant": helper, "num_drafted": num_drafted}
+        assert generate(model, [[1, 2, 3], [30, 31], [4]], **options)[::2] == plain[:2]
+
+
 @pytest.mark.parametrize("seed", [3, [4, 5, 4]])
 def test_an_assistant_changes_no_sampled_token(any_model, config, seed):
     """Not even one: each is sampled by the random numbers by which the model samples it alone."""

@@ -58,7 +58,7 @@ def assisted_tokens(
     rows = [[token] for token in newest.tolist()]
     target = _Target(model, state, newest, m, sampler, noise, rules)
     del state  # the prompt's own copy
-    room = max_new_tokens + 2 * m + 1  # one that is done may have m more, and still reads m + 1
+    room = max_new_tokens + 2 * m  # a row that is done may have m more, and m + 1 more are read
     draft = _Draft(assistant, prompts, prefill_tokens, newest, m, room, sampler, noise, rules)
     for step in range(max_new_tokens):
         while any(len(row) <= step for row in rows):

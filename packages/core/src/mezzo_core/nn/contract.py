@@ -70,6 +70,9 @@ class AbstractSequenceModule(nn.Module, ABC):
     ) -> tuple[Tensor, Any]:
         """Run over a sequence, or over the next segment of one.
 
+        Where no tensor of the state grows, a call with a state never waits for the GPU, so
+        that a CUDA graph can hold it.
+
         Args:
             x: (B, T, C). A mixer gets the normalized residual stream.
             state: the state after the tokens before x. None in training, where none is kept.
