@@ -23,7 +23,7 @@ class GenerateOptions:
         seed: seed of the sampling.
         prefill_tokens: prompt tokens at a time, for bounded memory.
         num_samples: continuations of each prompt.
-        num_rows: continuations at a time; where one ends, the next begins. Default: all.
+        num_rows: continuations at a time; where some end, the next begin. Default: all.
         repetition_penalty: above 1, tokens that were there become less likely.
         num_drafted: tokens that the assistant proposes at a time.
     """

@@ -254,3 +254,19 @@ def test_on_a_gpu_an_assistant_changes_no_token(any_model, config, temperature):
     plain = generate(any_model.cuda(), PROMPTS, **options)
     other = build(config, "attention", seed=1).cuda()
     assert generate(any_model, PROMPTS, assistant=other, num_drafted=3, **options) == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "graphs"), [("running mean", 3), ("attention", 1)])
+def test_on_a_gpu_checks_are_graphs_where_states_keep_their_size(config, kind, graphs, monkeypatch):
+    """One of the check, one of what is read again, and one of the assistant's steps."""
+    model, other = build(config, kind).cuda(), build(config, "running mean", seed=1).cuda()
+    plain = generate(model, PROMPTS, max_new_tokens=100)
+    captures, capture = [], torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph,
+        "capture_begin",
+        lambda graph, *args, **kwargs: (captures.append(1), capture(graph, *args, **kwargs))[1],
+    )
+    assert generate(model, PROMPTS, max_new_tokens=100, assistant=other) == plain
+    assert len(captures) == graphs

@@ -246,7 +246,7 @@ class _Draft:
 
     def take(self, taken: Sequence[int]) -> None:
         """Go back to where so many of the m + 1 tokens were read, of each row."""
-        count = torch.tensor(taken)
+        count = torch.tensor(taken, device=self.decoder.tokens.device)
         for x, past in zip(self.changing, self.past, strict=True):
             x.copy_(past[count.to(x.device), torch.arange(len(x), device=x.device)])
 

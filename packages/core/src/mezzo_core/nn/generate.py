@@ -74,8 +74,8 @@ def generate(
             read once; or of one row for each prompt. It stays as it is.
         num_samples: how many continuations of each prompt to return, one after the other; the
             prompt is read once, but for `num_rows`.
-        num_rows: how many continuations run at a time: where one ends, the next prompt takes its
-            place in the batch. None runs all at once, until the last one ends.
+        num_rows: how many continuations run at a time: where some have ended, the next prompts take
+            their places in the batch. None runs all at once, until the last one ends.
         repetition_penalty: above 0; logits of tokens that the prompt or its continuation has are
             divided by it where they are positive, and else multiplied. Tokens of `state` do not
             count.
