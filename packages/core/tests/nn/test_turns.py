@@ -50,7 +50,7 @@ def test_prompts_that_take_turns_continue_as_each_alone(any_model, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_wait_to_be_read_together_change_no_token(any_model, way):
-    """Those of a state that grows begin again, for else their room would end."""
+    """Those whose room ends meanwhile begin again."""
     many, seeds = PROMPTS * 3, SEEDS * 3
     found = generate(any_model, many, num_rows=5, seed=seeds, **ENDS, **WAYS[way])
     assert found == alone(any_model, way) * 3

@@ -17,7 +17,7 @@ from mezzo_core.nn.ends import Ends
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 from mezzo_core.nn.sampler import LogitRules, Sampler, row_generators
-from mezzo_core.nn.state import grows, put_rows_
+from mezzo_core.nn.state import put_rows_
 
 
 @dataclass
@@ -57,10 +57,9 @@ class Turns:
         self.device = next(self.model.parameters()).device
         self.room = max(map(len, self.prompts)) + self.max_new_tokens
         self.overwritten = self.model.stack.overwritten()
-        self.grows = grows(self.model.init_state(1))
         self.waiting = deque(range(len(self.prompts)))
         self.here: list[int | None] = [None] * self.num_rows  # which prompt each row has
-        self.resting: set[int] = set()  # rows that nobody needs, and that have begun again
+        self.left = [0] * self.num_rows  # the steps for which each row has room
         first = self.seed[: self.num_rows] if isinstance(self.seed, Sequence) else self.seed
         self.generators = row_generators(first, self.device)
 
@@ -99,7 +98,10 @@ class Turns:
         logits, state = read_prompts(self.model, prompts, self.prefill_tokens, self.before)
         new = self.sampler(rules(logits), generators)
         rules.note_(new)
-        return new, self.model.reserve(state, self.room - max(map(len, prompts))), rules
+        left = self.room - max(map(len, prompts))
+        for row in rows:
+            self.left[row] = left
+        return new, self.model.reserve(state, left), rules
 
     def _refill(self, decoder: Decoder) -> list[int | None]:
         """Let prompts that wait take the rows that are free; return their first tokens."""
@@ -107,23 +109,19 @@ class Turns:
         free = free[: len(self.waiting)]
         new, state, rules = self._read(free)
         put_rows_(decoder.state, free, state, self.overwritten)
-        self.resting.clear()
         decoder.tokens[free] = new
         if decoder.rules is not None:
             decoder.rules.put_rows_(free, rules)
         return self._take(decoder.tokens.tolist(), free)
 
     def _rest(self, decoder: Decoder) -> None:
-        """Let rows that nobody needs now begin again, so that a state that grows has room."""
-        if not self.grows:
-            return
-        free = [row for row, prompt in enumerate(self.here) if prompt is None]
-        resting = [row for row in free if row not in self.resting]
-        if resting:
+        """Let rows that have no room for the next step begin again; nobody needs them now."""
+        full = [row for row, left in enumerate(self.left) if left == 0]
+        if full:
             start = self.before if self.before is not None else self.model.init_state(1)
-            state = self.model.reserve(self.model.select(start, [0] * len(resting)), self.room)
-            put_rows_(decoder.state, resting, state, self.overwritten)
-            self.resting.update(resting)
+            state = self.model.reserve(self.model.select(start, [0] * len(full)), self.room)
+            put_rows_(decoder.state, full, state, self.overwritten)
+        self.left = [left - 1 if left else self.room - 1 for left in self.left]
 
     def _take(self, tokens: Sequence[int], rows: Sequence[int]) -> list[int | None]:
         """Take the newest token of each row, of these rows; return the step of all prompts."""
