@@ -29,6 +29,7 @@ from mezzo_core.options import (
     Data,
     Device,
     Limit,
+    Longbench,
     NumFewshot,
     SkipBad,
     TaskFolder,
@@ -180,6 +181,7 @@ def _add_eval(app: typer.Typer) -> None:
             int | None, typer.Option(min=1, help="Tokens of a row at a time, for bounded memory.")
         ] = None,
         tasks: Tasks = None,
+        longbench: Longbench = None,
         task_folder: TaskFolder = None,
         num_fewshot: NumFewshot = None,
         limit: Limit = None,
@@ -187,7 +189,7 @@ def _add_eval(app: typer.Typer) -> None:
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
-        """Measure perplexity and accuracy on held-out text, or what `--tasks` ask.
+        """Measure perplexity and accuracy on held-out text, or what `--tasks` or a file ask.
 
         The text is the validation part of `--data`.
         """
@@ -199,11 +201,12 @@ def _add_eval(app: typer.Typer) -> None:
 
         folder, chosen, allowed = find_model(run), told_device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
-        if tasks is not None:
+        if tasks is not None or longbench is not None:
             kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
             asked = TaskOptions(
-                tasks, task_folder, num_fewshot, limit, batch_size, seq_len, segment_tokens
-            )
+                tasks, longbench, task_folder, num_fewshot, limit, batch_size, seq_len,
+                segment_tokens,
+            )  # fmt: skip
             found = {"run": str(run), **measure_tasks(model, kept, asked)}
             Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
             return

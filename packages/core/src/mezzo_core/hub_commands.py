@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class TaskOptions(NamedTuple):
-    """Options of `eval --tasks`."""
+    """Options of `eval --tasks` and `--longbench`."""
 
-    tasks: str
+    tasks: str | None
+    longbench: Path | None
     folder: Path | None
     num_fewshot: int | None
     limit: int | None
@@ -38,6 +39,8 @@ class TaskOptions(NamedTuple):
         Raises:
             UserError: if there is none.
         """
+        if self.tasks is None:
+            return []
         names = [name for name in map(str.strip, self.tasks.split(",")) if name]
         if not names:
             raise UserError("--tasks must name a task, or several with commas between them")
@@ -101,7 +104,7 @@ def add_hub_commands(app: typer.Typer, paper: Paper) -> None:
 def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> dict[str, Any]:
     """Return a model's results on tasks: its scores, and how they were measured.
 
-    Tasks of RULER are mezzo's own, the others lm-eval's.
+    Tasks of RULER, and those of a file of LongBench, are mezzo's own, the others lm-eval's.
 
     Raises:
         UserError: if lm-eval is not installed, or refuses a task.
@@ -110,6 +113,8 @@ def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> di
     of_ruler = [name for name in names if name.startswith("ruler_") and asked.folder is None]
     found = {name: _measure_ruler(model, tokenizer, name, asked) for name in of_ruler}
     others = [name for name in names if name not in found]
+    if asked.longbench is not None:
+        found |= _measure_longbench(model, tokenizer, asked.longbench, asked)
     if not others:
         return {"results": found}
     told = _measure_others(model, tokenizer, others, asked)
@@ -135,6 +140,28 @@ def _measure_ruler(
         **{size: value for size, value in sizes.items() if value is not None},
     )
     return found._asdict()
+
+
+def _measure_longbench(
+    model: "LM", tokenizer: "Tokenizer", file: Path, asked: TaskOptions
+) -> dict[str, Any]:
+    from mezzo_core.eval.longbench import measure_longbench, read_questions
+
+    by_task: dict[str, list[Any]] = {}
+    for question in read_questions(file):
+        by_task.setdefault(question.dataset, []).append(question)
+    length = {} if asked.max_length is None else {"length": asked.max_length}
+    return {
+        f"longbench_{name}": measure_longbench(
+            model,
+            tokenizer,
+            questions[: asked.limit],
+            batch_size=asked.batch_size,
+            segment_tokens=asked.segment_tokens,
+            **length,
+        )._asdict()
+        for name, questions in by_task.items()
+    }
 
 
 def _measure_others(

@@ -63,6 +63,12 @@ Tasks = Annotated[
         "of --seq-len tokens."
     ),
 ]
+Longbench = Annotated[
+    Path | None,
+    typer.Option(
+        help="A .jsonl file of LongBench: prompts of --seq-len tokens at most, answered greedily.",
+    ),
+]
 TaskFolder = Annotated[
     Path | None,
     typer.Option(help="A folder with tasks of yours (.yaml files), in place of lm-eval's own."),

@@ -219,7 +219,7 @@ class SentencePieceTokenizer:
         Raises:
             UserError: if it has no token to end a document.
         """
-        self._processor, self._name = processor, name
+        self.processor, self.name = processor, name
         self.identity = identity
         self.eos_token: int = processor.eos_id()
         self.stop_tokens = (self.eos_token,)
@@ -243,13 +243,13 @@ class SentencePieceTokenizer:
         Raises:
             UserError: if the library refuses a text.
         """
-        with library_errors(f"{self._name} cannot encode the text"):
-            encoded = self._processor.encode(list(texts))
+        with library_errors(f"{self.name} cannot encode the text"):
+            encoded = self.processor.encode(list(texts))
         return [np.array(tokens, dtype=np.uint32) for tokens in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens; those beyond the vocabulary are ignored."""
-        return self._processor.decode([int(token) for token in tokens if token < self.vocab_size])
+        return self.processor.decode([int(token) for token in tokens if token < self.vocab_size])
 
 
 def keeps_line_breaks(tokenizer: Tokenizer) -> bool:

@@ -7,8 +7,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mezzo_core.data.tokenizers import ByteTokenizer, HFTokenizer, Tokenizer
+from mezzo_core.data.tokenizers import ByteTokenizer, HFTokenizer, SentencePieceTokenizer, Tokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.hub.sentencepiece import to_backend
 
 _END = "<|endoftext|>"
 
@@ -19,14 +20,16 @@ def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     Padding goes to the left, where `generate` wants it, and is the token that ends a document.
 
     Raises:
-        UserError: if it is no `tokenizers` tokenizer, as SentencePiece models are not.
+        UserError: if it is a SentencePiece model that the `tokenizers` library has no like of.
     """
     if isinstance(tokenizer, ByteTokenizer):
         backend = _bytes()
     elif isinstance(tokenizer, HFTokenizer):
         backend = Backend.from_str(tokenizer.backend.to_str())  # a copy
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        backend = to_backend(tokenizer)
     else:
-        raise UserError("SentencePiece tokenizers cannot be written as a tokenizer.json")
+        raise UserError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
     end = backend.id_to_token(tokenizer.eos_token)
     named: dict[str, Any] = {"eos_token": end, "pad_token": end}
     if tokenizer.bos_token is not None:

@@ -1,0 +1,93 @@
+"""LongBench's scores of an answer, from 0 to 1, in the words of its `metrics.py`."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+
+Score = Callable[[str, str, Sequence[str]], float]
+"""Of what the model wrote and of a right answer; where answers are classes, of all of them too."""
+
+
+def f1(written: str, answer: str, classes: Sequence[str]) -> float:
+    """Return the F1 of the words, without case, punctuation and articles."""
+    ours, right = (Counter(_words(text)) for text in (written, answer))
+    same = (ours & right).total()
+    return 2 * same / (ours.total() + right.total()) if same else 0.0
+
+
+def _words(text: str) -> list[str]:
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def rouge_l(written: str, answer: str, classes: Sequence[str]) -> float:
+    """Return ROUGE-L as the package `rouge` defines it.
+
+    It is the F1 of distinct words: of the answer, those in a longest common subsequence of one of
+    its sentences with one of the text's.
+    """
+    texts = (written, answer)
+    ours, right = ([_sentence(part) for part in text.split(".") if part] for text in texts)
+    common = {word for mine in ours for its in right for word in _common(its, mine)}
+    counts = [len({word for sentence in text for word in sentence}) for text in (ours, right)]
+    if not common:
+        return 0.0
+    precision, recall = (len(common) / count for count in counts)
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def _sentence(text: str) -> list[str]:
+    return " ".join(text.split()).split(" ")
+
+
+def _common(x: Sequence[str], y: Sequence[str]) -> list[str]:
+    """Return a longest common subsequence."""
+    best = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
+    for i, word in enumerate(x, 1):
+        for j, other in enumerate(y, 1):
+            longer = max(best[i - 1][j], best[i][j - 1])
+            best[i][j] = best[i - 1][j - 1] + 1 if word == other else longer
+    i, j, found = len(x), len(y), []
+    while i and j:
+        if x[i - 1] == y[j - 1]:
+            found.append(x[i - 1])
+            i, j = i - 1, j - 1
+        elif best[i - 1][j] > best[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+def class_named(written: str, answer: str, classes: Sequence[str]) -> float:
+    """Return 1 by the number of classes that are named, if the right one is among them.
+
+    A class whose name is a part of the right one's does not count.
+    """
+    named = [name for name in classes if name in written and (name == answer or name not in answer)]
+    return 1 / len(named) if answer in named else 0.0
+
+
+def numbers(written: str, answer: str, classes: Sequence[str]) -> float:
+    """Return the share of the numbers that are the answer's."""
+    found, right = (re.findall(r"\d+", text) for text in (written, answer))
+    return found.count(right[0]) / len(found) if found and right else 0.0
+
+
+def code(written: str, answer: str, classes: Sequence[str]) -> float:
+    """Return the similarity of the first line of code, which is no comment and no fence."""
+    is_code = re.compile(r"(?!.*(`|#|//))").match
+    lines = filter(is_code, written.lstrip("\n").split("\n"))
+    return round(100 * SequenceMatcher(None, next(lines, ""), answer).ratio()) / 100
+
+
+SCORES: Mapping[str, Score] = {
+    "f1": f1,
+    "rouge_l": rouge_l,
+    "classes": class_named,
+    "numbers": numbers,
+    "code": code,
+}
+"""By their names in tasks.toml."""

@@ -1,0 +1,104 @@
+"""LongBench: its scores are its own, and a model's answers get them."""
+
+import json
+
+import pytest
+import torch
+from mezzo_core import cli
+from mezzo_core.data.tokenizers import ByteTokenizer
+from mezzo_core.errors import UserError
+from mezzo_core.eval.longbench import TASKS, measure_longbench, read_questions
+from mezzo_core.eval.longbench.scores import SCORES
+from mezzo_core.nn import AttentionConfig, LMConfig, generate
+from mezzo_core.nn.checkpoint import save_model
+
+CONFIG = LMConfig(vocab_size=257, d_model=16, mixers=(AttentionConfig(head_dim=8),), init_std=0.5)
+CLASSES = ["Location", "Other location", "City", "other", "number"]
+LONG = "the cat sat. on a mat the cat. and a dog"
+
+
+@pytest.mark.parametrize(
+    ("score", "written", "answer", "expected"),
+    [
+        ("f1", "The cat, a mat!", "mat cat dog", 4 / 5),
+        ("f1", "the", "a", 0),
+        # Values of the package `rouge` 1.0.1, which LongBench uses.
+        ("rouge_l", LONG, "a cat sat on the mat. a dog and cat.", 0.749999995),
+        ("rouge_l", "one two  three", "three two one", 0.3333333283333334),
+        ("rouge_l", "a a a b", "a b b", 0.999999995),
+        ("rouge_l", "...", "a", 0),
+        ("classes", "Other location, City", "Other location", 1 / 2),
+        ("classes", "it is: other number", "number", 1 / 2),
+        ("classes", "another number", "another", 0),
+        ("numbers", "Paragraph 3, or 4 or 3", "Paragraph 3", 2 / 3),
+        ("numbers", "none", "Paragraph 3", 0),
+        ("code", "\n```python\n# say\nreturn x + 1\nmore", "return x + 2", 0.92),
+        ("code", "", "return", 0),
+    ],
+)
+def test_a_score_is_that_of_longbench(score, written, answer, expected):
+    assert SCORES[score](written, answer, CLASSES) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return CONFIG.build()
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def record(dataset, context="Some facts. " * 9, **more):
+    return {"dataset": dataset, "input": "Who?", "context": context, "answers": ["x", "é"], **more}
+
+
+def test_an_answer_is_greedy_after_the_first_and_the_last_half(model, tmp_path):
+    (question,) = read_questions(written(tmp_path / "a.jsonl", record("hotpotqa", "é" * 300)))
+    prompt = list(TASKS["hotpotqa"].prompt.format(input="Who?", context="é" * 300).encode())
+    length = 101 + 32
+    (new,) = generate(model, [prompt[:50] + prompt[-50:]], max_new_tokens=32, stop_tokens=[256])
+    right = question._replace(answers=["x", ByteTokenizer().decode(new)])
+    found = measure_longbench(model, ByteTokenizer(), [right, question], length=length)
+    other = SCORES["f1"](ByteTokenizer().decode(new), "é", ())
+    assert found == (pytest.approx(50 + 50 * other), length, 2, 2)
+    with pytest.raises(UserError, match="hotpotqa needs a length above 33"):
+        measure_longbench(model, ByteTokenizer(), [question], length=33)
+
+
+def test_a_command_measures_each_task_of_a_file(model, tmp_path, capsys):
+    save_model(model, CONFIG, tmp_path / "model", {"tokenizer": "byte"})
+    many = [record(name, all_classes=CLASSES) for name in ("trec", "lcc", "trec", "samsum")]
+    file = written(tmp_path / "many.jsonl", *many)
+    words = ["eval", str(tmp_path), "--longbench", str(file), "--seq-len", "300"]
+    with pytest.raises(SystemExit) as end:
+        cli.run(cli.make_app(cli.Paper("mezzo-x", "A paper.", "0.1.0", dict)), words)
+    shown = capsys.readouterr()
+    assert end.value.code == 0, shown.err
+    results = json.loads(shown.out)["results"]
+    asked = {name: found["questions"] for name, found in results.items()}
+    assert asked == {"longbench_trec": 2, "longbench_lcc": 1, "longbench_samsum": 1}
+    assert all(0 <= found["score"] <= 100 for found in results.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be an object"),
+        (json.dumps(record("hotpot")), "there is no task 'hotpot'; did you mean hotpotqa"),
+        (json.dumps(record("lcc", None)), '"context" must be texts'),
+        (json.dumps(record("lcc", answers=[])), '"answers" must be a list of texts'),
+        (json.dumps(record("trec", all_classes=[1])), '"all_classes" too or null'),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, line, told):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record("lcc")) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: ") as error:
+        read_questions(tmp_path / "a.jsonl")
+    assert told in str(error.value)
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="there is no question"):
+        read_questions(tmp_path / "a.jsonl")

@@ -1,0 +1,85 @@
+"""SentencePiece models that are exported: the same tokens for every text, or one clear line."""
+
+import random
+
+import pytest
+import sentencepiece
+from mezzo_core.data.embedded import embedded_documents
+from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.errors import UserError
+from mezzo_core.hub.tokenizer import to_transformers
+
+CHAPTER = next(embedded_documents())
+LLAMA = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}
+"""How Llama's tokenizer was trained."""
+
+
+def trained(folder, **options):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CHAPTER.split("\n")),
+        model_prefix=str(folder / "model"),
+        vocab_size=500,
+        minloglevel=2,
+        **options,
+    )
+    return load_tokenizer(str(folder / "model.model"), add_bos=True)
+
+
+def texts():
+    """Yield pieces of prose, and letters of all kinds side by side, spaces and names of tokens."""
+    draw = random.Random(0)
+    odd = [
+        "  ",
+        "\n\n",
+        "\t",
+        "é",
+        "e\u0301",
+        "日本",
+        "🙂",
+        "<s>",
+        "</s>",
+        "<0x0A>",
+        "▁",
+        "Miss",
+        "\ufeff",
+    ]
+    for _ in range(300):
+        start = draw.randrange(len(CHAPTER))
+        yield CHAPTER[start : start + draw.randrange(200)]
+        yield "".join(draw.choice([*odd, draw.choice(CHAPTER)]) for _ in range(20))
+
+
+@pytest.mark.parametrize("options", [{}, {"add_dummy_prefix": False}, {"split_digits": True}])
+def test_a_model_as_llamas_gives_the_same_tokens_and_texts(tmp_path, options):
+    mine = trained(tmp_path, **LLAMA | options)
+    theirs = to_transformers(mine)
+    for text in texts():
+        tokens = mine.encode(text)
+        assert theirs(text).input_ids == [mine.bos_token, *tokens], text
+        assert theirs.decode(tokens) == mine.decode(tokens)
+    assert theirs.eos_token_id == mine.eos_token
+    theirs.save_pretrained(tmp_path / "out")
+    back = load_tokenizer(str(tmp_path / "out"))
+    assert back.encode(CHAPTER) == mine.encode(CHAPTER)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"remove_extra_whitespaces": True},
+        {"byte_fallback": False},
+        {"user_defined_symbols": ["<x>"]},
+        {"model_type": "unigram"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_model_of_another_kind_is_one_line(tmp_path, options):
+    tokenizer = trained(tmp_path, **LLAMA | options)
+    with pytest.raises(UserError, match=r"model\.model cannot be written as a tokenizer\.json"):
+        to_transformers(tokenizer)
