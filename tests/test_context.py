@@ -107,18 +107,22 @@ def one_of_two(monkeypatch):
 def test_memory_on_the_host_is_not_sent():
     stack = replace(STACKS["drt"], offload=True).build(16)
     with pytest.raises(UserError, match="DRT keeps a part of its state in the host's memory"):
-        share_sequence(stack)
+        share_sequence(stack, (0, 4, 8))
 
 
 @pytest.mark.usefixtures("one_of_two")
 def test_a_sequence_that_is_shared_begins_with_no_state_of_the_caller():
     model = MODELS["gsa"].build()
     states, tokens = model.init_state(1), torch.zeros(1, 8, dtype=torch.int64)
-    share_sequence(model.stack)
+    share_sequence(model.stack, (0, 4, 8))
     with pytest.raises(ValueError, match="state must be None where processes share"):
         model(tokens, states)
     with pytest.raises(ValueError, match="cu_seqlens and lengths must be None where"):
         model(tokens, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match="part of a shared sequence, 4 tokens, got"):
+        model(tokens)
+    with pytest.raises(ValueError, match="borders must be those of 2 parts"):
+        share_sequence(model.stack, (0, 2, 4, 8))
 
 
 @pytest.mark.usefixtures("one_of_two")
