@@ -43,8 +43,8 @@ WARMUP, PASSES = 2, 3
 def measure(options: Options) -> None:
     """Time training steps of each model at each length."""
     tiny = options.dry_run
-    num_layers, C, vocab_size = (2, 256, 64) if tiny else (12, 1024, 32_768)
-    lengths = (64, 128) if tiny else LENGTHS
+    num_layers, C, vocab_size = (2, 128, 64) if tiny else (12, 1024, 32_768)
+    lengths = (16, 32) if tiny else LENGTHS
     header = Header(
         kind="speed",
         title="Training on one sequence, on one GPU and shared by two",
