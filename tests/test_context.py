@@ -3,12 +3,17 @@
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from forked import ForkedScript
 from mezzo_core.config_json import to_json
+from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, BlocksConfig, LMConfig
+from mezzo_core.train.context import Chain, share_sequence
 from mezzo_drt import DRTConfig
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gla import GLAConfig
@@ -89,3 +94,43 @@ def test_what_is_sent_grows_with_the_tokens_only_where_the_state_does(found, nam
             assert short < long
         else:
             assert 0 < short == long
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """Let this process seem to be the first of two."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_memory_on_the_host_is_not_sent():
+    stack = replace(STACKS["drt"], offload=True).build(16)
+    with pytest.raises(UserError, match="DRT keeps a part of its state in the host's memory"):
+        share_sequence(stack, (0, 4, 8))
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_a_sequence_that_is_shared_begins_with_no_state_of_the_caller():
+    model = MODELS["gsa"].build()
+    states, tokens = model.init_state(1), torch.zeros(1, 8, dtype=torch.int64)
+    share_sequence(model.stack, (0, 4, 8))
+    with pytest.raises(ValueError, match="state must be None where processes share"):
+        model(tokens, states)
+    with pytest.raises(ValueError, match="cu_seqlens and lengths must be None where"):
+        model(tokens, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match="part of a shared sequence, 4 tokens, got"):
+        model(tokens)
+    with pytest.raises(ValueError, match="borders must be those of 2 parts"):
+        share_sequence(model.stack, (0, 2, 4, 8))
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_states_of_other_shapes_than_were_told_are_not_sent(monkeypatch):
+    """The receiver would take them for those that it knows."""
+    monkeypatch.setattr(dist, "send_object_list", lambda *_, **__: None)
+    chain = Chain(None)
+    for _ in range(2):
+        chain.tell_forms(1, "key", [((2, 3), torch.float32)])
+    with pytest.raises(ValueError, match="must have the same shapes to be sent"):
+        chain.tell_forms(1, "key", [((2, 4), torch.float32)])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from mezzo_core.config_json import from_json
 from mezzo_core.data import Batch
-from mezzo_core.train.context import sequence_part, share_sequence
+from mezzo_core.train.context import part_borders, sequence_part, share_sequence
 from mezzo_core.train.distributed import join_world
 
 
@@ -35,8 +35,9 @@ def error(config, dtype, world):
     torch.manual_seed(0)
     alone = config.build().to(dtype).eval()  # in training, DRT explores by noise
     shared, batch = deepcopy(alone), random_batch(config.vocab_size, 48)
-    share_sequence(shared.stack)
-    ours = gradients(shared, sequence_part(batch, world.rank, world.size))
+    borders = part_borders(shared, 48, world.size)
+    share_sequence(shared.stack, borders)
+    ours = gradients(shared, sequence_part(batch, borders, world.rank))
     for part in ours:
         dist.all_reduce(part)
     pairs = zip(ours, gradients(alone, batch), strict=True)
@@ -51,11 +52,12 @@ def sent_bytes(config, num_tokens, world):
         sent.append(tensor.nbytes)
         return isend(tensor, **where)
 
-    share_sequence(model.stack)
+    borders = part_borders(model, num_tokens, world.size)
+    share_sequence(model.stack, borders)
     dist.isend = counted
     with torch.no_grad():
         batch = random_batch(config.vocab_size, num_tokens)
-        model.loss(*sequence_part(batch, world.rank, world.size))
+        model.loss(*sequence_part(batch, borders, world.rank))
     dist.isend = isend
     return sum(sent)
 

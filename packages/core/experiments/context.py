@@ -23,7 +23,7 @@ from mezzo_core.reproduction.runner import Job, run
 from mezzo_core.reproduction.training_speed import TrainingSpeed
 from mezzo_core.train.build import build_model
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.context import sequence_part
+from mezzo_core.train.context import part_borders, sequence_part
 from mezzo_core.train.distributed import backward, join_world, launched_place
 from mezzo_core.train.optim import build_optimizer
 from mezzo_gsa import GSAConfig
@@ -43,8 +43,8 @@ WARMUP, PASSES = 2, 3
 def measure(options: Options) -> None:
     """Time training steps of each model at each length."""
     tiny = options.dry_run
-    num_layers, C, vocab_size = (2, 256, 64) if tiny else (12, 1024, 32_768)
-    lengths = (64, 128) if tiny else LENGTHS
+    num_layers, C, vocab_size = (2, 128, 64) if tiny else (12, 1024, 32_768)
+    lengths = (16, 32) if tiny else LENGTHS
     header = Header(
         kind="speed",
         title="Training on one sequence, on one GPU and shared by two",
@@ -97,7 +97,8 @@ def time_steps(model_config: LMConfig, T: int, device: str) -> list[TrainingSpee
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(model_config.vocab_size, (1, T + 1), generator=draw)
         tokens = tokens.to(world.device)
-        batch = sequence_part(Batch(tokens[:, :-1], tokens[:, 1:]), world.rank, size)
+        whole = Batch(tokens[:, :-1], tokens[:, 1:])
+        batch = sequence_part(whole, part_borders(model, T, size), world.rank)
         found = []
         for _ in range(WARMUP + PASSES):
             start = time.perf_counter()

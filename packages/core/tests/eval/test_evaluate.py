@@ -83,6 +83,18 @@ def test_a_row_is_right_if_all_its_targets_are(model, segment_tokens):
     assert found.accuracy == 16 / 17
 
 
+def test_a_row_that_processes_share_is_right_if_its_parts_are(model):
+    tokens = torch.randint(11, (4, 8))
+    parts = [Batch(half, model(half).logits.argmax(-1)) for half in tokens.split(4, 1)]
+    parts[0].targets[0, 1] = -100  # right
+    parts[1].targets[1, 2] = (parts[1].targets[1, 2] + 1) % 11  # a mistake in the second part
+    parts[0].targets[2] = parts[1].targets[3] = -100  # asked for in one part alone: right
+    told = []
+    evaluate(model, parts[1:], add_parts=lambda values: told.append(values.clone()))
+    found = evaluate(model, parts[:1], add_parts=lambda values: values.add_(told[0]))
+    assert found.exact_match == 3 / 4
+
+
 def test_packed_documents_are_no_rows(model):
     tokens = torch.randint(11, (1, 8))
     packed = Batch(tokens, tokens, torch.tensor([0, 3, 8]))

@@ -75,23 +75,35 @@ def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, len
 
 @pytest.mark.parametrize("window_size", [None, 1, 200])
 @pytest.mark.parametrize("causal", [True, False])
-def test_block_masks_of_positions_skip_only_what_no_query_sees(causal, window_size):
-    places = at_positions(300, 640)
-    q, k = torch.zeros(2, 300, 1, 1), torch.zeros(2, 640, 1, 1)
+@pytest.mark.parametrize("S", [640, 600])
+def test_block_masks_of_positions_skip_only_what_no_query_sees(causal, window_size, S):
+    places = at_positions(300, S)
+    q, k = torch.zeros(2, 300, 1, 1), torch.zeros(2, S, 1, 1)
     options = (causal, window_size, None, 1.0, None)
     visible = visible_keys(Request(q, k, k, *options, **places, return_lse=False))
     mask, _ = make_position_mask(*places.values(), causal, window_size)
-    i, j = torch.arange(300)[:, None], torch.arange(640)
-    listed = 0
+    i, j = torch.arange(300)[:, None], torch.arange(S)
+    listed = fully = 0
     for b in range(2):
-        assert torch.equal(mask.mask_mod(b, None, i, j).expand(300, 640), visible[b])
-        seen = as_dense(mask.kv_num_blocks[b, None], mask.kv_indices[b, None])
-        listed += int(seen.sum())
-        assert torch.equal(as_dense(mask.q_num_blocks[b, None], mask.q_indices[b, None]).T, seen)
-        for row, column in (~seen).nonzero().tolist():
+        assert torch.equal(mask.mask_mod(b, None, i, j).expand(300, S), visible[b])
+        part, full = (
+            as_dense(counts[b, None], indices[b, None])
+            for counts, indices in (
+                (mask.kv_num_blocks, mask.kv_indices),
+                (mask.full_kv_num_blocks, mask.full_kv_indices),
+            )
+        )
+        listed, fully = listed + int((part | full).sum()), fully + int(full.sum())
+        assert torch.equal(as_dense(mask.q_num_blocks[b, None], mask.q_indices[b, None]).T, part)
+        by_key = as_dense(mask.full_q_num_blocks[b, None], mask.full_q_indices[b, None])
+        assert torch.equal(by_key.T, full)
+        assert not (part & full).any()
+        for row, column in torch.cartesian_prod(torch.arange(3), torch.arange(5)).tolist():
             block = visible[b, 128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
-            assert not block.any()
+            assert part[row, column] or full[row, column] or not block.any()
+            assert not full[row, column] or (block.all() and block.shape[1] == 128)
     assert listed < 2 * 3 * 5 or not causal, "some blocks are skipped"
+    assert fully > 0 or window_size is not None, "some blocks need no mask"
 
 
 def at_positions(T, S, device="cpu"):

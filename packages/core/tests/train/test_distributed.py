@@ -10,9 +10,10 @@ import torch
 from mezzo_core.data import Batch
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
+from mezzo_core.nn import AttentionConfig, BlocksConfig, LMConfig, MixerBlockConfig, MLPConfig
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.build import is_sharded, micro_batches
-from mezzo_core.train.context import sequence_part
+from mezzo_core.train.context import part_borders, sequence_part
 from mezzo_core.train.distributed import World, join_world
 from mezzo_core.train.loop import train
 
@@ -211,16 +212,28 @@ def test_processes_that_share_sequences_train_what_one_does(
 
 
 def test_sequences_that_cannot_be_shared_are_refused(tiny):
-    with pytest.raises(UserError, match="context_parallel must be a divisor of seq_len = 32"):
-        tiny(context_parallel=3)
-    with pytest.raises(UserError, match=r"context_parallel must be a divisor .*got 0"):
-        tiny(context_parallel=0)
+    for wrong in (0, 33):
+        with pytest.raises(UserError, match="context_parallel must be from 1 to seq_len = 32"):
+            tiny(context_parallel=wrong)
     needed = r"context_parallel = 2 must divide the number of processes, 1: .* with torchrun"
     with pytest.raises(UserError, match=needed), join_world("cpu", 2):
         pass
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"a sequence of 8 tokens cannot be divided by .* = 3"):
-        sequence_part(Batch(tokens, tokens), 0, 3)
+    with pytest.raises(UserError, match=r"a sequence of 8 tokens cannot be divided by .* = 9"):
+        part_borders(tiny().model.build(), 8, 9)
+    with pytest.raises(UserError, match="rows must have the 9 tokens that are shared, got 8"):
+        sequence_part(Batch(tokens, tokens), (0, 5, 9), 0)
     borders = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(UserError, match="packed documents cannot be shared by processes"):
-        sequence_part(Batch(tokens, tokens, borders), 0, 2)
+        sequence_part(Batch(tokens, tokens, borders), (0, 5, 8), 0)
+
+
+def test_parts_of_a_sequence_take_the_same_work(tiny):
+    """Half of the keys that all tokens see are those of the first T / sqrt 2."""
+    stack = BlocksConfig((MixerBlockConfig(AttentionConfig(head_dim=16), MLPConfig(hidden=1)),))
+    model = LMConfig(vocab_size=1, d_model=32, stack=stack).build()
+    assert part_borders(model, 2**20, 2) == (0, pytest.approx(2**20 / 2**0.5, rel=1e-2), 2**20)
+    window = replace(tiny().model, mixers=(AttentionConfig(head_dim=16, window_size=1),)).build()
+    assert part_borders(window, 48, 3) == (0, 16, 32, 48)
+    assert part_borders(window, 3, 3) == (0, 1, 2, 3)
+    assert all(border % 128 == 0 for border in part_borders(model, 2**16, 4))

@@ -15,7 +15,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.nn.lm import LM
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.context import share_sequence
+from mezzo_core.train.context import part_borders, share_sequence
 from mezzo_core.train.distributed import World, shard
 
 LossFunction = Callable[..., Tensor]
@@ -115,7 +115,8 @@ def build_model(
         for unit in model.units():  # those of one kind share one compiled graph
             unit.compile()
     if world.context > 1:
-        share_sequence(model.stack, world.group)
+        borders = part_borders(model, config.seq_len, world.context)
+        share_sequence(model.stack, borders, world.group)
     if sharded:
         shard(model, model.units(), world, entries=("loss", "score"))
     else:

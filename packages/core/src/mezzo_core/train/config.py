@@ -85,7 +85,7 @@ class Training:
             part of them, with 4 bytes a parameter between micro batches (FSDP2); the weights are
             gathered whenever they are needed. None shards if a copy would take more
             than half of a GPU's memory. Losses and checkpoints are the same.
-        context_parallel: P, the processes that share each sequence. Each computes T/P of its tokens
+        context_parallel: P, the processes that share each sequence. Each has a part of its tokens
             and passes the states of all layers on to the next: for sequences that are too long for
             one GPU's memory, or too slow. Packed documents cannot be shared.
         track: also send the log to this tracker.
@@ -123,8 +123,8 @@ class Training:
         _check(
             "context_parallel",
             self.context_parallel,
-            self.context_parallel >= 1 and self.seq_len % self.context_parallel == 0,
-            f"a divisor of seq_len = {self.seq_len}",
+            1 <= self.context_parallel <= self.seq_len,
+            f"from 1 to seq_len = {self.seq_len}",
         )
         if self.cuda_graph and self.activation_checkpointing:
             raise UserError("cuda_graph and activation_checkpointing do not go together")

@@ -1,13 +1,14 @@
 """One sequence over several processes (context parallelism): states go from process to process.
 
-Process r of P has the tokens [r T/P, (r + 1) T/P) of every row. For each block it receives the
-state after the tokens before its own, runs the block, and sends the new state to process r + 1,
-which runs this block while process r runs the next: a pipeline, which is (P - 1) / depth longer
-than its work. The backward is the same in reverse: the gradients of states go back. So every module
-that keeps the contract of `mezzo_core.nn.contract` can share its sequence, and what is sent is its
-state, which does not grow with T where the state does not.
+Each process has a part of every row. For each block it receives the state after the tokens before
+its own, runs the block, and sends the new state to the next process, which runs this block while it
+runs the block above: a pipeline, which of P processes is (P - 1) / depth longer than its work. The
+backward is the same in reverse: the gradients of states go back. So every module that keeps the
+contract of `mezzo_core.nn.contract` can share its sequence, and what is sent is its state, which
+does not grow with T where the state does not.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, cast
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mezzo_core.data import Batch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.contract import AbstractSequenceModule, AbstractStack
+from mezzo_core.nn.lm import LM
 from mezzo_core.train.distributed import World
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -31,12 +33,67 @@ _MOST = 64
 """The most tensors that are under way before their sender waits, as in a long evaluation."""
 
 
-def share_sequence(stack: AbstractStack, group: "dist.ProcessGroup | None" = None) -> None:
+def part_borders(model: LM, num_tokens: int, count: int) -> tuple[int, ...]:
+    """Return where the parts of a sequence begin and end, so that all take as many FLOPs.
+
+    Later tokens of attention have more to attend to, so that later parts are shorter. Borders in
+    long sequences are multiples of 128, which tiles and most chunks divide.
+
+    Returns:
+        count + 1 numbers, from 0 to `num_tokens`.
+
+    Raises:
+        UserError: if there are fewer tokens than parts.
+    """
+    if not 1 <= count <= num_tokens:
+        raise UserError(
+            f"a sequence of {num_tokens} tokens cannot be divided by context_parallel = {count}"
+        )
+
+    def work(end: int) -> float:
+        return end * model.flops_per_token(end)
+
+    step = 128 if num_tokens >= 128 * 16 * count else 1
+    borders, share = [0], work(num_tokens) / count
+    for i in range(1, count):
+        even = bisect_left(range(num_tokens), i * share * (1 - 1e-9), key=work)
+        rounded = (even + step // 2) // step * step
+        borders.append(min(max(rounded, borders[-1] + 1), num_tokens - count + i))
+    return (*borders, num_tokens)
+
+
+def sequence_part(batch: Batch, borders: Sequence[int], rank: int) -> Batch:
+    """Return the part of each row that the process of this rank has, among those that share it.
+
+    Raises:
+        UserError: if documents are packed, which are no rows, or rows have another length.
+    """
+    if len(borders) == 2:
+        return batch
+    if batch.cu_seqlens is not None:
+        raise UserError("packed documents cannot be shared by processes: set context_parallel = 1")
+    T = batch.tokens.shape[1]
+    if borders[-1] != T:
+        raise UserError(f"rows must have the {borders[-1]} tokens that are shared, got {T}")
+    # Targets are already those of each token, so that they need no token of the next part.
+    here = slice(borders[rank], borders[rank + 1])
+    return Batch(batch.tokens[:, here], batch.targets[:, here])
+
+
+def own_parts(share: Batch, count: int, world: World, borders: Sequence[int]) -> Iterator[Batch]:
+    """Yield the micro batches of a share of a batch: this process's part of their sequences."""
+    for i in range(count):
+        yield sequence_part(share.part(i, count), borders, world.rank % world.context)
+
+
+def share_sequence(
+    stack: AbstractStack, borders: Sequence[int], group: "dist.ProcessGroup | None" = None
+) -> None:
     """Let the stack's forward go on, from now on, where that of the process before it ends.
 
     Each process calls it, and then runs the stack, without a state, on its part of every row
-    (`sequence_part`), all parts of one length. Outputs and, once those of all processes are added
-    up, gradients of weights are those of one process that has whole rows, up to rounding.
+    (`sequence_part`). Outputs and, once those of all processes are added up, gradients of weights
+    are those of one process that has whole rows, up to rounding.
 
     The stack's `stages` run in a pipeline. One that has itself as its only stage runs in one
     process after another: then a sequence may be longer than a GPU's memory allows, but its parts
@@ -45,44 +102,26 @@ def share_sequence(stack: AbstractStack, group: "dist.ProcessGroup | None" = Non
     Args:
         stack: of a model, with the same weights in every process. Call this once its forward
             computes activations again, if it is to, and before FSDP.
-        group: the processes, in the order of the sequence's parts; None for all.
+        borders: of the parts, from 0 to T, such as `part_borders` returns.
+        group: the processes, in the order of the parts; None for all.
 
     Raises:
+        ValueError: if there are not as many parts as processes.
         UserError: if the stack keeps a part of its state in the host's memory.
     """
     chain = Chain(group)
+    if len(borders) != chain.size + 1:
+        raise ValueError(f"borders must be those of {chain.size} parts, got {tuple(borders)}")
     if chain.size == 1:
         return
-    if stack.host_state_bytes(2**20):
+    if stack.host_state_bytes(borders[-1]):
         raise UserError(
             f"{type(stack).__name__} keeps a part of its state in the host's memory, from which "
             "processes cannot send it (context_parallel): set offload to False"
         )
+    num_tokens = borders[chain.rank + 1] - borders[chain.rank]
     for stage in stack.stages():
-        stage.forward = _Part(stage, chain)  # type: ignore[method-assign]
-
-
-def sequence_part(batch: Batch, rank: int, size: int) -> Batch:
-    """Return the part of each row that the process of this rank among `size` has.
-
-    Raises:
-        UserError: if documents are packed, which are no rows, or `size` does not divide T.
-    """
-    if size == 1:
-        return batch
-    if batch.cu_seqlens is not None:
-        raise UserError("packed documents cannot be shared by processes: set context_parallel = 1")
-    T = batch.tokens.shape[1]
-    if T % size:
-        raise UserError(f"a sequence of {T} tokens cannot be divided by context_parallel = {size}")
-    # Targets are already those of each token, so that they need no token of the next part.
-    return Batch(batch.tokens.chunk(size, 1)[rank], batch.targets.chunk(size, 1)[rank])
-
-
-def own_parts(share: Batch, count: int, world: World) -> Iterator[Batch]:
-    """Yield the micro batches of a share of a batch: this process's part of their sequences."""
-    for i in range(count):
-        yield sequence_part(share.part(i, count), world.rank % world.context, world.context)
+        stage.forward = _Part(stage, chain, num_tokens)  # type: ignore[method-assign]
 
 
 class Chain:
@@ -142,15 +181,21 @@ class Chain:
 class _Part:
     """The forward of a stage of a stack on this process's part of every row."""
 
-    def __init__(self, stage: AbstractSequenceModule, chain: Chain) -> None:
-        self.stage, self.chain, self.run = stage, chain, stage.forward
+    def __init__(self, stage: AbstractSequenceModule, chain: Chain, num_tokens: int) -> None:
+        self.stage, self.chain, self.num_tokens = stage, chain, num_tokens
+        self.run = stage.forward
 
     def __call__(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, None]:
-        """Map (B, T/P, C) to (B, T/P, C), from the state of the part before it."""
+        """Map (B, T, C), with the T tokens of this part, from the state of the part before it."""
         if any(options.get(name) is not None for name in ("cu_seqlens", "lengths")):
             raise ValueError("cu_seqlens and lengths must be None where processes share a sequence")
         if state is not None:
             raise ValueError("state must be None where processes share a sequence: it is passed on")
+        if x.shape[1] != self.num_tokens:
+            raise ValueError(
+                f"x must be this process's part of a shared sequence, {self.num_tokens} tokens, "
+                f"got {tuple(x.shape)}"
+            )
         x, state = self.before(x)
         y, state = self.run(x, state, **options)
         return self.after(x, y, state), None
@@ -176,10 +221,10 @@ class _Part:
         return _Sent.apply(y, self.chain, self._key(x), *tree_flatten(state)[0])
 
     def _key(self, x: Tensor) -> Hashable:
-        """Return what the forms of the state depend on, which is the same in all processes."""
+        """Return what the forms of the state between two parts depend on, alike for both."""
         kind = x.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return self.stage, x.shape, x.dtype, low
+        return self.stage, len(x), x.dtype, low
 
 
 class _Received(torch.autograd.Function):

@@ -32,7 +32,7 @@ from mezzo_core.train.build import (
 )
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.context import own_parts
+from mezzo_core.train.context import own_parts, part_borders
 from mezzo_core.train.distributed import World, backward, has_parts, is_part, join_world
 from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
@@ -86,7 +86,7 @@ class _Run:
     model: LM
     loss_function: LossFunction
     optimizer: torch.optim.Optimizer
-    parts: int
+    parts: Callable[[Batch], Iterator[Batch]]
     done: int
 
 
@@ -154,6 +154,8 @@ def _prepare(
     data = build_data(config, world)
     resumes = resume and checkpoints.newest() is not None
     model, loss_function = build_model(config, world, resumes=resumes)
+    borders = part_borders(model, config.seq_len, world.context)
+    cut = partial(own_parts, count=parts, world=world, borders=borders)
     optimizer = build_optimizer(model, config.optim, captured=config.cuda_graph)
 
     def check() -> None:
@@ -168,7 +170,7 @@ def _prepare(
     world.first_only(lambda: claim_folder(out, config, data.fingerprint, resume=resume))
     done = 0 if resumed is None else resumed.step
     return _Run(
-        config, out, world, checkpoints, stop, data, model, loss_function, optimizer, parts, done
+        config, out, world, checkpoints, stop, data, model, loss_function, optimizer, cut, done
     )
 
 
@@ -244,7 +246,7 @@ def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
         count = world.sum(torch.tensor(count, device=world.device)) // world.context
     else:
         batch = batch.part(world.share, world.num_shares)
-    parts = [move_batch(part, world.device) for part in own_parts(batch, run.parts, world)]
+    parts = [move_batch(part, world.device) for part in run.parts(batch)]
     if run.config.cuda_graph:  # for which a number would be a constant
         count = torch.stack([(part.targets != NO_TARGET).sum() for part in parts]).sum()
     # The loss of a batch without targets is 0, as that of `LM.loss`, and not 0 / 0.
@@ -278,7 +280,7 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
 
     def our_parts() -> Iterator[Batch]:
         for batch in islice(data.validation_batches(config.batch_size), config.eval_batches):
-            yield from own_parts(batch.part(world.share, world.num_shares), run.parts, world)
+            yield from run.parts(batch.part(world.share, world.num_shares))
 
     whole = config.eval_batches is None
     found = evaluate(

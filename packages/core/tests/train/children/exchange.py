@@ -14,7 +14,7 @@ import torch
 from mezzo_core.config_json import from_json
 from mezzo_core.data import Batch
 from mezzo_core.train.build import build_model
-from mezzo_core.train.context import sequence_part
+from mezzo_core.train.context import part_borders, sequence_part
 from mezzo_core.train.distributed import World, backward, join_world
 from torch.profiler import profile
 
@@ -40,11 +40,12 @@ def main(config):
     with join_world("cpu", config.context_parallel) as world:
         ours = tokens.chunk(world.num_shares)[world.share]
         for shard in (False, True):
-            model, loss = build_model(replace(config, shard=shard), world)
+            model, loss = build_model(replace(config, shard=shard, seq_len=16), world)
             exchanges = []
             for i, part in enumerate(ours.chunk(PARTS)):
                 whole = Batch(part[:, :-1], part[:, 1:])
-                batch = sequence_part(whole, world.rank % world.context, world.context)
+                borders = part_borders(model, 16, world.context)
+                batch = sequence_part(whole, borders, world.rank % world.context)
                 value = loss(*batch, reduction="sum")
                 with profile() as seen:
                     backward(value, model, world, is_last=i + 1 == PARTS)

@@ -144,7 +144,8 @@ def make_position_mask(
     q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
 ) -> tuple[BlockMask, Distance]:
     """Return the block mask of positions (B, T) and (B, S), and the distance that they define."""
-    count, index, q_at, k_at = position_blocks(q_positions, k_positions, causal, window_size)
+    *blocks, q_at, k_at = position_blocks(q_positions, k_positions, causal, window_size)
+    num_partial, partial, num_full, full = blocks
 
     def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return q_at[b, i] - k_at[b, j]
@@ -158,31 +159,27 @@ def make_position_mask(
         return visible
 
     lengths = (q_positions.shape[1], k_positions.shape[1])
-    return _mask_of((count, index), None, lengths, mask_mod), distance
+    return _mask_of((num_partial, partial), (num_full, full), lengths, mask_mod), distance
 
 
 def _mask_of(
     partial: tuple[Tensor, Tensor],
-    full: tuple[Tensor, Tensor] | None,
+    full: tuple[Tensor, Tensor],
     lengths: tuple[int, int],
     mask_mod: Callable[..., Tensor],
 ) -> BlockMask:
     """Return the mask of the blocks seen in part and fully: how many in each row, and which."""
-    q_partial = transposed_blocks(*partial)
-    num_full = full_index = q_num_full = q_full_index = None
-    if full is not None:
-        num_full, full_index = full
-        q_num_full, q_full_index = transposed_blocks(num_full, full_index)
+    q_partial, q_full = transposed_blocks(*partial), transposed_blocks(*full)
     return BlockMask(
         seq_lengths=lengths,
         kv_num_blocks=partial[0],
         kv_indices=partial[1],
-        full_kv_num_blocks=num_full,
-        full_kv_indices=full_index,
+        full_kv_num_blocks=full[0],
+        full_kv_indices=full[1],
         q_num_blocks=q_partial[0],
         q_indices=q_partial[1],
-        full_q_num_blocks=q_num_full,
-        full_q_indices=q_full_index,
+        full_q_num_blocks=q_full[0],
+        full_q_indices=q_full[1],
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=mask_mod,
     )
@@ -268,8 +265,10 @@ def _fake_interval_blocks(
 @torch.library.custom_op("mezzo::position_blocks", mutates_args=())
 def position_blocks(
     q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Find the blocks in which a query may see a key, from the ends of each block's positions.
+
+    In a block that is seen fully all queries see all keys, so that it needs no mask.
 
     Args:
         q_positions: (B, T).
@@ -278,30 +277,40 @@ def position_blocks(
         window_size: as in `attention`.
 
     Returns:
-        The int32 arguments of BlockMask.from_kv_blocks, the number (B, 1, rows) and the indices
-        (B, 1, rows, columns) of these blocks; and copies of the positions.
+        The int32 arguments of BlockMask.from_kv_blocks: the number (B, 1, rows) and the indices
+        (B, 1, rows, columns) of the blocks seen in part, then of the blocks seen fully; and copies
+        of the positions.
     """
     q, k = (_in_blocks(x) for x in (q_positions, k_positions))
-    last_key = k.amax(-1)[:, None]
+    last_key, least_key = k.amax(-1)[:, None], k.amin(-1)[:, None]
     first_key = k.masked_fill(k < 0, torch.iinfo(k.dtype).max).amin(-1)[:, None]
+    last_query, first_query = q.amax(-1)[..., None], q.amin(-1)[..., None]
     seen = (last_key >= 0).expand(-1, q.shape[1], -1)
+    # A short last block never is seen fully: its missing keys must be masked.
+    whole = torch.arange(1, k.shape[1] + 1, device=k.device) * BLOCK <= k_positions.shape[1]
+    full = seen & (least_key >= 0) & whole
     if causal:
-        seen = seen & (first_key <= q.amax(-1)[..., None])
+        seen, full = seen & (first_key <= last_query), full & (last_key <= first_query)
     if window_size is not None:
-        seen = seen & (last_key > q.amin(-1)[..., None].clamp(min=0) - window_size)
-    index = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    count = seen.sum(-1, dtype=torch.int32)
-    return count[:, None], index.to(torch.int32)[:, None], q_positions.clone(), k_positions.clone()
+        seen = seen & (last_key > first_query.clamp(min=0) - window_size)
+        full = full & (least_key > last_query.clamp(min=0) - window_size)
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        index = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[:, None], index.to(torch.int32)[:, None]
+
+    return *listed(seen & ~full), *listed(full), q_positions.clone(), k_positions.clone()
 
 
 @position_blocks.register_fake
 def _fake_position_blocks(
     q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (B, T), S = q_positions.shape, k_positions.shape[1]
     count = q_positions.new_empty(B, 1, _num_blocks(T), dtype=torch.int32)
     index = count.new_empty(B, 1, _num_blocks(T), _num_blocks(S))
-    return count, index, torch.empty_like(q_positions), torch.empty_like(k_positions)
+    blocks = (count, index, torch.empty_like(count), torch.empty_like(index))
+    return *blocks, torch.empty_like(q_positions), torch.empty_like(k_positions)
 
 
 # A registered op, because inductor makes of the sort in it a kernel that takes half a minute to
