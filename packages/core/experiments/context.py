@@ -57,7 +57,7 @@ def measure(options: Options) -> None:
         better="higher",
     )
     jobs = []
-    for T, row in product(lengths, options.models):
+    for T, row in product(lengths[::-1], options.models):
         mixer, count = ROWS[row]
         if mixer not in LONGEST or LONGEST[mixer] >= T:
             model = LMConfig(vocab_size, C, (MIXERS[mixer],) * num_layers)
