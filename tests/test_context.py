@@ -52,6 +52,7 @@ STACKS = {
 MODELS = {
     **{name: LMConfig(17, 16, (mixer,) * 2) for name, mixer in MIXERS.items()},
     **{name: LMConfig(17, 16, stack=stack) for name, stack in STACKS.items()},
+    "frozen-below": LMConfig(17, 16, (MIXERS["gsa"],) * 3, tie_embeddings=False),
 }
 GROWING = {"attention", "rat", "drt", "recurrent-blocks", "recurrent-stack"}
 """The models whose states grow with the tokens."""

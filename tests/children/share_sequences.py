@@ -2,7 +2,8 @@
 
 For each model of the file, by its name, it prints how far the loss and the gradients, summed over
 all processes, are from those that this process computes alone, in float32 and float64; and the
-bytes of states that it sends for rows of 48 and of 96 tokens.
+bytes of states that it sends for rows of 48 and of 96 tokens. Of a model whose name begins with
+"frozen", the embedding and the first block are not trained.
 """
 
 import json
@@ -19,10 +20,12 @@ from mezzo_core.train.distributed import join_world
 
 
 def gradients(model, batch):
-    """Return the summed loss, then the gradient of each weight."""
+    """Return the summed loss, then the gradient of each weight that is trained."""
     loss = model.loss(*batch, reduction="sum")
-    weights = list(model.parameters())
-    return [loss.detach(), *torch.autograd.grad(loss, weights, materialize_grads=True)]
+    loss.backward()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+    return [loss.detach(), *grads]
 
 
 def random_batch(vocab_size, num_tokens):
@@ -30,10 +33,13 @@ def random_batch(vocab_size, num_tokens):
     return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
-def error(config, dtype, world):
+def error(config, dtype, world, is_frozen):
     """Return the largest relative error of the loss and the gradients."""
     torch.manual_seed(0)
     alone = config.build().to(dtype).eval()  # in training, DRT explores by noise
+    if is_frozen:
+        alone.embed.requires_grad_(False)
+        alone.stack.blocks[0].requires_grad_(False)
     shared, batch = deepcopy(alone), random_batch(config.vocab_size, 48)
     borders = part_borders(shared, 48, world.size)
     share_sequence(shared.stack, borders)
@@ -66,9 +72,10 @@ def main(models):
     found = {}
     with join_world("cpu") as world:
         for name, config in models.items():
+            is_frozen = name.startswith("frozen")
             found[name] = {
-                "float32": error(config, torch.float32, world),
-                "float64": error(config, torch.float64, world),
+                "float32": error(config, torch.float32, world, is_frozen),
+                "float64": error(config, torch.float64, world, is_frozen),
                 "bytes": [sent_bytes(config, num_tokens, world) for num_tokens in (48, 96)],
             }
         world.barrier()  # what the first has sent, the others may not have yet

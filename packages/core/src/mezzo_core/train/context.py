@@ -93,7 +93,8 @@ def share_sequence(
 
     Each process calls it, and then runs the stack, without a state, on its part of every row
     (`sequence_part`). Outputs and, once those of all processes are added up, gradients of weights
-    are those of one process that has whole rows, up to rounding.
+    are those of one process that has whole rows, up to rounding. The backward must be that of all
+    weights that are trained, as `loss.backward()` is: each process waits for the next one's.
 
     The stack's `stages` run in a pipeline. One that has itself as its only stage runs in one
     process after another: then a sequence may be longer than a GPU's memory allows, but its parts
