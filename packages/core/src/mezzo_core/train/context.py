@@ -167,16 +167,22 @@ class Chain:
                 tensor = tensor.detach().contiguous()
                 work = dist.isend(tensor, group=self._group, group_dst=to)
                 _UNDERWAY.append((cast(dist.Work, work), tensor))
-        while _UNDERWAY and (len(_UNDERWAY) > _MOST or _UNDERWAY[0][0].is_completed()):
-            _UNDERWAY.popleft()[0].wait()
+        _let_go()
 
     def receive(self, source: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
         """Return the tensors that `source` has sent; on a GPU its stream waits, not the host."""
+        _let_go()  # in its backward the first process only receives
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
         for tensor in tensors:
             if tensor.numel():
                 dist.recv(tensor, group=self._group, group_src=source)
         return tensors
+
+
+def _let_go() -> None:
+    """Free what has arrived, and wait where too much is under way."""
+    while _UNDERWAY and (len(_UNDERWAY) > _MOST or _UNDERWAY[0][0].is_completed()):
+        _UNDERWAY.popleft()[0].wait()
 
 
 class _Part:
