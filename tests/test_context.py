@@ -58,24 +58,31 @@ GROWING = {"attention", "rat", "drt", "recurrent-blocks", "recurrent-stack"}
 """The models whose states grow with the tokens."""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each of the processes says of each model."""
-    path = tmp_path_factory.mktemp("context") / "models.json"
-    path.write_text(json.dumps({name: to_json(config) for name, config in MODELS.items()}))
+def in_processes(models, size, device, folder):
+    """Return what each of the processes says of each model."""
+    path = folder / "models.json"
+    path.write_text(json.dumps({name: to_json(config) for name, config in models.items()}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(SIZE)}
+    shared = {**os.environ, "WORLD_SIZE": str(size)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     children = [
         ForkedScript(
-            CHILD, str(path), environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            CHILD,
+            *(str(path), device),
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(SIZE)
+        for rank in range(size)
     ]
     ended = [child.communicate(timeout=120) for child in children]
     return [json.loads(out.splitlines()[-1]) if out else pytest.fail(err) for out, err in ended]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of the processes says of each model, on the CPU."""
+    return in_processes(MODELS, SIZE, "cpu", tmp_path_factory.mktemp("context"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,3 +142,22 @@ def test_states_of_other_shapes_than_were_told_are_not_sent(monkeypatch):
         chain.tell_forms(1, "key", [((2, 3), torch.float32)])
     with pytest.raises(ValueError, match="must have the same shapes to be sent"):
         chain.tell_forms(1, "key", [((2, 4), torch.float32)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_that_share_sequences_find_the_gradients_that_one_does(tmp_path):
+    """With heads of widths that kernels take."""
+    mixers = {
+        "attention": AttentionConfig(head_dim=64),
+        "window": AttentionConfig(head_dim=64, window_size=5),
+        "rat": RATConfig(chunk_size=16, head_dim=64),
+        "gsa": GSAConfig(num_heads=2, num_slots=64),
+        "gla": GLAConfig(num_heads=2),
+        "mamba": MambaConfig(),
+    }
+    models = {name: LMConfig(17, 128, (mixer,) * 2) for name, mixer in mixers.items()}
+    for told in in_processes(models, 2, "cuda", tmp_path):
+        for name in models:
+            assert told[name]["float32"] < 1e-3, name
+            assert told[name]["float64"] < 1e-10, name

@@ -1,4 +1,4 @@
-"""Compute gradients of models whose sequences processes share: FILE; prints JSON.
+"""Compute gradients of models whose sequences processes share: FILE DEVICE; prints JSON.
 
 For each model of the file, by its name, it prints how far the loss and the gradients, summed over
 all processes, are from those that this process computes alone, in float32 and float64; and the
@@ -28,19 +28,19 @@ def gradients(model, batch):
     return [loss.detach(), *grads]
 
 
-def random_batch(vocab_size, num_tokens):
-    tokens = torch.randint(vocab_size, (2, num_tokens + 1))
+def random_batch(vocab_size, num_tokens, device):
+    tokens = torch.randint(vocab_size, (2, num_tokens + 1)).to(device)
     return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def error(config, dtype, world, is_frozen):
     """Return the largest relative error of the loss and the gradients."""
     torch.manual_seed(0)
-    alone = config.build().to(dtype).eval()  # in training, DRT explores by noise
+    alone = config.build().to(world.device, dtype).eval()  # in training, DRT explores by noise
     if is_frozen:
         alone.embed.requires_grad_(False)
         alone.stack.blocks[0].requires_grad_(False)
-    shared, batch = deepcopy(alone), random_batch(config.vocab_size, 48)
+    shared, batch = deepcopy(alone), random_batch(config.vocab_size, 48, world.device)
     borders = part_borders(shared, 48, world.size)
     share_sequence(shared.stack, borders)
     ours = gradients(shared, sequence_part(batch, borders, world.rank))
@@ -52,7 +52,7 @@ def error(config, dtype, world, is_frozen):
 
 def sent_bytes(config, num_tokens, world):
     """Return how many bytes of states this process sends in a forward."""
-    model, sent, isend = config.build(), [], dist.isend
+    model, sent, isend = config.build().to(world.device), [], dist.isend
 
     def counted(tensor, **where):
         sent.append(tensor.nbytes)
@@ -62,15 +62,15 @@ def sent_bytes(config, num_tokens, world):
     share_sequence(model.stack, borders)
     dist.isend = counted
     with torch.no_grad():
-        batch = random_batch(config.vocab_size, num_tokens)
+        batch = random_batch(config.vocab_size, num_tokens, world.device)
         model.loss(*sequence_part(batch, borders, world.rank))
     dist.isend = isend
     return sum(sent)
 
 
-def main(models):
+def main(models, device):
     found = {}
-    with join_world("cpu") as world:
+    with join_world(device) as world:
         for name, config in models.items():
             is_frozen = name.startswith("frozen")
             found[name] = {
@@ -82,4 +82,5 @@ def main(models):
     sys.stdout.write(json.dumps(found))
 
 
-main({name: from_json(model) for name, model in json.loads(Path(sys.argv[1]).read_text()).items()})
+told = json.loads(Path(sys.argv[1]).read_text())
+main({name: from_json(model) for name, model in told.items()}, sys.argv[2])
