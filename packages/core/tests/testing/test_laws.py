@@ -17,6 +17,19 @@ class SumState(NamedTuple):
     room: Tensor  # that nobody writes or reads
 
 
+class ReadTwice(torch.autograd.Function):
+    """The identity, whose backward reads what was saved once too often."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx + 0 * ctx.saved_tensors[0] + 0 * ctx.saved_tensors[0]
+
+
 class RunningMean(AbstractMixer):
     """y[t] = W mean(x[0..t]): the smallest mixer with a state, and with one mistake on demand."""
 
@@ -79,6 +92,8 @@ class RunningMean(AbstractMixer):
         y = self.proj(h / count.unsqueeze(-1))
         if self.mistake == "x ignored":
             y = y * 0
+        if self.mistake == "saved tensors read twice":
+            y = ReadTwice.apply(y)
         if self.mistake == "words of torch":
             y = nn.functional.scaled_dot_product_attention(y[:, None], h[:, None], h[:, None])[:, 0]
         last = h[:, -1] if T else given.h
@@ -150,6 +165,7 @@ def test_a_correct_mixer_passes(name):
         ("causal", "future leaks", "reached the past"),
         ("causal", "x ignored", "reached nothing"),
         ("training", "inference forgotten", "dx after inference mode"),
+        ("training", "saved tensors read twice", "activations cannot be computed again"),
         ("training", "words of torch", "derivative for aten::_scaled_dot_product"),
         ("isolated", "past times zero", "nan in token 1 reached the past"),
         ("isolated", "rows times zero", "nan in token 0 reached another row"),

@@ -11,6 +11,7 @@ from mezzo_gsa.ops import (
     recurrent_gla,
     recurrent_gsa,
 )
+from torch.utils.checkpoint import checkpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "num_slots": 4}
@@ -92,3 +93,18 @@ def test_a_second_gradient_by_kernels_is_refused_rather_than_zero(name):
 
     with pytest.raises(RuntimeError, match="no second gradient"):
         torch.func.grad(slope)(inputs)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_activations_computed_again_give_the_same_gradients(name):
+    run, inputs = PROBLEMS[name]()
+
+    def again(**tensors):
+        return checkpoint(run, use_reentrant=False, **tensors)
+
+    found, wanted = (
+        torch.autograd.grad(sum(x.sum() for x in call(**leaves)), [*leaves.values()])
+        for call in (again, run)
+        for leaves in [{key: x.clone().requires_grad_() for key, x in inputs.items()}]
+    )
+    assert all(map(torch.equal, found, wanted))

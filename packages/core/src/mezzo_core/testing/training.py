@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.isolation import decode_step, normal
@@ -15,7 +16,8 @@ from mezzo_core.testing.numerics import assert_close
 def check_training(module: AbstractSequenceModule, *, num_tokens: int = 9, seed: int = 0) -> None:
     """Assert that a state made in inference mode is one to train from, with the same gradients.
 
-    And that the gradient of a gradient is there, or is refused in our words.
+    That the gradient of a gradient is there, or is refused in our words. And that activations may
+    be computed again in the backward (activation checkpointing), which changes no gradient.
     """
     x = normal(module, (2, num_tokens, module.d_model), seed).requires_grad_()
     found: list[Tensor] = []
@@ -30,6 +32,13 @@ def check_training(module: AbstractSequenceModule, *, num_tokens: int = 9, seed:
     except RuntimeError as error:
         told = str(error)
     assert "no second gradient" in told, told
+    (plain,) = torch.autograd.grad(module(x)[0].square().sum(), x)
+    try:
+        y, _ = checkpoint(module, x, use_reentrant=False)
+        (again,) = torch.autograd.grad(y.square().sum(), x)
+    except CheckpointError as error:
+        raise AssertionError(f"activations cannot be computed again: {error}") from error
+    assert torch.equal(again, plain), "activations computed again gave another gradient"
 
 
 def check_gradients(module: AbstractSequenceModule, *, num_tokens: int = 70, seed: int = 0) -> None:

@@ -282,8 +282,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, do: Tensor | None, dk_last: Tensor | None, dv_last: Tensor | None, *unused: None
 ) -> tuple[Tensor | None, ...]:
-    n = len(Tensors._fields)
-    t, saved = Tensors(*ctx.saved_tensors[:n]), [*ctx.saved_tensors[n:]]
+    n, tensors = len(Tensors._fields), ctx.saved_tensors  # read once, for torch's checkpointing
+    t, saved = Tensors(*tensors[:n]), [*tensors[n:]]
     *found, dk0, dv0 = gsa_bwd(do, dk_last, dv_last, saved, *t, *ctx.form)
     grads = [None if x is None else found.pop(0) for x in t.inputs]
     first = [None if x is None else dx for dx, x in ((dk0, t.k0), (dv0, t.v0))]
