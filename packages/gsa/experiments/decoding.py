@@ -1,6 +1,6 @@
 """Train a large GSA and a small one, and time decoding: with an assistant, and prompts in turn.
 
-    python packages/gsa/experiments/decoding.py --data 'texts/*.jsonl.xz' --tokenizer gpt2/ \
+    python packages/gsa/experiments/decoding.py --data 'texts/*.jsonl.xz' \
         --out packages/gsa/results/nvidia-h100
     python packages/gsa/experiments/decoding.py --dry-run --out DIR       # toy sizes, on a CPU
 
@@ -51,7 +51,7 @@ LARGE = Hyperparameters(
     seq_len=1024,
     batch_size=32,
     micro_batch_size=16,
-    steps=400,
+    steps=600,
     data=DataConfig(),
     optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.1),
     eval_every=10**9,

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mezzo_core.nn.contract import run_eagerly
-from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
@@ -211,45 +210,77 @@ class _Target:
 
 
 class _Draft:
-    """The assistant: decodes in place, and keeps what its tokens overwrite."""
+    """The assistant: decodes in place, and keeps what its tokens overwrite.
+
+    On a GPU a token is one launch, what is kept included. What a state has in the host's memory is
+    no part of it.
+    """
 
     def __init__(
         self, model: LM, prompts: Sequence[Sequence[int]], prefill_tokens: int | None,
         newest: Tensor, num_drafted: int, room: int, sampler: Sampler, noise: _Noise,
         rules: LogitRules,
     ) -> None:  # fmt: skip
-        self.noise, self.num_read = noise, num_drafted + 1
-        self.drawn = noise.at([0] * len(prompts))  # a buffer: a graph reads it
+        B, self.num_read = len(newest), num_drafted + 1
+        self.model, self.sampler, self.noise, self.rules = model, sampler, noise, rules
         _, state = read_prompts(model, prompts, prefill_tokens)
-        state = model.reserve(state, room)
-        self.decoder = Decoder(model, state, newest, sampler, self.drawn, rules)
-        each = zip(tree_leaves(state), model.stack.overwritten(), strict=True)
-        self.changing = [x for x, on in each if on]
-        # Of each what it was after 0 to m + 1 of the tokens that are read for a proposal.
-        self.past = [x.new_empty(num_drafted + 2, *x.shape) for x in self.changing]
+        self.state = model.reserve(state, room)
+        self.graphs = Graphs(newest.device)
+        self.drawn = noise.at([0] * B)  # buffers, as all that follows: graphs read them
+        self.tokens, self.rows = newest.clone(), torch.arange(B, device=newest.device)
+        self.count, self.taken = newest.new_zeros(1), torch.zeros_like(newest)
+        self.found = newest.new_zeros(self.num_read, B)
+        # What the state was after 0 to m + 1 of the tokens that are read for a proposal.
+        self.past, self.past_on_host = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for x, on in zip(tree_leaves(self.state), model.stack.overwritten(), strict=True):
+            past = self.past if x.device == newest.device else self.past_on_host
+            past += [(x, x.new_empty(num_drafted + 2, *x.shape))] if on else []
 
     def propose(self, newest: Tensor, places: Sequence[int]) -> Tensor:
         """Return what may come after the newest tokens (B,), m tokens (B, m); all are read.
 
         `places` are those of the first of them, of each row.
         """
-        self.decoder.tokens.copy_(newest)
-        self._keep(0)
-        tokens = []
+        self.tokens.copy_(newest)
+        self.graphs.run(_Draft._begin, self)
+        self._keep_on_host(0)
         for i in range(self.num_read):
             drawn = self.noise.at([place + i for place in places])
             if self.drawn is not None and drawn is not None:
                 self.drawn.copy_(drawn)
-            tokens.append(self.decoder.step().clone())
-            self._keep(i + 1)
-        return torch.stack(tokens[:-1], 1).clamp(min=0)
+            self.model.before_step(self.state, self.graphs.run)
+            self.graphs.run(_Draft._advance, self)
+            self._keep_on_host(i + 1)
+        return self.found[:-1].T.clamp(min=0)
 
     def take(self, taken: Sequence[int]) -> None:
         """Go back to where so many of the m + 1 tokens were read, of each row."""
-        count = torch.tensor(taken, device=self.decoder.tokens.device)
-        for x, past in zip(self.changing, self.past, strict=True):
-            x.copy_(past[count.to(x.device), torch.arange(len(x), device=x.device)])
+        count = torch.tensor(taken)
+        self.taken.copy_(count)
+        self.graphs.run(_Draft._go_back, self)
+        for x, past in self.past_on_host:
+            x.copy_(past[count, torch.arange(len(x))])
 
-    def _keep(self, count: int) -> None:
-        for x, past in zip(self.changing, self.past, strict=True):
+    def _begin(self) -> None:
+        self.count.zero_()
+        self._keep()
+
+    def _advance(self) -> None:
+        # A NO_TOKEN on a GPU is noticed only later; until then any valid token will do.
+        logits = self.model.step(self.tokens.clamp(min=0)[:, None], self.state)[:, -1]
+        self.tokens.copy_(self.sampler(self.rules(logits), self.drawn))
+        self.found.index_copy_(0, self.count, self.tokens[None])
+        self.count += 1
+        self._keep()
+
+    def _keep(self) -> None:
+        for x, past in self.past:
+            past.index_copy_(0, self.count, x[None])
+
+    def _keep_on_host(self, count: int) -> None:
+        for x, past in self.past_on_host:
             past[count].copy_(x)
+
+    def _go_back(self) -> None:
+        for x, past in self.past:
+            x.copy_(past[self.taken, self.rows])
