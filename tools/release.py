@@ -208,7 +208,8 @@ def carry_out(release: Release, dry_run: bool) -> None:
         "install the wheel in a clean environment, and run its demo": try_out,
         f"commit, and tag {release.tag}": record,
     }
-    show(f"{release.name} {release.old} -> {release.new}: write version, ranges and changelog")
+    since = "" if release.new == release.old else f"{release.old} -> "
+    show(f"{release.name} {since}{release.new}: write version, ranges and changelog")
     if not dry_run:
         bump(release)
     written = git(release.root, "diff", "--name-only").split()

@@ -53,6 +53,19 @@ def test_segments_give_what_whole_rows_give(model, segment_tokens):
     assert (found.accuracy, found.tokens) == (whole.accuracy, whole.tokens)
 
 
+def test_segments_leave_out_what_has_no_targets(model):
+    """As a short text, which is one row of a batch, and ends in the middle of it."""
+    (whole,) = (Batch(*(part.repeat(4, 2) for part in batch[:2])) for batch in list(batches())[:1])
+    whole.targets[1:] = -100
+    whole.targets[0, 9:] = -100
+    read = []
+    model.embed.register_forward_hook(lambda _, tokens, y: read.append(tokens[0].shape))
+    found = evaluate(model, [whole], segment_tokens=4)
+    assert read == [(1, 4), (1, 4), (1, 1)]
+    assert found.loss == pytest.approx(evaluate(model, [whole]).loss, rel=1e-6)
+    assert found.tokens == 9
+
+
 def test_packed_documents_have_no_segments(model):
     batch = Batch(
         torch.ones(1, 8, dtype=torch.int64),

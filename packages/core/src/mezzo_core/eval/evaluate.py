@@ -99,13 +99,20 @@ def evaluate_segments(
 
 
 def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
-    """Yield a batch's segments; the whole batch if they have no length."""
+    """Yield a batch's segments; the whole batch if they have no length.
+
+    Rows without targets, and what comes after the last target, are left out: in a short text they
+    may be nearly all.
+    """
     if segment_tokens is None:
         yield batch
         return
     if batch.cu_seqlens is not None:
         raise ValueError("segment_tokens is for rows, and these documents are packed")
-    parts = (part.split(segment_tokens, 1) for part in batch[:2])
+    is_target = batch.targets != NO_TARGET
+    rows, columns = is_target.any(1), is_target.any(0)
+    length = int(columns.nonzero().max()) + 1 if columns.any() else 0
+    parts = (part[rows, :length].split(segment_tokens, 1) for part in (batch.tokens, batch.targets))
     yield from map(Batch, *parts)
 
 

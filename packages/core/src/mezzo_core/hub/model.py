@@ -186,7 +186,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         Assisted decoding takes tokens back, in the model's cache and in the assistant's.
         """
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic", "static"):
+        # Older versions of transformers ask for "dynamic_full" where they decode with an assistant.
+        if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise UserError(f"cache_implementation must be static, dynamic or None, got {kind!r}")
         is_assisted = generation_config.is_assistant or generation_mode == _ASSISTED
         if kind == "static" and not is_assisted and CACHE not in model_kwargs:

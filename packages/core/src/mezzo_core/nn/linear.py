@@ -1,5 +1,7 @@
 """The linear layer of all our modules, which uses a special kernel for a decoding step."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ def takes_decode_linear(layer: nn.Linear, x: Tensor) -> bool:
     """
     return (
         not torch.is_grad_enabled()
-        and x.shape[:-1].numel() == 1
+        and math.prod(x.shape[:-1]) == 1  # not numel(), which torch.export takes for a constant
         and type(layer.weight) is nn.Parameter
     )
 
