@@ -75,10 +75,10 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = {
     "bfloat16": (lambda: projection(100, 512, 64, bf16), TRAINED),
     "float16, swish between": (
-        lambda: projection(100, 512, 64, fp16, between="swish"),
+        lambda: projection(100, 128, 32, fp16, between="swish"),
         TRAINED,
     ),
-    "float32": (lambda: projection(100, 512, 64, fp32), TRAINED),
+    "float32": (lambda: projection(100, 64, 16, fp32), TRAINED),
     "128 slots in bfloat16": (
         lambda: apart(100, 512, 512, 128, bf16, strength=True, state=True),
         CONTINUED,
@@ -160,11 +160,11 @@ def compile_lengths():
     """Compile for one segment and several; then no other length or batch compiles anything."""
     with compile_only() as compiled:
         for T in (100, 5000):
-            projection(T, 64, 32, bf16)
+            projection(T, 32, 16, bf16)
         known = len(compiled)
         assert known, "compilations are seen"
         for B, T in ((1, 2000), (3, 4096), (2, 1), (2, 1500), (5, 1777), (1, 70_001)):
-            projection(T, 64, 32, bf16, B=B)
+            projection(T, 32, 16, bf16, B=B)
         assert not compiled[known:], f"a new length compiled {compiled[known:]}"
 
 
