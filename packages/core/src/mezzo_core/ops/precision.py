@@ -30,7 +30,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast; the meta device has no autocast to switch off."""
-    if device.type == "meta":
+    """Return a context without autocast, which does nothing where autocast is off already.
+
+    There torch.compile would trace a context, and torch keeps no graph with one in its cache on
+    disk. The meta device has no autocast.
+    """
+    if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

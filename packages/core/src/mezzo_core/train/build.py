@@ -1,7 +1,7 @@
 """Builds a run from its configuration: the data, the model and the function of its loss."""
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +174,13 @@ def _recompute_in_backward(unit: nn.Module) -> None:
     The forward is replaced, not the module, so that weights keep their names, and what runs around
     a forward (FSDP gathers weights) does not run again.
     """
-    unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+    whole = unit.forward
+
+    # A function of our own: torch.compile of a unit begins at no function of torch's.
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(whole, *arguments, use_reentrant=False, **named)
+
+    unit.forward = forward
 
 
 def is_sharded(config: TrainConfig, model: LM, world: World) -> bool:

@@ -23,7 +23,7 @@ from mezzo_core.ops.attention.request import (
 )
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.named import replaced
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.positions import sequence_ids
 
 BLOCK = 128  # queries of a block
@@ -37,7 +37,7 @@ def unsupported(r: Request) -> str | None:
 def attention_blocked(r: Request) -> AttentionOutput:
     """Compute attention; products and softmax run in float32 (float64 for float64)."""
     *inputs, return_lse = r
-    with torch.autocast("cpu", enabled=False):  # which would multiply in its own dtype
+    with without_autocast(r.q.device):  # which would multiply in its own dtype
         out, lse = _differentiable(*inputs)
     return AttentionOutput(out, lse if return_lse else None)
 
@@ -181,7 +181,7 @@ class _IsolatedGradient(torch.autograd.Function):
         q, k, v, slopes, *places = ctx.saved_tensors
         request = (q, k, v, ctx.causal, ctx.window_size, slopes, ctx.scale, *places)
         wild = wild_tokens(dout)[:, :, None, None]
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), without_autocast(q.device):
             out, lse = _attention(*request)
             rest = dout.where(wild, 0)
             found = _attention_bwd(rest, torch.zeros_like(lse), out, lse, *request)

@@ -22,7 +22,7 @@ from mezzo_core.ops.attention.request import (
 from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.gradients import refuse_second_gradient
 from mezzo_core.ops.named import replaced
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 
 
 def unsupported(r: Request) -> str | None:
@@ -84,8 +84,7 @@ def _attend(r: Request) -> Tensor:
     if r.slopes is None and not (r.q.is_cuda and r.q.dtype == torch.float16):
         return _masked(r)
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
-    # Autocast would round the mask. It knows no meta device, where nothing is rounded.
-    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
+    with without_autocast(q.device):  # which would round the mask
         return _masked(replaced(r, q=q, k=k, v=v)).to(r.q.dtype)
 
 
