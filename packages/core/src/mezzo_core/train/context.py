@@ -191,6 +191,9 @@ class _Part:
     def __init__(self, stage: AbstractSequenceModule, chain: Chain, num_tokens: int) -> None:
         self.stage, self.chain, self.num_tokens = stage, chain, num_tokens
         self.run = stage.forward
+        # Not as decorators: these import the compiler, for seconds, also where none shares.
+        self.before = torch.compiler.disable(self._before)
+        self.after = torch.compiler.disable(self._after)
 
     def __call__(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, None]:
         """Map (B, T, C), with the T tokens of this part, from the state of the part before it."""
@@ -207,8 +210,7 @@ class _Part:
         y, state = self.run(x, state, **options)
         return self.after(x, y, state), None
 
-    @torch.compiler.disable
-    def before(self, x: Tensor) -> tuple[Tensor, Any]:
+    def _before(self, x: Tensor) -> tuple[Tensor, Any]:
         """Return x, and the state that comes from the process before this one."""
         first = self.stage.init_state(len(x))
         if self.chain.rank == 0:
@@ -220,8 +222,7 @@ class _Part:
         x, *leaves = _Received.apply(x, self.chain, self._key(x))
         return x, tree_unflatten(leaves, tree_flatten(first)[1])
 
-    @torch.compiler.disable
-    def after(self, x: Tensor, y: Tensor, state: Any) -> Tensor:
+    def _after(self, x: Tensor, y: Tensor, state: Any) -> Tensor:
         """Return y, and send the state to the process after this one."""
         if self.chain.rank + 1 == self.chain.size:
             return y
