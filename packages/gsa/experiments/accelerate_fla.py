@@ -14,9 +14,8 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from mezzo_core.reproduction import Cell, Entry
-from mezzo_core.reproduction.runner import Job, passes
-from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
+from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
+from mezzo_core.reproduction.runner import Job, passes, run
 from mezzo_core.reproduction.training_speed import time_training, training_step
 from mezzo_gsa import accelerate_fla
 from mezzo_gsa.reproduction import fla
@@ -38,17 +37,22 @@ class Timed(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-def training(sizes: AbstractSizes) -> tuple[dict[str, str], list[Job]]:
-    """Return the header of the file, and a job for each of the kernels."""
-    header = {
-        "title": "GSA 340M of flash-linear-attention: training",
-        "setting": f"whole training steps (forward, backward, fused AdamW) of {B} rows of {T:,} "
+def measure(options: Options) -> None:
+    """Time training with each of the kernels."""
+    header = Header(
+        kind="speed",
+        title="GSA 340M of flash-linear-attention: training",
+        setting=f"whole training steps (forward, backward, fused AdamW) of {B} rows of {T:,} "
         "random tokens, bf16 autocast over float32 weights, the model not compiled",
-        "unit": "tokens/s",
-        "better": "higher",
-    }
-    models = MODELS if fla.runs_on(sizes.device) else {}
-    return header, [Job((Cell(name, str(T)),), train) for name in models]
+        columns=(str(T),),
+        models=tuple(MODELS),
+        unit="tokens/s",
+        how="other hardware",
+        better="higher",
+    )
+    jobs = [Job((Cell(name, str(T)),), train) for name in options.models]
+    if fla.runs_on(options.device.type):
+        run(options.open("fla_training", header), jobs, *options.where)
 
 
 def train(cells: tuple[Cell, ...], _: Path, device: torch.device) -> Iterator[list[Entry]]:
@@ -67,7 +71,5 @@ def train(cells: tuple[Cell, ...], _: Path, device: torch.device) -> Iterator[li
     yield passes(cells[0], found, "tokens_per_second", first_step_s=first)
 
 
-SPEEDS = Speeds({"fla_training": training}, AbstractSizes(), AbstractSizes(device="cpu"), prefix="")
-
 if __name__ == "__main__":
-    sys.exit(SPEEDS.script(__doc__))
+    sys.exit(run_script(measure, __doc__, tuple(MODELS)))

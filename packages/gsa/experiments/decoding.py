@@ -83,10 +83,9 @@ def measure(options: Options) -> None:
     for name, config in configs.items():
         done = measure_run(config, options.runs / name, options.device, resume=True)
         details[f"perplexity_{name}"] = done["perplexity"]
-    passes = 1 if options.dry_run else PASSES
     jobs = (
         Job(
-            tuple(Cell(row, column, dtype, i) for row in rows for i in range(passes)),
+            tuple(Cell(row, column, dtype, i) for row in rows for i in range(PASSES)),
             partial(time_all, options, column, dtype, details),
         )
         for dtype in DTYPES

@@ -1,20 +1,17 @@
-"""Ops and layers beside fla's: what is measured, and that what is wrong has no speed."""
+"""Ops and layers beside fla's: what is measured."""
 
 import sys
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from mezzo_core.errors import FailedRunError
 from mezzo_core.reproduction.runner import names_of
-from mezzo_gsa.gsa import GSA
 from mezzo_gsa.ops.gla import chunk_gla
 from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.recipes import recipe
 from mezzo_gsa.reproduction import beside, fla
 from mezzo_gsa.reproduction.beside import Shapes
-from mezzo_gsa.reproduction.speed import DRY, FULL, SPEEDS, ops
+from mezzo_gsa.reproduction.speed import FULL, SPEEDS, ops
 
 CPU = torch.device("cpu")
 TINY = Shapes(((2, 24), (1, 48)), ((3, 16), 4, 4), 2, 8, (4, 2), 8, 0.0)
@@ -79,14 +76,14 @@ def test_fla_is_measured_in_the_same_run(capsys):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_an_fla_that_is_wrong_or_cannot_be_imported_leaves_our_rows(monkeypatch, capsys):
-    monkeypatch.setattr(sys.modules["fla.ops.gsa"], "chunk_gsa", lambda q, *_, **__: (2 * q,))
+def test_an_fla_that_fails_leaves_our_rows(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["fla.ops.gsa"], "chunk_gsa", None)
     for name in ("fla.ops.gla", "fla.layers"):
         monkeypatch.setitem(sys.modules, name, None)
     rows, every = measured()
     assert rows == [row for row in every if "fla" not in row]
     said = capsys.readouterr().out
-    assert "gsa op forward (fla 0.6.0): not measured: AssertionError" in said
+    assert "gsa op forward (fla 0.6.0): not measured: TypeError" in said
     assert "gla layer train" not in said, "a job is said once"
     assert "gla layer forward (fla 0.6.0): not measured: UserError" in said
 
@@ -104,28 +101,6 @@ def test_ops_are_timed_at_every_shape_and_number_of_slots():
     assert "B128 T512 H4 K32 V32 M32" in columns, "narrow heads"
     assert "B4 T16384 H4 K256 V512" in columns
     assert columns[-1] == "B1 T1 C2048"
-
-
-@pytest.mark.parametrize("name", ["out", "g"])
-def test_a_wrong_op_is_not_timed(monkeypatch, tmp_path, name):
-    def wrong(q, k, v, g, **options):
-        if name == "g":
-            g = g.detach() + 0.99 * (g - g.detach())
-        found = chunk_gsa(q, k, v, g, **options)
-        return found if name == "g" else found._replace(out=1.01 * found.out)
-
-    monkeypatch.setattr(beside, "chunk_gsa", wrong)
-    with pytest.raises(FailedRunError, match=f"chunk_gsa is wrong here \\({name}: .*no speed"):
-        SPEEDS.measure("bench_fla", replace(DRY, shapes=TINY), tmp_path, print)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_layer_that_decodes_wrongly_is_not_timed(monkeypatch):
-    right = GSA.step
-    monkeypatch.setattr(GSA, "step", lambda self, x, state: 1.1 * right(self, x, state))
-    beside._ours.cache_clear()
-    with pytest.raises(FailedRunError, match="GSA: the output in decoding is wrong"):
-        beside._ours(TINY, "gsa", CPU)
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -143,19 +143,6 @@ def test_a_tuning_without_its_transformer_is_refused_in_one_line(rehearse, corpu
     assert "transformer-0" in line
 
 
-def test_decoding_is_timed_in_all_ways_and_finds_the_same_tokens(rehearse, corpus):
-    words = ("--data", str(corpus), "--runs", "runs")
-    code, found = rehearse("decoding", *words)
-    assert (code, set(found)) == (0, {"decoding"})
-    entries = found["decoding"].entries
-    speeds = {(entry.group, entry.column, entry.model): entry.value for entry in entries}
-    assert len(speeds) == 2 * (3 + 3 + 2)
-    assert all(speed > 0 for speed in speeds.values())
-    assert all(entry.details["same_tokens"] == 1 for entry in entries if entry.group == "float32")
-    told = [entry for entry in entries if "agreement" in entry.details]
-    assert {entry.column for entry in told} == {"batch 1", "batch 8"}
-
-
 def test_the_full_size_is_a_small_mistral():
     model = t2r.FULL.model
     with torch.device("meta"):

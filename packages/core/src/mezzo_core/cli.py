@@ -243,8 +243,11 @@ def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
         out: Annotated[
             Path | None, typer.Option(help="Folder of the result files.", callback=expanded)
         ] = None,
+        only: Annotated[
+            list[str] | None, typer.Option(help="A table or a model; again for several.")
+        ] = None,
     ) -> None:
-        """Measure the paper's speeds at this machine's sizes; what is wrong has no speed.
+        """Measure the paper's speeds: on a GPU at the paper's sizes.
 
         A folder goes on where it was left.
         """
@@ -253,7 +256,7 @@ def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
         chosen = told_device(device)
         if out is not None:
             check_writable(out, is_folder=True)
-        load()(chosen, quick, out)
+        load()(chosen, quick, out, only or ())
 
 
 def _add_reproduce(app: typer.Typer, load: "Callable[[], Reproduction]") -> None:

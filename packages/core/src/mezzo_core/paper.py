@@ -1,6 +1,6 @@
 """The description of a paper's package, from which its command line is made."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mezzo_core.reproduction.reproduce import Reproduction
     from mezzo_core.train.recipes import Recipes
 
-Bench = Callable[["torch.device", bool, Path | None], Any]
+Bench = Callable[["torch.device", bool, Path | None, Sequence[str]], Any]
 """Measures speeds on a device, at toy sizes if the bool says so, into result files of a folder."""
 
 

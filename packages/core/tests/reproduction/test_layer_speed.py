@@ -1,14 +1,12 @@
-"""A layer is timed whole, in each phase, and only if it computes correctly."""
+"""A layer is timed whole, in each phase."""
 
 import pytest
 import torch
-from mezzo_core.errors import FailedRunError
-from mezzo_core.nn.attention import Attention, AttentionConfig
+from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.reproduction import layer_speed as layer_module
-from mezzo_core.reproduction.layer_speed import build_layer, check_layer, compiled, time_layer
+from mezzo_core.reproduction.layer_speed import build_layer, compiled, time_layer
 from toys.own_keys import OwnKeysConfig
-from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
 C = 16
@@ -45,49 +43,13 @@ def test_a_forward_needs_no_gradient_and_a_training_has_one_of_every_weight(laye
     assert all(0 < each.ms_p20 <= each.ms <= each.ms_p80 for each in forward + train)
 
 
-@pytest.mark.parametrize("mixer", [CONFIG, RunningMeanConfig()])
-def test_right_layers_pass(mixer):
-    check_layer(build_layer(mixer, C, CPU))
-
-
 @pytest.mark.parametrize("config", [OwnKeysConfig(), BlocksConfig((OwnKeysConfig(),) * 2)])
 @pytest.mark.usefixtures("poison_memory")
-def test_a_block_and_a_stack_are_checked_and_timed_alone(config):
+def test_a_block_and_a_stack_are_timed_alone(config):
     alone = build_layer(config, C, CPU, alone=True)
-    check_layer(alone)
     x = torch.randn(2, 5, C)
     torch.testing.assert_close(alone(x), alone.mixer(x)[0])
     assert len(time_layer(alone, alone, "train", 2, 5, passes=2, seconds=0.0)) == 2
-
-
-def test_a_layer_that_decodes_wrongly_is_refused(layer, monkeypatch):
-    right = Attention.step
-    monkeypatch.setattr(Attention, "step", lambda self, x, state: 1.1 * right(self, x, state))
-    with pytest.raises(FailedRunError, match="Attention: the output in decoding is wrong"):
-        check_layer(layer)
-
-
-@pytest.mark.parametrize("what", ["the output in training", "the input's gradient"])
-def test_a_layer_that_trains_wrongly_is_refused(layer, monkeypatch, what):
-    right = layer_module._train
-    wrong = {what: 1.1}
-
-    def train(which, x, dout, *, autocast):
-        found = right(which, x, dout, autocast=autocast)
-        return found if which is not layer else {k: v * wrong.get(k, 1) for k, v in found.items()}
-
-    monkeypatch.setattr(layer_module, "_train", train)
-    with pytest.raises(FailedRunError, match=f"{what} is wrong"):
-        check_layer(layer)
-
-
-@pytest.mark.parametrize("factor", [1.05, float("nan")])
-def test_a_wrong_output_is_refused_and_the_references_own_error_is_not(layer, factor):
-    exact = torch.randn(2, 8, C)
-    low = exact * 1.01
-    layer_module._compare(layer, "the output", exact * 1.02, exact, low)
-    with pytest.raises(FailedRunError, match="the output is wrong"):
-        layer_module._compare(layer, "the output", exact * factor, exact, low)
 
 
 @pytest.mark.gpu

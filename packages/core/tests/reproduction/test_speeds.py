@@ -1,10 +1,10 @@
 """The speeds of a paper: what counts as its setting, and what its commands measure."""
 
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import pytest
 import torch
+from mezzo_core.errors import UserError
 from mezzo_core.reproduction import Cell
 from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_core.reproduction.runner import Job
@@ -53,21 +53,22 @@ def test_only_the_full_sizes_are_the_papers(speeds, tmp_path, sizes, how):
 
 
 @pytest.mark.parametrize(
-    ("words", "files", "models"),
+    ("only", "files", "models"),
     [
         ([], {"first", "second"}, MODELS),
-        (["--models", "second"], {"second"}, MODELS),
-        (["--models", "second", "RAT"], {"second"}, ("RAT",)),
-        (["--models", "RNN"], {"first", "second"}, ("RNN",)),
+        (["second"], {"second"}, MODELS),
+        (["second", "RAT"], {"second"}, ("RAT",)),
+        (["RNN"], {"first", "second"}, ("RNN",)),
     ],
 )
-def test_a_command_line_takes_files_and_models(speeds, tmp_path, words, files, models):
-    with patch("sys.argv", ["speed.py", "--dry-run", "--out", str(tmp_path / "cpu"), *words]):
-        assert speeds.script("Measure.") == 0
-    found = {path.stem: read_result(path) for path in (tmp_path / "cpu").glob("*.json")}
+def test_a_bench_takes_files_and_models(speeds, tmp_path, only, files, models):
+    speeds.bench(torch.device("cpu"), True, tmp_path, only)
+    found = {path.stem: read_result(path) for path in tmp_path.glob("*.json")}
     assert set(found) == {f"speed_{name}" for name in files}
     for ours in found.values():
         assert tuple(model for _, model in ours.rows) == models
+    with pytest.raises(UserError, match=r"named 'RMN'.*RNN"):
+        speeds.bench(torch.device("cpu"), True, tmp_path, ["RMN"])
 
 
 def test_a_bench_measures_everything_at_this_machines_sizes(speeds, tmp_path, capsys):

@@ -30,7 +30,7 @@ def time_step(
 
     The state is random: its values do not change the time, and a prefill of a large batch would not
     fit. The host's work before a step (`before_step`) is not timed. The layer has weights of the
-    dtype in which it decodes; check it first (`check_layer`).
+    dtype in which it decodes.
 
     Raises:
         torch.OutOfMemoryError: if the state does not fit into the GPU, which is not even tried.

@@ -1,7 +1,4 @@
-"""The speed of an op beside others: its forward, and with its backward.
-
-An op is checked before it is timed: a wrong result has no speed.
-"""
+"""The speed of an op beside others: its forward, and with its backward."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo_core.errors import FailedRunError
 from mezzo_core.reproduction.result_file import Cell, Entry
 from mezzo_core.reproduction.runner import Job, passes
 from mezzo_core.reproduction.script import say
 from mezzo_core.reproduction.timing import attempt, measure
-from mezzo_core.testing import assert_close, grads
 
 Op = Callable[..., Tensor]
 
@@ -60,7 +55,7 @@ def op_job(
 ) -> Job:
     """Return the job that times an op in the rows "NAME PHASE (IMPL)", one of each phase.
 
-    The column tells the sizes, see `shape`; `make` builds the inputs, and checks the op.
+    The column tells the sizes, see `shape`; `make` builds the inputs.
     """
     cells = {Cell(f"{name} {phase} ({impl})", column): phase for phase in phases}
     return Job(tuple(cells), partial(_time, cells, make, seconds))
@@ -95,33 +90,3 @@ def _excused(job: Job, *where: Any) -> Iterator[Sequence[Entry]]:
 def shape(**sizes: int) -> str:
     """Return sizes in words, such as "B8 T2048"."""
     return " ".join(f"{letter}{size}" for letter, size in sizes.items())
-
-
-def check_op(
-    name: str, op: Op, definition: Op, inputs: Mapping[str, Tensor], **special: float
-) -> None:
-    """Compare an op's output and gradients with its definition's in a higher precision.
-
-    Both are called with the inputs by name: bf16 ones, or float32 as on a CPU. `special` are
-    relative tolerances of single gradients in bf16.
-
-    Raises:
-        FailedRunError: if the output or a gradient is wrong; the message names it.
-    """
-    with torch.no_grad():
-        dout = torch.randn_like(op(**inputs))
-    out, ours = grads(op, inputs, dout)
-    is_half = out.dtype == torch.bfloat16
-    exact, expected = grads(definition, upcast(inputs, is_half), dout)
-    pairs = {"out": (out, exact), **{key: (ours[key], expected[key]) for key in expected}}
-    try:
-        for key, (found, true) in pairs.items():
-            rtol = special.get(key, 5e-3) if is_half else 1e-5
-            assert_close(key, found.to(true.dtype), true, rtol=rtol)
-    except AssertionError as error:
-        raise FailedRunError(f"{name} is wrong here ({error}): no speed") from None
-
-
-def upcast(inputs: Mapping[str, Tensor], is_half: bool) -> dict[str, Tensor]:
-    """Convert the inputs of an op in bf16 to float32, and others to float64."""
-    return {name: x.to(torch.float32 if is_half else torch.float64) for name, x in inputs.items()}

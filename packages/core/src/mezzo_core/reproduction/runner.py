@@ -108,8 +108,8 @@ def timing(
 
     Args:
         cells: the sizes of each, given to what `prepare` returns; a batch `B` is told too.
-        prepare: builds the model on a device, and checks it: a wrong result has no speed. It
-            returns a function that times it, in several passes.
+        prepare: builds the model on a device, and returns a function that times it, in several
+            passes.
         value: the field of a pass that is the value; the others become details.
     """
     return Job(tuple(cells), partial(_time, cells, prepare, value))

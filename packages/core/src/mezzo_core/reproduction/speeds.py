@@ -1,4 +1,4 @@
-"""A paper's speeds: the sizes at which they are measured, their files, and their commands."""
+"""A paper's speeds: the sizes at which they are measured, their files, and the `bench` command."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from mezzo_core.errors import UserError, nearest
 from mezzo_core.reproduction.measurement import Measurement, read_result
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.result_file import Header, Result, Say
 from mezzo_core.reproduction.runner import Job, names_of, run
-from mezzo_core.reproduction.script import Options, run_script, say
+from mezzo_core.reproduction.script import say
 
 Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
 """Takes sizes; returns a file's title, setting, unit and what is better, and its jobs."""
@@ -65,8 +66,7 @@ class Speeds:
         """Time what is missing in a file, and return what it then has; None if that is nothing.
 
         Raises:
-            UserError: if a layer or an op computes wrong results, which is then not timed, or the
-                file cannot be written or continued.
+            UserError: if the file cannot be written or continued.
         """
         header, jobs = self.makers[name](sizes)
         is_full = replace(sizes, models=None) == self.full
@@ -78,35 +78,30 @@ class Speeds:
         run(result, (j for j in jobs if not models or j.cells[0].model in models), folder, device)
         return replace(read_result(result.path), source="") if result.entries else None
 
-    def bench(self, device: torch.device, quick: bool, out: Path | None) -> None:
+    def bench(
+        self, device: torch.device, quick: bool, out: Path | None, only: Sequence[str] = ()
+    ) -> None:
         """Do what a `bench` command does: time all at this machine's sizes, or at toy sizes.
 
         Args:
             device: where.
             quick: whether at toy sizes.
             out: the folder of the result files; None keeps none.
+            only: names of makers, of models, or both; none for all.
+
+        Raises:
+            UserError: if a name is of none of them.
         """
         usual = self.full if device.type == "cuda" else self.cpu or self.dry
-        sizes = self.dry if quick else usual
-        sizes = sizes if sizes.device == device.type else replace(sizes, device=device.type)
+        sizes = replace(self.dry if quick else usual, device=device.type)
+        jobs = [job for make in self.makers.values() for job in make(sizes)[1]]
+        known = [*self.makers, *dict.fromkeys(job.cells[0].model for job in jobs)]
+        for name in only:
+            if name not in known:
+                raise UserError(f"nothing that is timed is named {name!r}{nearest(name, known)}")
+        models = tuple(name for name in only if name not in self.makers)
         if device.index is not None:
             torch.cuda.set_device(device)
         with TemporaryDirectory() as scratch:
-            for name in self.makers:
-                self.measure(name, sizes, out or Path(scratch), say)
-
-    def script(self, description: str) -> int:
-        """Run a script that measures them; `--models` takes names of makers, of models, or both."""
-        jobs = [job for make in self.makers.values() for job in make(self.full)[1]]
-        models = tuple(dict.fromkeys(job.cells[0].model for job in jobs))
-
-        def measure(options: Options) -> None:
-            chosen = tuple(name for name in options.models if name in models)
-            every = len(chosen) in (0, len(models))
-            sizes = self.dry if options.dry_run else self.full
-            sizes = replace(sizes, models=None if every else chosen)
-            names = [name for name in options.models if name in self.makers]
-            for name in names or self.makers:
-                self.measure(name, sizes, options.out, say)
-
-        return run_script(measure, description, (*self.makers, *models))
+            for name in [name for name in only if name in self.makers] or self.makers:
+                self.measure(name, replace(sizes, models=models or None), out or Path(scratch), say)

@@ -12,7 +12,7 @@ The results that an experiment on a GPU writes, and the names in them that are r
 - `training_speed`: tokens/s, the models and columns of Table 4, with `peak_gb` beside each.
 - `length`: ms of a training step, for each of its sequences, by their tokens.
 
-The last three are `speed.py`'s, which a run at the scale "gpu" measures itself.
+The last three are the `bench` command's, which a run at the scale "gpu" measures itself.
 """
 
 import math

@@ -1,11 +1,11 @@
 """Speeds: decoding after a prompt (Table 3), training (Table 4, Figure 3a), reading long texts.
 
-Each is measured into `NAME.json` below a folder. The op is checked before anything is timed.
+Each is measured into `NAME.json` below a folder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.nn.lm import LM
 from mezzo_core.reproduction import Cell, Entry
 from mezzo_core.reproduction.layer_speed import build_model
-from mezzo_core.reproduction.op_speed import check_op
 from mezzo_core.reproduction.runner import Job, passes, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
@@ -22,8 +21,6 @@ from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent
 from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
 from mezzo_drt.inference import Reading, time_decoding, time_reading
-from mezzo_drt.ops import grouped_cross_attention
-from mezzo_drt.ops.grouped_cross_attention.reference import grouped_cross_attention_reference
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, PG19, SIZES, Hyperparameters, paper, tiny
 
 BASE, DRT1, DRT2 = (PAPER_NAMES[name] for name in ("base", "drt1", "drt2"))
@@ -121,7 +118,6 @@ def _decode(
     folder: Path, device: torch.device,
 ) -> Iterator[list[Entry]]:  # fmt: skip
     """Yield the passes of a token's time, and those of the state's memory."""
-    _check_op(device)
     lm = _reader(sizes, model, offload, device)
     # Of two landmarks the first is eager, and the second is captured.
     warmup = 2 * SIZES[sizes.size]().drt.chunk_size + 2
@@ -190,7 +186,6 @@ def _sequence_timer(
 def _training_timer(
     model: str, s: Hyperparameters, device: torch.device
 ) -> Callable[..., list[TrainingSpeed]]:
-    _check_op(device)
     lm = build_model(model_config(model, s), device)
     for unit in lm.units():
         # The loop of a recurrent layer would be unrolled.
@@ -219,7 +214,6 @@ def reading(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
 def _reading_timer(
     sizes: Sizes, model: str, device: torch.device
 ) -> Callable[[int], list[Reading]]:
-    _check_op(device)
     lm = _reader(sizes, model, True, device)
     return lambda T: [time_reading(lm, T, sizes.segment)]
 
@@ -247,31 +241,6 @@ def model_config(model: str, s: Hyperparameters) -> LMConfig:
         )
     names = {WINDOW: "base", PLAIN: "base", BASE: "base", DRT1: "drt1", DRT2: "drt2"}
     return ARCHITECTURES[names[model]](s)
-
-
-@cache
-def _check_op(device: torch.device) -> None:
-    """Compare the op with its definition, where each chunk reads random ones that it may read."""
-    is_cuda = device.type == "cuda"
-    B, N, R, H, D, L = (2, 8, 8, 12, 64, 64) if is_cuda else (2, 8, 4, 2, 16, 16)
-    noise = partial(torch.randn, device=device, dtype=torch.bfloat16 if is_cuda else None)
-    # Chunk n reads what chunk n - 1 retrieved among the chunks before n - 1.
-    chunk = torch.arange(N, device=device)
-    scores = torch.rand(B, N, N, device=device).masked_fill(chunk >= chunk[:, None] - 1, -1)
-    best, indices = scores.topk(R, -1)
-    indices = indices.masked_fill(best < 0, -1)
-    weights = torch.randn(B, N, R, device=device).masked_fill(indices < 0, -torch.inf)
-    inputs = {
-        "q": noise(B, N, L + 1, H, D),  # with landmarks
-        "k": noise(B, N, L, H, D),
-        "v": noise(B, N, L, H, D),
-        "weights": weights.softmax(-1).nan_to_num(),  # the first two chunks read nothing
-    }
-    op = partial(grouped_cross_attention, indices=indices, softmax1=True)
-    definition = partial(
-        grouped_cross_attention_reference, indices=indices, softmax1=True, scale=D**-0.5
-    )
-    check_op("grouped_cross_attention", op, definition, inputs)
 
 
 SPEEDS = Speeds(

@@ -1,13 +1,11 @@
 """Our ops and layers beside fla's: chunk_gsa, chunk_gla, and layers in training and decoding.
 
-Each of our ops is compared with its definition before it is timed. At every shape that is timed, it
-is also compared with its chunked form in float32, because the definition would take minutes there.
 A layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,24 +14,17 @@ import torch
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.reproduction import Cell, Entry, captured, measure
 from mezzo_core.reproduction.generation_speed import time_step
-from mezzo_core.reproduction.layer_speed import Layer, build_layer, check_layer, compiled
-from mezzo_core.reproduction.op_speed import Contender, check_op, excused, op_job, shape, upcast
+from mezzo_core.reproduction.layer_speed import Layer, build_layer, compiled
+from mezzo_core.reproduction.op_speed import Contender, excused, op_job, shape
 from mezzo_core.reproduction.runner import Job, passes
-from mezzo_core.testing import assert_close
 from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.ops import chunk_gla, chunk_gsa, recurrent_gla, recurrent_gsa
+from mezzo_gsa.ops import chunk_gla, chunk_gsa
 from mezzo_gsa.reproduction import fla
 
-CHECKED = (1, 200)
-"""(B, T) of the comparison with the definition: whole chunks and a part of a chunk."""
-FLA_RTOL = 2e-2
-"""A tolerance that tells whether fla computes the same function."""
-GATES = {"g": 8e-3}
-"""The relative tolerance of their gradient in bf16."""
 KEPT = ", states kept"
 """Follows an implementation that keeps its states for the backward."""
 
@@ -100,41 +91,18 @@ def _gsa(
 ) -> Contender:
     inputs = _inputs(shapes, batch, D, D, M, GSAConfig().damping, device)
     scale = shapes.head_dim**-0.5
-    chunked = _op(chunk_gsa, scale, impl="reference")
+    keep = impl.endswith(KEPT)
     if impl.startswith("fla "):
         inputs["s"] = -torch.expm1(inputs["g"]).to(inputs["q"].dtype)
-        op = fla.gsa_op(scale, keep_states=impl.endswith(KEPT))
-        return _peer(op, inputs, lambda s, **others: chunked(**others))
-    op = _op(chunk_gsa, scale, keep_states=impl.endswith(KEPT))
-    small = _inputs(shapes, CHECKED, D, D, M, GSAConfig().damping, device)
-    check_op("chunk_gsa", op, _op(recurrent_gsa, scale), small, **GATES)
-    if device.type == "cuda":
-        check_op("chunk_gsa", op, chunked, inputs, **GATES)
-    return Contender(op, inputs)
+        return Contender(fla.gsa_op(scale, keep_states=keep), inputs)
+    return Contender(_op(chunk_gsa, scale, keep_states=keep), inputs)
 
 
 def _gla(shapes: Shapes, batch: tuple[int, int], impl: str, device: torch.device) -> Contender:
     V = shapes.head_dim
     K = V // 2
-    make = partial(_inputs, shapes, K=K, V=V, M=K, damping=GLAConfig().damping, device=device)
-    inputs, scale = make(batch), K**-0.5
-    chunked = _op(chunk_gla, scale, impl="reference")
-    if impl.startswith("fla "):
-        return _peer(fla.gla_op(scale), inputs, chunked)
-    op = _op(chunk_gla, scale)
-    check_op("chunk_gla", op, _op(recurrent_gla, scale), make(CHECKED), **GATES)
-    if device.type == "cuda":
-        check_op("chunk_gla", op, chunked, inputs, **GATES)
-    return Contender(op, inputs)
-
-
-def _peer(
-    op: Callable[..., Tensor], inputs: dict[str, Tensor], exact: Callable[..., Tensor]
-) -> Contender:
-    """Return another library's op, unless it fails or its results differ."""
-    with torch.no_grad():
-        out, expected = op(**inputs), exact(**upcast(inputs, inputs["q"].dtype == torch.bfloat16))
-    assert_close("its output", out.to(expected.dtype), expected, rtol=FLA_RTOL)
+    inputs, scale = _inputs(shapes, batch, K, V, K, GLAConfig().damping, device), K**-0.5
+    op = fla.gla_op(scale) if impl.startswith("fla ") else _op(chunk_gla, scale)
     return Contender(op, inputs)
 
 
@@ -182,11 +150,8 @@ def _decode(
         yield passes(cells[0], [measure(step, device, seconds=shapes.seconds)], "ms")
 
 
-@cache
 def _ours(shapes: Shapes, name: str, device: torch.device) -> Layer:
-    """Return one of our layers, after a check."""
     layer = build_layer(shapes.layers()[name], shapes.d_model, device, alone=True)
-    check_layer(layer)
     return layer.bfloat16() if device.type == "cuda" else layer
 
 

@@ -10,7 +10,7 @@ import torch
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Entry
 from mezzo_core.reproduction.generation_speed import time_latency
-from mezzo_core.reproduction.layer_speed import build_model, check_mixers
+from mezzo_core.reproduction.layer_speed import build_model
 from mezzo_core.reproduction.runner import Job, passes, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
@@ -82,7 +82,6 @@ def training(
 def _training_timer(
     name: str, config: LMConfig, device: torch.device
 ) -> Callable[..., list[TrainingSpeed]]:
-    check_mixers(config, device)
     model = build_model(config, device)
     if name == FLA:
         fla.replace_mixers(model)
@@ -114,7 +113,6 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
 def _generate(
     config: LMConfig, sizes: Sizes, cells: tuple[Cell, ...], folder: Path, device: torch.device
 ) -> Iterator[list[Entry]]:
-    check_mixers(config, device)
     model = build_model(config, device).bfloat16().eval()
     state_mb = model.state_bytes(sizes.prompt + max(sizes.new_tokens)) / 1e6
     found = time_latency(model, sizes.prompt, sizes.new_tokens)

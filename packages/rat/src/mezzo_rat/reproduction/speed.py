@@ -17,8 +17,6 @@ from mezzo_core.reproduction.generation_speed import Throughput, time_step, time
 from mezzo_core.reproduction.layer_speed import (
     build_layer,
     build_model,
-    check_layer,
-    check_mixers,
     compiled,
     time_layer,
 )
@@ -132,7 +130,6 @@ def _layer_timer(
     config: MixerConfig, phase: Any, sizes: Sizes, device: torch.device
 ) -> Callable[..., list[Timing]]:
     layer = build_layer(config, sizes.d_model, device)
-    check_layer(layer)
     if phase is not None:
         return partial(time_layer, layer, compiled(layer), phase, seconds=sizes.seconds)
     layer = layer.bfloat16() if device.type == "cuda" else layer
@@ -172,7 +169,6 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
 def _generation_timer(
     config: LMConfig, sizes: Sizes, device: torch.device
 ) -> Callable[..., list[Throughput]]:
-    check_mixers(config, device)
     model = build_model(config, device, decodes=True)
     return partial(time_throughput, model, max_batch=sizes.max_batch, seconds=sizes.seconds)
 

@@ -16,7 +16,6 @@ from mezzo_core.reproduction.generation_speed import Throughput, time_throughput
 from mezzo_core.reproduction.layer_speed import (
     build_layer,
     build_model,
-    check_layer,
     compiled,
 )
 from mezzo_core.reproduction.runner import Job, timing
@@ -115,7 +114,6 @@ def _layer_timer(
     """Return a function that times a checked layer at B and T."""
     config = TransformerBlockConfig if model == TRANSFORMER else RecurrentBlockConfig
     layer = build_layer(config(head_dim=sizes.head_dim), sizes.d_model, device, alone=True)
-    check_layer(layer)
     layer = layer.bfloat16() if device.type == "cuda" else layer
     block: Any = layer.mixer
     forms: dict[str, Callable[[Tensor], Tensor]] = {
