@@ -19,8 +19,9 @@ from mezzo_core.reproduction.runner import Job, run
 from mezzo_core.reproduction.script import Options, run_script, say
 from mezzo_core.reproduction.training import WARMUP, measure_run
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.distributed import World
+from mezzo_core.train.peaks import peak_speed
 
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 SPEED, SHARE, PEAK, LOSS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
 SETTINGS = {
     "1 GPU": (1, False),
@@ -82,7 +83,7 @@ def measure_settings(options: Options, recipes: Mapping[str, TrainConfig]) -> No
             say(f"{row}: left out, there are {torch.cuda.device_count()}")
             continue
         config = replace(shortened(recipes[model], options), activation_checkpointing=again)
-        told = (SHARE, PEAK) if peak_flops(options.device) else ()
+        told = (SHARE, PEAK) if options.device.type == "cuda" else ()
         cells = tuple(Cell(row, column) for column in (SPEED, *told, LOSS))
         jobs.append(Job(cells, partial(_measure, config, count)))
     run(options.open("train_gpus", header), jobs, options.runs / "train_gpus", options.device)
@@ -157,10 +158,5 @@ def run_processes(count: int, work: Callable[..., Found], *arguments: Any) -> di
 
 def share_of_peak(config: TrainConfig, tokens_per_second: float, device: torch.device) -> float:
     """Return the % of a GPU's peak at 3 times the forward's FLOPs; NaN if the peak is not known."""
-    flops = 3 * on_meta(config.model).flops_per_token(config.seq_len) * tokens_per_second
-    return 100 * flops / (peak_flops(device) or math.nan)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP/s in a GPU's data sheet; None if they are not known here."""
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_speed(config, on_meta(config.model), World(device))
+    return 100 * tokens_per_second / (peak or math.nan)
