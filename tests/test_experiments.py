@@ -24,7 +24,7 @@ WORDS = {
     "gsa/ablation": (*ONE, "1", "--models", "abc_code", "hgrn2"),
     "gsa/accelerate_fla": (),
     "gsa/decoding": (),
-    "gsa/mqar": ("--models", "gsa_2_layers", "gsa_scale_1", "gla"),
+    "gsa/mqar": ("--models", "gsa", "gla"),
     "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
     "gsa/train_gpus": (),
     "rat/train_200m": (),

@@ -194,10 +194,8 @@ class SweepConfig:
             better="higher",
         )
 
-    def job(self, model: str, width: int, runs: Path, variant: str = "") -> Job:
+    def job(self, model: str, width: int, runs: Path) -> Job:
         """Return the job that trains a model at a width with each learning rate.
-
-        A variant is the row in the result, and the beginning of the folders in `runs`.
 
         Raises:
             UserError: if the model cannot have this width.
@@ -207,12 +205,12 @@ class SweepConfig:
             state_bytes = on_meta(configs[0].model).state_bytes(self.task.seq_len)
         except ValueError as error:
             raise UserError(f"{model} cannot have width {width}: {error}") from error
-        row, seed = variant or NAMES[model], self.task.seed
+        seed = self.task.seed
         return tuned(
-            f"{variant or model} C={width} seed {seed}",
-            (Cell(row, f"C={width}", seed=seed),),
+            f"{model} C={width} seed {seed}",
+            (Cell(NAMES[model], f"C={width}", seed=seed),),
             configs,
-            runs / self.name / f"{variant or model}_c{width}_seed{seed}",
+            runs / self.name / f"{model}_c{width}_seed{seed}",
             enough=SOLVED if self.skip_solved else None,
             state_bytes=state_bytes,
         )
