@@ -81,6 +81,12 @@ def test_answers_and_a_text_are_not_both_trained_on(command, answers):
     assert (code, err.strip()) == (2, "error: --sft takes the place of --data: give one of them")
 
 
+def test_examples_have_no_text_column(command, answers):
+    code, _, err = command("train", "tiny", "--sft", answers, "--text-column", "body")
+    told = "error: text_column (--text-column) is for texts, and examples name their fields, got"
+    assert (code, err.strip()) == (2, f"{told} 'body'")
+
+
 def test_a_run_on_answers_goes_on_to_the_bit(tiny, answers, tmp_path):
     config = tiny(data=AnswersConfig(DataConfig(str(answers))))
 

@@ -42,6 +42,11 @@ class AnswersConfig:
         check_fields(self)
         if self.text.streaming:
             raise UserError("text.streaming must be False: examples are read at once")
+        if self.text.text_column != DataConfig.text_column:
+            raise UserError(
+                f"text_column is for texts, and examples name their fields, got "
+                f"{self.text.text_column!r}"
+            )
 
     @property
     def source(self) -> str:
