@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from mezzo_core.ops.ahead import compile_ahead
 from mezzo_core.testing.compile_only import compile_apart, compile_only, run_compiling
 from mezzo_gsa.ops.gsa import GSAState, op
 from mezzo_gsa.ops.gsa.arguments import Form, StepForm
@@ -178,7 +179,21 @@ def compile_batches():
         assert not compiled[known:], f"another batch compiled {compiled[known:]}"
 
 
-LAWS = {"lengths": compile_lengths, "batches": compile_batches}
+def compile_at_the_same_time():
+    """Compile a form ahead of its first call; then that call compiles nothing."""
+    with compile_only() as compiled:
+        compile_ahead("a form", lambda: projection(100, 32, 16, bf16))
+        known = len(compiled)
+        assert known, "compilations are seen"
+        projection(100, 32, 16, bf16)
+        assert not compiled[known:], f"the first call compiled {compiled[known:]}"
+
+
+LAWS = {
+    "lengths": compile_lengths,
+    "batches": compile_batches,
+    "at the same time": compile_at_the_same_time,
+}
 
 
 # Few processes import the libraries, and several, so that workers share the compiling.

@@ -4,9 +4,11 @@ It takes separate tensors, or a projection with q, k, v and the gates' logits si
 a projection in place and gives it one gradient, so nothing is split or concatenated.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.ahead import compile_ahead
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient
 from mezzo_core.ops.packed import check_borders
@@ -163,12 +165,22 @@ def _gsa(*arguments: Any) -> tuple[Tensor, ...]:
     # torch.compile does not trace an op, so the CPU can read the values here.
     if t.cu_seqlens is not None:
         check_borders("chunk_gsa", t.cu_seqlens, q.shape[1])
+    if q.is_cuda:  # and not Triton's interpreter
+        sizes = [None if x is None else (x.dtype, x.shape[2:]) for x in t]
+        compile_ahead((q.device, form, *sizes), partial(_call_both, form.keep, arguments))
     with torch.cuda.device_of(q):
         swished = launches.apply_swish(t.x) if t.x is not None and form.swish else None
         out, k_last, v_last, saved = launches.run_forward(_request(t, form, swished))
     if form.keep == "states":
         saved = saved._replace(swished=swished)
     return out, k_last, v_last, *saved.as_tensors(q)
+
+
+def _call_both(keep: str, arguments: tuple[Any, ...]) -> None:
+    """Call the forward and, if it keeps something for it, the backward."""
+    out, _, _, *saved = _gsa(*arguments)
+    if keep != "nothing":
+        _gsa_bwd(out, None, None, saved, *arguments)
 
 
 def _gsa_fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -1,0 +1,63 @@
+"""Compiles the kernels of an op at the same time, where its first call would do so one by one."""
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+MOST_THREADS = 8
+_known: set[Hashable] = set()
+_lock = threading.Lock()
+_in_work: int | None = None
+"""The thread that compiles ahead now."""
+
+
+def compile_ahead(key: Hashable, launch: Callable[[], object]) -> None:
+    """Compile all kernels that `launch` launches, in several threads, and run none of them.
+
+    The first call with a key does so. Where this Triton has no such mode, a kernel compiles when it
+    is first launched, as without this.
+
+    Args:
+        key: of the device, and of what decides which kernels these are.
+        launch: launches them, and reads no values: what they would write is uninitialized.
+    """
+    if key in _known or _in_work == threading.get_ident():
+        return
+    with _lock:
+        if key not in _known:
+            _known.add(key)
+            _compile(launch)
+
+
+def _compile(launch: Callable[[], object]) -> None:
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        return
+    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+    # What fails here fails again, with its error, where the kernel is launched.
+    with suppress(Exception), pool, _without_launching(), mode(pool, ignore_errors=True):
+        launch()
+
+
+@contextmanager
+def _without_launching() -> Iterator[None]:
+    """Let what this thread launches be compiled only; other threads launch as ever."""
+    global _in_work
+    from triton.runtime.jit import JITFunction
+
+    run, here = JITFunction.run, threading.get_ident()
+
+    def compile_here(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        only = warmup or threading.get_ident() == here
+        return run(self, *arguments, grid=grid, warmup=only, **options)
+
+    JITFunction.run, _in_work = compile_here, here
+    try:
+        yield
+    finally:
+        JITFunction.run, _in_work = run, None

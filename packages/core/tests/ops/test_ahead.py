@@ -1,0 +1,46 @@
+"""Kernels are compiled ahead once for a key, and meanwhile other threads launch as ever."""
+
+from threading import Thread
+
+import pytest
+from mezzo_core.ops.ahead import compile_ahead
+
+jit = pytest.importorskip("triton.runtime.jit")
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Return a launch of a kernel, and what was told of each: whether it is compiled only."""
+    told = []
+    monkeypatch.setattr(jit.JITFunction, "run", lambda self, *, grid, warmup: told.append(warmup))
+    return lambda: jit.JITFunction.run(None, grid=(1,), warmup=False), told
+
+
+def test_what_is_launched_ahead_is_compiled_only_and_once(launch):
+    run, told = launch
+    key = object()
+
+    def work():
+        run()
+        other = Thread(target=run)
+        other.start()
+        other.join()
+        compile_ahead(object(), run)  # is a part of this work, which has it already
+
+    compile_ahead(key, work)
+    assert told == [True, False]
+    compile_ahead(key, work)
+    run()
+    assert told == [True, False, False]
+
+
+def test_what_fails_ahead_fails_where_it_is_launched(launch):
+    run, told = launch
+
+    def work():
+        run()
+        raise RuntimeError("no such kernel")
+
+    compile_ahead(object(), work)
+    run()
+    assert told == [True, False]
