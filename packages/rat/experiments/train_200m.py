@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.gpus import share_of_peak
+from mezzo_core.reproduction.gpus import has_known_peak, share_of_peak
 from mezzo_core.reproduction.runner import run
 from mezzo_core.reproduction.training import WARMUP, in_words, training
 from mezzo_core.train.config import TrainConfig
@@ -47,7 +47,7 @@ def measure(options: Options) -> None:
         models=tuple(NAMES),
         unit="",
     )
-    columns = [c for c in COLUMNS if c != SHARE or options.device.type == "cuda"]
+    columns = [c for c in COLUMNS if c != SHARE or has_known_peak(options.device)]
     jobs = (training(model, columns, config, speeds) for model, config in every.items())
     run(options.open("train_200m", header), jobs, options.runs / "train_200m", options.device)
 

@@ -85,7 +85,7 @@ _LEAD = 32
 
 
 def _width(num_drafted: int, in_graphs: bool) -> int:
-    """Return the tokens of a check: 32 take a GPU little longer than a few, and have more room."""
+    """Return the tokens of a check: in a graph 32, so that fewer are read once more."""
     return max(32 if in_graphs else 0, num_drafted + 1)
 
 

@@ -20,7 +20,7 @@ from mezzo_core.reproduction.script import Options, run_script, say
 from mezzo_core.reproduction.training import WARMUP, measure_run
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World
-from mezzo_core.train.peaks import peak_speed
+from mezzo_core.train.peaks import peak_flops, peak_speed
 
 SPEED, SHARE, PEAK, LOSS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
 SETTINGS = {
@@ -83,7 +83,7 @@ def measure_settings(options: Options, recipes: Mapping[str, TrainConfig]) -> No
             say(f"{row}: left out, there are {torch.cuda.device_count()}")
             continue
         config = replace(shortened(recipes[model], options), activation_checkpointing=again)
-        told = (SHARE, PEAK) if options.device.type == "cuda" else ()
+        told = (SHARE, PEAK) if has_known_peak(options.device) else ()
         cells = tuple(Cell(row, column) for column in (SPEED, *told, LOSS))
         jobs.append(Job(cells, partial(_measure, config, count)))
     run(options.open("train_gpus", header), jobs, options.runs / "train_gpus", options.device)
@@ -160,3 +160,8 @@ def share_of_peak(config: TrainConfig, tokens_per_second: float, device: torch.d
     """Return the % of a GPU's peak at 3 times the forward's FLOPs; NaN if the peak is not known."""
     peak = peak_speed(config, on_meta(config.model), World(device))
     return 100 * tokens_per_second / (peak or math.nan)
+
+
+def has_known_peak(device: torch.device) -> bool:
+    """Tell whether a device is a GPU whose peak is known here."""
+    return device.type == "cuda" and peak_flops(torch.cuda.get_device_name(device)) is not None
