@@ -92,15 +92,16 @@ def register_gradient(
     return call
 
 
-def undispatched(op: Any) -> Callable[..., Any]:
+def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls an op without a gradient, as a backward does.
 
-    On plain tensors in eager code it calls the op's Python function, which spares the host
-    PyTorch's dispatch; whatever traces or watches ops sees the op.
+    On plain tensors in eager code it calls a Python function, `run` or else the op's own, which
+    spares the host PyTorch's dispatch; whatever traces or watches ops sees the op.
     """
+    run_eager = run or op._init_fn
 
     def call(*inputs: Any) -> Any:
-        return op._init_fn(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)
+        return run_eager(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)
 
     return call
 
