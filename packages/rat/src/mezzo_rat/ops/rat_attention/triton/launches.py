@@ -13,6 +13,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -93,7 +94,8 @@ def scan_chunks(
     v_ends = torch.empty(ends, dtype=x.dtype, device=x.device)
     k_last, v_last = (None if s is None else s.clone() for s in (k0, v0))
     with torch.cuda.device_of(x):
-        chunk_scan_fwd_kernel[(B * plan.N * sizes.G,)](
+        launch(
+            chunk_scan_fwd_kernel, (B * plan.N * sizes.G,),
             x, bias, k0, v0, plan.starts, plan.stops, v_run, k_ends, v_ends, own, k_last, v_last,
             T, plan.N, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
             **scan_settings(plan),
@@ -108,7 +110,8 @@ def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor
     y, lse = torch.empty_like(scanned.v_run), torch.empty_like(scanned.own)
     settings = ends_settings(plan, x.dtype, "fwd", scanned.k_ends.shape[1])
     with torch.cuda.device_of(x):
-        attend_ends_fwd_kernel[(B * H * ceil_div(T, settings["BM"]),)](
+        launch(
+            attend_ends_fwd_kernel, (B * H * ceil_div(T, settings["BM"]),),
             rotated_queries(x, plan),
             tiled(scanned.k_ends, settings["BN"]), tiled(scanned.v_ends, settings["BN"]),
             scanned.v_run, scanned.own, x, plan.low, plan.high, plan.starts, y, lse,
@@ -133,17 +136,20 @@ def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | N
     scales = (plan.form.scale, plan.form.scale * LOG2_E)
     with torch.cuda.device_of(x):
         rows, BM = B * T * H, max(4096 // D, 1)
-        output_gate_bwd_kernel[(ceil_div(rows, BM),)](
+        launch(
+            output_gate_bwd_kernel, (ceil_div(rows, BM),),
             dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
             H=H, D=D, W=sizes.width, BM=BM, HAS_Z=sizes.has_z, num_warps=4,
         )  # fmt: skip
         settings = ends_settings(plan, x.dtype, "dq", plan.N)
-        attend_ends_dq_kernel[(B * G * ceil_div(T, settings["BM"]),)](
+        launch(
+            attend_ends_dq_kernel, (B * G * ceil_div(T, settings["BM"]),),
             q, *(tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
             plan.low, plan.high, dq, ds_past, T, *scales, **settings,
         )  # fmt: skip
         settings = ends_settings(plan, x.dtype, "dkv", plan.N)
-        attend_ends_dkv_kernel[(B * H * ceil_div(plan.N, settings["BN"]),)](
+        launch(
+            attend_ends_dkv_kernel, (B * H * ceil_div(plan.N, settings["BN"]),),
             tiled(q, settings["BM"]), k_ends, v_ends, tiled(do, settings["BM"]), lse, delta,
             plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
             T, plan.N, *scales, **settings,
@@ -153,7 +159,8 @@ def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | N
         chunks = B * plan.N
         programs = min(chunks, SCAN_PROGRAMS)
         dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
-        chunk_scan_bwd_kernel[(programs * G,)](
+        launch(
+            chunk_scan_bwd_kernel, (programs * G,),
             x, bias, plan.starts, plan.stops, do, lse, delta, dq, ds_past, dk_ends, dv_ends,
             p_own, ds_own, dx, dbias,
             T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
@@ -185,7 +192,8 @@ def turn(
     rows, BM = B * T * H, max(4096 // D, 1)
     if rows:
         with torch.cuda.device_of(x):
-            rotate_kernel[(ceil_div(rows, BM),)](
+            launch(
+                rotate_kernel, (ceil_div(rows, BM),),
                 x, y, places, *plan.angles, rows, T, x.stride(0), x.stride(1),
                 places.stride(0) if places.shape[0] > 1 else 0,
                 H=H, D=D, INVERSE=inverse, BM=BM, num_warps=4,
