@@ -85,7 +85,7 @@ def register_gradient(
         if not _is_eager(inputs):
             return results(op(*inputs))
         if _wants_gradient(inputs):
-            return EagerGradient.apply(*map(saveable, inputs))
+            return EagerGradient.apply(*map(_saveable, inputs))
         with torch.no_grad():
             return results(run_eager(*inputs))
 
@@ -108,8 +108,10 @@ def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[...
 
 def saveable(x: Any) -> Any:
     """Return x, or a copy of a tensor made in inference mode, which autograd would not save."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return x
+    return x if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _saveable(x)
+
+
+def _saveable(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 

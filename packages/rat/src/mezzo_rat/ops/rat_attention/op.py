@@ -67,8 +67,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from mezzo_rat.ops.rat_attention.triton.launches import attend_ends, scan_chunks
 
-    scanned = scan_chunks(x, gate_bias, plan)
-    y, lse = attend_ends(x, scanned, plan)
+    with torch.cuda.device_of(x):
+        scanned = scan_chunks(x, gate_bias, plan)
+        y, lse = attend_ends(x, scanned, plan)
     return y, lse, scanned.k_ends, scanned.v_ends
 
 
@@ -109,7 +110,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     from mezzo_rat.ops.rat_attention.triton.launches import attend_bwd
 
-    dx, dbias = attend_bwd(dy, saved, _plan(saved.x, form, saved.cu_seqlens, plain))
+    plan = _plan(saved.x, form, saved.cu_seqlens, plain)
+    with torch.cuda.device_of(dy):
+        dx, dbias = attend_bwd(dy, saved, plan)
     return dx, saved.lse.new_empty(0) if dbias is None else dbias
 
 
@@ -174,7 +177,8 @@ def rat_attention_continued(
 
     num_slots = k_ends.shape[1]
     plan = continued_plan(x, Form(*form), num_slots, lengths, added)
-    scanned = scan_chunks(x, gate_bias, plan, k, v)
+    with torch.cuda.device_of(x):
+        scanned = scan_chunks(x, gate_bias, plan, k, v)
     # Chunks that got no token are written to an extra slot at the end, which is then cut off.
     L = plan.form.chunk_size
     slot = (lengths // L)[:, None] + torch.arange(plan.N, device=x.device)
@@ -186,7 +190,8 @@ def rat_attention_continued(
         grown.scatter_(1, slot[..., None, None].expand_as(new), new)
         ends.append(grown)
     k_grown, v_grown = ends
-    y, _ = attend_ends(x, scanned._replace(k_ends=k_grown, v_ends=v_grown), plan)
+    with torch.cuda.device_of(x):
+        y, _ = attend_ends(x, scanned._replace(k_ends=k_grown, v_ends=v_grown), plan)
     assert scanned.k_last is not None
     assert scanned.v_last is not None
     return y, scanned.k_last, scanned.v_last, k_grown[:, :num_slots], v_grown[:, :num_slots]

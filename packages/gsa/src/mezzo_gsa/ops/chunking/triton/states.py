@@ -7,6 +7,8 @@ that a chunk keeps, and x (tokens, H, D) are keys or values. In the backward the
 backward in time, for the gradients of the states.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,7 @@ INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 """The type of factors inside kernels: they exceed the range of float16."""
 
 
+@cache
 def padded(size: int) -> int:
     """Return the width of a tile for `size` columns: a power of two; products need at least 16."""
     return max(16, next_power_of_2(size))
