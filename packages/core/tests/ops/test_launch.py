@@ -25,7 +25,7 @@ def body(x, y, n, fixed, SIZE: tl.constexpr, MODE: tl.constexpr):
 @pytest.fixture
 def machine(monkeypatch):
     """Return a GPU that is not there: `calls` are (kernel, grid, stream, hook, arguments)."""
-    gpu = SimpleNamespace(device=0, calls=[])
+    gpu = SimpleNamespace(device=0, calls=[], made=[])
     gpu.get_current_target = lambda: GPUTarget("cuda", 90, 32)
     gpu.get_current_device = lambda: gpu.device
     gpu.get_current_stream = lambda device: 7 + device
@@ -40,6 +40,7 @@ def machine(monkeypatch):
             gpu.calls.append((made, (x, y, z), stream, enter, arguments))
 
         made._run = run
+        gpu.made.append(made)
         return kernel.device_caches[device][0].setdefault(key, made)
 
     monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_it)
@@ -47,6 +48,8 @@ def machine(monkeypatch):
     driver.set_active(gpu)
     yield gpu
     driver.set_active(None)
+    for made in gpu.made:
+        made.module = None  # else Triton 3.8 unloads it from the GPU
 
 
 @pytest.fixture
