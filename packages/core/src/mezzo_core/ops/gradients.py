@@ -85,30 +85,33 @@ def register_gradient(
         if not _is_eager(inputs):
             return results(op(*inputs))
         if _wants_gradient(inputs):
-            return EagerGradient.apply(*map(saveable, inputs))
+            return EagerGradient.apply(*map(_saveable, inputs))
         with torch.no_grad():
             return results(run_eager(*inputs))
 
     return call
 
 
-def undispatched(op: Any) -> Callable[..., Any]:
+def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls an op without a gradient, as a backward does.
 
-    On plain tensors in eager code it calls the op's Python function, which spares the host
-    PyTorch's dispatch; whatever traces or watches ops sees the op.
+    On plain tensors in eager code it calls a Python function, `run` or else the op's own, which
+    spares the host PyTorch's dispatch; whatever traces or watches ops sees the op.
     """
+    run_eager = run or op._init_fn
 
     def call(*inputs: Any) -> Any:
-        return op._init_fn(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)
+        return run_eager(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)
 
     return call
 
 
 def saveable(x: Any) -> Any:
     """Return x, or a copy of a tensor made in inference mode, which autograd would not save."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return x
+    return x if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _saveable(x)
+
+
+def _saveable(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 

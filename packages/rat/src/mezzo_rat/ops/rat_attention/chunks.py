@@ -3,6 +3,7 @@
 `Chunks` describes them alike for PyTorch, `Plan` with what else the launches of kernels need.
 """
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -129,9 +130,35 @@ class Plan(NamedTuple):
     """Cosines and sines, (P, D/2) each; None: no RoPE."""
 
 
+LONGEST_KEPT = 4096
+"""Tokens of the longest rows whose plan is kept; a longer one saves little time for its memory."""
+
+
 def plain_plan(x: Tensor, form: Form) -> Plan:
     """Plan for rows that start with their first token."""
-    sizes, device = Sizes.of(x, form), x.device
+    return _plain_plan(Sizes.of(x, form), form, x.device)
+
+
+def kept_plan(x: Tensor, form: Form) -> Plan:
+    """Return the `plain_plan`, maybe from an earlier call: small calls take long to compute it.
+
+    For eager code only: what a compiled graph makes may lie in memory that the graph uses again.
+    """
+    sizes = Sizes.of(x, form)
+    # In a CUDA graph a tensor has no values before the replay.
+    if sizes.T > LONGEST_KEPT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _plain_plan(sizes, form, x.device)
+    # On another stream it might be read before it is computed.
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+    return _kept_plan(sizes, form, x.device, stream)
+
+
+@lru_cache(maxsize=16)
+def _kept_plan(sizes: Sizes, form: Form, device: torch.device, _stream: int | None) -> Plan:
+    return _plain_plan(sizes, form, device)
+
+
+def _plain_plan(sizes: Sizes, form: Form, device: torch.device) -> Plan:
     T, L = sizes.T, form.chunk_size
     N = -(-T // L)
     token = torch.arange(T, device=device, dtype=torch.int32)[None]

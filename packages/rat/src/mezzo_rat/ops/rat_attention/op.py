@@ -3,6 +3,7 @@
 Each takes tensors first, and then the fields of a `Form`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,13 @@ from mezzo_core.ops.gradients import register_gradient, undispatched
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.arguments import Form
-from mezzo_rat.ops.rat_attention.chunks import Plan, continued_plan, packed_plan, plain_plan
+from mezzo_rat.ops.rat_attention.chunks import (
+    Plan,
+    continued_plan,
+    kept_plan,
+    packed_plan,
+    plain_plan,
+)
 from mezzo_rat.ops.rat_attention.state import RATState
 
 FORM = schema_of(Form)
@@ -46,11 +53,23 @@ def rat_attention(
     x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, lse, k_ends and v_ends, as `Saved` describes them."""
+    return _attend(x, gate_bias, _plan(x, Form(*form), cu_seqlens, plain_plan))
+
+
+def _eager_attention(
+    x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _attend(x, gate_bias, _plan(x, Form(*form), cu_seqlens, kept_plan))
+
+
+def _attend(
+    x: Tensor, gate_bias: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from mezzo_rat.ops.rat_attention.triton.launches import attend_ends, scan_chunks
 
-    plan = _plan(x, Form(*form), cu_seqlens)
-    scanned = scan_chunks(x, gate_bias, plan)
-    y, lse = attend_ends(x, scanned, plan)
+    with torch.cuda.device_of(x):
+        scanned = scan_chunks(x, gate_bias, plan)
+        y, lse = attend_ends(x, scanned, plan)
     return y, lse, scanned.k_ends, scanned.v_ends
 
 
@@ -72,23 +91,29 @@ def _(
     mutates_args=(),
     schema=f"(Tensor dy, {schema_of(Saved, Form)}) -> (Tensor, Tensor)",
 )
-def rat_attention_bwd(
-    dy: Tensor,
-    x: Tensor,
-    gate_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    y: Tensor,
-    lse: Tensor,
-    k_ends: Tensor,
-    v_ends: Tensor,
-    *form: Any,
-) -> tuple[Tensor, Tensor]:
+def rat_attention_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return dx (B, T, W) and dbias (H, D), which is an empty tensor if there is no bias."""
+    return _gradients(dy, *_read(rest), plain_plan)
+
+
+def _eager_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _gradients(dy, *_read(rest), kept_plan)
+
+
+def _read(rest: tuple[Any, ...]) -> tuple[Saved, Form]:
+    n = len(Saved._fields)
+    return Saved(*rest[:n]), Form(*rest[n:])
+
+
+def _gradients(
+    dy: Tensor, saved: Saved, form: Form, plain: Callable[[Tensor, Form], Plan]
+) -> tuple[Tensor, Tensor]:
     from mezzo_rat.ops.rat_attention.triton.launches import attend_bwd
 
-    saved = Saved(x, gate_bias, cu_seqlens, y, lse, k_ends, v_ends)
-    dx, dbias = attend_bwd(dy, saved, _plan(x, Form(*form), cu_seqlens))
-    return dx, lse.new_empty(0) if dbias is None else dbias
+    plan = _plan(saved.x, form, saved.cu_seqlens, plain)
+    with torch.cuda.device_of(dy):
+        dx, dbias = attend_bwd(dy, saved, plan)
+    return dx, saved.lse.new_empty(0) if dbias is None else dbias
 
 
 @rat_attention_bwd.register_fake
@@ -121,8 +146,10 @@ def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tens
     return dx, None if saved.gate_bias is None else dbias, *none
 
 
-_call_bwd = undispatched(rat_attention_bwd)
-differentiable_rat_attention = register_gradient(rat_attention, _backward, _save, num_results=1)
+_call_bwd = undispatched(rat_attention_bwd, _eager_bwd)
+differentiable_rat_attention = register_gradient(
+    rat_attention, _backward, _save, run=_eager_attention, num_results=1
+)
 
 
 @torch.library.custom_op(
@@ -150,7 +177,8 @@ def rat_attention_continued(
 
     num_slots = k_ends.shape[1]
     plan = continued_plan(x, Form(*form), num_slots, lengths, added)
-    scanned = scan_chunks(x, gate_bias, plan, k, v)
+    with torch.cuda.device_of(x):
+        scanned = scan_chunks(x, gate_bias, plan, k, v)
     # Chunks that got no token are written to an extra slot at the end, which is then cut off.
     L = plan.form.chunk_size
     slot = (lengths // L)[:, None] + torch.arange(plan.N, device=x.device)
@@ -162,7 +190,8 @@ def rat_attention_continued(
         grown.scatter_(1, slot[..., None, None].expand_as(new), new)
         ends.append(grown)
     k_grown, v_grown = ends
-    y, _ = attend_ends(x, scanned._replace(k_ends=k_grown, v_ends=v_grown), plan)
+    with torch.cuda.device_of(x):
+        y, _ = attend_ends(x, scanned._replace(k_ends=k_grown, v_ends=v_grown), plan)
     assert scanned.k_last is not None
     assert scanned.v_last is not None
     return y, scanned.k_last, scanned.v_last, k_grown[:, :num_slots], v_grown[:, :num_slots]
@@ -211,5 +240,7 @@ def _(x: Tensor, gate_bias: Tensor | None, k: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], 1, *k.shape[1:])
 
 
-def _plan(x: Tensor, form: Form, cu_seqlens: Tensor | None) -> Plan:
-    return plain_plan(x, form) if cu_seqlens is None else packed_plan(x, form, cu_seqlens)
+def _plan(
+    x: Tensor, form: Form, cu_seqlens: Tensor | None, plain: Callable[[Tensor, Form], Plan]
+) -> Plan:
+    return plain(x, form) if cu_seqlens is None else packed_plan(x, form, cu_seqlens)

@@ -7,9 +7,12 @@ that a chunk keeps, and x (tokens, H, D) are keys or values. In the backward the
 backward in time, for the gradients of the states.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
@@ -25,6 +28,7 @@ INNER = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 """The type of factors inside kernels: they exceed the range of float16."""
 
 
+@cache
 def padded(size: int) -> int:
     """Return the width of a tile for `size` columns: a power of two; products need at least 16."""
     return max(16, next_power_of_2(size))
@@ -208,7 +212,8 @@ def run_states(
     BM, BD = min(64, padded(M)), min(64, padded(D))
     tiles = (ceil_div(D, BD), ceil_div(M, BM))
     is_large = chunks.num_segments * H * tiles[0] * tiles[1] > FULL
-    segment_states_kernel[(chunks.num_segments * H, tiles[0], tiles[1])](
+    launch(
+        segment_states_kernel, (chunks.num_segments * H, tiles[0], tiles[1]),
         x, write, decay, chunks.chunk_table, chunks.segment_table, states, last, kept, whole,
         T, chunks.per_row, x.stride(1),
         H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=SEGMENT,
@@ -221,7 +226,8 @@ def run_states(
     final = torch.empty((chunks.num_sequences, H, M, D), device=device)
     BM = min(16, BM)
     tiles = (ceil_div(D, BD), ceil_div(M, BM))
-    join_segments_kernel[(chunks.num_sequences * H, tiles[0], tiles[1])](
+    launch(
+        join_segments_kernel, (chunks.num_sequences * H, tiles[0], tiles[1]),
         last, whole, initial, chunks.sequence_table, starts, final, chunks.segments_per_row,
         H=H, HI=H if initial is None else initial.shape[1], M=M, D=D, BM=BM, BD=BD,
         REVERSE=reverse, num_warps=4,

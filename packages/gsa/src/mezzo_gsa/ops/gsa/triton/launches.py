@@ -12,6 +12,7 @@ and gates, then the gradients of the tokens.
 from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
@@ -60,7 +61,8 @@ def run_memory(r: Request, *, for_backward: bool) -> tuple[Memory, Tensor, Tenso
     decay = torch.empty((chunks.num_chunks, H, M), device=device)
     tiles = gate_tiles(M)
     bands = torch.empty((chunks.num_chunks, H, tiles), dtype=torch.int32, device=device)
-    gate_kernel[(chunks.num_chunks * H, tiles)](
+    launch(
+        gate_kernel, (chunks.num_chunks * H, tiles),
         x.g, x.s, chunks.chunk_table, running, strength, write, decay, bands,
         T, chunks.per_row, x.g.stride(1),
         H=H, M=M, BM=padded(M) // tiles, L=chunks.length, SEGMENT=SEGMENT, DAMPING=r.form.damping,
@@ -89,13 +91,15 @@ def _run_slots(r: Request, memory: Memory) -> tuple[Tensor, Saved]:
     grid, N = (chunks.num_chunks * HQ,), chunks.per_row
     settings, of_slots = chunk_settings(r), slot_settings(r)
     for bands in band_forms(M):
-        slots_fwd_kernel[grid](
+        launch(
+            slots_fwd_kernel, grid,
             x.q, x.k, x.g, x.s, memory.running, memory.bands, memory.k_states,
             memory.k_starts, memory.kept, chunks.chunk_table, squares, logits, weights,
             T, N, x.q.stride(1), x.k.stride(1), x.g.stride(1), r.form.scale,
             **settings, **of_slots, K=x.k.shape[3], BK=channel_tile(x.k), BANDS=bands,
         )  # fmt: skip
-    tokens_kernel[grid](
+    launch(
+        tokens_kernel, grid,
         squares, None, x.v, None, weights, memory.v_states, memory.v_starts, memory.kept,
         None, None, None, chunks.chunk_table, None, None, out, None,
         T, N, 0, x.v.stride(1), 0, out.stride(1), 0, **settings, D=V, BD=channel_tile(x.v),
@@ -107,7 +111,7 @@ def _run_slots(r: Request, memory: Memory) -> tuple[Tensor, Saved]:
 def apply_swish(x: Tensor) -> Tensor:
     """Return swish of a whole contiguous projection; that of the gate's logits is not used."""
     y = torch.empty_like(x)
-    swish_kernel[(ceil_div(x.numel(), 4096),)](x, y, x.numel(), BLOCK=4096, num_warps=4)
+    launch(swish_kernel, (ceil_div(x.numel(), 4096),), x, y, x.numel(), BLOCK=4096, num_warps=4)
     return y
 
 
@@ -201,14 +205,16 @@ def _run_passes(
             one.states, one.starts, memory.kept, dstates, dstarts, dkept, chunks.chunk_table,
         )  # fmt: skip
         for bands in band_forms(M):
-            slots_bwd_kernel[grid](
+            launch(
+                slots_bwd_kernel, grid,
                 one.left, one.right, x.g, memory.running, memory.strength, memory.bands, logits,
                 *borders, dlogits, k_weights, part_dg, part_ds, squares, grads.g, grads.s,
                 T, N, one.left.stride(1), one.right.stride(1), x.g.stride(1), token_stride(grads.g),
                 r.form.scale, **settings, **of_slots, D=D, BD=channel_tile(one.right),
                 OWN_STRENGTH=x.s is not None, VALUES=values, BANDS=bands,
             )  # fmt: skip
-        tokens_kernel[grid](
+        launch(
+            tokens_kernel, grid,
             squares, one.left, one.right, memory.write, k_weights, *borders,
             one.raw_left, one.raw_right, one.dleft, one.dright, T, N,
             one.left.stride(1), one.right.stride(1), 0 if raw is None else token_stride(raw.q),

@@ -7,12 +7,15 @@ v~ and the output gate.
 The backward starts from the projection, the output, its log-sum-exp and the chunks' ends. The
 forward saved nothing of width 2C in float32, so the scan runs again. Each gradient is written at
 the place that its input has in the projection, so nothing has to be concatenated at the end.
+
+All launch on the current device, which must be that of the tensors.
 """
 
 import math
 from typing import Any, Literal, NamedTuple
 
 import torch
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -92,12 +95,12 @@ def scan_chunks(
     k_ends = torch.empty(ends, dtype=torch.float32, device=x.device)
     v_ends = torch.empty(ends, dtype=x.dtype, device=x.device)
     k_last, v_last = (None if s is None else s.clone() for s in (k0, v0))
-    with torch.cuda.device_of(x):
-        chunk_scan_fwd_kernel[(B * plan.N * sizes.G,)](
-            x, bias, k0, v0, plan.starts, plan.stops, v_run, k_ends, v_ends, own, k_last, v_last,
-            T, plan.N, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
-            **scan_settings(plan),
-        )  # fmt: skip
+    launch(
+        chunk_scan_fwd_kernel, (B * plan.N * sizes.G,),
+        x, bias, k0, v0, plan.starts, plan.stops, v_run, k_ends, v_ends, own, k_last, v_last,
+        T, plan.N, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
+        **scan_settings(plan),
+    )  # fmt: skip
     k_ends = turn(k_ends, plan.k_places, plan, x.dtype)
     return Scanned(v_run, k_ends, v_ends, own, k_last, v_last)
 
@@ -107,14 +110,14 @@ def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor
     B, T, H = plan.sizes.B, plan.sizes.T, plan.sizes.H
     y, lse = torch.empty_like(scanned.v_run), torch.empty_like(scanned.own)
     settings = ends_settings(plan, x.dtype, "fwd", scanned.k_ends.shape[1])
-    with torch.cuda.device_of(x):
-        attend_ends_fwd_kernel[(B * H * ceil_div(T, settings["BM"]),)](
-            rotated_queries(x, plan),
-            tiled(scanned.k_ends, settings["BN"]), tiled(scanned.v_ends, settings["BN"]),
-            scanned.v_run, scanned.own, x, plan.low, plan.high, plan.starts, y, lse,
-            T, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
-            HAS_Z=plan.form.has_z, **settings,
-        )  # fmt: skip
+    launch(
+        attend_ends_fwd_kernel, (B * H * ceil_div(T, settings["BM"]),),
+        rotated_queries(x, plan),
+        tiled(scanned.k_ends, settings["BN"]), tiled(scanned.v_ends, settings["BN"]),
+        scanned.v_run, scanned.own, x, plan.low, plan.high, plan.starts, y, lse,
+        T, x.stride(0), x.stride(1), plan.form.scale * LOG2_E,
+        HAS_Z=plan.form.has_z, **settings,
+    )  # fmt: skip
     return y, lse
 
 
@@ -131,34 +134,37 @@ def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | N
     dk_ends, dv_ends = (torch.empty(k_ends.shape, device=x.device) for _ in range(2))
     q = rotated_queries(x, plan)
     scales = (plan.form.scale, plan.form.scale * LOG2_E)
-    with torch.cuda.device_of(x):
-        rows, BM = B * T * H, max(4096 // D, 1)
-        output_gate_bwd_kernel[(ceil_div(rows, BM),)](
-            dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
-            H=H, D=D, W=sizes.width, BM=BM, HAS_Z=sizes.has_z, num_warps=4,
-        )  # fmt: skip
-        settings = ends_settings(plan, x.dtype, "dq", plan.N)
-        attend_ends_dq_kernel[(B * G * ceil_div(T, settings["BM"]),)](
-            q, *(tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
-            plan.low, plan.high, dq, ds_past, T, *scales, **settings,
-        )  # fmt: skip
-        settings = ends_settings(plan, x.dtype, "dkv", plan.N)
-        attend_ends_dkv_kernel[(B * H * ceil_div(plan.N, settings["BN"]),)](
-            tiled(q, settings["BM"]), k_ends, v_ends, tiled(do, settings["BM"]), lse, delta,
-            plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
-            T, plan.N, *scales, **settings,
-        )  # fmt: skip
-        dq = turn(dq, plan.q_places, plan, torch.float32, inverse=True)
-        dk_ends = turn(dk_ends, plan.k_places, plan, torch.float32, inverse=True)
-        chunks = B * plan.N
-        programs = min(chunks, SCAN_PROGRAMS)
-        dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
-        chunk_scan_bwd_kernel[(programs * G,)](
-            x, bias, plan.starts, plan.stops, do, lse, delta, dq, ds_past, dk_ends, dv_ends,
-            p_own, ds_own, dx, dbias,
-            T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
-            W=sizes.width, **scan_settings(plan),
-        )  # fmt: skip
+    rows, BM = B * T * H, max(4096 // D, 1)
+    launch(
+        output_gate_bwd_kernel, (ceil_div(rows, BM),),
+        dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
+        H=H, D=D, W=sizes.width, BM=BM, HAS_Z=sizes.has_z, num_warps=4,
+    )  # fmt: skip
+    settings = ends_settings(plan, x.dtype, "dq", plan.N)
+    launch(
+        attend_ends_dq_kernel, (B * G * ceil_div(T, settings["BM"]),),
+        q, *(tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
+        plan.low, plan.high, dq, ds_past, T, *scales, **settings,
+    )  # fmt: skip
+    settings = ends_settings(plan, x.dtype, "dkv", plan.N)
+    launch(
+        attend_ends_dkv_kernel, (B * H * ceil_div(plan.N, settings["BN"]),),
+        tiled(q, settings["BM"]), k_ends, v_ends, tiled(do, settings["BM"]), lse, delta,
+        plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
+        T, plan.N, *scales, **settings,
+    )  # fmt: skip
+    dq = turn(dq, plan.q_places, plan, torch.float32, inverse=True)
+    dk_ends = turn(dk_ends, plan.k_places, plan, torch.float32, inverse=True)
+    chunks = B * plan.N
+    programs = min(chunks, SCAN_PROGRAMS)
+    dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
+    launch(
+        chunk_scan_bwd_kernel, (programs * G,),
+        x, bias, plan.starts, plan.stops, do, lse, delta, dq, ds_past, dk_ends, dv_ends,
+        p_own, ds_own, dx, dbias,
+        T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
+        W=sizes.width, **scan_settings(plan),
+    )  # fmt: skip
     return dx, None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype)
 
 
@@ -184,12 +190,12 @@ def turn(
     y = torch.empty((B, T, H, D), dtype=dtype, device=x.device)
     rows, BM = B * T * H, max(4096 // D, 1)
     if rows:
-        with torch.cuda.device_of(x):
-            rotate_kernel[(ceil_div(rows, BM),)](
-                x, y, places, *plan.angles, rows, T, x.stride(0), x.stride(1),
-                places.stride(0) if places.shape[0] > 1 else 0,
-                H=H, D=D, INVERSE=inverse, BM=BM, num_warps=4,
-            )  # fmt: skip
+        launch(
+            rotate_kernel, (ceil_div(rows, BM),),
+            x, y, places, *plan.angles, rows, T, x.stride(0), x.stride(1),
+            places.stride(0) if places.shape[0] > 1 else 0,
+            H=H, D=D, INVERSE=inverse, BM=BM, num_warps=4,
+        )  # fmt: skip
     return y
 
 
@@ -230,8 +236,8 @@ def ends_settings(
 
 
 def tiled(x: Tensor, rows: int) -> TensorDescriptor:
-    """Describe x (B, T, H, D) for loads of one head of `rows` tokens."""
-    x, D = x.flatten(2), x.shape[3]
+    """Describe x (B, T, H, D), contiguous, for loads of one head of `rows` tokens."""
+    B, T, H, D = x.shape
     if x.data_ptr() % 16:  # as a part of a wider gradient may be; bulk copies begin at 16 bytes
         x = x.clone()
-    return TensorDescriptor.from_tensor(x, [1, rows, D])
+    return TensorDescriptor(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, D])

@@ -1,0 +1,86 @@
+"""Launches Triton kernels with less work on the host.
+
+At each launch Triton writes all constants and options as a text, by which it looks up the compiled
+kernel, and it calls the hooks of profilers. Here a tuple is the key, which Triton's own function
+makes of the arguments. Without hooks, the compiled kernel is called directly.
+"""
+
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+try:
+    from triton.runtime.jit import native_specialize_impl as kind_of
+except ImportError:  # before Triton 3.6
+    kind_of = None
+
+KNOWN = ("3.6.", "3.7.", "3.8.")
+"""The versions of Triton that call a compiled kernel as `launch` does."""
+
+_is_known = kind_of is not None and triton.__version__.startswith(KNOWN)
+# If another function is in its place already, such as one that only compiles, none is called.
+_run = JITFunction.run if JITFunction.run.__qualname__ == "JITFunction.run" else None
+_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Do what `kernel[grid](*arguments, **constants)` does, in less time.
+
+    Args:
+        kernel: from `triton.jit`.
+        grid: one to three numbers of programs.
+        arguments: all arguments of the kernel that are not constants.
+        constants: all its constants, and Triton's options, such as num_warps.
+    """
+    if not _is_plain(kernel):
+        kernel[grid](*arguments, **constants)
+        return
+    active = driver.active
+    device = active.get_current_device()
+    backend = kernel.device_caches[device][3]
+    # As if the kernel specialized all arguments: two keys may have the same compiled kernel.
+    kinds = tuple([kind_of(backend, x, False, True, True) for x in arguments])
+    key = kernel.fn, device, kinds, tuple(constants), tuple(constants.values())
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*arguments, **constants)
+        if type(compiled) is CompiledKernel and _are_apart(kernel, len(arguments), constants):
+            names = [each.name for each in kernel.params[len(arguments) :]]
+            _compiled[key] = compiled, tuple([constants[name] for name in names])
+        return
+    compiled, values = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = active.get_current_stream(device)
+    no_hooks = None, None, None
+    compiled.run(
+        x, y, z, stream, compiled.function, compiled.packed_metadata, *no_hooks,
+        *arguments, *values,
+    )  # fmt: skip
+
+
+def _is_plain(kernel: Any) -> bool:
+    """Tell whether nothing but the compiled kernel has to be called: no interpreter, no hooks."""
+    if type(kernel) is not JITFunction or not _is_known or JITFunction.run is not _run:
+        return False
+    runtime = knobs.runtime
+    return not (
+        kernel.pre_run_hooks
+        or kernel.used_global_vals  # Triton compares them at each launch
+        or runtime.launch_enter_hook.calls
+        or runtime.launch_exit_hook.calls
+        or runtime.debug
+        or getattr(runtime, "add_stages_inspection_hook", None)
+        or knobs.compilation.instrumentation_mode
+    )
+
+
+def _are_apart(kernel: JITFunction, num_arguments: int, constants: dict[str, Any]) -> bool:
+    """Tell whether the constants, all given by name, come after the arguments."""
+    first, rest = kernel.params[:num_arguments], kernel.params[num_arguments:]
+    if any(each.is_constexpr for each in first):
+        return False
+    return all(each.is_constexpr and each.name in constants for each in rest)
