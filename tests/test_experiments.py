@@ -26,9 +26,8 @@ WORDS = {
     "gsa/decoding": (),
     "gsa/mqar": ("--models", "gsa", "gla"),
     "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
-    "gsa/train_gpus": (),
     "rat/train_200m": (),
-    "rat/train_gpus": (),
+    "rat/train_gpus": ("--models", "RAT(L=16), 200m"),
     "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),
     "rat/train_small": (*ONE, "--models", "RNN", "Attention-SWA", "RAT(L=16)-SWA NoPE"),
     "recurrent_transformer/synthetic": ("--models", "recurrent"),
@@ -63,8 +62,6 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     path = ROOT / package / "experiments" / f"{script}.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
-    found = {"tokens_per_second": 1.0, "peak_gb": None, "steps": {"train": [[1, 2.0]]}}
-    monkeypatch.setattr(gpus, "measure_processes", lambda *_: found)
     monkeypatch.setattr(gpus, "run_processes", lambda _, work, *given: {0: work(*given)})
     command = ("--dry-run", "--out", "results/cpu", *WORDS[name])
     assert run_script(path, *command) == 0
