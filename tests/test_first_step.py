@@ -25,6 +25,8 @@ MODELS = {
 def test_each_kind_of_layer_is_compiled_once_each_way(
     package, name, kinds, recomputes, monkeypatch
 ):
+    if recomputes and torch.__version__ < "2.9":
+        pytest.skip("torch 2.8 compiles each layer anew if its activations are computed again")
     config = import_module(f"mezzo_{package}.recipes").RECIPES[name]()
     compiled, targets = [], set()
 

@@ -181,6 +181,10 @@ def compile_batches():
 
 def compile_at_the_same_time():
     """Compile a form ahead of its first call; then that call compiles nothing."""
+    import triton
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        return  # as triton 3.4, which compiles in one thread
     with compile_only() as compiled:
         compile_ahead("a form", lambda: projection(100, 32, 16, bf16))
         known = len(compiled)

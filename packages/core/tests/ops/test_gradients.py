@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
 from mezzo_core.testing import assert_close, grads
 from torch import Tensor
@@ -145,4 +145,69 @@ def test_whatever_watches_or_traces_sees_the_op():
         differentiable_cube(mode.from_tensor(x), 2.0)
     fake = mode.from_tensor(x)
     assert type(differentiable_cube(fake, 2.0)) is type(fake)  # outside of its mode
+    assert not calls, "the body was run without data"
+
+
+@torch.library.custom_op("mezzo_test::square_and_root", mutates_args=())
+def square_and_root(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x^2, and what the backward needs: 2 x, and an empty tensor."""
+    return x**2, 2 * x, x.new_empty(0)
+
+
+square_and_root.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x), x.new_empty(0)))
+
+
+def save_slope(ctx, inputs, output):
+    _, slope, nothing = output
+    assert nothing is None or not nothing.numel()
+    ctx.save_for_backward(slope, nothing)
+
+
+differentiable_square = register_gradient(
+    square_and_root, lambda ctx, dy, *unused: (dy * ctx.saved_tensors[0],), save_slope,
+    run=lambda x: (x**2, 2 * x, None), num_results=1,
+)  # fmt: skip
+
+
+def test_results_for_the_backward_alone_are_not_returned():
+    """Nor need they be tensors in eager code."""
+    x = torch.randn(3)
+    expected = 2 * x
+    for context in (nullcontext(), Watch()):
+        leaf = x.clone().requires_grad_()
+        with context:
+            (found,) = differentiable_square(leaf)
+            assert torch.equal(torch.autograd.grad(found.sum(), leaf)[0], expected)
+            (found,) = differentiable_square(x)
+            assert torch.equal(found, x**2)
+    assert torch.equal(torch.func.grad(lambda x: differentiable_square(x)[0].sum())(x), expected)
+
+
+def test_a_forward_gradient_is_refused_rather_than_lost():
+    x = torch.randn(3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(3))
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            differentiable_cube(dual, 2.0)
+        with torch.no_grad(), pytest.raises((NotImplementedError, RuntimeError)):
+            differentiable_cube(dual, 2.0)
+
+
+def test_without_a_gradient_autograd_does_not_hear_of_the_call():
+    x = torch.randn(3, requires_grad=True)
+    assert "EagerGradient" in names_of(lambda: differentiable_cube(x, 2.0))
+    assert "EagerGradient" not in names_of(lambda: differentiable_cube(x.detach(), 2.0))
+    with torch.no_grad():
+        assert "EagerGradient" not in names_of(lambda: differentiable_cube(x, 2.0))
+
+
+def test_an_undispatched_op_is_dispatched_only_to_what_watches():
+    call, x = undispatched(cube), torch.randn(3)
+    assert "mezzo_test::cube" not in names_of(lambda: call(x, 2.0))
+    with Watch() as watch:
+        found = call(x, 2.0)
+    assert torch.equal(found, 2 * x**3)
+    assert watch.seen == [torch.ops.mezzo_test.cube.default]
+    calls.clear()
+    assert call(x.to("meta"), 2.0).is_meta
     assert not calls, "the body was run without data"

@@ -5,12 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mezzo_core.ops.checks import in_transform
 
 
 def register_gradient(
-    op: Any, backward: Callable[..., Any], save: Callable[..., None]
+    op: Any,
+    backward: Callable[..., Any],
+    save: Callable[..., None],
+    *,
+    run: Callable[..., Any] | None = None,
+    num_results: int | None = None,
 ) -> Callable[..., Any]:
     """Register an op's gradient, and return a function that calls the op with it.
 
@@ -19,7 +25,8 @@ def register_gradient(
     - torch.func does not support gradients from `register_autograd` (torch 2.8 to 2.13). So under
       its transforms an `autograd.Function` calls the op.
     - On plain tensors in eager code another one calls the op's Python function. This spares the
-      host PyTorch's dispatch of a custom op and of its gradient.
+      host PyTorch's dispatch of a custom op and of its gradient. If no gradient is wanted, the
+      function is called alone.
     - Whatever traces or watches ops sees the op: torch.compile, dispatch modes, tensors of other
       kinds or without data.
 
@@ -30,6 +37,11 @@ def register_gradient(
         backward: takes ctx and the gradients of the results, and returns a tuple of the gradients
             of the arguments.
         save: takes (ctx, inputs, output) and stores on ctx the values that `backward` needs.
+        run: the Python function for eager code, by default the op's own. It may return None where
+            an op has to return an empty tensor.
+        num_results: how many results the returned function returns, by default all, as the op does.
+            The others are for `save` only; in eager code, where autograd does not get them, each of
+            them spares the host time.
     """
 
     class Gradient(torch.autograd.Function):
@@ -53,23 +65,42 @@ def register_gradient(
             return tuple(x if x is None else _Last.apply(x, *sources) for x in found)
 
     op.register_autograd(Gradient.backward, setup_context=save)
-    run = op._init_fn
+    run_eager = run or op._init_fn
+
+    def results(output: Any) -> Any:
+        return output if num_results is None else output[:num_results]
 
     class EagerGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            output = run(*inputs)
+            output = run_eager(*inputs)
             save(ctx, inputs, output)
-            return output
+            return results(output)
 
         backward = Gradient.backward
 
     def call(*inputs: Any) -> Any:
         if in_transform():
-            return Gradient.apply(*inputs)
+            return results(Gradient.apply(*inputs))
         if not _is_eager(inputs):
-            return op(*inputs)
-        return EagerGradient.apply(*map(saveable, inputs))
+            return results(op(*inputs))
+        if _wants_gradient(inputs):
+            return EagerGradient.apply(*map(saveable, inputs))
+        with torch.no_grad():
+            return results(run_eager(*inputs))
+
+    return call
+
+
+def undispatched(op: Any) -> Callable[..., Any]:
+    """Return a function that calls an op without a gradient, as a backward does.
+
+    On plain tensors in eager code it calls the op's Python function, which spares the host
+    PyTorch's dispatch; whatever traces or watches ops sees the op.
+    """
+
+    def call(*inputs: Any) -> Any:
+        return op._init_fn(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)
 
     return call
 
@@ -102,8 +133,25 @@ def _is_eager(inputs: tuple[Any, ...]) -> bool:
     """Tell whether nothing but the values of plain tensors is wanted."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    plain = (Tensor, torch.nn.Parameter)
-    return all(type(x) in plain and not x.is_meta for x in inputs if isinstance(x, Tensor))
+    for x in inputs:
+        if isinstance(x, list):
+            if not _is_eager(tuple(x)):
+                return False
+        elif isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta):
+            return False
+    return True
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _wants_gradient(inputs: tuple[Any, ...]) -> bool:
+    """Tell whether autograd has to know of a call; for a forward gradient it raises its error."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
 
 
 class _Last(torch.autograd.Function):

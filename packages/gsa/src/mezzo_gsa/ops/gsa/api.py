@@ -187,7 +187,7 @@ def _by_kernels(
     t = Tensors(**inputs, k0=first[0], v0=first[1], cu_seqlens=cu_seqlens)
     if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in t):
         form = replaced(form, keep="nothing")
-    out, k_last, v_last, *_ = differentiable_gsa(*t, *form)
+    out, k_last, v_last = differentiable_gsa(*t, *form)
     return GSAOutput(out, GSAState(k_last, v_last))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from mezzo_core.ops.ahead import compile_ahead
 from mezzo_core.ops.form import schema_of
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
@@ -122,17 +122,16 @@ class Saved(NamedTuple):
     """(B, T, W): a projection after swish."""
     memory: Memory | None = None
 
-    def as_tensors(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return all fields as tensors, which an op can return; None becomes an empty tensor."""
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All fields, and those of the memory, one after another."""
         memory = (None,) * len(Memory._fields) if self.memory is None else self.memory
-        tensors = (self.logits, self.weights, self.swished, *memory)
-        # The results of an op must be different tensors, even if they are empty.
-        return tuple([like.new_empty(0) if x is None else x for x in tensors])
+        return self.logits, self.weights, self.swished, *memory
 
     @classmethod
-    def from_tensors(cls, tensors: list[Tensor]) -> "Saved":
-        """Return the object from the tensors that `as_tensors` returned."""
-        parts: list[Any] = [x if x.numel() else None for x in tensors]
+    def from_tensors(cls, tensors: list[Tensor | None]) -> "Saved":
+        """Return the object from its `tensors`; an empty tensor is a None that an op returned."""
+        parts: list[Any] = [None if x is None or not x.numel() else x for x in tensors]
         logits, weights, swished, running, *rest = parts
         return cls(logits, weights, swished, None if running is None else Memory(running, *rest))
 
@@ -156,7 +155,7 @@ def _request(t: Tensors, form: Form, swished: Tensor | None) -> Request:
     return Request(x, t.k0, t.v0, chunks, form, raw)
 
 
-def _gsa(*arguments: Any) -> tuple[Tensor, ...]:
+def _gsa(*arguments: Any) -> tuple[Any, ...]:
     """Return out, the last K~ and V~, and the tensors of `Saved`; see `chunk_gsa`."""
     from mezzo_gsa.ops.gsa.triton import launches
 
@@ -173,7 +172,17 @@ def _gsa(*arguments: Any) -> tuple[Tensor, ...]:
         out, k_last, v_last, saved = launches.run_forward(_request(t, form, swished))
     if form.keep == "states":
         saved = saved._replace(swished=swished)
-    return out, k_last, v_last, *saved.as_tensors(q)
+    return out, k_last, v_last, *saved.tensors
+
+
+def _registered_gsa(*arguments: Any) -> tuple[Tensor, ...]:
+    return _filled(*_gsa(*arguments))
+
+
+def _filled(out: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the results with empty tensors in place of None, which no op can return."""
+    # They must be different tensors, even if they are empty.
+    return out, *[out.new_empty(0) if x is None else x for x in others]
 
 
 def _call_both(keep: str, arguments: tuple[Any, ...]) -> None:
@@ -190,10 +199,10 @@ def _gsa_fake(*arguments: Any) -> tuple[Tensor, ...]:
     fp32, dtype = torch.float32, q.dtype
     results = (q.new_empty(B, T, HQ, V), *_fake_memories(k, v, g, t.cu_seqlens))
     if form.keep == "nothing":
-        return *results, *Saved().as_tensors(q)
+        return _filled(*results, *Saved().tensors)
     saved = Saved(q.new_empty(B, T, HQ, M, dtype=fp32), q.new_empty(B, T, HQ, M))
     if form.keep == "weights":
-        return *results, *saved.as_tensors(q)
+        return _filled(*results, *saved.tensors)
     chunks = place_chunks(B, T, chunk_length(dtype, M), t.cu_seqlens)
     N, NS = chunks.num_chunks, chunks.num_segments
     has_starts = chunks.is_split or t.k0 is not None
@@ -210,14 +219,14 @@ def _gsa_fake(*arguments: Any) -> tuple[Tensor, ...]:
         v_starts=q.new_empty(NS, H, M, V) if has_starts else None,
     )
     swished = t.x.new_empty(t.x.shape) if t.x is not None and form.swish else None
-    return *results, *saved._replace(swished=swished, memory=memory).as_tensors(q)
+    return _filled(*results, *saved._replace(swished=swished, memory=memory).tensors)
 
 
 def _gsa_bwd(
     do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
-    saved: list[Tensor],
+    saved: list[Tensor | None],
     *arguments: Any,
 ) -> list[Tensor]:
     """Return the gradients of the inputs that are given, then those of k0 and v0."""
@@ -241,7 +250,7 @@ def _gsa_bwd_fake(
     do: Tensor | None,
     dk_last: Tensor | None,
     dv_last: Tensor | None,
-    saved: list[Tensor],
+    saved: list[Tensor | None],
     *arguments: Any,
 ) -> list[Tensor]:
     t, form = _read(arguments)
@@ -262,11 +271,11 @@ def _fake_memories(
 
 ARGUMENTS = schema_of(Tensors, Form)
 NUM_SAVED = len(Saved._fields) - 1 + len(Memory._fields)
-"""How many tensors `Saved.as_tensors` returns."""
+"""How many `Saved.tensors` there are."""
 
 gsa = torch.library.custom_op(
     "mezzo_gsa::gsa",
-    _gsa,
+    _registered_gsa,
     mutates_args=(),
     schema=f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * (3 + NUM_SAVED))})",
 )
@@ -275,13 +284,14 @@ gsa_bwd = torch.library.custom_op(
     "mezzo_gsa::gsa_bwd",
     _gsa_bwd,
     mutates_args=(),
-    schema="(Tensor? do, Tensor? dk_last, Tensor? dv_last, Tensor[] saved, "
+    schema="(Tensor? do, Tensor? dk_last, Tensor? dv_last, Tensor?[] saved, "
     f"{ARGUMENTS}) -> Tensor[]",
 )
 gsa_bwd.register_fake(_gsa_bwd_fake)
+_call_gsa_bwd = undispatched(gsa_bwd)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     n = len(Tensors._fields)
     ctx.form = inputs[n:]
     _out, _k_last, _v_last, *saved = output
@@ -296,10 +306,10 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     n, tensors = len(Tensors._fields), ctx.saved_tensors  # read once, for torch's checkpointing
     t, saved = Tensors(*tensors[:n]), [*tensors[n:]]
-    *found, dk0, dv0 = gsa_bwd(do, dk_last, dv_last, saved, *t, *ctx.form)
+    *found, dk0, dv0 = _call_gsa_bwd(do, dk_last, dv_last, saved, *t, *ctx.form)
     grads = [None if x is None else found.pop(0) for x in t.inputs]
     first = [None if x is None else dx for dx, x in ((dk0, t.k0), (dv0, t.v0))]
     return *grads, *first, None, *(None,) * len(ctx.form)
 
 
-differentiable_gsa = register_gradient(gsa, _backward, _save)
+differentiable_gsa = register_gradient(gsa, _backward, _save, run=_gsa, num_results=3)

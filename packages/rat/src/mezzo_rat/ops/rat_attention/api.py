@@ -246,7 +246,7 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     if zvgqk.stride(-1) != 1:
         zvgqk = zvgqk.contiguous()
     if r.initial_state is None:
-        y, *_ = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *r.form)
+        (y,) = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *r.form)
         return RATAttentionOutput(y, None)
     state = _ready(r.initial_state, zvgqk, r.form.chunk_size)
     state = RATState(*(x.contiguous() for x in state))

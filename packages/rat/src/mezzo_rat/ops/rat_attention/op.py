@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mezzo_core.ops.form import schema_of
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import register_gradient, undispatched
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.arguments import Form
@@ -117,11 +117,12 @@ def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tens
     if dy is None:
         return None, None, *none
     saved = Saved(*ctx.saved_tensors)
-    dx, dbias = rat_attention_bwd(dy, *saved, *ctx.form)
+    dx, dbias = _call_bwd(dy, *saved, *ctx.form)
     return dx, None if saved.gate_bias is None else dbias, *none
 
 
-differentiable_rat_attention = register_gradient(rat_attention, _backward, _save)
+_call_bwd = undispatched(rat_attention_bwd)
+differentiable_rat_attention = register_gradient(rat_attention, _backward, _save, num_results=1)
 
 
 @torch.library.custom_op(
