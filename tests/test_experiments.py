@@ -24,13 +24,11 @@ WORDS = {
     "gsa/ablation": (*ONE, "1", "--models", "abc_code", "hgrn2"),
     "gsa/accelerate_fla": (),
     "gsa/decoding": (),
-    "gsa/mqar": ("--models", "gsa", "gla"),
     "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
     "rat/train_200m": (),
     "rat/train_gpus": ("--models", "RAT(L=16), 200m"),
     "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),
     "rat/train_small": (*ONE, "--models", "RNN", "Attention-SWA", "RAT(L=16)-SWA NoPE"),
-    "recurrent_transformer/synthetic": ("--models", "recurrent"),
     "recurrent_transformer/train_small": (
         *ONE,
         "--models",
@@ -84,7 +82,7 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     assert not [line for line in told if "trained on" not in line], "nothing is measured again"
 
 
-@pytest.mark.parametrize("name", ["gsa/mqar", "core/attention", "recurrent_transformer/synthetic"])
+@pytest.mark.parametrize("name", ["gsa/t2r", "core/attention"])
 def test_what_cannot_be_measured_is_refused_in_one_line(name, tmp_path, capsys, monkeypatch):
     package, script = name.split("/")
     path = ROOT / package / "experiments" / f"{script}.py"

@@ -25,7 +25,7 @@ def script(name):
     return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
 
 
-ablation, mqar, t2r = map(script, ("ablation", "mqar", "t2r"))
+ablation, t2r = map(script, ("ablation", "t2r"))
 MODELS = speed.TRAINING | speed.SLOTS
 
 
@@ -80,12 +80,6 @@ def test_states_have_the_sizes_that_the_ablation_says():
 
     told = {"gsa": 128, "hgrn2": 128, "gla": 192, "retnet": 256}
     assert {name: size(name) for name in told} == told
-
-
-def test_mqar_differs_from_the_authors_setting_in_what_saves_time_alone():
-    authors = mqar.PROTOCOLS["authors"]
-    saving = {"skip_solved": True, "precision": "bf16", "compile": True}
-    assert replace(authors, **saving) == mqar.FULL
 
 
 @pytest.fixture
