@@ -18,14 +18,14 @@ DRT = PAPER_NAMES["drt1"]
 RT12 = "Recurrent Transformer, 12 layers"
 WORDS = {
     "core/attention": (),
-    "core/context": (),
+    "core/context": ("--models", "GSA, 1 GPU", "RAT(L=16), 2 GPUs"),
     "drt/needles": (*ONE, "--models", DRT),
     "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
     "gsa/ablation": (*ONE, "1", "--models", "abc_code", "hgrn2"),
     "gsa/accelerate_fla": (),
     "gsa/decoding": (),
     "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
-    "rat/train_200m": (),
+    "rat/train_200m": ("--models", "RNN"),
     "rat/train_gpus": ("--models", "RAT(L=16), 200m"),
     "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),
     "rat/train_small": (*ONE, "--models", "RNN", "Attention-SWA", "RAT(L=16)-SWA NoPE"),
@@ -61,7 +61,10 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
     monkeypatch.setattr(gpus, "run_processes", lambda _, work, *given: {0: work(*given)})
-    command = ("--dry-run", "--out", "results/cpu", *WORDS[name])
+    command = ["--dry-run", "--out", "results/cpu", *WORDS[name]]
+    if "trains=True" in path.read_text(encoding="utf-8"):
+        Path("words.txt").write_text("half of the notes stand between a rest and a song " * 400)
+        command += ["--data", "words.txt"]
     assert run_script(path, *command) == 0
     measured = {each.stem: read_file(each) for each in Path("results/cpu").glob("*.json")}
     assert bool(measured) == (name not in ON_A_GPU_ALONE)
