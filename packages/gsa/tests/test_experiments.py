@@ -2,7 +2,6 @@
 
 import math
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.reproduction import Options
 from mezzo_core.reproduction.measurement import read_results
 from mezzo_gsa.reproduction import speed
@@ -25,7 +23,7 @@ def script(name):
     return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
 
 
-ablation, mqar, t2r = map(script, ("ablation", "mqar", "t2r"))
+ablation, t2r = map(script, ("ablation", "t2r"))
 MODELS = speed.TRAINING | speed.SLOTS
 
 
@@ -82,12 +80,6 @@ def test_states_have_the_sizes_that_the_ablation_says():
     assert {name: size(name) for name in told} == told
 
 
-def test_mqar_differs_from_the_authors_setting_in_what_saves_time_alone():
-    authors = mqar.PROTOCOLS["authors"]
-    saving = {"skip_solved": True, "precision": "bf16", "compile": True}
-    assert replace(authors, **saving) == mqar.FULL
-
-
 @pytest.fixture
 def corpus(tmp_path):
     path = tmp_path / "words.txt"
@@ -117,19 +109,6 @@ def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus):
         assert entry.details["parameters"] == nothing.details["parameters"]
     assert transformer.details["steps"]["val"][-1][0] == 30
     assert nothing.details["steps"]["val"][0][0] > 0, "it starts from no model"
-
-
-@pytest.mark.slow
-def test_fine_tunings_side_by_side_start_from_the_kept_transformer(corpus, tmp_path):
-    words = ("--data", str(corpus), "--out", "results/cpu", "--runs", "runs", "--seeds", "0")
-    command = [sys.executable, str(FOLDER / "t2r.py"), "--dry-run", "--jobs", "2", *words]
-    subprocess.run([*command, "--models", t2r.TRANSFORMER, "RetNet"], cwd=tmp_path, check=True)
-    assert len(read_results(tmp_path / "results")["cpu/t2r_rates"].entries) == 4
-    kept, _, _ = load_model(tmp_path / "runs/transformer-0/model")
-    starts = [load_model(path)[0] for path in tmp_path.glob("runs/job_*/start")]
-    assert starts
-    for start in starts:
-        assert torch.equal(start.embed.weight, kept.embed.weight)
 
 
 def test_a_tuning_without_its_transformer_is_refused_in_one_line(rehearse, corpus, capsys):

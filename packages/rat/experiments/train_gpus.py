@@ -4,19 +4,88 @@
         --out packages/rat/results/nvidia-h200
     python packages/rat/experiments/train_gpus.py --out DIR --dry-run      # toy sizes, on a CPU
 
-Writes train_gpus.json.
+Writes train_gpus.json, from the logs of the trainings.
 """
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 
-from mezzo_core.reproduction.gpus import run_settings
+import torch
+from mezzo_core.data import load_tokenizer
+from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
+from mezzo_core.reproduction.gpus import has_known_peak, run_processes, share_of_peak
+from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.training import WARMUP, measure_run
 from mezzo_rat.recipes import PAPER_NAMES, recipe
 
 MODELS = {
     f"{PAPER_NAMES[architecture]}, {size}": (size, architecture)
     for size, architecture in product(("200m", "1p3b"), ("rat_l16", "attention"))
 }
+SETTINGS = {"1 GPU": 1, "2 GPUs": 2, "1 GPU, activations computed again": 1}
+"""How many processes train."""
+COLUMNS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
+STEPS, TOKENS = 2 * WARMUP, 131_072
+"""Of each training, and of a step."""
+
+
+def measure(options: Options) -> None:
+    """Train each model in the settings for which this machine has GPUs."""
+    header = Header(
+        kind="training",
+        title="Whole models on one GPU and on two",
+        setting=f"{STEPS} steps of {TOKENS:,} tokens by the recipes, but for the vocabulary, which "
+        f"is that of {Path(options.tokenizer).name}; bf16 autocast over float32, layers and loss "
+        f"compiled; speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, "
+        "at 3 times the forward's FLOPs",
+        how="scaled down" if options.dry_run else "other hardware",
+        columns=COLUMNS,
+        models=tuple(f"{model}, {setting}" for model in MODELS for setting in SETTINGS),
+        unit="",
+        better="higher",
+    )
+    columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
+    jobs = [
+        Job(
+            tuple(Cell(f"{model}, {setting}", column) for column in columns),
+            partial(train, model, setting, options),
+        )
+        for setting, model in product(SETTINGS, options.models)
+        if SETTINGS[setting] <= max(1, torch.cuda.device_count())
+    ]
+    run(options.open("train_gpus", header), jobs, options.runs / "train_gpus", options.device)
+
+
+def train(
+    model: str, setting: str, options: Options, cells: tuple[Cell, ...], folder: Path, _: object
+) -> Iterator[list[Entry]]:
+    """Train a recipe for a few steps on the given text."""
+    size, architecture = MODELS[model]
+    config = recipe("tiny" if options.dry_run else size, architecture)
+    T, steps = (16, 2) if options.dry_run else (config.seq_len, STEPS)
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=load_tokenizer(options.tokenizer).vocab_size),
+        data=options.text,
+        seq_len=T,
+        batch_size=2 if options.dry_run else TOKENS // T,
+        steps=steps,
+        eval_every=steps,
+        eval_batches=1,
+        checkpoint_every=steps,
+        activation_checkpointing="again" in setting,
+    )
+    count, device = SETTINGS[setting], torch.device(options.device.type)
+    found = run_processes(count, measure_run, config, folder, device)[0]
+    speed, loss = found["tokens_per_second"], found["steps"]["train"][-1][1]
+    share = share_of_peak(config, speed / count, device)
+    told = dict(zip(COLUMNS, (speed, share, found["peak_gb"], loss), strict=True))
+    yield [cell.entry(told[cell.column]) for cell in cells]
+
 
 if __name__ == "__main__":
-    sys.exit(run_settings(__doc__, MODELS, recipe))
+    sys.exit(run_script(measure, __doc__, tuple(MODELS), trains=True))

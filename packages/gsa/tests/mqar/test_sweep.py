@@ -309,10 +309,11 @@ UNLIKE = {  # of the options that differ between the protocols, what is neither'
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, monkeypatch):
-    swept = []
+    swept, told = [], {}
 
     def record(config, *arguments, **options):
         swept.append(config)
+        told.update(options)
         return SimpleNamespace(entries=[], path="")
 
     monkeypatch.setattr("mezzo_gsa.reproduction.mqar.sweep", record)
@@ -325,6 +326,8 @@ def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, 
     for words, config in {"": whole, **expected}.items():
         assert run_command("--protocol", protocol, *words.split()) == 0
         assert swept.pop() == config, words
+    assert run_command("--jobs", 3) == 0
+    assert told["jobs"] == 3
     changed = {field for change in (SWEPT | UNLIKE[protocol]).values() for field in change}
     assert changed == {field.name for field in fields(SweepConfig)} - {"task", "protocol"}
     asked = {field for change in ASKED.values() for field in change}
@@ -347,8 +350,8 @@ def test_the_help_tells_the_models_and_the_defaults_of_the_protocols():
     hints = get_type_hints(mqar, include_extras=True)
     options = {name: hint.__metadata__[0] for name, hint in hints.items() if name != "return"}
     told = {name: option.show_default for name, option in options.items()}
-    for name in ("out", "protocol", "train_pairs", "device"):  # the protocols have no value of it
-        assert told.pop(name) is True
+    of_no_protocol = ("out", "protocol", "train_pairs", "jobs", "device")
+    assert all(told.pop(name) is True for name in of_no_protocol)
     assert told == {name: default(FIELDS.get(name, name)) for name in told}
 
 

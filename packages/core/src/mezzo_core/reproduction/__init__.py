@@ -6,7 +6,8 @@
 | `claims` | what answers each table and claim: `Answer`, `Evidence`, `Finding` |
 | `criteria`, `outcomes` | what a measurement must show for a claim to agree, and what comes out |
 | `runner`, `script` | an experiment is a list of jobs that fill a result file; its command line |
-| `training`, `tiny`, `gpus` | trainings: of an experiment, of a `reproduce` run, on several GPUs |
+| `training`, `tiny` | trainings: of an experiment, of a `reproduce` run |
+| `gpus` | work in several processes, one on each GPU |
 | `timing`, `speeds`, `*_speed` | the speed of an op, a layer, generation, a training step |
 | `result_file`, `origin` | result files, and the machine, software and commit that they name |
 | `measurement`, `beside` | our numbers, of result files or of this run; beside printed ones |

@@ -1,4 +1,4 @@
-"""Draws measurements as PNG files: lines over lengths, losses over steps, bars by task, dots.
+"""Draws measurements as PNG files: lines over lengths, losses over steps, a dot for each seed.
 
 A model has the same colour and marker in every figure of its paper: that of its place among the
 names which the caller gives.
@@ -38,8 +38,7 @@ def draw_result(
 ) -> Any:
     """Draw a measurement, and return the figure.
 
-    Numbered columns become lines, the tasks of a recall bars; all else are losses by step and a dot
-    for each seed.
+    Numbered columns become lines; all else are losses by step and a dot for each seed.
 
     Args:
         ours: the measurement; the lines of a training are its losses.
@@ -60,10 +59,7 @@ def draw_result(
         color = color_sequences["tab10"][i] if i < 10 else dark
         looks[name] = {"color": color, "marker": MARKERS[i % len(MARKERS)]}
     lines = ours.kind != "training" and len(ours.columns) > 1 and all(map(_number, ours.columns))
-    if lines:
-        figure = _draw_lines(both, looks)
-    else:
-        figure = (_draw_bars if ours.kind == "recall" else _draw_dots)(ours, looks)
+    figure = _draw_lines(both, looks) if lines else _draw_dots(ours, looks)
     for axes in figure.axes:
         if not axes.has_data():
             axes.remove()
@@ -122,42 +118,13 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
     return figure
 
 
-def _draw_bars(ours: Measurement, looks: Looks) -> Any:
-    """Draw a panel for each group: a bar for each task and model, the mean, and a dot a seed."""
-    figure, axes = _panels(len(ours.groups), 1, 3.2)
-    figure.set_figwidth(max(6, 2 + 1.3 * len(ours.columns)))
-    models = list(dict.fromkeys(model for _, model in ours.rows))
-    width = 0.8 / len(models)
-    shown = {}
-    for place, group in zip(axes, ours.groups, strict=True):
-        for i, model in enumerate(models):
-            color = looks[model]["color"]
-            for x, column in enumerate(ours.columns):
-                at = x + (i + 0.5) * width - 0.4
-                value = ours.typical(model, column, group)
-                if isinstance(value, str):
-                    place.text(at, 0.02, value, rotation=90, ha="center", fontsize=8)
-                elif value is not None:
-                    shown[model] = place.bar(at, float(value), 0.9 * width, color=color, alpha=0.7)
-                    seeds = ours.by_seed(model, column, group).values()
-                    place.plot([at] * len(seeds), seeds, "k.", markersize=4)
-        place.set_xticks(
-            range(len(ours.columns)), ours.columns, rotation=20, ha="right", fontsize=8
-        )
-        place.set_xlabel("task")
-        place.set_ylabel(group or ours.unit)
-        place.set_ylim(0, _top(ours))
-    figure.legend(shown.values(), shown, loc="outside upper center", ncols=4, frameon=False)
-    return figure
-
-
 def _draw_dots(ours: Measurement, looks: Looks) -> Any:
     """Draw the losses of the first seed, if there are any, then a panel for each column.
 
     It has a line for each row with a dot for each seed or pass, the first row on top. The dots tell
     the colours of the losses.
     """
-    curves, of = _curves(ours)
+    curves, of = _curves(ours) if ours.kind == "training" else ({}, "")
     panels = len(ours.columns) + bool(curves)
     across = min(panels, 3)
     figure, axes = _panels(-(-panels // across), across, 1.2 + 0.25 * max(len(ours.rows), 8))
@@ -174,12 +141,15 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
             values = ours.by_seed(model, column, group).values()
             place.plot(values, [y] * len(values), linestyle="", alpha=0.8, **looks[model])
             word = ours.typical(model, column, group)
-            names.append(f"{model}: {word}" if isinstance(word, str) else model)
-        place.set_yticks(range(len(names)), names)
+            name = f"{model}, {group}" if group else model
+            names.append(f"{name}: {word}" if isinstance(word, str) else name)
+        place.set_yticks(range(len(names)), names, fontsize=8)
         place.set_ylim(len(names) - 0.5, -0.5)
         unit = f" ({ours.unit})" if ours.unit not in ("", column) else ""
         place.set_xlabel(describe_place(column) + unit)
-        if ours.kind == "speed" and place.get_xlim()[0] > 0:
+        if ours.kind == "recall":
+            place.set_xlim(0, _top(ours))
+        elif ours.kind == "speed" and place.get_xlim()[0] > 0:
             place.set_xlim(left=0)
     return figure
 

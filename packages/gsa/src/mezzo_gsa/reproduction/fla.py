@@ -1,19 +1,46 @@
-"""fla (flash-linear-attention), the library of the paper's authors, where it is installed.
+"""GSA's op, and layers in training, beside those of fla (flash-linear-attention).
 
-Only the benchmarks use it, to compare with our ops and layers.
+That is the library of the paper's authors; only the benchmarks use it, where it is installed. A
+layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
 """
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
-from mezzo_core.errors import UserError
-from mezzo_core.nn.block import Block
-from mezzo_core.nn.lm import LM
-from mezzo_core.reproduction.layer_speed import Layer
+import torch
+from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.reproduction.layer_speed import build_layer, compiled
+from mezzo_core.reproduction.op_speed import Contender, excused, op_job, shape
+from mezzo_core.reproduction.runner import Job
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mezzo_gsa.gsa import GSA
+from mezzo_gsa.gla import GLAConfig
+from mezzo_gsa.gsa import GSAConfig
+from mezzo_gsa.ops import chunk_gsa
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of the op and the layers; the defaults are the README's."""
+
+    batches: tuple[tuple[int, int], ...] = ((8, 2048), (1, 16_384))  # (B, T)
+    num_heads: int = 4
+    head_dim: int = 512
+    num_slots: int = 64
+    seconds: float = 0.3  # for each timing
+
+    @property
+    def d_model(self) -> int:
+        """C, of the layers and of all heads together."""
+        return self.num_heads * self.head_dim
+
+    def layers(self) -> dict[str, MixerConfig]:
+        """Return our layers."""
+        gsa = GSAConfig(num_heads=self.num_heads, num_slots=self.num_slots)
+        return {"gsa": gsa, "gla": GLAConfig(num_heads=self.num_heads)}
 
 
 def runs_on(device: str) -> bool:
@@ -21,88 +48,70 @@ def runs_on(device: str) -> bool:
     return device == "cuda" and importlib.util.find_spec("fla") is not None
 
 
-def title(*words: str) -> str:
-    """Return the name of a row of fla: its version, and further words."""
-    from fla import __version__
+def jobs(shapes: Shapes, device: str) -> list[Job]:
+    """List what is timed; fla's rows only on a GPU where it is installed."""
+    ours = "triton" if device == "cuda" else "reference"
+    theirs = []
+    if runs_on(device):
+        from fla import __version__
 
-    return ", ".join((f"fla {__version__}", *words))
+        theirs = [f"fla {__version__}"]
+    H, D, M = shapes.num_heads, shapes.head_dim, shapes.num_slots
+    found = []
+    for (B, T), impl in product(shapes.batches, [ours, *theirs]):
+        make = partial(_op, shapes, (B, T), impl in theirs)
+        column = shape(B=B, T=T, H=H, K=D, V=D, M=M)
+        found.append(op_job("gsa op", impl, column, make, shapes.seconds))
+    eager = [f"{ours}, eager"] if device == "cuda" else []
+    for name, impl, (B, T) in product(shapes.layers(), [ours, *eager, *theirs], shapes.batches):
+        make = partial(_layer, shapes, name, (B, T), impl)
+        column = shape(B=B, T=T, C=shapes.d_model, **({"M": M} if name == "gsa" else {}))
+        found.append(op_job(f"{name} layer", impl, column, make, shapes.seconds))
+    return [excused(job) if "(fla " in job.cells[0].model else job for job in found]
 
 
-def gsa_op(scale: float, *, keep_states: bool) -> Callable[..., Tensor]:
-    """Return fla's chunk_gsa of q, k, v and log gates, as our op is called.
+def _op(shapes: Shapes, batch: tuple[int, int], is_fla: bool, device: torch.device) -> Contender:
+    """Return an op of q, k, v (B, T, H, D) and log gates (B, T, H, M) as a layer's."""
+    (B, T), H, D, M = batch, shapes.num_heads, shapes.head_dim, shapes.num_slots
+    torch.manual_seed(0)
+    inputs = {name: _normal(device, B, T, H, D) for name in "qkv"}
+    gates = torch.randn(B, T, H, M, device=device)
+    inputs["g"] = F.logsigmoid(gates) / GSAConfig().damping
+    if not is_fla:
+        return Contender(lambda **x: chunk_gsa(**x, scale=D**-0.5).out, inputs)
+    from fla.ops.gsa import chunk_gsa as fla_gsa
 
-    Its write strengths s = 1 - exp(g) are an argument, so computing them is not timed.
-    """
-    from fla.ops.gsa import chunk_gsa
-
-    level = 0 if keep_states else 2
+    # Its write strengths are an argument, so computing them is not timed.
+    inputs["s"] = -torch.expm1(inputs["g"]).to(inputs["q"].dtype)
 
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
-        return chunk_gsa(q, k, v, s, g, scale=scale, checkpoint_level=level)[0]
+        return fla_gsa(q, k, v, s, g, scale=D**-0.5, checkpoint_level=2)[0]
 
-    return run
-
-
-def gla_op(scale: float) -> Callable[..., Tensor]:
-    """Return fla's chunk_gla."""
-    from fla.ops.gla import chunk_gla
-
-    return lambda q, k, v, g: chunk_gla(q, k, v, g, scale=scale)[0]
+    return Contender(run, inputs)
 
 
-class FlaMixer(nn.Module):
-    """A layer of fla with the interface of a mixer, for training only."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, state: None = None, **_: Any) -> tuple[Tensor, None]:
-        """Mix (B, T, C) along time."""
-        return self.layer(x)[0], None
-
-
-def layers(d_model: int, num_heads: int, num_slots: int, like: Tensor) -> dict[str, Layer]:
-    """Return fla's layers of the paper's models, alone, of the dtype and device of a tensor.
-
-    Raises:
-        UserError: if a library that fla's layers need is not installed.
-    """
-    try:
-        from fla.layers import (
-            GatedLinearAttention,
-            GatedSlotAttention,
-        )
-    except ImportError as error:
-        raise UserError(f"fla's layers cannot be imported: {error}") from error
-
-    shared = {"hidden_size": d_model, "num_heads": num_heads, "layer_idx": 0}
-    with like.device:
-        theirs = {
-            "gsa": GatedSlotAttention(num_slots=num_slots, **shared),
-            "gla": GatedLinearAttention(**shared),
-        }
-    return {
-        name: Layer(FlaMixer(layer), d_model, alone=True).to(like)  # type: ignore[arg-type]
-        for name, layer in theirs.items()
-    }
+def _layer(
+    shapes: Shapes, name: str, batch: tuple[int, int], impl: str, device: torch.device
+) -> Contender:
+    """Return a layer as a function of x (B, T, C) and of its weights."""
+    C, x = shapes.d_model, _normal(device, *batch, shapes.d_model)
+    if impl.startswith("fla "):
+        theirs = _fla_layer(shapes, name).to(x)
+        return Contender(lambda x, **_: theirs(x)[0], {"x": x, **dict(theirs.named_parameters())})
+    layer = build_layer(shapes.layers()[name], C, device, alone=True).to(x.dtype)
+    run = layer if impl.endswith("eager") else compiled(layer)
+    return Contender(lambda x, **_: run(x), {"x": x, **dict(layer.mixer.named_parameters())})
 
 
-def step(layer: Layer, prompt: Tensor, x: Tensor) -> Callable[[], Any]:
-    """Return a function that decodes x (1, 1, C) after a prompt (1, T, C)."""
-    from fla.models.utils import Cache
+def _fla_layer(shapes: Shapes, name: str) -> nn.Module:
+    from fla.layers import GatedLinearAttention, GatedSlotAttention
 
-    theirs, cache = layer.mixer.layer, Cache()
-    assert isinstance(theirs, nn.Module)
-    theirs(prompt, past_key_values=cache, use_cache=True)
-    return lambda: theirs(x, past_key_values=cache, use_cache=True)[0]
+    sizes = {"hidden_size": shapes.d_model, "num_heads": shapes.num_heads, "layer_idx": 0}
+    if name == "gsa":
+        return GatedSlotAttention(num_slots=shapes.num_slots, **sizes)
+    return GatedLinearAttention(**sizes)
 
 
-def replace_mixers(model: LM) -> None:
-    """Replace the mixers of a GSA model by fla's layers."""
-    for block in [part for part in model.modules() if isinstance(part, Block)]:
-        ours = block.mixer
-        assert isinstance(ours, GSA)
-        sizes = (ours.d_model, ours.config.num_heads, ours.config.num_slots)
-        theirs = layers(*sizes, like=model.embed.weight)["gsa"]
-        block.mixer = theirs.mixer  # type: ignore[assignment]
+def _normal(device: torch.device, *size: int) -> Tensor:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.randn(size, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
 """A sweep on MQAR over models, widths and learning rates: Zoology's protocol, and the authors'."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -215,25 +215,33 @@ class SweepConfig:
             state_bytes=state_bytes,
         )
 
-    def jobs(self, runs: Path, models: Sequence[str]) -> list[Job]:
-        """Return the jobs of models at all widths, narrow ones first."""
-        return [self.job(model, width, runs) for width in sorted(self.widths) for model in models]
+    def jobs(self, runs: Path) -> list[Job]:
+        """Return the jobs of all models at all widths, narrow ones first."""
+        return [
+            self.job(model, width, runs) for width in sorted(self.widths) for model in self.models
+        ]
 
 
-def sweep(config: SweepConfig, out: Path, *, device: str | torch.device | None = None) -> Result:
+def sweep(
+    config: SweepConfig,
+    out: Path,
+    *,
+    device: str | torch.device | None = None,
+    jobs: int = 1,
+) -> Result:
     """Train everything that `config` asks for, narrow models first, and return the result.
 
     A sweep that was killed goes on: runs resume from their own folders in `out`, and finished ones
-    are only read.
+    are only read. So many `jobs` are done at the same time, see `run`.
 
     Raises:
         UserError: if a model cannot have a width, `out` has the result of another sweep or cannot
             be written, or there is no such device.
     """
-    jobs = config.jobs(out, config.models)
+    wanted = config.jobs(out)
     chosen = choose_device(device, None)
     result = Result(out / f"{config.name}.json", config.header(), origin(chosen), say)
-    run(result, jobs, out, chosen)
+    run(result, wanted, out, chosen, jobs)
     return result
 
 

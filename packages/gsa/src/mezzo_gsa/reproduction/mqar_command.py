@@ -63,6 +63,7 @@ def mqar(
     precision: Annotated[str | None, part("fp32, bf16 or auto.", "fp32")] = None,
     compile: Annotated[bool | None, part("Use torch.compile.", "False")] = None,
     cuda_graph: Annotated[bool | None, part("Replay steps as CUDA graphs.", "False")] = None,
+    jobs: Annotated[int, Option(min=1, help="Trainings at the same time, over all GPUs.")] = 1,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train GSA and other mixers on multi-query associative recall (MQAR), and compare them.
@@ -80,7 +81,7 @@ def mqar(
         raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")
     whole = PROTOCOLS[protocol]
     config = _replaced(whole, {**given, "task": _replaced(whole.task, given)})
-    result = sweep(config, out, device=device)
+    result = sweep(config, out, device=device, jobs=jobs)
     rows = []
     for entry in result.entries:
         shown = (entry.value, *map(entry.details.get, ("lr", "state_bytes")))

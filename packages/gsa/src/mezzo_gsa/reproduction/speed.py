@@ -1,4 +1,4 @@
-"""Speeds: Figure 4 and footnote 7 (whole models of 1.3B), and ops and layers beside fla's."""
+"""Speeds: Figure 4 and footnote 7 (whole models of 1.3B), and an op and layers beside fla's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,14 +17,13 @@ from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
 
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
-from mezzo_gsa.reproduction import beside, fla
-from mezzo_gsa.reproduction.beside import Shapes
+from mezzo_gsa.reproduction import fla
+from mezzo_gsa.reproduction.fla import Shapes
 
 KEPT = "GSA w/o recomp."
 """GSA with its states kept for the backward pass."""
-FLA = "GSA, fla's layer"
 GENERATING = {PAPER_NAMES[name]: name for name in ("attention", "retnet", "gla", "gsa")}
-TRAINING = {**GENERATING, KEPT: "gsa", FLA: "gsa"}
+TRAINING = {**GENERATING, KEPT: "gsa"}
 SLOTS = {"32 slots": "gsa_m32", "64 slots": "gsa", "128 slots": "gsa_m128"}
 """The recipe of each model."""
 
@@ -49,7 +48,7 @@ DRY = Sizes(
     lengths=(32, 64),
     prompt=16,
     new_tokens=(4, 8),
-    shapes=Shapes(((2, 128), (1, 256)), ((4, 64), 8, 8), 2, 16, (8, 4), 16, 0.0),
+    shapes=Shapes(((2, 128), (1, 256)), 2, 16, 8, 0.0),
 )
 """Toy sizes for a CPU, and for a rehearsal: the same steps."""
 
@@ -70,24 +69,19 @@ def training(
     jobs = [
         timing(
             {Cell(model, str(T)): {"B": sizes.tokens // T, "T": T} for T in lengths},
-            partial(_training_timer, model, configure(model, models[model], sizes)),
+            partial(_training_timer, configure(model, models[model], sizes)),
             "tokens_per_second",
         )
         for model in models
-        if model != FLA or fla.runs_on(sizes.device)
     ]
     return header, jobs
 
 
-def _training_timer(
-    name: str, config: LMConfig, device: torch.device
-) -> Callable[..., list[TrainingSpeed]]:
+def _training_timer(config: LMConfig, device: torch.device) -> Callable[..., list[TrainingSpeed]]:
     model = build_model(config, device)
-    if name == FLA:
-        fla.replace_mixers(model)
     if device.type == "cuda":
         for unit in model.units():
-            unit.compile(dynamic=False, fullgraph=name != FLA)
+            unit.compile(dynamic=False, fullgraph=True)
     return partial(time_training, model)
 
 
@@ -121,14 +115,14 @@ def _generate(
 
 
 def ops(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
-    """List ops and layers one at a time, beside fla's."""
+    """List GSA's op, and layers, one at a time, beside fla's."""
     header = {
         "kind": "timings",
         "title": "Ops and layers one at a time, beside flash-linear-attention's (bench_fla)",
         "setting": "medians of repeated calls",
         "unit": "ms",
     }
-    return header, beside.jobs(sizes.shapes, sizes.device)
+    return header, fla.jobs(sizes.shapes, sizes.device)
 
 
 def configure(model: str, name: str, sizes: Sizes) -> LMConfig:

@@ -192,8 +192,6 @@ def sweep(
     config: SweepConfig,
     out: Path,
     *,
-    name: str = "synthetic",
-    runs: Path | None = None,
     device: str | torch.device | None = None,
     jobs: int = 1,
 ) -> Result:
@@ -202,16 +200,16 @@ def sweep(
     It gets two entries for each model, task and seed, exact match and token accuracy of the run
     that has the best exact match, the first with that run's details, and those of the `others`. A
     sweep that was killed goes on: runs resume from their own folders, and finished ones are only
-    read. One for the other model goes on in the same file. `runs` is the folder of the runs'
-    folders, `out` if None; `jobs` models are trained at the same time, see `run`.
+    read. One for the other model goes on in the same file. So many `jobs` are done at the same
+    time, see `run`.
 
     Raises:
         UserError: if `out` has the result of another sweep or cannot be written, or there is no
             such device.
     """
     chosen = choose_device(device, None)
-    result = Result(out / f"{name}.json", config.header(), origin(chosen), say)
-    folder = (runs or out) / name
+    result = Result(out / "synthetic.json", config.header(), origin(chosen), say)
+    folder = out / "synthetic"
     wanted = product(config.seeds, config.columns(), config.models)
     run(result, [_job(config, *each, folder) for each in wanted], folder, chosen, jobs)
     return result

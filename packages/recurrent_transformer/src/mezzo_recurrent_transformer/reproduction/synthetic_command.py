@@ -45,6 +45,7 @@ def synthetic(
     precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = "auto",
     compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
     cuda_graph: Annotated[bool, Option(help="Replay steps as CUDA graphs.")] = False,
+    jobs: Annotated[int, Option(min=1, help="Trainings at the same time, over all GPUs.")] = 1,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
     """Train one recurrent layer and one Transformer layer on synthetic tasks, and compare them.
@@ -80,7 +81,7 @@ def synthetic(
         cuda_graph=cuda_graph,
         **checked_later,
     )
-    result = sweep(config, out, device=device)
+    result = sweep(config, out, device=device, jobs=jobs)
     found = read_result(result.path)
     rows = []
     for column in found.columns:
