@@ -40,7 +40,7 @@ NOPE = " NoPE"
 """Follows the name of a hybrid without positions in its global layers."""
 PERPLEXITY = "Val. PPL"
 SIX = "nvidia-h200/train_six"
-CONTEXTS = "nvidia-h100/train_contexts"
+CONTEXTS = "nvidia-h200/train_contexts"
 LONG, POSITIONS = "nvidia-h100/train_long", "nvidia-h100/train_positions"
 IN_PLACE_OF = {"T=1024": "T=8192", "T=2048": "T=16384", "T=4096": "T=32768"}
 """The contexts of CONTEXTS, and Table 9's in whose place they stand."""
