@@ -1,13 +1,15 @@
 """Launches Triton kernels with less work on the host.
 
 At each launch Triton writes all constants and options as a text, by which it looks up the compiled
-kernel, and it calls the hooks of profilers. Here a tuple is the key, which Triton's own function
-makes of the arguments. Without hooks, the compiled kernel is called directly.
+kernel, it calls the hooks of profilers, and it asks the driver about the address of each tensor.
+Here a tuple is the key, which Triton's own function makes of the arguments. Without hooks, the
+compiled kernel is called directly, with addresses, which Triton takes as they are.
 """
 
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -33,7 +35,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Args:
         kernel: from `triton.jit`.
         grid: one to three numbers of programs.
-        arguments: all arguments of the kernel that are not constants.
+        arguments: all arguments of the kernel that are not constants. Its tensors must be on the
+            current device: what lies elsewhere is found out in the first launch alone.
         constants: all its constants, and Triton's options, such as num_warps.
     """
     if not _is_plain(kernel):
@@ -53,13 +56,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             _compiled[key] = compiled, tuple([constants[name] for name in names])
         return
     compiled, values = found
-    x, y, z = (*grid, 1, 1)[:3]
+    size = (*grid, 1, 1)[:3]
     stream = active.get_current_stream(device)
     no_hooks = None, None, None
+    places = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     compiled.run(
-        x, y, z, stream, compiled.function, compiled.packed_metadata, *no_hooks,
-        *arguments, *values,
-    )  # fmt: skip
+        *size, stream, compiled.function, compiled.packed_metadata, *no_hooks, *places, *values
+    )
 
 
 def _is_plain(kernel: Any) -> bool:
