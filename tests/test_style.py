@@ -32,6 +32,10 @@ def test_what_commands_print_goes_through_one_file_that_takes_no_markup():
     assert not [p for p in SOURCES if p.name != "console.py" and ".print(" in p.read_text()]
 
 
+def test_kernels_are_launched_by_the_function_that_does_it_fast():
+    assert not [p for p in SOURCES if "triton" in str(p) and re.search(r"_kernel\[", p.read_text())]
+
+
 def test_references_fit_on_one_screen_and_import_no_triton():
     references = [path for path in SOURCES if path.name == "reference.py"]
     assert len(references) >= 4

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.online_softmax.triton import add_scores, merge
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from mezzo_core.positions import RADIANS, rope_steps
@@ -114,7 +115,8 @@ def decode_attention_fwd(
         parts = torch.empty((B, HQ, N, D), dtype=torch.float32, device=q.device)
         lse = torch.empty((B, HQ, N), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        decode_attention_fwd_kernel[(B * H * N,)](
+        launch(
+            decode_attention_fwd_kernel, (B * H * N,),
             q, k, v, lengths.contiguous(), slopes, parts, lse, scale, S,
             *k.stride()[:3], *v.stride()[:3],
             H=H, G=HQ // H, D=D, BG=max(next_power_of_2(HQ // H), 16), BS=BS,
@@ -204,7 +206,8 @@ def append_token_(
     if B:
         strides = (*q.stride(), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
         with torch.cuda.device_of(q):
-            append_token_kernel[(B,)](
+            launch(
+                append_token_kernel, (B,),
                 q, k, v, k_cache, v_cache, lengths, steps, out, S,
                 *strides, lengths.stride(0), HQ=HQ, H=H, D=D, BQ=BQ, BH=BH,
                 HAS_ROPE=steps is not None, num_warps=min(max(BQ * D // 512, 1), 16),

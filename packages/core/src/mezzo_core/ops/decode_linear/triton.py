@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 
 ROWS_WITH_NORM = 4
@@ -57,7 +58,8 @@ def decode_linear_fwd(
         BK = next_power_of_2(K)
         BN = 1 if norm_weight is None or BK > 4096 else ROWS_WITH_NORM
         with torch.cuda.device_of(weight):
-            decode_linear_fwd_kernel[(ceil_div(N, BN),)](
+            launch(
+                decode_linear_fwd_kernel, (ceil_div(N, BN),),
                 x, weight, bias, norm_weight, y, N, norm_eps, weight.stride(0),
                 K=K, BN=BN, BK=BK, num_warps=4 if BK <= 8192 else 8,
             )  # fmt: skip

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 
@@ -141,7 +142,8 @@ def linear_scan_fwd(
         return out, final
     grid, settings = _launch(x, num_states, chunk_size, packed=cu_seqlens is not None)
     with torch.cuda.device_of(x):
-        linear_scan_fwd_kernel[grid](
+        launch(
+            linear_scan_fwd_kernel, grid,
             a, x, h0, cu_seqlens, out, final,
             stride_ab=a.stride(0), stride_at=a.stride(1),
             stride_xb=x.stride(0), stride_xt=x.stride(1),
@@ -168,7 +170,8 @@ def linear_scan_bwd(
         return da, dx, dh0
     grid, settings = _launch(out, dh0.shape[0], chunk_size, packed=cu_seqlens is not None)
     with torch.cuda.device_of(out):
-        linear_scan_bwd_kernel[grid](
+        launch(
+            linear_scan_bwd_kernel, grid,
             dout, dfinal.contiguous(), a, out, h0, cu_seqlens, da, dx, dh0,
             stride_db=dout.stride(0), stride_dt=dout.stride(1),
             stride_ab=a.stride(0), stride_at=a.stride(1),

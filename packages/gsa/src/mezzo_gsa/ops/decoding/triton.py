@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
@@ -53,7 +54,8 @@ def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: floa
     if z is not None and z.stride(1) != 1:
         z = z.contiguous()
     with torch.cuda.device_of(x):
-        step_norm_kernel[(B * C // D,)](
+        launch(
+            step_norm_kernel, (B * C // D,),
             x, weight.contiguous(), z, y, 0 if z is None else z.stride(0), eps,
             N=C // D, D=D, BD=next_power_of_2(D), num_warps=8,
         )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.triton import exp
 
 BLOCK = 4096
@@ -34,7 +35,8 @@ def cross_entropy_(
     N, W = logits.shape
     if N == 0:
         return
-    cross_entropy_kernel[(N,)](
+    launch(
+        cross_entropy_kernel, (N,),
         logits, targets, losses, hits, V, W, ignore_index,
         WRITES=differentiable, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
@@ -148,7 +149,8 @@ def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]
         return dq, stats
     sizes = backward_tiles(M, L, D, q.dtype)
     tiles, keys, values = sizes.count(M), chunked(k, sizes.BN), chunked(v, sizes.BN)
-    queries_bwd_kernel[(H * B * N * tiles,)](
+    launch(
+        queries_bwd_kernel, (H * B * N * tiles,),
         dout, q, keys, values, indices, weights, lse, stats, dq, B * N, N, S, M, tiles,
         form.scale, form.scale * math.log2(math.e), L=L, **sizes.query_settings(q, R),
     )  # fmt: skip

@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
@@ -109,7 +110,8 @@ def chunks_bwd(
     for last in (False, True):
         items = B * S if last else len(sums)
         if items:
-            chunks_bwd_kernel[(H * items * tiles,)](
+            launch(
+                chunks_bwd_kernel, (H * items * tiles,),
                 dout, q, keys, values, stats, readers.order, readers.offsets,
                 readers.parts, readers.chunks, sums, dk, dv, items, B * S, tiles, readers.size,
                 form.scale, form.scale * math.log2(math.e),

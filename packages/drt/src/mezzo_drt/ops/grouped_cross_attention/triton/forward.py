@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.online_softmax.triton import add_scores
 from torch import Tensor
 
@@ -125,7 +126,8 @@ def attend(
     assert weights.is_contiguous()
     sizes = forward_tiles(M, L, D, q.dtype)
     tiles, keys, values = sizes.count(M), chunked(k, sizes.BN), chunked(v, sizes.BN)
-    attend_fwd_kernel[(H * B * N * tiles,)](
+    launch(
+        attend_fwd_kernel, (H * B * N * tiles,),
         q, keys, values, indices, weights, out, lse, B * N, N, S, M, tiles,
         form.scale * math.log2(math.e), SOFTMAX1=form.softmax1, L=L, **sizes.query_settings(q, R),
     )  # fmt: skip

@@ -8,6 +8,7 @@ computes the gradients of the states at the borders, and the gradients inside th
 from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
@@ -63,7 +64,8 @@ def run_parts(
     write = torch.empty((B, T, H, K), dtype=dtype, device=device)
     decay = torch.empty((chunks.num_chunks, H, K), device=device)
     BK = _tile(x.k)
-    gate_kernel[(chunks.num_chunks * H, ceil_div(K, BK))](
+    launch(
+        gate_kernel, (chunks.num_chunks * H, ceil_div(K, BK)),
         x.g, x.k, chunks.chunk_table, running, write, decay,
         T, chunks.per_row, x.g.stride(1), x.k.stride(1),
         H=H, K=K, KG=KG, L=chunks.length, BK=BK, SEGMENT=SEGMENT, num_warps=4,
@@ -74,7 +76,8 @@ def run_parts(
     states, starts, final, kept = run_states(x.v, write, decay, initial, chunks, split=split)
     scores = torch.empty((B, T, HQ, chunks.length), dtype=dtype, device=device)
     weighted = torch.empty((B, T, HQ, K), dtype=dtype, device=device)
-    scores_kernel[(chunks.num_chunks * HQ,)](
+    launch(
+        scores_kernel, (chunks.num_chunks * HQ,),
         x.q, x.k, running, chunks.chunk_table, scores, weighted,
         T, chunks.per_row, x.q.stride(1), x.k.stride(1), scale,
         HQ=HQ, H=H, K=K, KG=KG, BK=BK, num_warps=4, **_pairs(x, chunks),
@@ -116,14 +119,16 @@ def run_gradients(
     _read(do, parts.scores, parts.write, flow, HQ, grads.v, chunks, reverse=True)
     dscores = torch.empty_like(parts.scores)
     sizes = {"HQ": HQ, "H": H, "V": x.v.shape[3], "KG": x.g.shape[3], "BV": _tile(x.v)}
-    scores_bwd_kernel[(chunks.num_chunks * HQ,)](
+    launch(
+        scores_bwd_kernel, (chunks.num_chunks * HQ,),
         do, x.v, parts.running, chunks.chunk_table, dscores, T, N, x.v.stride(1), scale,
         L=chunks.length, SEGMENT=SEGMENT, PRECISION=precision(do.dtype), num_warps=4, **sizes,
     )  # fmt: skip
     BK, num_warps = _tile(x.k), 4
     if x.g.shape[3] > 1:  # gates of each channel need registers for their factors
         BK, num_warps = (64, 8) if BK == 64 else (16, 4)
-    keys_bwd_kernel[(chunks.num_chunks * HQ, ceil_div(x.k.shape[3], BK))](
+    launch(
+        keys_bwd_kernel, (chunks.num_chunks * HQ, ceil_div(x.k.shape[3], BK)),
         do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
         grads.q, grads.k, grads.g, T, N, x.q.stride(1), x.k.stride(1), x.v.stride(1), scale,
         K=x.k.shape[3], BK=BK, num_warps=num_warps, **sizes, **_pairs(x, chunks),
@@ -150,7 +155,8 @@ def _read(
     """Write y (B, T, HQ, V): each token reads its chunk and the state at the chunk's border."""
     HQ, K, V = scores.shape[2], weights.shape[3], x.shape[3]
     BV = _tile(x)
-    outputs_kernel[(chunks.num_chunks * HQ, ceil_div(V, BV))](
+    launch(
+        outputs_kernel, (chunks.num_chunks * HQ, ceil_div(V, BV)),
         x, scores, weights, *states, chunks.chunk_table, y,
         x.shape[1], chunks.per_row, x.stride(1),
         HX=x.shape[2], HW=weights.shape[2], HS=num_state_heads, HQ=HQ, K=K, V=V,

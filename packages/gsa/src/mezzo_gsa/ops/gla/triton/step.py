@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from mezzo_core.positions import RADIANS, rope_steps
 from torch import Tensor
@@ -126,7 +127,8 @@ def _launch(
     if form.rope_base is not None:
         steps = _steps(K, form.rope_base, device=q.device)
     with torch.cuda.device_of(q):
-        step_state_kernel[(B * H * ceil_div(V, BV),)](
+        launch(
+            step_state_kernel, (B * H * ceil_div(V, BV),),
             *inputs, h, out, places, steps, *strides,
             form.scale, 1 / (form.damping or 1.0), form.lower_bound,
             H=H, G=q.shape[1] // H, K=K, V=V, KG=g.shape[2], BK=BK, BV=BV,

@@ -9,6 +9,7 @@ K~; the second kernel updates V~. Gates and swish are computed while their input
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
@@ -158,11 +159,13 @@ def _launch(
         "LOGITS": form.damping is not None, "MAP": "swish" if form.swish else None,
     }  # fmt: skip
     with torch.cuda.device_of(q):
-        step_keys_kernel[(B * H * NK,)](
+        launch(
+            step_keys_kernel, (B * H * NK,),
             x_q, x_k, x_g, x_s, state.k, parts, stride_q, stride_k, *stride_gs, inverse_damping,
             K=K, BK=BK, **sizes,
         )  # fmt: skip
-        step_values_kernel[(B * H * ceil_div(V, BV),)](
+        launch(
+            step_values_kernel, (B * H * ceil_div(V, BV),),
             x_v, x_g, x_s, state.v, parts, out, stride_v, *stride_gs, inverse_damping, form.scale,
             V=V, NK=NK, BN=next_power_of_2(NK), BV=BV, BETWEEN=form.between,
             SWISH_OUT=swish_out, **sizes,

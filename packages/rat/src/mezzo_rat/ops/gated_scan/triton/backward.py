@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from torch import Tensor
 
 from mezzo_rat.ops.gated_scan.saved import Saved
@@ -140,7 +141,8 @@ def gated_scan_bwd(
                 dout, dfinal, zvg, gate_bias, lengths, closes, product, local, **settings
             )
             carry = chain(product, local, dfinal, split)
-        gated_scan_bwd_kernel[grid](
+        launch(
+            gated_scan_bwd_kernel, grid,
             dout, dfinal, zvg, gate_bias, lengths, h0, opens, closes, saved.kept, carry,
             dzvg, dbias, dh0, maxnreg=REGISTERS, **settings,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
@@ -112,7 +113,8 @@ def gated_scan_fwd(
                 zvg, gate_bias, lengths, h0, opens, product, local, **settings
             )
             carry = chain(product, local, h0, split)
-        gated_scan_fwd_kernel[grid](
+        launch(
+            gated_scan_fwd_kernel, grid,
             zvg, gate_bias, lengths, h0, opens, closes, carry, out, final, kept,
             EVERY=every, **settings,
         )  # fmt: skip

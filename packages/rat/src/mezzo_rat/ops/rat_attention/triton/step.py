@@ -12,6 +12,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import next_power_of_2
 from mezzo_core.positions import rope_angles
 from torch import Tensor
@@ -182,12 +183,14 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
     strides = x.stride(0), state.k_ends.stride(0)
     settings = {"L": form.chunk_size, "G": G, "H": H, "D": D, "SPLITS": splits, "ROPE": rope}
     with torch.cuda.device_of(x):
-        step_past_kernel[(B * H * splits,)](
+        launch(
+            step_past_kernel, (B * H * splits,),
             x, state.k_ends, state.v_ends, state.lengths, *angles, parts, tops, sums, seen,
             N, *strides, scale2, OQ=sizes.offsets["OQ"], BN=BN, num_warps=WARPS, num_stages=STAGES,
             **settings,
         )  # fmt: skip
-        step_new_kernel[(B * H,)](
+        launch(
+            step_new_kernel, (B * H,),
             x, bias, state.k, state.v, state.k_ends, state.v_ends, state.lengths, *angles,
             parts, tops, sums, seen, y, N, *strides, scale2,
             HAS_Z=sizes.has_z, num_warps=1, **settings, **sizes.offsets,

@@ -24,7 +24,7 @@ require_ptxas()  # every module that launches attention's products imports this 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-def launch(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
+def launch_settings(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any]]:
     """Return the grid and the constants for a kernel with programs over a tile (m, S, B, C)."""
     m, S, B, C = tile.shape
     H, D = form.num_heads, C // form.num_heads

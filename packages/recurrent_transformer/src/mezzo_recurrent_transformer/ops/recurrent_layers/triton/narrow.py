@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def is_narrow(x: Tensor, form: Form) -> bool:
     return is_small and form.block_size == 1 and x.dtype in products.DTYPES
 
 
-def _launch(x: Tensor, w: Matrices, form: Form) -> tuple[tuple[int, int], dict[str, Any]]:
+def _launch_settings(x: Tensor, w: Matrices, form: Form) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid and the constants for a leaf of tensors like x (m, S, B, C)."""
     m, _, B, C = x.shape
     F = w.up.shape[1]
@@ -175,8 +176,9 @@ def narrow_leaf(work: ForwardWork, leaf: range) -> bool:
     out = z if m == 1 else torch.empty_like(z)
     assert all(t.is_contiguous() for t in (*at, x, z))
     assert kv[0].is_contiguous()  # and so are all other weights
-    grid, settings = _launch(at.q, w, form)
-    narrow_leaf_kernel[grid](
+    grid, settings = _launch_settings(at.q, w, form)
+    launch(
+        narrow_leaf_kernel, grid,
         *at, x, out, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, work.slopes, S, B,
         leaf.start, leaf.stop, kv.stride(0), form.eps, form.residual_scale,
         settings["D"] ** -0.5, **settings,
@@ -299,8 +301,9 @@ def narrow_leaf_bwd(work: BackwardWork, leaf: range) -> bool:
         *(t.dhn, t.dh, t.dh_scaled, t.do, t.delta),
     )
     assert all(x.is_contiguous() for x in (*read, *written))
-    grid, settings = _launch(t.do, w, form)
-    narrow_leaf_bwd_kernel[grid](
+    grid, settings = _launch_settings(t.do, w, form)
+    launch(
+        narrow_leaf_bwd_kernel, grid,
         *read, w.o, w.up, w.down, kv, w.n1, w.n2, w.k_norm, work.slopes, *written, S, B,
         leaf.start, leaf.stop, kv.stride(0), form.eps, form.residual_scale,
         settings["D"] ** -0.5, **settings,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
@@ -112,7 +113,8 @@ def product_add(
     BM, BN, BK, _, warps, stages = _settings(m, R, N, K, partial=False)
     parts, is_normed = ceil_div(N, BN), form.norm != "none"
     squares = x.new_empty(m, R, parts, dtype=torch.float32) if is_normed else None
-    product_add_kernel[(ceil_div(R, BM) * parts, m)](
+    launch(
+        product_add_kernel, (ceil_div(R, BM) * parts, m),
         x, weight, base, norm if is_normed else None, h, out, squares, B, R, scale,
         *x.stride()[:3], *weight.stride(), *base.stride()[:3],
         0 if norm is None else norm.stride(0), *h.stride()[:3], *out.stride()[:3],
@@ -159,7 +161,8 @@ def _launch(
     BM, BN, BK, P, warps, stages = settings or _settings(m, R, N, K, partial=False)
     share = ceil_div(ceil_div(K, BK), P)
     parts = 1 if squares is None else squares.shape[2]
-    product_kernel[(ceil_div(R, BM) * ceil_div(N, BN), P, m)](
+    launch(
+        product_kernel, (ceil_div(R, BM) * ceil_div(N, BN), P, m),
         x, weight, u, squares, out, B, R, share, *x.stride()[:3], *weight.stride(),
         *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4], eps,
         N=N, K=K, S=parts, BS=next_power_of_2(parts), BM=BM, BN=BN, BK=BK, AFTER=after,

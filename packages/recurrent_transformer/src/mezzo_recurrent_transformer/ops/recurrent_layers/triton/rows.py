@@ -7,6 +7,7 @@ a whole row of C channels in registers; within a tile's steps rows are few, and 
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
@@ -88,7 +89,8 @@ def normed_kernel(
 def normed(x: Tensor, weight: Tensor | None, form: Form, out: Tensor) -> None:
     """Normalize rows (m, S, B, C) by weights (m, C)."""
     m, S, B, C = x.shape
-    normed_kernel[(S * B, m)](
+    launch(
+        normed_kernel, (S * B, m),
         x, weight, out, B, *x.stride()[:3], *out.stride()[:3], form.eps,
         NORM=form.norm, **_row(C),
     )  # fmt: skip
@@ -143,7 +145,8 @@ def normed_bwd(
 ) -> None:
     """Write dx = base + the gradient of a norm's input, and scale * dx; see `Parts.normed_bwd`."""
     m, S, B, C = x.shape
-    normed_bwd_kernel[(S * B, m)](
+    launch(
+        normed_bwd_kernel, (S * B, m),
         dy, x, weight, base, dx, scaled, partial, B,
         *dy.stride()[:3], *x.stride()[:3],
         *_strides(base), *_strides(dx), *_strides(scaled),
@@ -187,7 +190,8 @@ def add_norm_weight_grad(dy: Tensor, x: Tensor, form: Form, total: Tensor) -> No
     programs = ceil_div(tiles, per_program)
     # Partial sums, always added in one order: atomics would make runs differ.
     partial = torch.empty((m, programs, C), dtype=torch.float32, device=x.device)
-    norm_weight_grad_kernel[(programs, m)](
+    launch(
+        norm_weight_grad_kernel, (programs, m),
         dy, x, partial, B, S * B, per_program * BR, *dy.stride()[:3], *x.stride()[:3], form.eps,
         BR=BR, NORM=form.norm, **sizes,
     )  # fmt: skip
@@ -225,7 +229,8 @@ def add_normed(
 ) -> None:
     """Write h = x + scale * (the sum of y), and its norm into `out`; see `Parts.add_normed`."""
     m, S, B, C = x.shape
-    add_normed_kernel[(S * B, m)](
+    launch(
+        add_normed_kernel, (S * B, m),
         x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4],
         *h.stride()[:3], *out.stride()[:3], scale, form.eps,
         P=y.shape[0], NORM=form.norm, **_row(C),
@@ -259,7 +264,8 @@ def split_pair_kernel(
 def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tensor) -> None:
     """Split Wk n and Wv n (m, S, B, 2C) into normalized keys and values (m, S, B, C)."""
     m, S, B, C = k.shape
-    split_pair_kernel[(S * B, m)](
+    launch(
+        split_pair_kernel, (S * B, m),
         kv, weight, k, v, B, *kv.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         form.eps, NORM=form.norm, **_row(C),
     )  # fmt: skip
@@ -324,8 +330,17 @@ def gelu_kernel(
 def gelu(u: Tensor, out: Tensor) -> None:
     """Write u Φ(u); (m, S, B, F)."""
     m, S, B, F = u.shape
-    gelu_kernel[(S * B * ceil_div(F, BLOCK), m)](
-        u, out, B, *u.stride()[:3], *out.stride()[:3], F=F, BF=BLOCK, num_warps=BLOCK // WARP
+    launch(
+        gelu_kernel,
+        (S * B * ceil_div(F, BLOCK), m),
+        u,
+        out,
+        B,
+        *u.stride()[:3],
+        *out.stride()[:3],
+        F=F,
+        BF=BLOCK,
+        num_warps=BLOCK // WARP,
     )
 
 
@@ -350,7 +365,8 @@ def gelu_bwd_kernel(
 def gelu_bwd(u: Tensor, dg: Tensor, out: Tensor) -> None:
     """Write the gradient of u, and then u Φ(u) over u; (m, S, B, F)."""
     m, S, B, F = u.shape
-    gelu_bwd_kernel[(S * B * ceil_div(F, BLOCK), m)](
+    launch(
+        gelu_bwd_kernel, (S * B * ceil_div(F, BLOCK), m),
         u, dg, out, B, *u.stride()[:3], *dg.stride()[:3], *out.stride()[:3],
         F=F, BF=BLOCK, num_warps=BLOCK // WARP,
     )  # fmt: skip
@@ -380,7 +396,8 @@ def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:
     m, S, B, C = a.shape
     H = out.shape[-1]
     BH, BD = next_power_of_2(H), next_power_of_2(C // H)
-    head_products_kernel[(S * B, m)](
+    launch(
+        head_products_kernel, (S * B, m),
         a, b, out, B, *a.stride()[:3], *b.stride()[:3], *out.stride()[:3],
         H=H, D=C // H, BH=BH, BD=BD, num_warps=_warps(BH * BD),
     )  # fmt: skip

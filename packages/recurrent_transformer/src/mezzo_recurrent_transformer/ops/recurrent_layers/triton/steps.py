@@ -7,6 +7,7 @@ loads need no mask.
 
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import next_power_of_2
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     add_keys,
     channels,
     indices,
-    launch,
+    launch_settings,
     of_head,
     scales,
     softmax_bwd,
@@ -34,7 +35,8 @@ def attend_step(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) ->
         return
     tile, H = work.buffers.attending, work.form.num_heads
     m, S, B, C = tile.q.shape
-    attend_step_kernel[(B * H, m)](
+    launch(
+        attend_step_kernel, (B * H, m),
         *tile, kv, work.w.k_norm, work.slopes, out,
         step, leaf_of(step, S, 1).start, B, work.form.eps, (C // H) ** -0.5,
         S=S, C=C, D=C // H, BS=min(max(next_power_of_2(S), 2), LEAF), BC=next_power_of_2(C),
@@ -155,8 +157,9 @@ def _attend_block(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) 
     if kv is not None:
         before = slice(first - b, first)
         split_pair(kv, work.w.k_norm, form, tile.k[:, before], tile.v[:, before])
-    grid, settings = launch(out, form)
-    attend_block_fwd_kernel[grid](
+    grid, settings = launch_settings(out, form)
+    launch(
+        attend_block_fwd_kernel, grid,
         *tile, work.slopes, out, B, S, b, first, leaf_of(first, S, b).start,
         scales(out, form)[1], **settings,
     )  # fmt: skip
@@ -170,7 +173,8 @@ def pairs_step_bwd(work: BackwardWork, step: int) -> None:
     t, tile, H = work.buffers, work.buffers.attending, work.form.num_heads
     m, S, B, C = t.do.shape
     heads = next_power_of_2(H)
-    pairs_step_bwd_kernel[(B, m)](
+    launch(
+        pairs_step_bwd_kernel, (B, m),
         tile.q, tile.k, tile.v, tile.o, tile.lse, t.do, t.delta, t.raw, work.w.k_norm, work.slopes,
         t.dk, t.dv, t.dpair, step, leaf_of(step, S, 1).stop, B, work.form.eps, (C // H) ** -0.5,
         S=S, H=H, D=C // H, HP=heads, NORM=work.form.norm,
@@ -289,8 +293,9 @@ def _pairs_block_bwd(work: BackwardWork, step: int) -> None:
     assert all(x.is_contiguous() for x in (*tile, t.do, t.delta, t.dk, t.dv, t.dpair))
     (_, S, B, C), b = t.do.shape, form.block_size
     rows = slice(step * b, (step + 1) * b)
-    grid, settings = launch(t.do[:, rows], form)
-    pairs_block_bwd_kernel[grid](
+    grid, settings = launch_settings(t.do[:, rows], form)
+    launch(
+        pairs_block_bwd_kernel, grid,
         tile.q, tile.k, tile.v, tile.o, tile.lse, t.do, t.delta, work.slopes, t.dk, t.dv, t.dpair,
         B, S, b, rows.start, leaf_of(rows.start, S, b).stop, *scales(t.do, form), **settings,
     )  # fmt: skip
@@ -336,8 +341,9 @@ def attend_leaves(work: ForwardWork, begin: int, size: int) -> None:
     assert all(x.is_contiguous() for x in tile)
     _, S, B, _ = tile.q.shape
     queries = tile.q[:, begin : begin + size]
-    grid, settings = launch(queries, form)
-    attend_leaves_fwd_kernel[grid](
+    grid, settings = launch_settings(queries, form)
+    launch(
+        attend_leaves_fwd_kernel, grid,
         tile.q, tile.k, tile.v, tile.o, tile.lse, work.slopes, B, S, begin, size,
         scales(queries, form)[1], **settings,
     )  # fmt: skip
@@ -382,8 +388,9 @@ def leaves_bwd(work: BackwardWork, begin: int, size: int) -> None:
     t, tile, form = work.buffers, work.buffers.attending, work.form
     assert all(x.is_contiguous() for x in (*tile, t.do, t.delta, t.dk, t.dv))
     _, S, B, _ = t.do.shape
-    grid, settings = launch(t.do[:, begin - size : begin], form)
-    leaves_bwd_kernel[grid](
+    grid, settings = launch_settings(t.do[:, begin - size : begin], form)
+    launch(
+        leaves_bwd_kernel, grid,
         tile.q, tile.k, tile.v, tile.lse, t.do, t.delta, work.slopes, t.dk, t.dv, B, S, begin, size,
         *scales(t.do, form), **settings,
     )  # fmt: skip

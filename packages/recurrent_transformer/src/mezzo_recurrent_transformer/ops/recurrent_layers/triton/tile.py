@@ -8,6 +8,7 @@ tile are clamped to its last token: so loads need no mask, and no query sees not
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys, Later
@@ -17,7 +18,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     add_keys,
     channels,
     indices,
-    launch,
+    launch_settings,
     of_head,
     scales,
     softmax_bwd,
@@ -60,9 +61,10 @@ def attend_earlier(work: ForwardWork, keys: Keys) -> None:
     q, o, lse = work.buffers.attending.q, work.buffers.attending.o, work.buffers.attending.lse
     assert all(x.is_contiguous() for x in (q, keys.k, keys.v, o, lse))
     _, S, B, _ = q.shape
-    grid, settings = launch(q, work.form)
+    grid, settings = launch_settings(q, work.form)
     with torch.cuda.device_of(q):
-        attend_earlier_fwd_kernel[grid](
+        launch(
+            attend_earlier_fwd_kernel, grid,
             q, keys.k, keys.v, keys.seen, work.slopes, o, lse, B, S, keys.k.shape[2], keys.first,
             scales(q, work.form)[1], **settings,
         )  # fmt: skip
@@ -118,9 +120,10 @@ def attend_tile(work: BackwardWork, keys: Keys) -> None:
     tile, form = work.buffers.attending, work.form
     assert all(x.is_contiguous() for x in (*tile, *keys[:2]))
     _, S, B, _ = tile.q.shape
-    grid, settings = launch(tile.q, form)
+    grid, settings = launch_settings(tile.q, form)
     with torch.cuda.device_of(tile.q):
-        attend_tile_fwd_kernel[grid](
+        launch(
+            attend_tile_fwd_kernel, grid,
             *tile[:5], *keys[:3], work.slopes, tile.o, tile.lse, B, S, keys.k.shape[2], keys.first,
             form.block_size, scales(tile.q, form)[1], **settings,
         )  # fmt: skip
@@ -231,10 +234,11 @@ def attend_tile_bwd(work: BackwardWork, keys: Keys, dqkv: Tensor) -> None:
     tile, form, do, delta = work.buffers.attending, work.form, work.buffers.do, work.buffers.delta
     assert all(x.is_contiguous() for x in (*tile, do, delta, *keys[:2], dqkv))
     _, S, B, _ = do.shape
-    grid, settings = launch(do, form)
+    grid, settings = launch_settings(do, form)
     whole, b = settings["BM"] >= S, form.block_size
     with torch.cuda.device_of(do):
-        attend_tile_bwd_kernel[grid](
+        launch(
+            attend_tile_bwd_kernel, grid,
             *tile[:5], *keys[:3], work.slopes, tile.lse, do, delta, dqkv,
             B, S, keys.k.shape[2], keys.first, b, *scales(do, form), WHOLE=whole, **settings,
         )  # fmt: skip
@@ -288,9 +292,10 @@ def pairs_bwd(work: BackwardWork, later: Later) -> None:
     dk, dv = work.buffers.dk, work.buffers.dv
     assert all(x.is_contiguous() for x in (k, v, *later[:4], dk, dv))
     _, S, B, _ = k.shape
-    grid, settings = launch(k, work.form)
+    grid, settings = launch_settings(k, work.form)
     with torch.cuda.device_of(k):
-        pairs_bwd_kernel[grid](
+        launch(
+            pairs_bwd_kernel, grid,
             k, v, *later[:4], work.slopes, dk, dv, B, S, later.q.shape[2], later.begin,
             *scales(k, work.form), **settings,
         )  # fmt: skip
