@@ -10,7 +10,7 @@ from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, op
 from mezzo_gsa.ops.gsa.arguments import Form
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
-from mezzo_gsa.ops.gsa.op import Tensors
+from mezzo_gsa.ops.gsa.request import Tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}

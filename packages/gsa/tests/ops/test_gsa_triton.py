@@ -9,7 +9,7 @@ import triton
 from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
-from mezzo_gsa.ops.gsa.op import chunk_length
+from mezzo_gsa.ops.gsa.request import chunk_length
 from mezzo_gsa.ops.gsa.triton.launches import BAND
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

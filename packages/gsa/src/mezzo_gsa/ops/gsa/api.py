@@ -27,8 +27,9 @@ from mezzo_gsa.ops.gsa.arguments import (
     unsupported,
 )
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
-from mezzo_gsa.ops.gsa.op import Tensors, differentiable_gsa
+from mezzo_gsa.ops.gsa.op import differentiable_gsa
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
+from mezzo_gsa.ops.gsa.request import Tensors
 
 
 def recurrent_gsa(

@@ -5,7 +5,7 @@ a projection in place and gives it one gradient, so nothing is split or concaten
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mezzo_core.ops.ahead import compile_ahead
@@ -15,125 +15,17 @@ from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.by_token import by_token
-from mezzo_gsa.ops.chunking.chunks import Chunks, place_chunks
-from mezzo_gsa.ops.gsa.arguments import Form, Parts
-
-
-class Tensors(NamedTuple):
-    """The tensors of a call: a projection x, or q, k, v, g and maybe s."""
-
-    x: Tensor | None = None
-    """(B, T, W): q, k, v and the gates' logits side by side, see `Form.split`."""
-    q: Tensor | None = None
-    """(B, T, HQ, K)."""
-    k: Tensor | None = None
-    """(B, T, H, K)."""
-    v: Tensor | None = None
-    """(B, T, H, V)."""
-    g: Tensor | None = None
-    """(B, T, H, M) float32."""
-    s: Tensor | None = None
-    """(B, T, H, M) float32; None: 1 - exp(g)."""
-    k0: Tensor | None = None
-    """(S, H, M, K), the initial K~; None: zeros."""
-    v0: Tensor | None = None
-    """(S, H, M, V), the initial V~; None: zeros."""
-    cu_seqlens: Tensor | None = None
-    """(S + 1,) borders of packed sequences."""
-
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """x, q, k, v, g and s."""
-        return self[:6]
-
-    def parts(self, form: Form) -> Parts:
-        """Return q, k, v and g, which may be views of the projection."""
-        separate: Any = self[1:5]
-        return Parts(*separate) if self.x is None else form.split(self.x)
-
-
-class Inputs(NamedTuple):
-    """The inputs of a call, or their gradients; q, k, v, g may be views into one projection."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    s: Tensor | None = None
-
-
-class Request(NamedTuple):
-    """One call of the kernels."""
-
-    x: Inputs
-    k0: Tensor | None
-    v0: Tensor | None
-    chunks: Chunks
-    form: Form
-    raw: Parts | None
-    """The parts of the projection before swish, if swish is applied; `x` has them after it."""
-
-
-def chunk_length(dtype: torch.dtype, num_slots: int) -> int:
-    """Return L, the largest for which the data that a program needs of a chunk fits on chip."""
-    if dtype == torch.float32:
-        return 64 if num_slots <= 64 else 32
-    return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
-
-
-def gate_tiles(num_slots: int) -> int:
-    """Return how many tiles of 32 slots the gates of a chunk make, as a power of two."""
-    return 1 << (-(-num_slots // 32) - 1).bit_length()
-
-
-class Memory(NamedTuple):
-    """The memories at the borders of chunks, and sums and products of the gates."""
-
-    running: Tensor
-    """(B, T, H, M): running sums of log gates, from the chunk's start."""
-    strength: Tensor | None
-    """(B, T, H, M): write strengths; only the backward needs them."""
-    write: Tensor
-    """(B, T, H, M): write strengths, decayed to the chunk's end."""
-    decay: Tensor
-    """(chunks, H, M): the share of the memory before it that a chunk keeps."""
-    bands: Tensor
-    """(chunks, H, tiles): how many bands the running sums reach (see `triton/slots.py`)."""
-    kept: Tensor
-    """(chunks, H, M): the share of its segment's first memory that is left at a chunk's start."""
-    k_states: Tensor
-    """(chunks, H, M, K): K~ where each chunk begins, if its segment starts from zero."""
-    v_states: Tensor
-    """(chunks, H, M, V): the same for V~."""
-    k_starts: Tensor | None
-    """(segments, H, M, K): K~ where each segment begins; None: zeros."""
-    v_starts: Tensor | None
-    """(segments, H, M, V): the same for V~."""
-
-
-class Saved(NamedTuple):
-    """The tensors that a forward saves for the backward; None: not saved (see `Form.keep`)."""
-
-    logits: Tensor | None = None
-    """(B, T, HQ, M) float32: the inputs of the softmax."""
-    weights: Tensor | None = None
-    """(B, T, HQ, M): the weights with which tokens read the memory at their chunk's start."""
-    swished: Tensor | None = None
-    """(B, T, W): a projection after swish."""
-    memory: Memory | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All fields, and those of the memory, one after another."""
-        memory = (None,) * len(Memory._fields) if self.memory is None else self.memory
-        return self.logits, self.weights, self.swished, *memory
-
-    @classmethod
-    def from_tensors(cls, tensors: list[Tensor | None]) -> "Saved":
-        """Return the object from its `tensors`; an empty tensor is a None that an op returned."""
-        parts: list[Any] = [None if x is None or not x.numel() else x for x in tensors]
-        logits, weights, swished, running, *rest = parts
-        return cls(logits, weights, swished, None if running is None else Memory(running, *rest))
+from mezzo_gsa.ops.chunking.chunks import place_chunks
+from mezzo_gsa.ops.gsa.arguments import Form
+from mezzo_gsa.ops.gsa.request import (
+    Inputs,
+    Memory,
+    Request,
+    Saved,
+    Tensors,
+    chunk_length,
+    gate_tiles,
+)
 
 
 def _read(arguments: tuple[Any, ...]) -> tuple[Tensors, Form]:

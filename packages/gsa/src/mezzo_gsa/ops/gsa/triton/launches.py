@@ -19,7 +19,7 @@ from torch import Tensor
 from mezzo_gsa.ops.chunking.by_token import by_token, token_stride
 from mezzo_gsa.ops.chunking.chunks import SEGMENT
 from mezzo_gsa.ops.chunking.triton.states import INNER, padded, precision, run_states
-from mezzo_gsa.ops.gsa.op import Inputs, Memory, Request, Saved, gate_tiles
+from mezzo_gsa.ops.gsa.request import Inputs, Memory, Request, Saved, gate_tiles
 from mezzo_gsa.ops.gsa.triton.gate import gate_kernel
 from mezzo_gsa.ops.gsa.triton.slots import slots_bwd_kernel, slots_fwd_kernel
 from mezzo_gsa.ops.gsa.triton.tokens import swish_kernel, tokens_kernel
