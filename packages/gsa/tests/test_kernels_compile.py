@@ -100,13 +100,14 @@ FORMS = {
         lambda: apart(100, 32, 32, 16, fp32, HQ=2, H=1, state=True, between="relu", keep="states"),
         CONTINUED,
     ),
-    **{
-        f"{name} between": (lambda name=name: apart(100, 64, 64, 16, bf16, between=name), TRAINED)
-        for name in ("none", "relu_squared")
-    },
-    "no backward": (
-        lambda: apart(100, 64, 64, 64, bf16, keep="nothing"),
-        TRAINED - {"slots_bwd_kernel"},
+    "relu_squared between": (
+        lambda: apart(100, 64, 64, 16, bf16, between="relu_squared"),
+        TRAINED,
+    ),
+    "a few tokens, none between": (lambda: apart(20, 64, 64, 16, bf16, between="none"), TRAINED),
+    "a few tokens from a state, no backward": (
+        lambda: apart(20, 256, 256, 64, bf16, state=True, keep="nothing"),
+        CONTINUED - {"slots_bwd_kernel"},
     ),
     **{
         f"a step in {str(dtype).removeprefix('torch.')}": (
@@ -158,9 +159,9 @@ def compile_form(name):
 
 
 def compile_lengths():
-    """Compile for one segment and several; then no other length or batch compiles anything."""
+    """Compile for a few tokens, one segment and several; then no length or batch compiles more."""
     with compile_only() as compiled:
-        for T in (100, 5000):
+        for T in (20, 100, 5000):
             projection(T, 32, 16, bf16)
         known = len(compiled)
         assert known, "compilations are seen"

@@ -64,8 +64,18 @@ class Request(NamedTuple):
     """The parts of the projection before swish, if swish is applied; `x` has them after it."""
 
 
-def chunk_length(dtype: torch.dtype, num_slots: int) -> int:
-    """Return L, the largest for which the data that a program needs of a chunk fits on chip."""
+SHORT = 32
+"""Tokens of the longest rows that are one short chunk: a few tokens, such as an assistant's."""
+
+
+def chunk_length(dtype: torch.dtype, num_slots: int, longest: int | None = None) -> int:
+    """Return L, the largest for which the data that a program needs of a chunk fits on chip.
+
+    If the longest row is known and short, L is no longer than such rows: of a long chunk, a program
+    would mostly compute padding.
+    """
+    if longest is not None and longest <= SHORT:
+        return SHORT
     if dtype == torch.float32:
         return 64 if num_slots <= 64 else 32
     return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
