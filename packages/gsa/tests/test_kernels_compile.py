@@ -159,9 +159,9 @@ def compile_form(name):
 
 
 def compile_lengths():
-    """Compile for a few tokens, one segment and several; then no length or batch compiles more."""
+    """Compile for few tokens, one segment and several; then no length or batch compiles more."""
     with compile_only() as compiled:
-        for T in (20, 100, 5000):
+        for T in (20, 50, 100, 5000):
             projection(T, 32, 16, bf16)
         known = len(compiled)
         assert known, "compilations are seen"

@@ -18,7 +18,6 @@ from mezzo_gsa.ops.chunking.by_token import by_token
 from mezzo_gsa.ops.chunking.chunks import place_chunks
 from mezzo_gsa.ops.gsa.arguments import Form
 from mezzo_gsa.ops.gsa.request import (
-    SHORT,
     Inputs,
     Memory,
     Request,
@@ -44,7 +43,7 @@ def _request(t: Tensors, form: Form, swished: Tensor | None) -> Request:
     q, k, v, g = (by_token(part) for part in parts)
     x = Inputs(q, k, v, g, None if t.s is None else t.s.contiguous())
     B, T, _, M = g.shape
-    length = chunk_length(q.dtype, M, T if t.cu_seqlens is None else None)
+    length = chunk_length(k.dtype, M, T if t.cu_seqlens is None else None)
     return Request(x, t.k0, t.v0, place_chunks(B, T, length, t.cu_seqlens), form, raw)
 
 
@@ -59,8 +58,9 @@ def _gsa(*arguments: Any) -> tuple[Any, ...]:
         check_borders("chunk_gsa", t.cu_seqlens, q.shape[1])
     if q.is_cuda:  # and not Triton's interpreter
         sizes = [None if x is None else (x.dtype, x.shape[2:]) for x in t]
-        is_short = q.shape[1] <= SHORT and t.cu_seqlens is None
-        compile_ahead((q.device, form, is_short, *sizes), partial(_call_both, form.keep, arguments))
+        longest = q.shape[1] if t.cu_seqlens is None else None
+        key = q.device, form, chunk_length(q.dtype, 1, longest), *sizes
+        compile_ahead(key, partial(_call_both, form.keep, arguments))
     with torch.cuda.device_of(q):
         swished = launches.apply_swish(t.x) if t.x is not None and form.swish else None
         out, k_last, v_last, saved = launches.run_forward(_request(t, form, swished))
@@ -97,7 +97,7 @@ def _gsa_fake(*arguments: Any) -> tuple[Tensor, ...]:
     saved = Saved(q.new_empty(B, T, HQ, M, dtype=fp32), q.new_empty(B, T, HQ, M))
     if form.keep == "weights":
         return _filled(*results, *saved.tensors)
-    # T may be a symbol; of rows of any length up to SHORT there is one chunk here too.
+    # T may be a symbol. Rows that are shorter than this length have one chunk with a shorter, too.
     chunks = place_chunks(B, T, chunk_length(dtype, M), t.cu_seqlens)
     N, NS = chunks.num_chunks, chunks.num_segments
     has_starts = chunks.is_split or t.k0 is not None

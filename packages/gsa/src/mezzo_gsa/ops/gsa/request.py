@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from mezzo_core.ops.sizes import next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import Chunks
@@ -64,21 +65,22 @@ class Request(NamedTuple):
     """The parts of the projection before swish, if swish is applied; `x` has them after it."""
 
 
-SHORT = 32
-"""Tokens of the longest rows that are one short chunk: a few tokens, such as an assistant's."""
+SHORTEST = 32
+"""Tokens of the shortest chunks."""
 
 
 def chunk_length(dtype: torch.dtype, num_slots: int, longest: int | None = None) -> int:
     """Return L, the largest for which the data that a program needs of a chunk fits on chip.
 
-    If the longest row is known and short, L is no longer than such rows: of a long chunk, a program
-    would mostly compute padding.
+    If the longest row is known, L is not much longer: of a long chunk of few tokens, such as those
+    of an assistant, a program would mostly compute padding.
     """
-    if longest is not None and longest <= SHORT:
-        return SHORT
-    if dtype == torch.float32:
-        return 64 if num_slots <= 64 else 32
-    return 128 if dtype == torch.bfloat16 and num_slots <= 64 else 64
+    most = 64
+    if dtype == torch.float32 and num_slots > 64:
+        most = 32
+    elif dtype == torch.bfloat16 and num_slots <= 64:
+        most = 128
+    return most if longest is None else min(most, max(SHORTEST, next_power_of_2(longest)))
 
 
 def gate_tiles(num_slots: int) -> int:
