@@ -308,9 +308,13 @@ def test_registered_ops_are_sound():
     torch.library.opcheck(ops.rat_attention, (x, bias, borders, *form))
     state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
     state = reserve(state, 40, 8)
-    x, bias = x.detach(), bias.detach()
+    *running, lengths = state
+    running = [field.clone().requires_grad_() for field in running]
     added = torch.tensor([20], device=DEVICE)
-    torch.library.opcheck(ops.rat_attention_continued, (x, bias, *state, added, *form))
+    call = (x, bias, *running, lengths, added, *form)
+    torch.library.opcheck(ops.rat_attention_continued, call)
+    torch.library.opcheck(ops.rat_attention_continued, (x, None, *call[2:]))
+    x, bias = x.detach(), bias.detach()
     torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, *form))
 
 
