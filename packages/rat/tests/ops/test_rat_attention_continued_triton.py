@@ -38,35 +38,41 @@ def run(inputs, dout, *, seen, added=None, **form):
     return dict(zip(("out", *RATState._fields), outputs, strict=False)), found
 
 
-def check(inputs, seen, added=None, *, L, dtype=torch.float32, rtol=1e-5, **form):
-    """Compare with the reference in float64 what the kernels compute."""
+def check(inputs, seen, added=None, *, L, dtype=torch.float32, **form):
+    """Compare with the reference in float64 what the kernels compute, by the numerics rule."""
     B, T, H, D = inputs["v"].shape
     seen = torch.tensor(seen, device=DEVICE)
     given = torch.full_like(seen, T) if added is None else torch.tensor(added, device=DEVICE)
-    total = seen + given
     slots = max(-(-(int(seen.max()) + T) // L), inputs["state_k_ends"].shape[1])
     # No one reads padding, the slots of chunks that are not begun, and k, v where none is open.
     real = (torch.arange(T, device=DEVICE) < given[:, None])[..., None, None]
-    begun = (torch.arange(slots, device=DEVICE) * L < total[:, None])[..., None, None]
+    begun = (torch.arange(slots, device=DEVICE) * L < (seen + given)[:, None])[..., None, None]
     is_open = ((given > 0) | (seen % L > 0))[:, None, None]
     read = {"out": real, "k": is_open, "v": is_open, "k_ends": begun, "v_ends": begun}
     shapes = [(B, T, H, D), *[(B, H, D)] * 2, *[(B, slots, H, D)] * 2]
     generator = torch.Generator().manual_seed(1)
     dout = [
-        torch.randn(shape, generator=generator).to(DEVICE) * where
+        (torch.randn(shape, generator=generator).to(DEVICE) * where).to(dtype)
         for shape, where in zip(shapes, read.values(), strict=True)
     ]
     call = {"seen": seen, "added": None if added is None else given, "chunk_size": L, **form}
-    low = {name: x.to(dtype) if name not in RUNNING else x for name, x in inputs.items()}
-    ours, found = run(low, dout, **call, impl="triton")
-    ref, truth = run({n: x.double() for n, x in low.items()}, dout, **call, impl="reference")
-    for name, where in read.items():
-        assert_close(name, ours[name].where(where, 0), ref[name].where(where, 0), rtol=rtol)
-    for name, gradient in truth.items():
-        assert_close(f"d{name}", found[name], gradient, rtol=rtol, atol=rtol)
+    inputs = {name: x if name in FLOAT32 else x.to(dtype) for name, x in inputs.items()}
+
+    def results(impl, inputs):
+        outputs, found = run(inputs, dout, **call, impl=impl)
+        held = {name: outputs[name].where(where, 0) for name, where in read.items()}
+        return held | {f"d{name}": gradient for name, gradient in found.items()}
+
+    ours = results("triton", inputs)
+    low = results("reference", inputs) if dtype.itemsize == 2 else {}
+    for name, truth in results("reference", {n: x.double() for n, x in inputs.items()}).items():
+        rtol = 8e-3 if low and name in ("dg", "dz", "dgate_bias") else LOW[dtype]
+        # What is zero on paper, as dq of one token in a first chunk, is rounding alone.
+        assert_close(name, ours[name], truth, rtol=rtol, low=low.get(name), factor=3, atol=1e-6)
 
 
-RUNNING = ("state_k", "state_v", "gate_bias")
+LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
+FLOAT32 = ("state_k", "state_v", "gate_bias")
 
 CASES = {
     # name: B, T, H, G, L, seen, added, rope
@@ -80,7 +86,7 @@ CASES = {
     "no tokens": (3, 6, 2, 1, 4, [5, 4, 0], [0, 0, 0], "token"),
     "chunks of one token": (2, 7, 2, 1, 1, [3, 0], [7, 4], None),
     "one long chunk": (2, 9, 2, 1, 2**31 - 1, [6, 0], None, "chunk"),
-    "many old ends": (2, 5, 2, 1, 2, [150, 3], None, "chunk"),
+    "many old ends": (2, 70, 2, 1, 2, [150, 3], None, "chunk"),
 }
 
 
@@ -104,7 +110,7 @@ def test_without_gate_or_bias(z, bias):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_in_16_bits(dtype):
     inputs = draw(2, 35, 4, 2, 32, slots=4)
-    check(inputs, [30, 5], [35, 20], L=8, dtype=dtype, rtol=2e-2)
+    check(inputs, [30, 5], [35, 20], L=8, dtype=dtype)
 
 
 @pytest.mark.parametrize("wanted", ["out", *RATState._fields[:4]])
@@ -219,5 +225,4 @@ def test_gradients_are_the_same_compiled_and_computed_again():
 def test_on_a_gpu(L, rope, dtype, D):
     seen, added = [3000, 64, 0, 777], [500, 1, 333, 0]
     inputs = draw(4, 500, 4, 2, D, slots=-(-3500 // L))
-    rtol = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    check(inputs, seen, added, L=L, rope=rope, dtype=dtype, rtol=rtol)
+    check(inputs, seen, added, L=L, rope=rope, dtype=dtype)

@@ -310,10 +310,9 @@ def test_registered_ops_are_sound():
     state = reserve(state, 40, 8)
     *running, lengths = state
     running = [field.clone().requires_grad_() for field in running]
-    added = torch.tensor([20], device=DEVICE)
-    call = (x, bias, *running, lengths, added, *form)
-    torch.library.opcheck(ops.rat_attention_continued, call)
-    torch.library.opcheck(ops.rat_attention_continued, (x, None, *call[2:]))
+    for added, some_bias in ((20, bias), (13, None)):
+        call = (x, some_bias, *running, lengths, torch.tensor([added], device=DEVICE), *form)
+        torch.library.opcheck(ops.rat_attention_continued, call)
     x, bias = x.detach(), bias.detach()
     torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, *form))
 
