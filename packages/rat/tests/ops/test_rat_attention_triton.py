@@ -308,9 +308,12 @@ def test_registered_ops_are_sound():
     torch.library.opcheck(ops.rat_attention, (x, bias, borders, *form))
     state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
     state = reserve(state, 40, 8)
+    *running, lengths = state
+    running = [field.clone().requires_grad_() for field in running]
+    for added, some_bias in ((20, bias), (13, None)):
+        call = (x, some_bias, *running, lengths, torch.tensor([added], device=DEVICE), *form)
+        torch.library.opcheck(ops.rat_attention_continued, call)
     x, bias = x.detach(), bias.detach()
-    added = torch.tensor([20], device=DEVICE)
-    torch.library.opcheck(ops.rat_attention_continued, (x, bias, *state, added, *form))
     torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, *form))
 
 

@@ -23,11 +23,12 @@ from mezzo_rat.ops.rat_attention.arguments import (
     Request,
     check_request,
     check_state,
-    scattered,
     split_projection,
     unsupported,
+    unsupported_step,
 )
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
+from mezzo_rat.ops.rat_attention.continued import differentiable_continued
 from mezzo_rat.ops.rat_attention.reference import recurrent_reference
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
 
@@ -92,7 +93,7 @@ def chunk_rat_attention(
         cu_seqlens: borders of sequences packed in one row (B = 1, no state). They run from 0 to T
             and never decrease; each sequence begins a new chunk.
         impl: "auto", "reference" or "triton". The kernels support float16, bfloat16 and float32, D
-            of 32, 64, 128 or 256, and any L; a state only if nothing needs a gradient.
+            of 32, 64, 128 or 256, and any L.
 
     Raises:
         ValueError, TypeError: if an argument does not fit; the message names it.
@@ -201,7 +202,7 @@ def step_rat_attention_(
     if zvgqk.shape[1] != 1:
         raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
     request = replaced(request, initial_state=state)
-    no = unsupported(request) or scattered(state)
+    no = unsupported_step(request, state)
     if resolve_impl(op, impl, zvgqk.device, no) == "triton":
         bias = None if gate_bias is None else gate_bias.contiguous()
         return registered.rat_attention_step_(zvgqk.contiguous(), bias, *state, *request.form)
@@ -248,6 +249,8 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     if r.initial_state is None:
         (y,) = registered.differentiable_rat_attention(zvgqk, bias, r.cu_seqlens, *r.form)
         return RATAttentionOutput(y, None)
+    if torch.is_grad_enabled():  # a NaN in the padding would reach gradients, multiplied by 0
+        zvgqk = without_padding(zvgqk, r.lengths)
     state = _ready(r.initial_state, zvgqk, r.form.chunk_size)
     state = RATState(*(x.contiguous() for x in state))
     lengths = state.lengths
@@ -255,9 +258,8 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
         added = torch.full_like(lengths, zvgqk.shape[1])
     else:
         added = r.lengths.contiguous()  # kernels read the lengths one after another in memory
-    y, k, v, k_ends, v_ends = registered.rat_attention_continued(
-        zvgqk, bias, *state, added, *r.form
-    )
+    y, k, v, *ends = differentiable_continued(zvgqk, bias, *state, added, *r.form)
+    k_ends, v_ends = (x[:, : state.k_ends.shape[1]] for x in ends)
     return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, lengths + added))
 
 

@@ -222,11 +222,15 @@ def unsupported(r: Request) -> str | None:
         return "empty tensors"
     if not r.form.scale > 0:
         return f"a scale of {r.form.scale}; supported: positive ones"
-    if r.initial_state is not None and torch.is_grad_enabled():
-        tensors = (*parts, *r.initial_state, r.gate_bias)
-        if any(x is not None and x.requires_grad for x in tensors):
-            return "gradients beside a state"
     return None
+
+
+def unsupported_step(r: Request, state: RATState) -> str | None:
+    """Return why the kernels do not support this decoding step, or None if they do."""
+    tensors = (*r.parts, *state, r.gate_bias)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return "gradients of a step"
+    return unsupported(r) or scattered(state)
 
 
 def scattered(state: RATState) -> str | None:

@@ -1,10 +1,11 @@
 """The registered ops: RAT attention by Triton kernels, on a projection that holds z, v, g, q, k.
 
-Each takes tensors first, and then the fields of a `Form`.
+Each takes tensors first, and then the fields of a `Form`. The op that continues a state is in
+`continued.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mezzo_core.ops.form import schema_of
@@ -12,35 +13,11 @@ from mezzo_core.ops.gradients import register_gradient, undispatched
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.arguments import Form
-from mezzo_rat.ops.rat_attention.chunks import (
-    Plan,
-    continued_plan,
-    kept_plan,
-    packed_plan,
-    plain_plan,
-)
+from mezzo_rat.ops.rat_attention.chunks import Plan, kept_plan, packed_plan, plain_plan
+from mezzo_rat.ops.rat_attention.saved import Saved
 from mezzo_rat.ops.rat_attention.state import RATState
 
 FORM = schema_of(Form)
-
-
-class Saved(NamedTuple):
-    """The tensors that the backward needs, in the order of its arguments."""
-
-    x: Tensor
-    """(B, T, W): the projection."""
-    gate_bias: Tensor | None
-    """(H, D)."""
-    cu_seqlens: Tensor | None
-    """(S + 1,): borders of packed sequences."""
-    y: Tensor
-    """(B, T, H, D): the output."""
-    lse: Tensor
-    """(B, H, T) float32: log2 of the sum of the exponentials of each query's logits."""
-    k_ends: Tensor
-    """(B, N, H, D): k~ at the end of each chunk, rotated."""
-    v_ends: Tensor
-    """(B, N, H, D): v~ at the end of each chunk."""
 
 
 @torch.library.custom_op(
@@ -150,67 +127,6 @@ _call_bwd = undispatched(rat_attention_bwd, _eager_bwd)
 differentiable_rat_attention = register_gradient(
     rat_attention, _backward, _save, run=_eager_attention, num_results=1
 )
-
-
-@torch.library.custom_op(
-    "mezzo_rat::rat_attention_continued",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? gate_bias, Tensor k, Tensor v, Tensor k_ends, Tensor v_ends, "
-    f"Tensor lengths, Tensor added, {FORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def rat_attention_continued(
-    x: Tensor,
-    gate_bias: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    k_ends: Tensor,
-    v_ends: Tensor,
-    lengths: Tensor,
-    added: Tensor,
-    *form: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Continue a state by `added` (B,) tokens; return y and the new k, v, k_ends and v_ends.
-
-    The state must have a slot for every chunk that these tokens reach. Not differentiable.
-    """
-    from mezzo_rat.ops.rat_attention.triton.launches import attend_ends, scan_chunks
-
-    num_slots = k_ends.shape[1]
-    plan = continued_plan(x, Form(*form), num_slots, lengths, added)
-    with torch.cuda.device_of(x):
-        scanned = scan_chunks(x, gate_bias, plan, k, v)
-    # Chunks that got no token are written to an extra slot at the end, which is then cut off.
-    L = plan.form.chunk_size
-    slot = (lengths // L)[:, None] + torch.arange(plan.N, device=x.device)
-    begin = slot * L - lengths[:, None]
-    slot = torch.where(begin < added[:, None], slot, num_slots)
-    ends = []
-    for old, new in ((k_ends, scanned.k_ends), (v_ends, scanned.v_ends)):
-        grown = torch.cat([old, old.new_zeros(old.shape[0], 1, *old.shape[2:])], dim=1)
-        grown.scatter_(1, slot[..., None, None].expand_as(new), new)
-        ends.append(grown)
-    k_grown, v_grown = ends
-    with torch.cuda.device_of(x):
-        y, _ = attend_ends(x, scanned._replace(k_ends=k_grown, v_ends=v_grown), plan)
-    assert scanned.k_last is not None
-    assert scanned.v_last is not None
-    return y, scanned.k_last, scanned.v_last, k_grown[:, :num_slots], v_grown[:, :num_slots]
-
-
-@rat_attention_continued.register_fake
-def _(
-    x: Tensor,
-    gate_bias: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    k_ends: Tensor,
-    v_ends: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    y = x.new_empty(x.shape[0], x.shape[1], *k.shape[1:])
-    slots = (k_ends.shape[0], k_ends.shape[1] + 1, *k_ends.shape[2:])
-    k_new, v_new = (ends.new_empty(slots)[:, :-1] for ends in (k_ends, v_ends))
-    return y, torch.empty_like(k), torch.empty_like(v), k_new, v_new
 
 
 @torch.library.custom_op(

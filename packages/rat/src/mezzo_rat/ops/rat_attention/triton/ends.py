@@ -134,7 +134,7 @@ def _add_dq(
 
 @triton.jit(do_not_specialize=["T"])
 def attend_ends_dq_kernel(
-    q, k_ends, v_ends, do, lse, delta, lows, highs, dq, ds_past, T, scale, scale2,
+    q, k_ends, v_ends, do, lse, delta, lows, highs, starts, dq, ds_past, T, scale, scale2,
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def attend_ends_dq_kernel(
     m_t = o_t < T
     m = m_t[:, None]
     o_row = i_b.to(tl.int64) * T + o_t
-    b_low, b_high = _seen(lows, highs, lows, i_b, o_t, T, L, MODE)
+    b_low, b_high = _seen(lows, highs, starts, i_b, o_t, T, L, MODE)
     begin, full, limit = _range(b_low, b_high, m_t, BN, MODE)
     o_q = (o_row[:, None] * G + i_g) * D + o_d[None, :]
     b_q = tl.load(q + o_q, mask=m, other=0.0)
@@ -174,7 +174,7 @@ def attend_ends_dq_kernel(
 
 @triton.jit
 def _add_dkv(
-    b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
+    b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, starts, T, scale2,
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def _add_dkv(
     p_row = (i_b.to(tl.int64) * H + i_h) * T + o_t
     b_lse = tl.load(lse + p_row, mask=o_t < T, other=float("inf"))
     b_delta = tl.load(delta + p_row, mask=o_t < T, other=0.0)
-    b_low, b_high = _seen(lows, highs, lows, i_b, o_t, T, L, MODE)
+    b_low, b_high = _seen(lows, highs, starts, i_b, o_t, T, L, MODE)
     b_p, b_ds = _softmax_bwd(
         b_q, b_k, b_v, b_do, b_lse, b_delta, o_j, b_low, b_high, scale2, MASK, PRECISION
     )
@@ -198,7 +198,8 @@ def _add_dkv(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def attend_ends_dkv_kernel(
-    q, k_ends, v_ends, do, lse, delta, lows, highs, stops, unseen, dk, dv, T, N, scale, scale2,
+    q, k_ends, v_ends, do, lse, delta, lows, highs, starts, stops, unseen, dk, dv,
+    T, N, scale, scale2,
     L: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -216,6 +217,13 @@ def attend_ends_dkv_kernel(
         begin = tl.load(stops + i_n * BN).to(tl.int32) // BM * BM
         end = tl.load(unseen + tl.minimum(i_n * BN + BN, N) - 1).to(tl.int32)
         full = end
+    elif MODE == "continued":
+        seen = tl.load(starts + i_b)
+        first = tl.maximum((i_n * BN + 1).to(tl.int64) * L - seen, 0)
+        seen_by_all = tl.maximum((i_n * BN + BN).to(tl.int64) * L - seen, 0)
+        begin, end = tl.minimum(first, T).to(tl.int32) // BM * BM, T
+        full = begin + tl.cdiv(tl.minimum(seen_by_all, T).to(tl.int32) - begin, BM) * BM
+        full = tl.minimum(full, T)
     else:
         begin, end = (i_n * BN + 1) * L // BM * BM, T
         # In 64 bits: the end of BN long chunks would wrap in 32, and the mask would be missing.
@@ -224,13 +232,13 @@ def attend_ends_dkv_kernel(
         full = tl.minimum(full, T).to(tl.int32)
     for t in range(begin, full, BM):
         b_dk, b_dv = _add_dkv(
-            b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
-            L, G, H, D, BM, True, MODE, PRECISION,
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, starts, T,
+            scale2, L, G, H, D, BM, True, MODE, PRECISION,
         )  # fmt: skip
     for t in range(full, end, BM):
         b_dk, b_dv = _add_dkv(
-            b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, T, scale2,
-            L, G, H, D, BM, False, MODE, PRECISION,
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, i_b, i_h, t, o_j, lows, highs, starts, T,
+            scale2, L, G, H, D, BM, False, MODE, PRECISION,
         )  # fmt: skip
     tl.store(dk + o_end, b_dk * scale, mask=m_j)
     tl.store(dv + o_end, b_dv, mask=m_j)

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mezzo_rat.ops.rat_attention.chunks import Plan
-from mezzo_rat.ops.rat_attention.op import Saved
+from mezzo_rat.ops.rat_attention.saved import Saved, SavedContinued
 from mezzo_rat.ops.rat_attention.triton.elementwise import output_gate_bwd_kernel, rotate_kernel
 from mezzo_rat.ops.rat_attention.triton.ends import (
     attend_ends_dkv_kernel,
@@ -67,6 +67,42 @@ class Scanned(NamedTuple):
     """Continued rows: (B, H, D) float32, k~ at the last token."""
     v_last: Tensor | None
     """Continued rows: (B, H, D) float32, v~ at the last token."""
+
+
+class EndsGradients(NamedTuple):
+    """What the backward of the attention hands to that of the scan."""
+
+    dx: Tensor
+    """(B, T, W): the gradient of the projection, of which that of z is complete."""
+    do: Tensor
+    """(B, T, H, D): the gradient of the output before its gate."""
+    delta: Tensor
+    """(B, H, T) float32: do · o."""
+    dq: Tensor
+    """(B, T, G, D) float32: the part of the ends, of the rotated queries."""
+    ds_past: Tensor
+    """(B, H, T) float32: the sum of the gradients of each query's logits with the ends."""
+    dk_ends: Tensor
+    """(B, N, H, D) float32, rotated."""
+    dv_ends: Tensor
+    """(B, N, H, D) float32."""
+
+
+class OpenChunk(NamedTuple):
+    """Continued rows: the open chunk that they start from, and gradients, (B, H, D) each."""
+
+    k: Tensor
+    """k~ before the first token."""
+    v: Tensor
+    """v~ before the first token."""
+    dk_last: Tensor
+    """The gradient of k~ at the last token."""
+    dv_last: Tensor
+    """The gradient of v~ at the last token."""
+    dk_first: Tensor
+    """The gradient of `k`, where rows with tokens get theirs."""
+    dv_first: Tensor
+    """The gradient of `v`."""
 
 
 def scan_chunks(
@@ -123,13 +159,20 @@ def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor
 
 def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of the projection (B, T, W) and of the bias (H, D)."""
-    x, bias, y, lse = saved.x, saved.gate_bias, saved.y, saved.lse
-    k_ends, v_ends, sizes = saved.k_ends, saved.v_ends, plan.sizes
+    return scan_bwd(saved, ends_bwd(dy, saved, plan), plan)
+
+
+def ends_bwd(dy: Tensor, saved: Saved | SavedContinued, plan: Plan) -> EndsGradients:
+    """Compute the gradients through the output gate and the attention to the ends."""
+    x, y, lse, k_ends, v_ends = saved.x, saved.y, saved.lse, saved.k_ends, saved.v_ends
+    sizes, N = plan.sizes, k_ends.shape[1]
     B, T, H, G, D = sizes.B, sizes.T, sizes.H, sizes.G, sizes.D
     dy = dy.contiguous()
-    dx = torch.empty((B, T, sizes.width), dtype=x.dtype, device=x.device)
+    # The scan skips the padding of continued rows, which has no gradient.
+    new = torch.zeros if plan.mode == "continued" else torch.empty
+    dx = new((B, T, sizes.width), dtype=x.dtype, device=x.device)
     do = torch.empty_like(dy) if sizes.has_z else dy
-    delta, ds_past, p_own, ds_own = (torch.empty_like(lse) for _ in range(4))
+    delta, ds_past = (torch.empty_like(lse) for _ in range(2))
     dq = torch.empty((B, T, G, D), dtype=torch.float32, device=x.device)
     dk_ends, dv_ends = (torch.empty(k_ends.shape, device=x.device) for _ in range(2))
     q = rotated_queries(x, plan)
@@ -140,32 +183,52 @@ def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | N
         dy, y, x, dx, do, delta, rows, T, x.stride(0), x.stride(1),
         H=H, D=D, W=sizes.width, BM=BM, HAS_Z=sizes.has_z, num_warps=4,
     )  # fmt: skip
-    settings = ends_settings(plan, x.dtype, "dq", plan.N)
+    settings = ends_settings(plan, x.dtype, "dq", N)
     launch(
         attend_ends_dq_kernel, (B * G * ceil_div(T, settings["BM"]),),
         q, *(tiled(e, settings["BN"]) for e in (k_ends, v_ends)), do, lse, delta,
-        plan.low, plan.high, dq, ds_past, T, *scales, **settings,
+        plan.low, plan.high, plan.starts, dq, ds_past, T, *scales, **settings,
     )  # fmt: skip
-    settings = ends_settings(plan, x.dtype, "dkv", plan.N)
+    settings = ends_settings(plan, x.dtype, "dkv", N)
     launch(
-        attend_ends_dkv_kernel, (B * H * ceil_div(plan.N, settings["BN"]),),
+        attend_ends_dkv_kernel, (B * H * ceil_div(N, settings["BN"]),),
         tiled(q, settings["BM"]), k_ends, v_ends, tiled(do, settings["BM"]), lse, delta,
-        plan.low, plan.high, plan.stops, plan.unseen, dk_ends, dv_ends,
-        T, plan.N, *scales, **settings,
+        plan.low, plan.high, plan.starts, plan.stops, plan.unseen, dk_ends, dv_ends,
+        T, N, *scales, **settings,
     )  # fmt: skip
-    dq = turn(dq, plan.q_places, plan, torch.float32, inverse=True)
-    dk_ends = turn(dk_ends, plan.k_places, plan, torch.float32, inverse=True)
-    chunks = B * plan.N
+    return EndsGradients(dx, do, delta, dq, ds_past, dk_ends, dv_ends)
+
+
+def scan_bwd(
+    saved: Saved | SavedContinued,
+    past: EndsGradients,
+    plan: Plan,
+    chunk: OpenChunk | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the projection (B, T, W) and of the bias (H, D).
+
+    Args:
+        saved: what the forward has saved.
+        past: its `dk_ends` and `dv_ends` are those of this call's chunks.
+        plan: that of the forward.
+        chunk: for continued rows; the gradients of its k and v are written into it.
+    """
+    x, bias, lse, sizes = saved.x, saved.gate_bias, saved.lse, plan.sizes
+    k0, v0, dk_last, dv_last, dk0, dv0 = chunk or (None,) * 6
+    p_own, ds_own = (torch.empty_like(lse) for _ in range(2))
+    dq = turn(past.dq, plan.q_places, plan, torch.float32, inverse=True)
+    dk_ends = turn(past.dk_ends, plan.k_places, plan, torch.float32, inverse=True)
+    chunks = sizes.B * plan.N
     programs = min(chunks, SCAN_PROGRAMS)
-    dbias = None if bias is None else torch.empty((programs, H, D), device=x.device)
+    dbias = None if bias is None else torch.empty((programs, sizes.H, sizes.D), device=x.device)
     launch(
-        chunk_scan_bwd_kernel, (programs * G,),
-        x, bias, plan.starts, plan.stops, do, lse, delta, dq, ds_past, dk_ends, dv_ends,
-        p_own, ds_own, dx, dbias,
-        T, plan.N, chunks, programs, x.stride(0), x.stride(1), *scales,
-        W=sizes.width, **scan_settings(plan),
+        chunk_scan_bwd_kernel, (programs * sizes.G,),
+        x, bias, k0, v0, plan.starts, plan.stops, past.do, lse, past.delta, dq, past.ds_past,
+        dk_ends, past.dv_ends, dk_last, dv_last, p_own, ds_own, past.dx, dbias, dk0, dv0,
+        sizes.T, plan.N, chunks, programs, x.stride(0), x.stride(1),
+        plan.form.scale, plan.form.scale * LOG2_E, W=sizes.width, **scan_settings(plan),
     )  # fmt: skip
-    return dx, None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype)
+    return past.dx, None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype)
 
 
 def turn(

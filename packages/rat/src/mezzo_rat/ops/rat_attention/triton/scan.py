@@ -118,14 +118,13 @@ def chunk_scan_fwd_kernel(
 
 @triton.jit
 def _walk_there(
-    p_x, p_dx, p_do, p_dq, lse, delta, ds_past, p_own, ds_own, o_row, first, last,
+    b_kc, b_vc, p_x, p_dx, p_do, p_dq, lse, delta, ds_past, p_own, ds_own, o_row, first, last,
     o_hd, m_hd, m_h, o_gd, b_bias, stride_t, scale, scale2,
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, GD: tl.constexpr,
 ):  # fmt: skip
     """Scan a chunk again: finish dq, store p and ds of each own k~, and store k~, v~ in dx."""
     some, m_gd = first < last, o_gd >= 0
-    b_kc, b_vc = tl.zeros_like(b_bias), tl.zeros_like(b_bias)
     b_g, b_v, b_k, b_q = _load(p_x, some, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
     b_do = tl.load(p_do + o_hd, mask=m_hd & some, other=0.0)
     b_dq = tl.load(p_dq + o_gd, mask=m_gd & some, other=0.0)
@@ -160,13 +159,14 @@ def _walk_there(
 
 @triton.jit
 def _walk_back(
-    p_x, p_dx, p_do, p_own, ds_own, o_row, first, last, b_dkc, b_dvc, b_dbias,
+    p_x, p_dx, p_do, p_own, ds_own, o_row, first, last, b_dkc, b_dvc, b_dbias, b_k0, b_v0,
     o_hd, m_hd, m_h, o_gd, b_bias, stride_t,
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr,
+    C: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Walk from a chunk's last token to its first and compute dv, dg, dk; return the sum of dg.
+    """Walk from a chunk's last token to its first and compute dv, dg, dk.
 
+    Return the gradients of k~ and v~ before the chunk's first token, and the sum of dg.
     k~ and v~ are stored where dg and dv will be. The gradients of token t need k~ and v~ of token
     t - 1, which are read before the gradients of t - 1 overwrite them.
     """
@@ -180,7 +180,7 @@ def _walk_back(
     for t in range(first, last):
         p_x -= stride_t
         p_do -= C
-        more = t + 1 < last  # the chunk's first token comes last here; zeros precede it
+        more = t + 1 < last  # the chunk's first token comes last here; k0, v0 or zeros precede it
         even_more = t + 2 < last
         n_g, n_v, n_k, n_q = _load(p_x, more, o_hd, m_hd, o_gd, OV, OG, OQ, OK)
         n_do = tl.load(p_do + o_hd, mask=m_hd & more, other=0.0)
@@ -188,6 +188,9 @@ def _walk_back(
         n_vprev = tl.load(p_dx - 2 * W + OV + o_hd, mask=m_hd & even_more, other=0.0)
         n_p = tl.load(p_own + o_row - 1, mask=m_h & more, other=0.0)
         n_ds = tl.load(ds_own + o_row - 1, mask=m_h & more, other=0.0)
+        if MODE == "continued":
+            b_kprev = tl.where(more, b_kprev.to(tl.float32), b_k0)
+            b_vprev = tl.where(more, b_vprev.to(tl.float32), b_v0)
         keep, write = forget_gates(b_g, b_bias)
         b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
         b_dvc += b_p[:, None] * b_do.to(tl.float32)
@@ -206,13 +209,14 @@ def _walk_back(
         b_kprev, b_vprev = n_kprev, n_vprev
         p_dx -= W
         o_row -= 1
-    return b_dbias
+    return b_dkc, b_dvc, b_dbias
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks", "programs"])
 def chunk_scan_bwd_kernel(
-    x, bias, starts, stops, do, lse, delta, dq_past, ds_past, dk_ends, dv_ends, p_own, ds_own,
-    dx, dbias, T, N, chunks, programs, stride_b, stride_t, scale, scale2,
+    x, bias, k0, v0, starts, stops, do, lse, delta, dq_past, ds_past, dk_ends, dv_ends,
+    dk_last, dv_last, p_own, ds_own, dx, dbias, dk0, dv0,
+    T, N, chunks, programs, stride_b, stride_t, scale, scale2,
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
     L: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, MODE: tl.constexpr,
@@ -226,10 +230,14 @@ def chunk_scan_bwd_kernel(
     b_dbias = tl.zeros([BR, D], tl.float32)
     for i_c in range(pid // G, chunks, programs):
         i_n, i_b = i_c % N, (i_c // N).to(tl.int64)
-        first, last, _continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
+        first, last, continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
         o_t = i_b * T + first
+        b_k0, b_v0 = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
+        if MODE == "continued":
+            b_k0 += tl.load(k0 + i_b * C + o_hd, mask=m_hd & continues, other=0.0)
+            b_v0 += tl.load(v0 + i_b * C + o_hd, mask=m_hd & continues, other=0.0)
         _walk_there(
-            x + i_b * stride_b + first * stride_t, dx + o_t * W, do + o_t * C,
+            b_k0, b_v0, x + i_b * stride_b + first * stride_t, dx + o_t * W, do + o_t * C,
             dq_past + o_t * (G * D), lse, delta, ds_past, p_own, ds_own,
             (i_b * G * R + o_h) * T + first, first, last, o_hd, m_hd, m_h, o_gd, b_bias,
             stride_t, scale, scale2, OV, OG, OQ, OK, W, C, G * D,
@@ -238,12 +246,20 @@ def chunk_scan_bwd_kernel(
         o_end = (i_b * N + i_n) * C + o_hd
         b_dkc = tl.load(dk_ends + o_end, mask=m_hd, other=0.0)
         b_dvc = tl.load(dv_ends + o_end, mask=m_hd, other=0.0)
+        if MODE == "continued":
+            m_last = m_hd & (first < last) & (last == tl.load(stops + i_b))
+            b_dkc += tl.load(dk_last + i_b * C + o_hd, mask=m_last, other=0.0)
+            b_dvc += tl.load(dv_last + i_b * C + o_hd, mask=m_last, other=0.0)
         o_t = i_b * T + last - 1
-        b_dbias = _walk_back(
+        b_dkc, b_dvc, b_dbias = _walk_back(
             x + i_b * stride_b + (last - 1) * stride_t, dx + o_t * W, do + o_t * C,
             p_own, ds_own, (i_b * G * R + o_h) * T + last - 1, first, last,
-            b_dkc, b_dvc, b_dbias, o_hd, m_hd, m_h, o_gd, b_bias,
-            stride_t, OV, OG, OQ, OK, W, C,
+            b_dkc, b_dvc, b_dbias, b_k0, b_v0, o_hd, m_hd, m_h, o_gd, b_bias,
+            stride_t, OV, OG, OQ, OK, W, C, MODE,
         )  # fmt: skip
+        if MODE == "continued":
+            m_first = m_hd & (i_n == 0) & (first < last)
+            tl.store(dk0 + i_b * C + o_hd, tl.where(continues, b_dkc, 0.0), mask=m_first)
+            tl.store(dv0 + i_b * C + o_hd, tl.where(continues, b_dvc, 0.0), mask=m_first)
     if dbias is not None:
         tl.store(dbias + (pid // G).to(tl.int64) * C + o_hd, b_dbias, mask=m_hd)
