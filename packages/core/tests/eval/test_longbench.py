@@ -99,6 +99,7 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, told):
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: ") as error:
         read_questions(tmp_path / "a.jsonl")
     assert told in str(error.value)
+    assert str(error.value).count("a.jsonl") == 1
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(UserError, match="there is no question"):
         read_questions(tmp_path / "a.jsonl")

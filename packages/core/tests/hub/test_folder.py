@@ -24,6 +24,7 @@ from toys.retrieval import RetrievalConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
@@ -201,6 +202,17 @@ def test_nothing_is_overwritten(run, tmp_path):
         export_model(run, tmp_path / "out")
     with pytest.raises(UserError, match="is there already"):
         import_model(tmp_path / "out", run)
+
+
+def test_an_export_to_a_full_disk_can_be_tried_again(run, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(GenerationConfig, "save_pretrained", fail)
+        with pytest.raises(UserError, match=r"cannot write .*out: No space left on device"):
+            export_model(run, tmp_path / "out")
+    assert "model.safetensors" in export_model(run, tmp_path / "out")
 
 
 KINDS = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]

@@ -100,6 +100,7 @@ def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
         (("--no-shard", "--precision", "fp8"), "precision (--precision) must be one of"),
         (("--set", "model.mixers.head_dim=x"), "head_dim must be int, got 'x'"),
         (("--set", "model.mixers.head=1"), "did you mean model.mixers.head_dim"),
+        (("--set", "model.mixers.head_dim=7"), "head_dim must divide d_model"),
         (("--set", "model"), "--set takes SETTING=VALUE, got 'model'"),
         (("--out", "~no such user/run"), "begins with a user that is not known here"),
     ],

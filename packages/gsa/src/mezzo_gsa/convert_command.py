@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 from mezzo_core.console import show
-from mezzo_core.errors import UserError, nearest
+from mezzo_core.errors import UserError
 from mezzo_core.paths import check_writable, expanded
 
 NAMES = ("gsa", "gsa_spread", "gla", "retnet")
@@ -35,7 +35,7 @@ def convert_command(
     Then: `train t2r_gsa --init-from OUT`, and `generate` with the run that makes.
     """
     if to not in NAMES:
-        raise UserError(f"--to takes {', '.join(NAMES)}, got {to!r}{nearest(to, NAMES)}")
+        raise UserError(f"--to takes {', '.join(NAMES)}, got {to!r}")
     import torch
     from mezzo_core.nn.checkpoint import save_model
 

@@ -1,7 +1,8 @@
 """Folders of transformers: a run's model is written as one, and one is read into a run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def export_model(
             save = _saved_as_ours(lm, MezzoConfig(config, extra, **special))
     else:
         save = _saved_as_theirs(*layout.write(config, lm.state_dict()), special)
-    with library_errors(f"cannot write {out}"):
+    with library_errors(f"cannot write {out}"), _all_or_nothing(out):
         save(out)
         GenerationConfig(**special).save_pretrained(out)
         if written is not None:
@@ -116,6 +117,17 @@ def import_model(
         known = ", ".join([MezzoConfig.model_type, *readers])
         raise UserError(f'{folder}/config.json: "model_type" must be one of {known}, got {kind!r}')
     _import_published(folder, out, *readers[kind](folder))
+
+
+@contextmanager
+def _all_or_nothing(out: Path) -> Iterator[None]:
+    """Leave the folder empty if its files cannot all be written, so that it can be tried again."""
+    try:
+        yield
+    except BaseException:
+        for path in out.glob("*"):
+            path.unlink()
+        raise
 
 
 def _import_ours(folder: Path, out: Path, allow_packages: Sequence[str]) -> None:

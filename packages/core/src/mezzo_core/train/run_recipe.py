@@ -13,6 +13,7 @@ from mezzo_core.data import AnswersConfig
 from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import choose_texts, start_from
+from mezzo_core.nn.on_meta import build_on_meta
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.flags import apply_flags, with_flags
@@ -33,14 +34,17 @@ def configure(
     """Return a recipe's configuration with what the command line changes.
 
     Raises:
-        UserError: if a value cannot be; the message names its flag.
+        UserError: if a value cannot be, or the model's parts do not fit together.
     """
     try:
         if init_from is not None:
             config = start_from(config, init_from, flags["tokenizer"])
         config = apply_settings(apply_flags(config, flags), settings)
         config = _choose_texts(config, data, validation_data)
-        return config if sft is None else _choose_answers(config, sft, data)
+        if sft is not None:
+            config = _choose_answers(config, sft, data)
+        build_on_meta(config.model, config.name)  # says what does not fit before any work
+        return config
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
 

@@ -1,12 +1,11 @@
 """Measures a model on questions of LongBench, which are in a file."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo_core.data.corpora import read_lines
+from mezzo_core.data.corpora import parse_record, read_lines
 from mezzo_core.data.stop_texts import stop_texts
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError, nearest
@@ -67,17 +66,14 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         UserError: if a line is no question of one of `TASKS`, or there is none.
     """
-    questions = [_parse(line, f"{path}, line {number}") for number, line in read_lines(path)]
+    questions = [_parse(line, where) for where, line in read_lines(path)]
     if not questions:
         raise UserError(f"{path}: there is no question")
     return questions
 
 
 def _parse(line: str, where: str) -> Question:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+    record = parse_record(line, where)
     if not isinstance(record, dict):
         raise UserError(f"{where}: must be an object")
     values: list[Any] = [record.get(name) for name in Question._fields]
