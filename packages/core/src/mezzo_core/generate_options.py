@@ -25,7 +25,7 @@ class GenerateOptions:
         num_samples: continuations of each prompt.
         num_rows: continuations at a time; where some end, the next begin. Default: all.
         repetition_penalty: above 1, tokens that were there become less likely.
-        num_drafted: tokens that the assistant proposes at a time.
+        num_drafted: the most tokens that the assistant proposes at a time.
     """
 
     max_new_tokens: int = 200
@@ -37,7 +37,7 @@ class GenerateOptions:
     num_samples: int = 1
     num_rows: int | None = None
     repetition_penalty: float = 1.0
-    num_drafted: int = 4
+    num_drafted: int = 15
 
 
 def _flags() -> Iterator[Parameter]:

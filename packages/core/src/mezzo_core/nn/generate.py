@@ -49,7 +49,7 @@ def generate(
     logit_bias: Mapping[int, float] | None = None,
     stop: Callable[[Sequence[int]], bool] | None = None,
     assistant: LM | None = None,
-    num_drafted: int = 4,
+    num_drafted: int = 15,
 ) -> list[list[int]]:
     """Continue every prompt, and return the new tokens of each.
 
@@ -85,7 +85,8 @@ def generate(
         assistant: a smaller model of the same vocabulary, which proposes tokens that the model
             checks, several at a time. The tokens are those without it, but for rounding, sampled
             ones too. It needs no penalty, one sample, no state and no `num_rows`.
-        num_drafted: how many tokens the assistant proposes at a time.
+        num_drafted: the most tokens that the assistant proposes at a time: half as many again as
+            were taken in the last rounds, on average.
 
     Raises:
         ValueError: if an argument is out of range (the message names it), the samples need more
@@ -137,7 +138,7 @@ def stream(
     logit_bias: Mapping[int, float] | None = None,
     stop: Callable[[Sequence[int]], bool] | None = None,
     assistant: LM | None = None,
-    num_drafted: int = 4,
+    num_drafted: int = 15,
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
