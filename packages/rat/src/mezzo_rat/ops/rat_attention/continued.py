@@ -38,8 +38,8 @@ def rat_attention_continued(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Continue a state by `added` (B,) tokens.
 
-    The state must have a slot for every chunk that these tokens reach. What is beyond a row's
-    tokens must be finite.
+    The state must have a slot for every chunk that these tokens reach. Where a gradient is wanted,
+    x must be finite in the padding too.
 
     Returns:
         y, the new k, v, k_ends and v_ends, and lse. The ends have one slot more, which holds
