@@ -159,8 +159,8 @@ def _walk_there(
 
 @triton.jit
 def _walk_back(
-    p_x, p_dx, p_do, p_own, ds_own, o_row, first, last, b_dkc, b_dvc, b_dbias, b_k0, b_v0,
-    o_hd, m_hd, m_h, o_gd, b_bias, stride_t,
+    p_x, p_dx, p_do, p_own, ds_own, o_row, first, last, b_dkc, b_dvc, b_dbias, k0, v0, o_k0,
+    continues, o_hd, m_hd, m_h, o_gd, b_bias, stride_t,
     OV: tl.constexpr, OG: tl.constexpr, OQ: tl.constexpr, OK: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
@@ -189,8 +189,10 @@ def _walk_back(
         n_p = tl.load(p_own + o_row - 1, mask=m_h & more, other=0.0)
         n_ds = tl.load(ds_own + o_row - 1, mask=m_h & more, other=0.0)
         if MODE == "continued":
-            b_kprev = tl.where(more, b_kprev.to(tl.float32), b_k0)
-            b_vprev = tl.where(more, b_vprev.to(tl.float32), b_v0)
+            # Loaded here and not before the loop, which has no registers left for it.
+            m_k0 = m_hd & continues & (t + 1 == last)
+            b_kprev = b_kprev.to(tl.float32) + tl.load(k0 + o_k0 + o_hd, mask=m_k0, other=0.0)
+            b_vprev = b_vprev.to(tl.float32) + tl.load(v0 + o_k0 + o_hd, mask=m_k0, other=0.0)
         keep, write = forget_gates(b_g, b_bias)
         b_dkc += b_ds[:, None] * b_q.to(tl.float32)[None, :]
         b_dvc += b_p[:, None] * b_do.to(tl.float32)
@@ -232,12 +234,12 @@ def chunk_scan_bwd_kernel(
         i_n, i_b = i_c % N, (i_c // N).to(tl.int64)
         first, last, continues = _chunk(starts, stops, i_b, i_n, T, L, MODE)
         o_t = i_b * T + first
-        b_k0, b_v0 = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
+        b_kc, b_vc = tl.zeros([BR, D], tl.float32), tl.zeros([BR, D], tl.float32)
         if MODE == "continued":
-            b_k0 += tl.load(k0 + i_b * C + o_hd, mask=m_hd & continues, other=0.0)
-            b_v0 += tl.load(v0 + i_b * C + o_hd, mask=m_hd & continues, other=0.0)
+            b_kc += tl.load(k0 + i_b * C + o_hd, mask=m_hd & continues, other=0.0)
+            b_vc += tl.load(v0 + i_b * C + o_hd, mask=m_hd & continues, other=0.0)
         _walk_there(
-            b_k0, b_v0, x + i_b * stride_b + first * stride_t, dx + o_t * W, do + o_t * C,
+            b_kc, b_vc, x + i_b * stride_b + first * stride_t, dx + o_t * W, do + o_t * C,
             dq_past + o_t * (G * D), lse, delta, ds_past, p_own, ds_own,
             (i_b * G * R + o_h) * T + first, first, last, o_hd, m_hd, m_h, o_gd, b_bias,
             stride_t, scale, scale2, OV, OG, OQ, OK, W, C, G * D,
@@ -254,7 +256,7 @@ def chunk_scan_bwd_kernel(
         b_dkc, b_dvc, b_dbias = _walk_back(
             x + i_b * stride_b + (last - 1) * stride_t, dx + o_t * W, do + o_t * C,
             p_own, ds_own, (i_b * G * R + o_h) * T + last - 1, first, last,
-            b_dkc, b_dvc, b_dbias, b_k0, b_v0, o_hd, m_hd, m_h, o_gd, b_bias,
+            b_dkc, b_dvc, b_dbias, k0, v0, i_b * C, continues, o_hd, m_hd, m_h, o_gd, b_bias,
             stride_t, OV, OG, OQ, OK, W, C, MODE,
         )  # fmt: skip
         if MODE == "continued":
