@@ -57,6 +57,7 @@ class Turns:
     prefill_tokens: int | None
     before: Any
 
+    @torch.inference_mode()
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.room = max(map(len, self.prompts)) + self.max_new_tokens
