@@ -6,7 +6,9 @@ import pytest
 import torch
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig
 from mezzo_core.nn.generate import generate, stream
-from mezzo_core.nn.state import put_rows_
+from mezzo_core.nn.prompts import SegmentGraph, read_prompts
+from mezzo_core.nn.state import grows, put_rows_
+from mezzo_core.nn.turns import Turns
 from toys.own_keys import OwnKeysConfig
 from toys.retrieval import RetrievalConfig
 
@@ -54,6 +56,38 @@ def test_rows_that_wait_to_be_read_together_change_no_token(any_model, way):
     many, seeds = PROMPTS * 3, SEEDS * 3
     found = generate(any_model, many, num_rows=5, seed=seeds, **ENDS, **WAYS[way])
     assert found == alone(any_model, way) * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_are_read_as_in_a_graph_continue_as_each_alone(model, way, monkeypatch):
+    """A quarter of the rows at a time, and few tokens of them: all segments have the same shape."""
+    begin, shapes = Turns.__post_init__, []
+
+    def begin_in_graph(turns):
+        begin(turns)
+        turns.in_graph = SegmentGraph(turns.model, turns.quarter, 3)
+
+    monkeypatch.setattr(Turns, "__post_init__", begin_in_graph)
+    model.embed.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
+    with torch.no_grad():
+        _, state = model(torch.tensor([[7, 7, 2]]), model.init_state(1))
+    for before in (None, state):
+        expected = alone(model, way, state=before) * 3
+        options = {"seed": SEEDS * 3, "state": before, **ENDS, **WAYS[way]}
+        shapes.clear()
+        assert generate(model, PROMPTS * 3, num_rows=6, **options) == expected
+        assert set(shapes) == {(2, 3), (6, 1)}
+
+
+def test_a_segment_of_one_shape_reads_prompts_as_the_model_does(model):
+    """Whatever it has read before."""
+    read = SegmentGraph(model, 7, 4)
+    with torch.no_grad():
+        for prompts in (PROMPTS, [[1] * 9] * 7, PROMPTS[:2]):
+            logits, state = read_prompts(model, prompts)
+            found, after = read.read_prompts(prompts)
+            first = model.select(after, range(len(prompts)))
+            torch.testing.assert_close((found, first), (logits, state))
 
 
 def test_a_row_that_nobody_needs_keeps_to_its_room(any_model):
@@ -157,4 +191,5 @@ def test_on_a_gpu_no_graph_is_captured_anew_when_a_row_changes(any_model, way, m
     )
     found = generate(any_model, PROMPTS, num_rows=2, seed=SEEDS, **ENDS, **WAYS[way])
     assert found == expected
-    assert len(captures) == 1
+    keeps_its_size = not grows(any_model.init_state(1))
+    assert len(captures) == 1 + keeps_its_size, "a step, and where it can be a segment of prompts"

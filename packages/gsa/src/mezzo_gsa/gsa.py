@@ -26,6 +26,9 @@ of all gates in the recipes `gsa_spread`."""
 MAX_DAMPING = 1e30
 """The initial logits for `gate_spans` are about as large as the damping, and must be finite."""
 
+_OPEN = 1e4
+"""The logit of a gate that forgets nothing and writes nothing: exp(-1e4) is zero in any dtype."""
+
 MAX_SCALE = 1e30
 """The logits of the slots must be finite in float32."""
 
@@ -144,7 +147,11 @@ class GSA(AbstractMixer):
             "cu_seqlens": cu_seqlens,
             "keep_states": self.config.keep_states,
         }
-        if self.gate_logits is None and lengths is None:
+        if self.gate_logits is None:
+            if lengths is not None:
+                *qkv, logits = qkvg.split(self.widths, dim=-1)
+                (logits,) = skip_padding(lengths, logits[..., None], fill=_OPEN)
+                qkvg = torch.cat([*qkv, logits[..., 0]], -1)
             out, after = chunk_gsa_projected(
                 qkvg,
                 num_heads=self.config.num_heads,

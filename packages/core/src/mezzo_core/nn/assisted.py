@@ -8,9 +8,10 @@ Where tokens are sampled, both models sample each of them by the same random num
 large one would take alone: where they agree the token is right, and where not it is that of the
 large one. So the tokens are those of sampling without an assistant, not only their distribution.
 
-Of tokens that are proposed in vain each cost a step of the small model, and of too few each round
-costs a forward of the large one. So half as many again are proposed as were taken in the last
-rounds, on average: where all are right their number grows, and where none is it falls to two.
+A token that is proposed in vain costs a step of the small model, and where all are right, more of
+them would have spared a forward of the large one. So half as many again are proposed as were taken
+in the last rounds, on average: their number grows where all are right, and falls to two where none
+is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ def assisted_tokens(
     del state  # the prompt's own copy
     room = max_new_tokens + 2 * m  # a row that is done may have m more, and m + 1 more are read
     draft = _Draft(assistant, prompts, prefill_tokens, newest, m, room, sampler, noise, rules)
-    usual = float(m)  # tokens that a row takes in a round
+    usual = float(m)  # how many tokens a row takes in a round; the last rounds count most
     for step in range(max_new_tokens):
         while any(len(row) <= step for row in rows):
             noise.draw(max(map(len, rows)) + m + 1)

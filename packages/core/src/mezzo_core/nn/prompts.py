@@ -1,17 +1,27 @@
 """Prompts: padded, and read by a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LM
+
+Read = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
+"""Reads tokens (B, T) from a state, of each row so many (B,) or all; returns the last logits
+(B, 1, vocab) and the state after them."""
 
 
 def read_prompts(
-    model: LM, prompts: Sequence[Sequence[int]], size: int | None = None, state: Any = None
+    model: LM,
+    prompts: Sequence[Sequence[int]],
+    size: int | None = None,
+    state: Any = None,
+    read: Read | None = None,
 ) -> tuple[Tensor, Any]:
     """Run prompts, `size` tokens at a time; return the last logits (B, vocab) and the state.
 
@@ -20,7 +30,9 @@ def read_prompts(
         prompts: their tokens.
         size: None runs all at once.
         state: after what comes before the prompts, of one row for all of them, or of one for each.
+        read: reads each segment; None: the model.
     """
+    read = read or partial(_read, model)
     tokens, lengths = _pad(prompts, next(model.parameters()).device)
     size = size or tokens.shape[1]
     if state is None:
@@ -30,15 +42,66 @@ def read_prompts(
     logits = None
     for start in range(0, tokens.shape[1], size):
         segment = tokens[:, start : start + size]
-        if lengths is None:
-            logits, state = model(segment, state, last_only=True)
-            continue
-        real = (lengths - start).clamp(0, segment.shape[1])
-        found, state = model(segment, state, lengths=real, last_only=True)
-        has_tokens = (real > 0)[:, None, None]
-        logits = found if logits is None else torch.where(has_tokens, found, logits)
+        real = None if lengths is None else (lengths - start).clamp(0, segment.shape[1])
+        found, state = read(segment, state, real)
+        if logits is None or real is None:
+            logits = found
+        else:
+            logits = torch.where((real > 0)[:, None, None], found, logits)
     assert logits is not None  # no prompt is empty
     return logits[:, -1], state
+
+
+def _read(model: LM, tokens: Tensor, state: Any, lengths: Tensor | None) -> tuple[Tensor, Any]:
+    return model(tokens, state, lengths=lengths, last_only=True)
+
+
+class SegmentGraph:
+    """Reads segments as a model does whose states keep their size: on a GPU in one CUDA graph.
+
+    Each segment is padded to the same shape, so that there is one graph for prompts of any length.
+    """
+
+    def __init__(self, model: LM, num_rows: int, size: int) -> None:
+        """Take the shape of a segment, (B, T)."""
+        self.model, self.state = model, model.init_state(num_rows)
+        device = next(model.parameters()).device
+        self.tokens = torch.zeros(num_rows, size, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._graphs = Graphs(device)
+
+    def read_prompts(
+        self, prompts: Sequence[Sequence[int]], state: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Do what `read_prompts` does, for at most B prompts.
+
+        The state has B rows, the first of which are those of the prompts; the next call overwrites
+        it.
+        """
+        rows, size = self.tokens.shape
+        padded = [*prompts, *[[]] * (rows - len(prompts))]
+        logits, after = read_prompts(self.model, padded, size, state, self._read)
+        return logits[: len(prompts)], after
+
+    def _read(self, tokens: Tensor, state: Any, lengths: Tensor | None) -> tuple[Tensor, Any]:
+        T = tokens.shape[1]
+        self.tokens[:, :T] = tokens
+        if lengths is None:
+            self.lengths.fill_(T)
+        else:
+            self.lengths.copy_(lengths)
+        if state is not self.state:
+            self._put(state)
+        return self._graphs.run(SegmentGraph._run, self).clone(), self.state
+
+    def _run(self) -> Tensor:
+        logits, after = _read(self.model, self.tokens, self.state, self.lengths)
+        self._put(after)
+        return logits
+
+    def _put(self, state: Any) -> None:
+        for old, new in zip(tree_leaves(self.state), tree_leaves(state), strict=True):
+            old.copy_(new)
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

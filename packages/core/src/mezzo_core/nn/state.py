@@ -82,7 +82,7 @@ def put_rows_(state: Any, rows: Sequence[int], new: Any, overwritten: Sequence[b
 
     Args:
         state: with room for as many tokens in all as `new`.
-        rows: where each row of `new` goes.
+        rows: where each row of `new` goes; further rows of it go nowhere.
         new: a state of the same module, from `reserve`.
         overwritten: as the module's `overwritten` tells of each tensor. The others may have a few
             slots more or fewer, beyond all tokens.
@@ -96,12 +96,13 @@ def put_rows_(state: Any, rows: Sequence[int], new: Any, overwritten: Sequence[b
             f"put_rows_: rows of {shapes(new)} do not fit into {shapes(state)}: "
             "reserve room for as many tokens in all"
         )
+    places = torch.tensor(rows, dtype=torch.int64)
+    there = {device: places.to(device) for device in {old.device for old, _, _ in parts}}
     for old, x, on in parts:
-        slots = slice(None) if on else slice(min(old.shape[1], x.shape[1]))
-        if x.ndim == 1:
-            old[rows] = x
-        else:
-            old[rows, slots] = x[:, slots].to(old.dtype)
+        if not on:
+            num_slots = min(old.shape[1], x.shape[1])
+            old, x = old[:, :num_slots], x[:, :num_slots]
+        old.index_copy_(0, there[old.device], x[: len(rows)].to(old.dtype))
 
 
 def as_rows(name: str, rows: Any, batch: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """Continuous batching: prompts that have ended give their rows of the batch to the next ones.
 
 To read a few prompts takes about as long as to read one, in which the others wait. So the next
-prompts are read together, when a quarter of the rows is free or none has to wait after them.
+prompts are read together, when a quarter of the rows is free or none has to wait after them. On a
+GPU, if states keep their size, a quarter is read at a time, by one CUDA graph.
 """
 
 from collections import deque
@@ -15,9 +16,12 @@ from torch import Tensor
 from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.ends import Ends
 from mezzo_core.nn.lm import LM
-from mezzo_core.nn.prompts import read_prompts
+from mezzo_core.nn.prompts import SegmentGraph, read_prompts
 from mezzo_core.nn.sampler import LogitRules, Sampler, row_generators
-from mezzo_core.nn.state import put_rows_
+from mezzo_core.nn.state import grows, put_rows_
+
+_TOKENS_AT_ONCE = 1024
+"""A GPU reads so many tokens in little more time than a few."""
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Turns:
     prefill_tokens: int | None
     before: Any
 
+    @torch.inference_mode()
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.room = max(map(len, self.prompts)) + self.max_new_tokens
@@ -62,13 +67,21 @@ class Turns:
         self.left = [0] * self.num_rows  # the steps for which each row has room
         first = self.seed[: self.num_rows] if isinstance(self.seed, Sequence) else self.seed
         self.generators = row_generators(first, self.device)
+        start = self.before if self.before is not None else self.model.init_state(1)
+        self.start = self.model.reserve(start, self.room)
+        self.quarter = -(-self.num_rows // 4)
+        self.in_graph: SegmentGraph | None = None
+        if self.device.type == "cuda" and not grows(self.model.init_state(1)):
+            size = self.prefill_tokens or max(_TOKENS_AT_ONCE // self.quarter, 64)
+            self.in_graph = SegmentGraph(self.model, self.quarter, size)
 
     @torch.inference_mode()
     def steps(self) -> Iterator[list[int | None]]:
         """Yield lists of each prompt's next token, None for prompts that get none now."""
-        new, state, rules = self._read(range(self.num_rows))
-        decoder = Decoder(self.model, state, new, self.sampler, self.generators, rules)
-        yield self._take(new.tolist(), range(self.num_rows))
+        state = self.model.select(self.start, [0] * self.num_rows)
+        tokens = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
+        rules = self._rules([[0]] * self.num_rows)  # these rows have no prompts yet
+        decoder = Decoder(self.model, state, tokens, self.sampler, self.generators, rules)
         while True:
             while self._is_time():
                 yield self._refill(decoder)
@@ -80,7 +93,7 @@ class Turns:
     def _is_time(self) -> bool:
         """Tell whether the next prompts are read now."""
         free = self.here.count(None)
-        return bool(self.waiting) and free >= min(len(self.waiting), -(-self.num_rows // 4))
+        return bool(self.waiting) and free >= min(len(self.waiting), self.quarter)
 
     def _read(self, rows: Sequence[int]) -> tuple[Tensor, Any, LogitRules]:
         """Read the next prompts into rows; return their first tokens, states and rules."""
@@ -93,9 +106,11 @@ class Turns:
             generators = [generators[row] for row in rows]
             for i, generator in zip(chosen, generators, strict=True):
                 generator.manual_seed(int(self.seed[i]))
-        vocab = self.model.vocab_size
-        rules = LogitRules(prompts, self.penalty, self.bias, vocab, self.device)
-        logits, state = read_prompts(self.model, prompts, self.prefill_tokens, self.before)
+        rules = self._rules(prompts)
+        if self.in_graph is None:
+            logits, state = read_prompts(self.model, prompts, self.prefill_tokens, self.before)
+        else:
+            logits, state = self.in_graph.read_prompts(prompts, self.before)
         new = self.sampler(rules(logits), generators)
         rules.note_(new)
         left = self.room - max(map(len, prompts))
@@ -103,10 +118,15 @@ class Turns:
             self.left[row] = left
         return new, self.model.reserve(state, left), rules
 
+    def _rules(self, prompts: Sequence[Sequence[int]]) -> LogitRules:
+        vocab = self.model.vocab_size
+        return LogitRules(prompts, self.penalty, self.bias, vocab, self.device)
+
     def _refill(self, decoder: Decoder) -> list[int | None]:
         """Let prompts that wait take the rows that are free; return their first tokens."""
         free = [row for row, prompt in enumerate(self.here) if prompt is None]
-        free = free[: len(self.waiting)]
+        most = self.num_rows if self.in_graph is None else self.quarter
+        free = free[: min(len(self.waiting), most)]
         new, state, rules = self._read(free)
         put_rows_(decoder.state, free, state, self.overwritten)
         decoder.tokens[free] = new
@@ -118,8 +138,7 @@ class Turns:
         """Let rows that have no room for the next step begin again; nobody needs them now."""
         full = [row for row, left in enumerate(self.left) if left == 0]
         if full:
-            start = self.before if self.before is not None else self.model.init_state(1)
-            state = self.model.reserve(self.model.select(start, [0] * len(full)), self.room)
+            state = self.model.select(self.start, [0] * len(full))
             put_rows_(decoder.state, full, state, self.overwritten)
         self.left = [left - 1 if left else self.room - 1 for left in self.left]
 
