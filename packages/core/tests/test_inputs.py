@@ -64,3 +64,14 @@ def test_one_text_of_a_mixture_is_read_as_there(tmp_path):
 def test_a_stream_has_no_whole(tmp_path):
     with pytest.raises(UserError, match="is a stream"):
         opened(replace(DataConfig(), streaming=True), tmp_path, whole=True)
+
+
+def test_a_model_that_tells_no_tokenizer_takes_one_with_the_text(tmp_path):
+    (tmp_path / "other.txt").write_text("abc")
+    source = str(tmp_path / "other.txt")
+    with pytest.raises(UserError, match=r"config\.json tells no tokenizer: give --tokenizer$"):
+        open_told_data({"seq_len": 5}, tmp_path, 257, source, whole=True)
+    with pytest.raises(UserError, match=r"config\.json tells no seq_len: give --seq-len$"):
+        open_told_data({}, tmp_path, 257, source, "byte", whole=True)
+    name, rows = open_told_data({}, tmp_path, 257, source, "byte", 5, whole=True)
+    assert (name, rows.num_validation_bytes) == (source, 3)

@@ -21,6 +21,9 @@ from mezzo_core.train.config import TrainConfig
 
 Value = TypeVar("Value")
 
+_OPTIONS = {"tokenizer": "--tokenizer", "seq_len": "--seq-len"}
+"""What a model may leave to the command line to tell: one that was imported has no tokenizer."""
+
 
 def read_prompts(given: Sequence[str] | None, file: Path | None = None) -> list[str]:
     """Return the given prompts, or if there are none, the text on standard input without its BOM.
@@ -82,6 +85,8 @@ def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -
     Raises:
         UserError: if there is no such entry, or it has another type.
     """
+    if name not in extra and name in _OPTIONS:
+        raise UserError(f"{folder}/config.json tells no {name}: give {_OPTIONS[name]}")
     value = extra.get(name)
     if type(value) is not kind:
         words = {str: "a text", int: "a whole number", dict: "an object"}
@@ -176,6 +181,9 @@ def open_told_data(
             model's, or the text is not the one of the training any more, or an option of texts is
             given for a task, or `whole` for a stream.
     """
+    if "data" not in extra:  # an imported model's
+        known = tokenizer or told(extra, "tokenizer", str, folder)
+        extra = {**extra, **describe_tokenizer(known, vocab_size)}
     described = told(extra, "data", dict, folder)
     try:
         config = from_json(described, allow_packages)

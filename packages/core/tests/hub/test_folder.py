@@ -121,6 +121,20 @@ def test_a_pipeline_writes_what_generate_does(run, tmp_path):
     assert found == [tokenizer.decode(row) for row in new]
 
 
+def test_a_text_to_stop_at_ends_what_is_generated(run, tmp_path):
+    export_model(run, tmp_path / "out")
+    model, tokenizer = (
+        kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    asked = {"max_new_tokens": 12, "do_sample": False}
+    prompt = tokenizer("It is ", return_tensors="pt")
+    whole = model.generate(**prompt, **asked)
+    text = tokenizer.decode(whole[0, 9:10])
+    found = model.generate(**prompt, **asked, stop_strings=[text], tokenizer=tokenizer)
+    end = whole[0].tolist().index(int(whole[0, 9]), 6) + 1
+    assert torch.equal(found, whole[:, :end])
+
+
 def test_a_tokenizer_that_was_moved_is_found_in_the_folder(tmp_path):
     name = words(tmp_path / "words")
     run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name)

@@ -220,6 +220,8 @@ def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
         ({"attention_mask": torch.ones(8, 1, 20, 20)}, "attention_mask must be"),
         ({"past_key_values": DynamicCache()}, "cache must be a MezzoCache.*got DynamicCache"),
         ({"inputs_embeds": torch.ones(8, 20, 16)}, "does not take inputs_embeds"),
+        ({"labels": TOKENS.float()}, r"labels must be int64 of shape \(8, 20\), got torch.float32"),
+        ({"labels": TOKENS[:, 1:]}, r"labels must be int64 .* of shape \(8, 19\)"),
         ({"output_hidden_states": True}, "does not take output_hidden_states"),
     ],
 )

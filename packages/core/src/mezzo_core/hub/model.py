@@ -102,8 +102,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             `loss`, a float32 scalar in nats if there are labels; `logits` (B, T, vocab); the cache.
 
         Raises:
-            UserError: if the mask has no column for each token, the cache is another model's, or
-                an argument is not supported.
+            UserError: if the mask has no column for each token, the labels are not those of
+                `input_ids`, the cache is another model's, or an argument is not supported.
         """
         _refuse(others)
         cache = self._given_cache(cache, past_key_values)
@@ -245,6 +245,11 @@ def _loss(
 
     The padding of the logits is at the end of their rows, that of the labels is not.
     """
+    if labels.dtype != torch.int64 or labels.shape != logits.shape[:-1]:
+        raise UserError(
+            f"labels must be int64 of shape {tuple(logits.shape[:-1])}, "
+            f"got {labels.dtype} of shape {tuple(labels.shape)}"
+        )
     if padding is not None:
         labels = padding.to_end(labels).masked_fill(padding.is_end(), NO_TARGET)
     targets = labels[:, 1:]
@@ -253,7 +258,14 @@ def _loss(
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Refuse arguments of other models, which would otherwise change nothing in silence."""
-    given = [name for name, value in others.items() if value is not None and value is not False]
+    """Refuse arguments of other models, which would otherwise change nothing in silence.
+
+    `generate`, which ends texts by its tokenizer, hands it on to every model.
+    """
+    given = [
+        name
+        for name, value in others.items()
+        if value is not None and value is not False and name != "tokenizer"
+    ]
     if given:
         raise UserError(f"MezzoForCausalLM does not take {', '.join(given)}")
