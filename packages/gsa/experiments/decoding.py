@@ -33,7 +33,7 @@ from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.recipes import Hyperparameters, tiny, train_config
 
 PLAIN, BATCHES, TURNS = "plain", "one batch after another", "continuous batching"
-DRAFTED = {"assistant, up to 7 tokens": 7, "assistant, up to 15 tokens": 15}
+DRAFTED = {f"assistant, {n} tokens": n for n in (4, 7, 15)}
 ROWS = (PLAIN, *DRAFTED, BATCHES, TURNS)
 BATCH = {"batch 1": 1, "batch 8": 8}
 MANY, MANY_PROMPTS = "96 prompts in 16 rows", 96
