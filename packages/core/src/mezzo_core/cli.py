@@ -199,9 +199,17 @@ def _add_eval(app: typer.Typer) -> None:
         from mezzo_core.nn.checkpoint import find_model, load_model
         from mezzo_core.nn.ends import NO_NUMBERS
 
+        asks = tasks is not None or longbench is not None
+        if asks:
+            of_texts = {"text_column": text_column, "skip_bad": skip_bad, "all": whole}
+            _refuse("goes without --tasks and --longbench", data=data, **of_texts)
+        else:
+            _refuse("goes with --tasks or --longbench", limit=limit)
+        if tasks is None:
+            _refuse("goes with --tasks", task_folder=task_folder, num_fewshot=num_fewshot)
         folder, chosen, allowed = find_model(run), told_device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
-        if tasks is not None or longbench is not None:
+        if asks:
             kept = told_tokenizer(extra, folder, model.vocab_size, tokenizer)
             asked = TaskOptions(
                 tasks, longbench, task_folder, num_fewshot, limit, batch_size, seq_len,
@@ -233,6 +241,13 @@ def _add_eval(app: typer.Typer) -> None:
             "accuracy": result.accuracy,
         }
         Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
+
+
+def _refuse(why: str, **options: Any) -> None:
+    """Refuse options that would change nothing, if any is given."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise UserError(f"--{name.replace('_', '-')} {why}")
 
 
 def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:

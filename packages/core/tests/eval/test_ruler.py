@@ -181,6 +181,13 @@ def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, capsys):
     found = json.loads(out)["results"]
     assert list(found) == ["ruler_fwe", "ruler_niah_single_1"]
     assert {(its["length"], its["questions"]) for its in found.values()} == {(1300, 2)}
+    for words, told in (
+        (("--tasks", "ruler_fwe", "--all"), "--all goes without --tasks and --longbench"),
+        (("--tasks", "ruler_fwe", "--data", "x"), "--data goes without --tasks and --longbench"),
+        (("--limit", "2"), "--limit goes with --tasks or --longbench"),
+        (("--longbench", "x", "--num-fewshot", "1"), "--num-fewshot goes with --tasks"),
+    ):
+        assert command(*words) == (2, "", f"error: {told}\n")
     code, _, err = command("--tasks", "ruler_fve", *sizes)
     assert code == 2
     assert "there is no task 'ruler_fve'; did you mean ruler_fwe" in err

@@ -125,10 +125,12 @@ def test_attention_with_the_same_weights_gives_the_same_logits():
 
 
 def test_what_does_not_fit_is_one_line():
-    with pytest.raises(UserError, match="must be one of llama, mistral, qwen2, qwen3, got gpt2"):
-        replace_attention(
-            GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)), AttentionConfig()
-        )
+    known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1))
+    for other in (gpt2, original().model, torch.nn.Linear(2, 2)):
+        told = f"model must be one of {known}, got {type(other).__name__}"
+        with pytest.raises(UserError, match=told):
+            replace_attention(other, AttentionConfig())
     with pytest.raises(UserError, match="layers must be from 0 to 2, got 3"):
         replace_attention(original(), AttentionConfig(head_dim=8), [3])
     with pytest.raises(ValueError, match="head_dim must divide d_model"):
@@ -137,3 +139,11 @@ def test_what_does_not_fit_is_one_line():
     model = replace_attention(original(), AttentionConfig(head_dim=8))
     with pytest.raises(UserError, match="another model's layer in place 0"):
         model(torch.tensor([[3]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_a_static_cache_is_refused(layers):
+    model = replace_attention(original(), AttentionConfig(head_dim=8), layers)
+    asked = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    with pytest.raises(UserError, match="takes no static cache"):
+        model.generate(torch.tensor([[1, 2]]), **asked)

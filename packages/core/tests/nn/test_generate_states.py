@@ -227,7 +227,7 @@ def test_a_text_is_found_however_it_is_cut_into_tokens():
     assert stop([*b"." * 30, *"é".encode()])
     assert not stop("é".encode()[:1])
     for texts in ([], [""], "zz"):
-        with pytest.raises(ValueError, match="texts must hold"):
+        with pytest.raises(ValueError, match="a text to stop at"):
             stop_texts(ByteTokenizer(), texts)
 
 

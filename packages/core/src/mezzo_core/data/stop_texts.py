@@ -17,7 +17,7 @@ def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence
         ValueError: if there is no text, or one is empty.
     """
     if isinstance(texts, str) or not texts or not all(texts):
-        raise ValueError(f"texts must hold texts of at least one character, got {texts!r}")
+        raise ValueError(f"a text to stop at must have at least one character, got {texts!r}")
     longest = max(len(text.encode()) for text in texts) + _SILENT
 
     def stop(tokens: Sequence[int]) -> bool:

@@ -60,7 +60,7 @@ class MixerAttention(nn.Module):
             past_key_values: the older name of `cache`.
 
         Raises:
-            UserError: if the mask is of another kind, or the cache has other layers.
+            UserError: if the mask is of another kind, or the cache is static or has other layers.
         """
         cache = past_key_values if cache is None else cache
         padding = _padding(attention_mask, hidden_states)
@@ -87,6 +87,8 @@ class MixerAttention(nn.Module):
             return layers[i].held
         if i > len(layers) or (i < len(layers) and layers[i].is_initialized):
             raise UserError(f"the cache has another model's layer in place {i}")
+        if i < len(layers) and layers[i].is_compileable:  # its masks have a column for all to come
+            raise UserError("a mixer in place of attention takes no static cache")
         layer = MixerLayer(HeldState(self.mixer, self.mixer.init_state(batch)))
         layers[i : i + 1] = [layer]
         return layer.held
@@ -109,9 +111,11 @@ def replace_attention(
         UserError: if the model is of another kind or lies on several devices, a layer is not there,
             or the mixer does not support the model's width.
     """
-    kind = str(model.config.model_type).removeprefix(_PREFIX)
-    if kind not in _KINDS:
-        raise UserError(f"model must be one of {', '.join(_KINDS)}, got {kind}")
+    kinds = {kind: made.__base__ for kind, (_, made) in _KINDS.items()}
+    kind = next((kind for kind, theirs in kinds.items() if isinstance(model, theirs)), None)
+    if kind is None:
+        known = ", ".join(theirs.__name__ for theirs in kinds.values())
+        raise UserError(f"model must be one of {known}, got {type(model).__name__}")
     depth = model.config.num_hidden_layers
     chosen = range(depth) if layers is None else layers
     if wrong := [i for i in chosen if not 0 <= i < depth]:
