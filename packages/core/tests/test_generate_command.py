@@ -89,6 +89,8 @@ def test_flags_do_what_the_arguments_do(command, model, words, options):
 def test_an_assistant_changes_nothing(command, tmp_path):
     words = ("--prompt", "It is", "--max-new-tokens", 9)
     assert command(*words, "--assistant", tmp_path, "--num-drafted", 2) == command(*words)
+    code, _, err = command(*words, "--num-drafted", 2)
+    assert (code, err) == (2, "error: --num-drafted goes with --assistant\n")
 
 
 def test_beams_write_the_likeliest_text(command, model):

@@ -64,6 +64,8 @@ def add_generate(app: typer.Typer) -> None:
         from mezzo_core.inputs import read_prompts, told_tokenizer
         from mezzo_core.nn.checkpoint import find_model, load_model
 
+        if assistant is None and flags["num_drafted"] is not None:
+            raise UserError("--num-drafted goes with --assistant")
         folder, chosen, allowed = find_model(run), told_device(device), allow_package or ()
         texts = read_prompts(prompt, prompt_file)
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
