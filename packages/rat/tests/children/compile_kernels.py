@@ -5,9 +5,8 @@ from mezzo_core.testing.compile_only import compile_apart, compile_only
 from mezzo_rat.ops.gated_scan.op import STATE_EVERY, Saved
 from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
 from mezzo_rat.ops.gated_scan.triton.forward import gated_scan_fwd
-from mezzo_rat.ops.rat_attention import continued, init_state, op, reserve
-from mezzo_rat.ops.rat_attention.arguments import Form
-from mezzo_rat.ops.rat_attention.saved import SavedContinued
+from mezzo_rat.ops.rat_attention import init_state, op, reserve
+from mezzo_rat.ops.rat_attention.arguments import Form, SavedContinued
 
 H, G = 4, 2
 
@@ -29,9 +28,9 @@ def decode(D, dtype, *, B=2, rope="chunk"):
     state = reserve(state, 80, 7)
     form = Form(H, G, True, 7, rope, 1e4, D**-0.5)
     added = torch.tensor([9, 2])
-    y, k, v, k_ends, v_ends, lse = continued.rat_attention_continued(x, None, *state, added, *form)
+    y, k, v, k_ends, v_ends, lse = op.rat_attention_continued(x, None, *state, added, *form)
     saved = SavedContinued(x, None, *state[:2], state.lengths, added, y, lse, k_ends, v_ends)
-    continued.rat_attention_continued_bwd(y, k, v, k_ends, v_ends, *saved, *form)
+    op.rat_attention_continued_bwd(y, k, v, k_ends, v_ends, *saved, *form)
     op.rat_attention_step_(x[:, :1].contiguous(), torch.zeros(H, D), *state, *form)
 
 

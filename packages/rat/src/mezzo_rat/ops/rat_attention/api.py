@@ -28,7 +28,6 @@ from mezzo_rat.ops.rat_attention.arguments import (
     unsupported_step,
 )
 from mezzo_rat.ops.rat_attention.chunked import chunk_reference
-from mezzo_rat.ops.rat_attention.continued import differentiable_continued
 from mezzo_rat.ops.rat_attention.reference import recurrent_reference
 from mezzo_rat.ops.rat_attention.state import RATState, init_state, reserve
 
@@ -258,7 +257,7 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
         added = torch.full_like(lengths, zvgqk.shape[1])
     else:
         added = r.lengths.contiguous()  # kernels read the lengths one after another in memory
-    y, k, v, *ends = differentiable_continued(zvgqk, bias, *state, added, *r.form)
+    y, k, v, *ends = registered.differentiable_continued(zvgqk, bias, *state, added, *r.form)
     k_ends, v_ends = (x[:, : state.k_ends.shape[1]] for x in ends)
     return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, lengths + added))
 

@@ -1,4 +1,4 @@
-"""The arguments of RAT attention: their types, their checks, and the limits of the kernels."""
+"""The arguments of RAT attention and of its ops: types, checks, and the limits of the kernels."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +45,46 @@ class Form(NamedTuple):
         at = chunk if self.rope == "chunk" else position
         dtype = accumulation_dtype(x.dtype)
         return apply_rope(x, *rope_angles(at, x.shape[-1], self.rope_base, dtype=dtype))
+
+
+class Saved(NamedTuple):
+    """The tensors that the backward needs, in the order of its op's arguments."""
+
+    x: Tensor
+    """(B, T, W): the projection."""
+    gate_bias: Tensor | None
+    """(H, D)."""
+    cu_seqlens: Tensor | None
+    """(S + 1,): borders of packed sequences."""
+    y: Tensor
+    """(B, T, H, D): the output."""
+    lse: Tensor
+    """(B, H, T) float32: log2 of the sum of the exponentials of each query's logits."""
+    k_ends: Tensor
+    """(B, N, H, D): k~ at the end of each chunk, rotated."""
+    v_ends: Tensor
+    """(B, N, H, D): v~ at the end of each chunk."""
+
+
+class SavedContinued(NamedTuple):
+    """The same, of rows that continue a state."""
+
+    x: Tensor
+    gate_bias: Tensor | None
+    k: Tensor
+    """(B, H, D) float32: k~ of the open chunk before these tokens."""
+    v: Tensor
+    """(B, H, D) float32: v~ of the open chunk before these tokens."""
+    lengths: Tensor
+    """(B,) int64: the tokens that each row had seen."""
+    added: Tensor
+    """(B,) int64: the real tokens of each row."""
+    y: Tensor
+    lse: Tensor
+    k_ends: Tensor
+    """(B, N + 1, H, D): k~ at the end of each chunk, rotated; the last slot holds nothing."""
+    v_ends: Tensor
+    """(B, N + 1, H, D): v~ at the end of each chunk."""
 
 
 class Parts(NamedTuple):

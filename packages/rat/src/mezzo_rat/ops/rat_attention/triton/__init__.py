@@ -1,5 +1,5 @@
 """RAT attention on a GPU. This file imports nothing, so that only the first launch loads Triton.
 
-`launches`, `continued` and `step` launch the kernels of `scan` (the recurrence), `ends` (attention)
-and `elementwise` (gates and RoPE).
+`launches` and `step` launch the kernels of `scan` (the recurrence), `ends` (attention) and
+`elementwise` (gates and RoPE).
 """
