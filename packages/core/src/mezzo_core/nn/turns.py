@@ -21,7 +21,7 @@ from mezzo_core.nn.sampler import LogitRules, Sampler, row_generators
 from mezzo_core.nn.state import grows, put_rows_
 
 _TOKENS_AT_ONCE = 1024
-"""A GPU reads so many tokens in little more time than a few."""
+"""What a reading of several prompts holds, padding included, if nothing else is asked for."""
 
 
 @dataclass
