@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from mezzo_core.data import load_tokenizer
-from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
+from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script, say
 from mezzo_core.reproduction.gpus import has_known_peak, run_processes, share_of_peak
 from mezzo_core.reproduction.runner import Job, run
 from mezzo_core.reproduction.training import WARMUP, measure_run
@@ -49,14 +49,14 @@ def measure(options: Options) -> None:
         better="higher",
     )
     columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
-    jobs = [
-        Job(
-            tuple(Cell(f"{model}, {setting}", column) for column in columns),
-            partial(train, model, setting, options),
-        )
-        for setting, model in product(SETTINGS, options.models)
-        if SETTINGS[setting] <= max(1, torch.cuda.device_count())
-    ]
+    jobs, most = [], max(1, torch.cuda.device_count())
+    for setting, model in product(SETTINGS, options.models):
+        row = f"{model}, {setting}"
+        if SETTINGS[setting] > most:
+            say(f"{row}: not measured, with {most}")
+            continue
+        cells = tuple(Cell(row, column) for column in columns)
+        jobs.append(Job(cells, partial(train, model, setting, options)))
     run(options.open("train_gpus", header), jobs, options.runs / "train_gpus", options.device)
 
 
@@ -80,10 +80,11 @@ def train(
         activation_checkpointing="again" in setting,
     )
     count, device = SETTINGS[setting], torch.device(options.device.type)
-    found = run_processes(count, measure_run, config, folder, device)[0]
-    speed, loss = found["tokens_per_second"], found["steps"]["train"][-1][1]
+    found = run_processes(count, measure_run, config, folder, device)
+    speed, loss = found[0]["tokens_per_second"], found[0]["steps"]["train"][-1][1]
     share = share_of_peak(config, speed / count, device)
-    told = dict(zip(COLUMNS, (speed, share, found["peak_gb"], loss), strict=True))
+    peak = max(each["peak_gb"] or 0 for each in found.values())
+    told = dict(zip(COLUMNS, (speed, share, peak, loss), strict=True))
     yield [cell.entry(told[cell.column]) for cell in cells]
 
 
