@@ -8,8 +8,16 @@ import pytest
 import torch
 from mezzo_core.data import stop_texts
 from mezzo_core.data.tokenizers import ByteTokenizer
-from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig, assisted
+from mezzo_core.nn import (
+    AttentionConfig,
+    BlocksConfig,
+    MLPConfig,
+    assisted,
+    keep_graphs,
+    kept_graphs,
+)
 from mezzo_core.nn.generate import generate, stream
+from mezzo_core.nn.graphs import Graphs
 from toys.own_keys import OwnKeysConfig
 from toys.retrieval import RetrievalConfig
 
@@ -314,3 +322,74 @@ def test_on_a_gpu_the_host_waits_once_a_round(config, monkeypatch):
     waits = sum("synchronizing" in str(each.message) for each in found)
     assert len(rounds) > 20
     assert len(rounds) <= waits < len(rounds) + 15, "a few are of the prompts"
+
+
+OTHERS = [[7, 3, 1], [2], [6, 5, 4, 4, 5, 9, 8]]
+WAYS = (
+    {},
+    {"temperature": 0.9, "seed": 1},
+    {"temperature": 0.9, "seed": [4, 5, 6]},
+    {"repetition_penalty": 1.5, "logit_bias": {3: 1.0}},
+)
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_calls_that_share_graphs_give_what_they_do_alone(any_model, config, helped):
+    ways = [{**way, "max_new_tokens": 5} for way in (WAYS[1:3] if helped else WAYS)]
+    if helped:
+        small = build(config, "window", seed=1)
+        ways = [{**way, "assistant": small, "num_drafted": 2} for way in ways]
+    calls = [(prompts, way) for prompts in (PROMPTS, OTHERS) for way in ways]
+    alone = [generate(any_model, prompts, **way) for prompts, way in calls]
+    with keep_graphs(any_model):
+        assert [generate(any_model, prompts, **way) for prompts, way in calls] == alone
+
+
+def test_calls_share_graphs_if_they_are_alike(config):
+    model = build(config, "running mean")
+    number = lambda: sum(map(len, kept_graphs._idle[model].values()))  # noqa: E731
+
+    def generate_all(**options):
+        for prompts in (PROMPTS, OTHERS, [[1], [2], [3]]):
+            generate(model, prompts, **{"max_new_tokens": 3, **options})
+
+    with keep_graphs(model), keep_graphs(model):
+        generate_all()
+        generate_all(max_new_tokens=7)
+        assert number() == 1
+        generate_all(temperature=0.5)
+        assert number() == 2
+        next(stream(model, PROMPTS, max_new_tokens=4))  # and is left
+        assert number() == 2
+        streams = [stream(model, prompts, max_new_tokens=4) for prompts in (PROMPTS, OTHERS)]
+        steps = list(zip(*streams, strict=True))
+        assert number() == 3, "two at a time have buffers of their own"
+        for prompts, rows in zip((PROMPTS, OTHERS), zip(*steps, strict=True), strict=True):
+            assert list(map(list, zip(*rows, strict=True))) == generate(
+                model, prompts, max_new_tokens=4
+            )
+        before = model.embed.weight
+        model.embed.weight = torch.nn.Parameter(before.detach().clone())
+        generate_all()
+        assert number() == 4, "a graph reads the weights that were there"
+    assert model not in kept_graphs._idle
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("helped", [False, True])
+def test_on_a_gpu_the_next_call_captures_nothing(config, helped, monkeypatch):
+    model, captures, capture = build(config, "running mean").cuda(), [], Graphs._capture
+    monkeypatch.setattr(
+        Graphs, "_capture", lambda *given: (captures.append(given), capture(*given))[1]
+    )
+    way = {"max_new_tokens": 12, "temperature": 0.9, "seed": 1}
+    if helped:
+        way |= {"assistant": build(config, "running mean", seed=1).cuda()}
+    alone = [generate(model, prompts, **way) for prompts in (PROMPTS, OTHERS)]
+    numbers = [len(captures)]
+    with keep_graphs(model):
+        for _ in range(2):
+            assert [generate(model, prompts, **way) for prompts in (PROMPTS, OTHERS)] == alone
+            numbers.append(len(captures))
+    assert numbers[0] > numbers[1] - numbers[0] > 0
+    assert numbers[2] == numbers[1]

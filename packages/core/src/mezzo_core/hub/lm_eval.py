@@ -23,6 +23,7 @@ from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn.generate import stream
+from mezzo_core.nn.kept_graphs import keep_graphs
 from mezzo_core.nn.lm import LM
 from mezzo_core.ops.precision import accumulation_dtype
 
@@ -153,11 +154,12 @@ class MezzoEvalLM(TemplateLM):
                     f"supported are {', '.join(sorted(_SAMPLING))}"
                 )
             prompts.sort(key=lambda prompt: -len(prompt[1]))
-            for group in _parts(prompts, self.batch_size):
-                texts = self._continue([tokens for _, tokens in group], asked)
-                for (i, _tokens), text in zip(group, texts, strict=True):
-                    found[i] = text
-                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
+            with keep_graphs(self.lm):
+                for group in _parts(prompts, self.batch_size):
+                    texts = self._continue([tokens for _, tokens in group], asked)
+                    for (i, _tokens), text in zip(group, texts, strict=True):
+                        found[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return found
 
     def _newest(self, tokens: Tokens, num_predicted: int) -> Tokens:

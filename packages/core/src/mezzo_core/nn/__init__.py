@@ -18,6 +18,7 @@ from mezzo_core.nn.decoder import Decoder as Decoder
 from mezzo_core.nn.generate import generate as generate
 from mezzo_core.nn.generate import stream as stream
 from mezzo_core.nn.init import init_weights as init_weights
+from mezzo_core.nn.kept_graphs import keep_graphs as keep_graphs
 from mezzo_core.nn.lm import LM as LM
 from mezzo_core.nn.lm import LMConfig as LMConfig
 from mezzo_core.nn.lm_output import LMOutput as LMOutput

@@ -15,6 +15,7 @@ is.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mezzo_core.nn.contract import run_eagerly
 from mezzo_core.nn.graphs import Graphs
+from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, draw_
@@ -65,31 +66,12 @@ def assisted_tokens(
     noise.draw(1)
     newest = sampler(rules(logits), noise.at(noise.places))
     noise.places += 1
-    rows = [[token] for token in newest.tolist()]
     target = _Target(model, state, newest, m, sampler, noise, rules)
     del state  # the prompt's own copy
     room = max_new_tokens + 2 * m  # a row that is done may have m more, and m + 1 more are read
     draft = _Draft(assistant, prompts, prefill_tokens, newest, m, room, sampler, noise, rules)
-    usual = float(m)  # how many tokens a row takes in a round; the last rounds count most
-    for step in range(max_new_tokens):
-        while any(len(row) <= step for row in rows):
-            noise.draw(max(map(len, rows)) + m + 1)
-            proposed = draft.propose(min(m, ceil(1.5 * usual)))
-            best = target.check(proposed)
-            taken = _taken(best, proposed, noise.places, max_new_tokens)
-            found = torch.cat([best, taken[:, None]], 1)
-            noise.places += taken
-            target.take(taken)
-            draft.take(taken, target.newest)
-            each = found.tolist()  # the one wait for a GPU
-            for row, (*new, count) in zip(rows, each, strict=True):
-                row.extend(new[:count])
-            counts = [count for *_, count in each]
-            target.note(counts)
-            draft.note(counts)
-            moved = [count for count in counts if count]
-            usual += (sum(moved) / len(moved) - usual) / 4
-        yield torch.tensor([row[step] for row in rows])
+    with lent(model, _Pair(target, draft, noise)) as pair:
+        yield from pair.tokens(newest, m, max_new_tokens)
 
 
 _LEAD = 32
@@ -110,6 +92,38 @@ def _taken(best: Tensor, proposed: Tensor, places: Tensor, max_new_tokens: int) 
     right = (best[:, : proposed.shape[1]] == proposed).long().cumprod(1).sum(1)
     stays = (places >= max_new_tokens) | (places > places.min() + _LEAD)
     return (right + 1).masked_fill(stays, 0)
+
+
+@dataclass
+class _Pair:
+    target: "_Target"
+    draft: "_Draft"
+    noise: "_Noise"
+
+    def tokens(self, newest: Tensor, m: int, max_new_tokens: int) -> Iterator[Tensor]:
+        """Yield the newest token of every row (B,), and the next ones, round after round."""
+        target, draft, noise = self.target, self.draft, self.noise
+        rows = [[token] for token in newest.tolist()]
+        usual = float(m)  # how many tokens a row takes in a round; the last rounds count most
+        for step in range(max_new_tokens):
+            while any(len(row) <= step for row in rows):
+                noise.draw(max(map(len, rows)) + m + 1)
+                proposed = draft.propose(min(m, ceil(1.5 * usual)))
+                best = target.check(proposed)
+                taken = _taken(best, proposed, noise.places, max_new_tokens)
+                found = torch.cat([best, taken[:, None]], 1)
+                noise.places += taken
+                target.take(taken)
+                draft.take(taken, target.newest)
+                each = found.tolist()  # the one wait for a GPU
+                for row, (*new, count) in zip(rows, each, strict=True):
+                    row.extend(new[:count])
+                counts = [count for *_, count in each]
+                target.note(counts)
+                draft.note(counts)
+                moved = [count for count in counts if count]
+                usual += (sum(moved) / len(moved) - usual) / 4
+            yield torch.tensor([row[step] for row in rows])
 
 
 class _Noise:
@@ -164,7 +178,7 @@ class _Target:
         self.is_fixed, self.is_counted = not grows(first), only_counts(first, self.overwritten)
         self.state = model.reserve(state, 0) if self.is_fixed else state
         in_graphs = self.is_fixed and newest.is_cuda
-        self.run = Graphs(newest.device).run if in_graphs else run_eagerly
+        self.graphs = Graphs(newest.device if in_graphs else torch.device("cpu"))
         self.width = _width(num_drafted, in_graphs)
         # Of each row `counts` tokens are real, the newest is the last of them; behind are others.
         self.tokens = newest.new_zeros(len(newest), self.width + 1)
@@ -218,7 +232,7 @@ class _Target:
     def _read(self, lengths: Tensor) -> None:
         """Read so many (B,) tokens of each row."""
         self.lengths.copy_(lengths)
-        self.best, self.after = self.run(_Target._forward, self)
+        self.best, self.after = self.graphs.run(_Target._forward, self)
 
     def _forward(self) -> tuple[Tensor, Any]:
         logits, after = self.model(self.tokens[:, :-1], self.state, lengths=self.lengths)
@@ -255,7 +269,7 @@ class _Draft:
         self.model, self.sampler, self.noise, self.rules = model, sampler, noise, rules
         _, state = read_prompts(model, prompts, prefill_tokens)
         self.state = model.reserve(state, room)
-        self.run = Graphs(newest.device).run
+        self.graphs = Graphs(newest.device)
         # Buffers, as all that follows: graphs read them.
         self.tokens, self.count = newest.clone(), newest.new_zeros(1)
         self.found = newest.new_zeros(num_drafted + 1, B)
@@ -270,8 +284,8 @@ class _Draft:
         """Return n tokens that may come after the newest ones, (B, n); all are read."""
         for i in range(count + 1):
             self._keep_on_host(i)
-            self.model.before_step(self.state, self.run)
-            self.run(_Draft._advance, self)
+            self.model.before_step(self.state, self.graphs.run)
+            self.graphs.run(_Draft._advance, self)
         self._keep_on_host(count + 1)
         return self.found[:count].T.clamp(min=0)
 

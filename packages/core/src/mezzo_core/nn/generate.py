@@ -1,6 +1,7 @@
 """Generation: continues a batch of prompts, one token of every prompt a step.
 
-On a GPU a step is one CUDA graph, captured once in each call and replayed. On a CPU it is eager.
+On a GPU a step is one CUDA graph, captured once in each call (or once for many, see `keep_graphs`)
+and replayed. On a CPU it is eager.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from mezzo_core.nn.generate_arguments import (
     check_seed,
     check_tokens,
 )
+from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, row_generators
@@ -270,6 +272,6 @@ def _new_tokens(
         return
     room = model.reserve(state, max_new_tokens - 1)
     del state  # the prompt's own copy
-    decoder = Decoder(model, room, new, sampler, generator, rules)
-    for _ in range(max_new_tokens - 1):
-        yield decoder.step()
+    with lent(model, Decoder(model, room, new, sampler, generator, rules)) as decoder:
+        for _ in range(max_new_tokens - 1):
+            yield decoder.step()

@@ -1,0 +1,108 @@
+"""CUDA graphs that outlive a call of `generate`, so that the next one like it captures none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mezzo_core.nn.graphs import Graphs
+from mezzo_core.nn.lm import LM
+from mezzo_core.nn.sampler import Sampler
+
+Owner = TypeVar("Owner")
+_PLAIN = (bool, int, float, str, type(None), Sampler)
+
+_idle: dict[LM, dict[Any, list[Any]]] = {}
+"""Owners of graphs that no call uses now, by their models and by what they are like."""
+
+
+@contextmanager
+def keep_graphs(model: LM) -> Iterator[None]:
+    """Let calls of `generate` and `stream` with this model share CUDA graphs, until this ends.
+
+    A capture takes as long as many steps. Calls share one if they have as many rows, the
+    same sampling and the same assistant, and if their states have the same shapes: those of
+    recurrent models always do, those of attention if prompt and new tokens are as long together.
+    Until this ends, buffers as large as the states stay in memory. The results are the same.
+    """
+    if model in _idle:
+        yield
+        return
+    _idle[model] = {}
+    try:
+        yield
+    finally:
+        del _idle[model]
+
+
+@contextmanager
+def lent(model: LM, new: Owner) -> Iterator[Owner]:
+    """Yield an object that owns graphs: the new one, or a kept one that holds what the new one has.
+
+    Both have the same attributes, of which graphs read the tensors and change them in place.
+    """
+    likeness = _likeness(new, set()) if model in _idle else None
+    if likeness is None:
+        yield new
+        return
+    kept = _idle[model].setdefault(likeness, [])
+    owner = kept.pop() if kept else new
+    if owner is not new:
+        _refill(owner, new)
+    try:
+        yield owner
+    except GeneratorExit:  # whoever takes its tokens has enough
+        kept.append(owner)
+        raise
+    kept.append(owner)  # but not after another exception: its graphs may be half made
+
+
+def _likeness(owner: Any, seen: set[int]) -> Any:
+    """Return what two owners have in common if they can run the same graphs; None if none can."""
+    seen.add(id(owner))
+    parts: list[Any] = [type(owner)]
+    for name, value in vars(owner).items():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                part: Any = leaf.shape, leaf.dtype, leaf.device
+            elif isinstance(leaf, nn.Module):
+                addresses = [x.data_ptr() for x in (*leaf.parameters(), *leaf.buffers())]
+                casts = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+                part = id(leaf), *addresses, *casts
+            elif isinstance(leaf, (Graphs, torch.Generator)):
+                part = type(leaf)
+            elif isinstance(leaf, _PLAIN):
+                part = leaf
+            elif id(leaf) in seen:
+                continue
+            elif not _is_ours(leaf):
+                return None  # such as a state in a file
+            elif (part := _likeness(leaf, seen)) is None:
+                return None
+            parts.append((name, part))
+    return tuple(parts)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("mezzo_core.nn.") and hasattr(value, "__dict__")
+
+
+def _refill(owner: Any, new: Any) -> None:
+    """Give an owner what the new one holds; tensors stay where graphs read them."""
+    for name, value in vars(new).items():
+        pairs = list(zip(tree_leaves(getattr(owner, name)), tree_leaves(value), strict=True))
+        if all(isinstance(leaf, _PLAIN) for _, leaf in pairs):
+            setattr(owner, name, value)
+        elif any(isinstance(x, Tensor) and x.shape != old.shape for old, x in pairs):
+            setattr(owner, name, value)  # no graph reads what has changed its shape
+        else:
+            for old, x in pairs:
+                if isinstance(x, Tensor):
+                    old.copy_(x)
+                elif isinstance(x, torch.Generator):
+                    old.set_state(x.get_state())
+                elif _is_ours(x) and not isinstance(x, (Graphs, nn.Module)):
+                    _refill(old, x)
