@@ -249,6 +249,7 @@ def test_a_text_is_found_however_it_is_cut_into_tokens():
         ({"num_drafted": 0}, "num_drafted must be from 1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0"),
+        ({"logit_bias": dict.fromkeys(range(37), -float("inf"))}, "logit_bias must leave a token"),
         ({"logit_bias": {99: 1.0}}, "logit_bias must hold token ids"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias must be finite or -inf"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers, got list"),

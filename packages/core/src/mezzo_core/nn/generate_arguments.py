@@ -97,6 +97,8 @@ def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not is_number or not value < float("inf"):
             raise ValueError(f"logit_bias must be finite or -inf, got {value!r} for {token}")
+    if len(bias) == vocab_size and all(value == -float("inf") for value in bias.values()):
+        raise ValueError("logit_bias must leave a token that is not -inf")
     return bias
 
 
