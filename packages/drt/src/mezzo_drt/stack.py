@@ -17,9 +17,8 @@ from mezzo_core.ops.named import replaced
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
-from mezzo_drt import costs
 from mezzo_drt import state as states
-from mezzo_drt.encoder import ChunkEncoder
+from mezzo_drt.encoder import ChunkEncoder, num_weights
 from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.lower import LowerLayers
 from mezzo_drt.memory.chunks import Due, Memory
@@ -311,9 +310,36 @@ class DRT(AbstractStack):
         caches = tuple(layer.init_state(batch) for layer in self.layers())
         return states.initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
-    state_bytes = costs.state_bytes
-    host_state_bytes = costs.host_state_bytes
-    flops_per_token = costs.flops_per_token
+    def state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
+
+        A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
+        of the weights. A state that grows in place may have room for twice the chunks.
+        """
+        c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
+        chunks, num_read = num_tokens // c.chunk_size, c.num_groups * c.num_retrieved
+        caches = sum(layer.state_bytes(num_tokens + chunks) for layer in self.layers())
+        channels = (c.chunk_size + 1 + chunks) * C
+        channels += 2 * (num_read if c.offload else chunks) * c.chunk_size * C
+        return caches + channels * size + num_read * (8 + 4)
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the chunks' keys and values if they are offloaded, else 0."""
+        L, size = self.config.chunk_size, self.landmark.weight.element_size()
+        return 2 * (num_tokens // L) * L * self.d_model * size if self.config.offload else 0
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
+
+        Of the encoder, complete chunks are counted.
+        """
+        c, L = self.config, self.config.chunk_size
+        N = num_tokens // L
+        places = num_tokens + N
+        total = places * sum(block.flops_per_token(places) for block in self.lower.blocks)
+        total += sum(layer.flops(num_tokens, L, c.num_retrieved) for layer in self.upper)
+        total += N * (self.encoder.flops_per_chunk(L) + 2 * num_weights(self.queries))
+        return (total + c.num_groups * self.d_model * N * (N - 1)) / max(num_tokens, 1)
 
     def offload_to(self, folder: str | Path | None) -> None:
         """Keep what is offloaded in files of a folder from now on; None for the host's memory.
