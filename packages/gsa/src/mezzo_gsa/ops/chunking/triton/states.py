@@ -98,8 +98,11 @@ def segment_states_kernel(
 
     `decay` has HD heads; H / HD heads share each.
     """
-    i_d, i_m, i_sh = tl.program_id(1), tl.program_id(2), tl.program_id(0)
-    i_s, i_h = i_sh // H, i_sh % H
+    # The tiles of a segment run together, because they share x and W.
+    tiles_d: tl.constexpr = tl.cdiv(D, BD)
+    tiles: tl.constexpr = tiles_d * tl.cdiv(M, BM)
+    i_d, i_m = tl.program_id(0) % tiles_d, tl.program_id(0) % tiles // tiles_d
+    i_s, i_h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
     if segment_table is not None:
         first, count = tl.load(segment_table + i_s * 2), tl.load(segment_table + i_s * 2 + 1)
     else:
@@ -210,21 +213,22 @@ def run_states(
     last = torch.empty((chunks.num_segments, H, M, D), device=device)
     whole = torch.empty((chunks.num_segments, H, M), device=device)
     BM, BD = min(64, padded(M)), min(64, padded(D))
-    tiles = (ceil_div(D, BD), ceil_div(M, BM))
-    is_large = chunks.num_segments * H * tiles[0] * tiles[1] > FULL
+    if x.dtype != torch.float32 and M > 64 and D >= 256:
+        BD = 128  # so W, which each tile of D reads, is read half as often
+    programs = chunks.num_segments * H * ceil_div(D, BD) * ceil_div(M, BM)
     launch(
-        segment_states_kernel, (chunks.num_segments * H, tiles[0], tiles[1]),
+        segment_states_kernel, (programs,),
         x, write, decay, chunks.chunk_table, chunks.segment_table, states, last, kept, whole,
         T, chunks.per_row, x.stride(1),
         H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=SEGMENT,
         REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4,
-        num_stages=2 if is_large else 3,  # with two stages an SM holds three programs, not two
+        num_stages=2 if programs > FULL else 3,  # with two stages an SM holds more programs
     )  # fmt: skip
     if not split:
         return states, None, last, kept
     starts = torch.empty_like(last, dtype=x.dtype)
     final = torch.empty((chunks.num_sequences, H, M, D), device=device)
-    BM = min(16, BM)
+    BM, BD = min(16, BM), min(64, BD)
     tiles = (ceil_div(D, BD), ceil_div(M, BM))
     launch(
         join_segments_kernel, (chunks.num_sequences * H, tiles[0], tiles[1]),

@@ -80,7 +80,8 @@ def run_parts(
         scores_kernel, (chunks.num_chunks * HQ,),
         x.q, x.k, running, chunks.chunk_table, scores, weighted,
         T, chunks.per_row, x.q.stride(1), x.k.stride(1), scale,
-        HQ=HQ, H=H, K=K, KG=KG, BK=BK, num_warps=4, **_pairs(x, chunks),
+        HQ=HQ, H=H, K=K, KG=KG, BK=_pair_tile(x), num_warps=4,
+        **_pairs(x, chunks),
     )  # fmt: skip
     return Parts(running, write, decay, (states, starts, kept), scores, weighted), final
 
@@ -117,21 +118,20 @@ def run_gradients(
     )  # fmt: skip
     flow = (dstates, dstarts, dkept)
     _read(do, parts.scores, parts.write, flow, HQ, grads.v, chunks, reverse=True)
-    dscores = torch.empty_like(parts.scores)
+    dscores, own = torch.empty_like(parts.scores), do.new_empty(do.shape[:3], dtype=torch.float32)
     sizes = {"HQ": HQ, "H": H, "V": x.v.shape[3], "KG": x.g.shape[3], "BV": _tile(x.v)}
     launch(
         scores_bwd_kernel, (chunks.num_chunks * HQ,),
-        do, x.v, parts.running, chunks.chunk_table, dscores, T, N, x.v.stride(1), scale,
+        do, x.v, parts.running, chunks.chunk_table, dscores, own, T, N, x.v.stride(1), scale,
         L=chunks.length, SEGMENT=SEGMENT, PRECISION=precision(do.dtype), num_warps=4, **sizes,
     )  # fmt: skip
-    BK, num_warps = _tile(x.k), 4
-    if x.g.shape[3] > 1:  # gates of each channel need registers for their factors
-        BK, num_warps = (64, 8) if BK == 64 else (16, 4)
+    BK = _pair_tile(x)
     launch(
-        keys_bwd_kernel, (chunks.num_chunks * HQ, ceil_div(x.k.shape[3], BK)),
-        do, x.q, x.k, x.v, parts.running, dscores, *parts.states, *flow, chunks.chunk_table,
+        keys_bwd_kernel, (chunks.num_chunks * HQ * ceil_div(x.k.shape[3], BK),),
+        do, x.q, x.k, x.v, parts.running, dscores, own, *parts.states, *flow, chunks.chunk_table,
         grads.q, grads.k, grads.g, T, N, x.q.stride(1), x.k.stride(1), x.v.stride(1), scale,
-        K=x.k.shape[3], BK=BK, num_warps=num_warps, **sizes, **_pairs(x, chunks),
+        K=x.k.shape[3], BK=BK, num_warps=8 if do.dtype == torch.float32 else 4, num_stages=2,
+        **sizes, **_pairs(x, chunks),
     )  # fmt: skip
     return dinitial
 
@@ -156,13 +156,23 @@ def _read(
     HQ, K, V = scores.shape[2], weights.shape[3], x.shape[3]
     BV = _tile(x)
     launch(
-        outputs_kernel, (chunks.num_chunks * HQ, ceil_div(V, BV)),
+        outputs_kernel, (chunks.num_chunks * HQ * ceil_div(V, BV),),
         x, scores, weights, *states, chunks.chunk_table, y,
         x.shape[1], chunks.per_row, x.stride(1),
         HX=x.shape[2], HW=weights.shape[2], HS=num_state_heads, HQ=HQ, K=K, V=V,
         L=chunks.length, BK=_tile(weights), BV=BV, SEGMENT=SEGMENT,
-        PRECISION=precision(x.dtype), REVERSE=reverse, num_warps=4, num_stages=3,
+        PRECISION=precision(x.dtype), REVERSE=reverse, num_warps=4, num_stages=2,
     )  # fmt: skip
+
+
+def _pair_tile(x: Inputs) -> int:
+    """Return how many channels of q and k are on chip at a time, with the factors of their pairs.
+
+    The factors of gates of each channel take registers, those of float32 twice as many.
+    """
+    if x.g.shape[3] == 1:
+        return _tile(x.k)
+    return min(_tile(x.k), 32 if x.k.dtype == torch.bfloat16 else 16)
 
 
 def _pairs(x: Inputs, chunks: Chunks) -> dict[str, Any]:

@@ -89,54 +89,78 @@ def half_factors(
 
 
 @triton.jit
-def products(b_x, b_y, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the products (L, L) of the rows of two tiles (L, BK)."""
-    return tl.dot(b_x.to(dtype), tl.trans(b_y.to(dtype)), input_precision=PRECISION)
+def add_products(b_a, b_x, b_y, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Add to b_a (L, L) the products of the rows of two tiles (L, BK)."""
+    return tl.dot(b_x.to(dtype), tl.trans(b_y.to(dtype)), b_a, input_precision=PRECISION)
 
 
 @triton.jit
-def channel_scores(
-    b_q, b_k, b_g, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
+def add_channel_scores(
+    b_near, b_across, b_q, b_k, b_g, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the contribution of a tile of channels to the scores (L, L) of pairs i <= t."""
+    """Add what a tile of channels gives to the scores inside halves, and to those across them.
+
+    Both are (L, L), and right only for these pairs: so nothing is selected before `join_scores`.
+    """
     b_up, b_down, b_far, m_steep, levels = half_factors(
         p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
     )
-    b_parting = parting(L)
     b_read = b_q * b_up
-    b_near = products(b_read, b_k * b_down, dtype, PRECISION)
-    b_far = products(b_read, b_k * b_far, dtype, PRECISION)
-    b_a = on_diagonal(tl.sum(b_q * b_k, 1)[:, None], L)
-    b_a += tl.where((b_parting < L // 2) & ~m_steep, b_near, 0.0)
-    b_a += at_level(b_far, b_parting, LEVELS)
-    for level in range(levels):
+    b_across = add_products(b_across, b_read, b_k * b_far, dtype, PRECISION)
+    b_read = tl.where(m_steep, 0.0, b_read)
+    b_near = add_products(b_near, b_read, b_k * b_down, dtype, PRECISION)
+    for level in tl.range(levels, num_stages=1):  # rare, so it must not take memory from the rest
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
-        b_part = products(b_q * b_x, b_k * b_x, dtype, PRECISION)
-        b_a += at_level(tl.where(m_steep, b_part, 0.0), b_parting, level)
-    return b_a
+        b_read = tl.where(m_steep, b_q * b_x, 0.0)
+        b_part = add_products(tl.zeros_like(b_near), b_read, b_k * b_x, dtype, PRECISION)
+        b_near += at_level(b_part, parting(L), level)
+    return b_near, b_across
 
 
 @triton.jit
-def scores_bwd_of_half(
-    b_da, b_dq, b_dk, b_q, b_k, b_g, b_start, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
+def join_scores(b_near, b_across, b_own, L: tl.constexpr):
+    """Return the scores (L, L) of all pairs i <= t; b_own (L,) are those of tokens themselves."""
+    b_parting = parting(L)
+    b_a = tl.where(b_parting < L // 2, b_near, on_diagonal(b_own[:, None], L))
+    return tl.where((b_parting >= L // 2) & (b_parting < L), b_across, b_a)
+
+
+@triton.jit
+def load_pairs(p_da, o_l, m_pairs, length, stride):
+    """Load the gradients (L, L) of the scores of the pairs i < t that m_pairs selects.
+
+    Of all other pairs zeros are loaded, or stored already: so no register is needed to mask them.
+    """
+    m = m_pairs & (o_l < length)[:, None]
+    return tl.load(p_da + o_l[:, None] * stride + o_l[None, :], mask=m, other=0.0)
+
+
+@triton.jit
+def channel_scores_bwd(
+    b_dq, b_dk, b_q, b_k, b_g, p_g, p_da, o_l, m_k, length, stride, stride_da,
+    dtype: tl.constexpr,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq and dk of the tokens o_l (L,) of a half the contribution of its pairs i < t.
-
-    b_da (L, L) is the gradient of the pairs' scores. b_start (1, BK) is P at the half's start.
-    """
-    b_parting = tl.where(o_l[:, None] > o_l[None, :], o_l[:, None] ^ o_l[None, :], 0)
-    b_since = tl.minimum(b_g - b_start, 0.0).to(tl.float32)
-    b_up, b_down = exp(b_since), exp(tl.minimum(-b_since, MILD))
-    m_steep = (tl.min(b_since, 1) < -MILD)[:, None]
-    levels = LEVELS * tl.max(tl.max(m_steep.to(tl.int32), 1), 0)
-    b_near = tl.where((b_parting > 0) & ~m_steep, b_da, 0.0).to(dtype)
-    b_dq += b_up * dot_wide(b_near, b_k * b_down, PRECISION)
-    b_dk += b_down * dot_wide(tl.trans(b_near), b_q * b_up, PRECISION)
-    for level in range(levels):
+    """Add to dq and dk (L, BK) the contribution of the pairs i < t of a tile of channels."""
+    b_up, b_down, b_far, m_steep, levels = half_factors(
+        p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
+    )
+    m_right = o_l >= L // 2
+    b_da = load_pairs(p_da, o_l, m_right[:, None] == m_right[None, :], length, stride_da).to(dtype)
+    b_y = dot_wide(b_da, b_k.to(tl.float32) * b_down, PRECISION)
+    b_dq += tl.where(m_steep, 0.0, b_up * b_y)
+    b_read = b_q.to(tl.float32) * b_up
+    b_dk += b_down * dot_wide(tl.trans(b_da), tl.where(m_steep, 0.0, b_read), PRECISION)
+    b_da = load_pairs(p_da, o_l, m_right[:, None] & ~m_right[None, :], length, stride_da).to(dtype)
+    b_dq += b_up * dot_wide(b_da, b_k.to(tl.float32) * b_far, PRECISION)
+    b_dk += b_far * dot_wide(tl.trans(b_da), b_read, PRECISION)
+    for level in tl.range(levels, num_stages=1):  # rare, so it must not take memory from the rest
         b_x = level_factor(p_g, b_g, o_l, m_k, length, stride, level)
-        b_part = at_level(tl.where(m_steep, b_da, 0.0), b_parting, level).to(dtype)
-        b_dq += b_x * dot_wide(b_part, b_k * b_x, PRECISION)
-        b_dk += b_x * dot_wide(tl.trans(b_part), b_q * b_x, PRECISION)
+        m_level = ((o_l[:, None] ^ o_l[None, :]) >> level) == 1
+        b_da = load_pairs(p_da, o_l, m_level, length, stride_da).to(dtype)
+        b_y = dot_wide(b_da, b_k.to(tl.float32) * b_x, PRECISION)
+        b_dq += tl.where(m_steep, b_x * b_y, 0.0)
+        b_read = tl.where(m_steep, b_q.to(tl.float32) * b_x, 0.0)
+        b_dk += b_x * dot_wide(tl.trans(b_da), b_read, PRECISION)
     return b_dq, b_dk

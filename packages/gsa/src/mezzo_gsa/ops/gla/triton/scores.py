@@ -11,7 +11,7 @@ from mezzo_core.ops.triton import exp
 
 from mezzo_gsa.ops.chunking.triton.states import load_kept, load_state, locate_chunk
 from mezzo_gsa.ops.gla.triton.gate import gate_columns
-from mezzo_gsa.ops.gla.triton.pairs import channel_scores, pair_decays
+from mezzo_gsa.ops.gla.triton.pairs import add_channel_scores, join_scores, on_diagonal, pair_decays
 
 
 @triton.jit
@@ -45,6 +45,7 @@ def scores_kernel(
     o_t = start + o_l
     p_running = running + (start * H + i_h) * KG
     b_a = tl.zeros([L, L], tl.float32)
+    b_across, b_own = b_a, tl.zeros([L], tl.float32)
     for d in range(0, K, BK):
         o_k = d + tl.arange(0, BK)
         m_k = o_k < K
@@ -58,12 +59,16 @@ def scores_kernel(
         if KG == 1:
             b_a = tl.dot(b_q, tl.trans(b_k), b_a, input_precision=PRECISION)
         else:
-            b_a += channel_scores(
-                b_q.to(tl.float32), b_k.to(tl.float32), b_g, p_g, o_l, m_k, length, H * KG, INNER,
+            b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
+            b_own += tl.sum(b_q * b_k, 1)
+            b_a, b_across = add_channel_scores(
+                b_a, b_across, b_q, b_k, b_g, p_g, o_l, m_k, length, H * KG, INNER,
                 L, LEVELS, MILD, PRECISION,
             )  # fmt: skip
     if KG == 1:
         b_a *= pair_decays(p_running, o_l, m_l, H, L)
+    else:
+        b_a = join_scores(b_a, b_across, b_own, L)
     store_rows(scores, o_t, m_l, HQ * L, i_hq, L, o_l, scale * b_a)
 
 
@@ -79,9 +84,11 @@ def outputs_kernel(
     REVERSE: write the gradient of v, y = Aᵀ x + W dh, with x = do and with W the decayed keys. x, W
     and the states have HX, HW and HS heads; query heads share them in equal groups.
     """
-    i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
+    tiles: tl.constexpr = tl.cdiv(V, BV)  # a chunk's tiles run together, as they share A and W
+    i_v, i_c = tl.program_id(0) % tiles, tl.program_id(0) // tiles // HQ
+    i_hq = tl.program_id(0) // tiles % HQ
     start, length, i_s = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
-    o_l, o_v = tl.arange(0, L), tl.program_id(1) * BV + tl.arange(0, BV)
+    o_l, o_v = tl.arange(0, L), i_v * BV + tl.arange(0, BV)
     m_l = o_l < length
     o_t = start + o_l
     b_a = load_rows(scores, o_t, m_l, HQ * L, i_hq, L, o_l)
@@ -99,11 +106,15 @@ def outputs_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
 def scores_bwd_kernel(
-    do, v, running, chunk_table, dscores, T, N, stride_v, scale,
+    do, v, running, chunk_table, dscores, own, T, N, stride_v, scale,
     HQ: tl.constexpr, H: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the products of queries and keys; with a gate a head, decayed."""
+    """Write the gradients of the products of queries and keys; with a gate a head, decayed.
+
+    Those of the pairs i < t are dscores, with zeros in place of others. Those of the pairs of a
+    token with itself are `own`.
+    """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)
     start, length, _ = locate_chunk(i_c, chunk_table, T, N, L, SEGMENT)
@@ -118,4 +129,7 @@ def scores_bwd_kernel(
         b_da = tl.dot(b_do, tl.trans(b_v), b_da, input_precision=PRECISION)
     if KG == 1:
         b_da *= pair_decays(running + start * H + i_h, o_l, m_l, H, L)
-    store_rows(dscores, o_t, m_l, HQ * L, i_hq, L, o_l, scale * b_da)
+    b_da *= scale
+    tl.store(own + o_t * HQ + i_hq, tl.sum(on_diagonal(b_da, L), 1), mask=m_l)
+    b_da = tl.where(o_l[:, None] > o_l[None, :], b_da, 0.0)
+    store_rows(dscores, o_t, m_l, HQ * L, i_hq, L, o_l, b_da)
