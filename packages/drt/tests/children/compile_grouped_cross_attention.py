@@ -1,14 +1,9 @@
 """Compile the kernels of grouped cross-attention for Hopper, in every form; look for spills."""
 
-import subprocess
-import tempfile
-
 import torch
 import triton
-from mezzo_core.testing.compile_only import compile_apart, compile_only
+from mezzo_core.testing.compile_only import compile_apart, compile_only, keep_kernels, stack_of
 from mezzo_drt.ops.grouped_cross_attention import op
-from triton import knobs
-from triton.runtime import jit
 
 CAPPED = {"3.4": (48, 136), "3.8": (32, 144)}
 """Bytes that Triton's versions spill where the pinned one spills 16 and 136 at most."""
@@ -25,29 +20,12 @@ def attend(L, D, dtype=BF16, *, M=None, R=8, H=12, B=1, N=40, S=5, softmax1=True
     op._attention_bwd(q, q, k, k, indices, weights, lse, *form)
 
 
-def stack_of(kernel):
-    """Return the bytes of stack that a thread has: registers are spilled to it."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(told.split("STACK:")[1].split()[0])
-
-
 def published(compiled):
     """The published sizes: few spills, and nothing new for other lengths and batches."""
-    kernels, run = [], jit.JITFunction.run
-
-    def keep(self, *arguments, **options):
-        kernels.append(run(self, *arguments, **options))
-        return kernels[-1]
-
-    jit.JITFunction.run = keep
-    for softmax1 in (True, False):
-        attend(64, 64, softmax1=softmax1)
-    attend(64, 64, FP16)
-    jit.JITFunction.run = run
+    with keep_kernels() as kernels:
+        for softmax1 in (True, False):
+            attend(64, 64, softmax1=softmax1)
+        attend(64, 64, FP16)
     assert len(kernels) == 12, "a forward, queries, and chunks in two launches"
     stacks = [stack_of(kernel) for kernel in kernels]
     # Registers of the first two are capped, so that more programs run on a multiprocessor.

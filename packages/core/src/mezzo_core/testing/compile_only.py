@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -49,6 +50,36 @@ def compile_only(capability: int = 90) -> Iterator[list[str]]:
         if collecting:
             gc.enable()
         driver.set_active(None)  # Triton then looks for a real GPU when it next needs one
+
+
+@contextmanager
+def keep_kernels() -> Iterator[list[Any]]:
+    """Keep all kernels that are launched, in their order, inside `compile_only`."""
+    from triton.runtime import jit
+
+    kernels, run = [], jit.JITFunction.run
+
+    def keep(self: Any, *arguments: Any, **options: Any) -> Any:
+        kernels.append(run(self, *arguments, **options))
+        return kernels[-1]
+
+    jit.JITFunction.run = keep
+    try:
+        yield kernels
+    finally:
+        jit.JITFunction.run = run
+
+
+def stack_of(kernel: Any) -> int:
+    """Return the bytes of stack that a thread of a kernel has: registers are spilled to it."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(told.split("STACK:")[1].split()[0])
 
 
 def run_compiling(script: str | Path, *arguments: str) -> None:
