@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from mezzo_core.ops.attention import attention
 from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.op_speed import Contender, excused, op_job, shape
-from mezzo_core.reproduction.runner import names_of, run
+from mezzo_core.reproduction.op_speed import Contender, op_job, shape
+from mezzo_core.reproduction.runner import excused, names_of, run
 from torch import Tensor
 
 BACKENDS = ("sdpa", "flex", "flash")

@@ -42,7 +42,7 @@ def test_a_reproduction_measures_only_what_it_is_asked(tmp_path):
         How.NOT_ATTEMPTED,
         How.OTHER_HARDWARE,
     ]
-    files = {path.stem for path in (tmp_path / "rat/speed").glob("*.json")}
+    files = {path.stem for path in (tmp_path / "rat/measured").glob("*.json")}
     assert files == {"speed_table6", "speed_table7"}
     assert not (tmp_path / "rat/runs").exists()
 

@@ -120,7 +120,7 @@ def test_a_page_without_findings_is_a_page():
 
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     (folder / "mine.txt").write_text("keep", encoding="utf-8")
-    (folder / "p" / "speed").mkdir()
+    (folder / "p" / "measured").mkdir()
     assert prepare_folder(folder, "p") == folder / "p"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "p", "q"]
     assert [path.name for path in (folder / "p").iterdir()] == ["figures"]

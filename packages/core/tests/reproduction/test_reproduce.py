@@ -10,7 +10,7 @@ from mezzo_core.data import DataConfig
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.reproduction import tiny
+from mezzo_core.reproduction import training
 from mezzo_core.reproduction.beside import beside_printed, growth, in_recipes
 from mezzo_core.reproduction.claims import (
     Run,
@@ -27,9 +27,8 @@ from mezzo_core.reproduction.measurement import Entry, How, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Claim
 from mezzo_core.reproduction.reproduce import Reproduction, Scale, reproduce_papers
-from mezzo_core.reproduction.tiny import SMOKE, Trainings
+from mezzo_core.reproduction.tiny import SMOKE, train_tiny
 from mezzo_core.train.config import TrainConfig
-from mezzo_core.train.loop import DivergenceError
 
 PUBLISHED = """
 [paper]
@@ -64,7 +63,7 @@ SPEED = {
     "columns": ["8"], "models": ["Window", "Attention"], "unit": "ms", "better": "lower",
     "gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31",
 }  # fmt: skip
-NOTHING = Run({}, lambda *_: None, lambda _: None)
+NOTHING = Run({}, lambda name: None)
 
 
 def layers(number):
@@ -164,15 +163,12 @@ def test_the_trainings_run_once_and_only_if_they_are_asked_for(paper, tmp_path):
 def test_trainings_side_by_side_learn_the_same_as_one_after_the_other(paper, tmp_path):
     found, seen = [], []
     for parallel in (False, True):
+        folder = tmp_path / str(parallel)
         budget = replace(SMOKE, parallel=parallel)
-        trainings = Trainings(paper.models, budget, tmp_path / "runs", lambda *of: seen.append(of))
-        assert trainings.trained == ()
-        found.append(trainings.measurement(("Window",), by_length=False).entries)
-        assert trainings.trained == ("Attention", "Window")
-    serial, side_by_side = found
-    assert [entry.seed for entry in serial] == [0]
-    assert side_by_side == serial
-    assert seen[0] == ("training the tiny models", 0, 2)
+        ours = train_tiny(paper.models, budget, folder, lambda *of: seen.append(of))
+        found.append([(e.model, e.seed, e.value, e.details["steps"]) for e in ours.entries])
+    assert found[0] == found[1]
+    assert [count for _, count, _ in seen] == [0, 1, 2] * 2
 
 
 def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
@@ -188,7 +184,7 @@ def test_quality_decides_before_a_speed_that_is_nearer_to_the_paper(paper):
     claim = paper.published.claim("p.claim.speed")
     speed = time_layers(1, None, print)
     quality = replace(speed, kind="training", how=How.SCALED_DOWN, better="higher")
-    run = Run({"s": replace(speed, how=How.PAPER), "q": quality}, NOTHING.trained, NOTHING.measured)
+    run = Run({"s": replace(speed, how=How.PAPER), "q": quality}, NOTHING.measured)
     found = find(claim, [result("s", Order()), result("q", Order())], run)
     assert (found.how, found.outcome) == (How.SCALED_DOWN, Outcome.AGREES)
     assert [words.partition(":")[0] for words in found.here] == ["agrees", "differs"]
@@ -263,18 +259,18 @@ def test_a_speed_that_fails_is_told_by_each_claim_and_not_measured_again(paper, 
     assert len(starts) == 1
 
 
-def test_a_training_that_diverges_takes_no_other_with_it(paper, tmp_path, monkeypatch):
-    honest = tiny.measure_run
+def test_a_training_that_fails_takes_no_other_with_it(paper, tmp_path, monkeypatch):
+    honest = training.measure_run
 
     def run(config, *where):
         if config.name == "attention":
-            raise DivergenceError("training diverged at step 3")
+            raise RuntimeError("no kernel")
         return honest(config, *where)
 
-    monkeypatch.setattr(tiny, "measure_run", run)
+    monkeypatch.setattr(training, "measure_run", run)
     bad = answered(paper, speed=trained(Order(("Window",)), "Window"))
     table, speed, setup = bad.reproduce(None, "small", tmp_path / "out")
-    assert table.summary == "failed: DivergenceError: training diverged at step 3"
+    assert table.summary == "failed: RuntimeError: no kernel"
     assert table.outcome is Outcome.NOT_SETTLED
     assert speed.summary.startswith("this run: ")
     assert setup.outcome is Outcome.AGREES

@@ -9,8 +9,9 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction import OOM, Cell, Header, Result, Timing, origin
-from mezzo_core.reproduction.runner import Job, run, side_by_side, timing
-from toys.jobs import fail, job_of, meet, place_of
+from mezzo_core.reproduction.outcomes import FAILED
+from mezzo_core.reproduction.runner import Job, excused, run, timing
+from toys.jobs import fail, job_of, meet
 
 CPU = torch.device("cpu")
 MODELS = ("RNN", "RAT", "Attention")
@@ -102,29 +103,40 @@ def test_jobs_side_by_side_fill_the_same_cells_without_speeds(result, tmp_path):
     assert {tuple(entry.details) for entry in result.entries} == {("parameters",)}
 
 
-def test_one_process_makes_one_call_after_another():
-    calls = {number: partial(place_of, number) for number in range(3)}
-    found = list(side_by_side(calls, Path("here"), CPU, 1))
-    assert found == [(i, (i, os.getpid(), "here cpu")) for i in range(3)]
-
-
 def test_several_processes_have_folders_of_their_own_and_share_out_the_threads(
-    tmp_path, monkeypatch
+    result, tmp_path, monkeypatch
 ):
     """With all threads for each, they would wait for each other."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    calls = dict.fromkeys(range(2), partial(meet, tmp_path))
-    found = dict(side_by_side(calls, Path("here"), CPU, 2))
-    assert set(found.values()) == {("here/job_0", 3), ("here/job_1", 3)}
-    assert str(os.getpid()) not in {path.name for path in tmp_path.iterdir()}
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    jobs = [Job(cells(model), partial(meet, shared)) for model in MODELS[:2]]
+    run(result, jobs, Path("here"), CPU, processes=2)
+    places = {(e.details["folder"], e.details["threads"]) for e in result.entries}
+    assert places == {("here/job_0", 3), ("here/job_1", 3)}
+    assert str(os.getpid()) not in {path.name for path in shared.iterdir()}
 
 
-def test_an_error_is_told_at_once_with_its_name_and_raised_after_all_other_calls(capfd):
-    calls = {(Cell("GSA", "8"), Cell("GSA", "16")): fail}
-    calls |= {number: partial(place_of, number) for number in range(3)}
-    found = []
+def test_an_error_is_told_at_once_with_its_name_and_raised_after_all_other_jobs(
+    result, tmp_path, capfd
+):
+    jobs = [Job(cells("RNN"), fail), *(job_of(cells(model)) for model in MODELS[1:])]
     with pytest.raises(UserError, match="this one fails"):
-        found.extend(side_by_side(calls, Path("here"), CPU, 2))
-    assert sorted(name for name, _ in found) == [0, 1, 2]
-    told = "GSA, 8, 0: failed, the others go on: UserError('this one fails')"
+        run(result, jobs, tmp_path, CPU, processes=2)
+    assert {entry.model for entry in result.entries} == set(MODELS[1:])
+    told = "RNN, 8, 0: failed, the others go on: UserError('this one fails')"
     assert told in capfd.readouterr().out
+
+
+def test_an_excused_error_is_a_word_with_its_reason_unless_the_user_can_mend_it(result, tmp_path):
+    def broken(wanted, folder, device):
+        raise error
+
+    error = RuntimeError("no kernel\nhere")
+    jobs = [excused(Job(cells("RNN"), broken)), job_of(cells("RAT"))]
+    run(result, jobs, tmp_path, CPU)
+    assert [*values(result).values()] == [FAILED, FAILED, 8, 16]
+    assert result.entries[0].details == {"error": "failed: RuntimeError: no kernel"}
+    error = UserError("the disk is full")
+    with pytest.raises(UserError, match="disk"):
+        run(result, [excused(Job(cells("Attention"), broken))], tmp_path, CPU)

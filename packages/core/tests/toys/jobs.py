@@ -1,4 +1,4 @@
-"""Calls for processes of their own, which find them here."""
+"""Work for processes of their own, which find it here."""
 
 import os
 import time
@@ -11,21 +11,21 @@ from mezzo_core.reproduction import Cell, Entry
 from mezzo_core.reproduction.runner import Job
 
 
-def place_of(number: int, folder: Path, device: torch.device) -> tuple[int, int, str]:
-    return number, os.getpid(), f"{folder} {device}"
-
-
-def meet(shared: Path, folder: Path, device: torch.device) -> tuple[str, int]:
-    """Return folder and threads once two processes are here, so that neither takes both calls."""
+def meet(
+    shared: Path, cells: tuple[Cell, ...], folder: Path, device: torch.device
+) -> Iterator[list[Entry]]:
+    """Tell folder and threads once two processes are here, so that neither takes both jobs."""
     (shared / str(os.getpid())).touch()
     for _ in range(1200):
         if len(list(shared.iterdir())) == 2:
-            return str(folder), torch.get_num_threads()
+            told = {"folder": str(folder), "threads": torch.get_num_threads()}
+            yield [cell.entry(1, **told) for cell in cells]
+            return
         time.sleep(0.05)
     raise AssertionError("the other process did not come within a minute")
 
 
-def fail(folder: Path, device: torch.device) -> None:
+def fail(cells: tuple[Cell, ...], folder: Path, device: torch.device) -> Iterator[list[Entry]]:
     raise UserError("this one fails")
 
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mezzo_core.errors import FailedRunError, UserError
-from mezzo_core.libraries import first_line
 from mezzo_core.reproduction.criteria import Criterion
 from mezzo_core.reproduction.measurement import How, Measurement
-from mezzo_core.reproduction.outcomes import TRAINED, Judgement, Outcome
+from mezzo_core.reproduction.outcomes import FAILED, TRAINED, Judgement, Outcome, failure
 from mezzo_core.reproduction.published import Claim, Published, Table
 
 Printed = Table | Claim
+TRAININGS, PERPLEXITY = "trainings", "Val. PPL"
+"""What a run measures by its tiny trainings, and a column of it."""
 View = Callable[[Measurement], Measurement | None]
 """Looks at a measurement in another way, such as at some of its columns."""
 
@@ -34,7 +34,6 @@ class Run:
     """Where evidence comes from in one `reproduce` run, which trains and measures when asked."""
 
     results: Mapping[str, Measurement]  # the committed ones, by "MACHINE/NAME"
-    trained: Callable[[Sequence[str], bool], Measurement | None]  # the models; by length?
     measured: Callable[[str], Measurement | None]  # by name; None where this scale has none
 
 
@@ -110,9 +109,15 @@ def timed(
 def trained(criterion: Criterion, *models: str, by_length: bool = False, **said: str) -> Evidence:
     """Answer from this run's tiny trainings of some models.
 
-    They have the column "Val. PPL", or with `by_length` a loss for each test length "T=...".
+    They have the column PERPLEXITY, or with `by_length` a loss for each test length "T=...".
     """
-    return Evidence(lambda run, printed: run.trained(models, by_length), criterion, **said)
+
+    def view(ours: Measurement) -> Measurement:
+        columns = tuple(c for c in ours.columns if (c != PERPLEXITY) == by_length)
+        kept = (e for e in ours.entries if e.column in columns and e.model in (models or [e.model]))
+        return replace(ours, entries=tuple(kept), columns=columns)
+
+    return measured(TRAININGS, criterion, view, **said)
 
 
 def counted(count: Callable[[Any], Measurement], criterion: Criterion, **said: str) -> Evidence:
@@ -153,11 +158,13 @@ def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
     Raises:
         UserError: see `failure`.
     """
-    judged, failed = [], []
+    judged, failed = list[tuple[Judgement, Measurement]](), list[str]()
     for each in evidence:
         try:
             if ours := each.find(run, printed):
-                judged.append((each.judge(printed, ours), ours))
+                errors = {e.details["error"] for e in ours.entries if e.value == FAILED}
+                failed += errors
+                judged += [] if errors else [(each.judge(printed, ours), ours)]
         except Exception as error:
             failed.append(failure(error))
     if failed and not judged:
@@ -182,19 +189,6 @@ def find(printed: Printed, evidence: Sequence[Evidence], run: Run) -> Finding:
         first.outcome is Outcome.DIFFERS and first.better,
         tuple(f"{j.outcome.value}: {j.summary}" for j, m in judged if m.is_of_this_run),
     )
-
-
-def failure(error: Exception) -> str:
-    """Say in one line what failed.
-
-    A training that diverges or a kernel that is wrong is no mistake of the user's.
-
-    Raises:
-        UserError: the error itself, if the user can mend it, such as a full disk.
-    """
-    if isinstance(error, UserError) and not isinstance(error, FailedRunError):
-        raise error
-    return f"failed: {type(error).__name__}: {first_line(error)}"
 
 
 def _source(ours: Measurement) -> str:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mezzo_core.reproduction.result_file import Cell, Entry
 from mezzo_core.reproduction.runner import Job, passes
-from mezzo_core.reproduction.script import say
 from mezzo_core.reproduction.timing import attempt, measure
 
 Op = Callable[..., Tensor]
@@ -73,18 +72,6 @@ def _time(
     for cell in missing:
         found = attempt(partial(contender.time, cells[cell], device, seconds))
         yield passes(cell, found, "ms")
-
-
-def excused(job: Job) -> Job:
-    """Return a job that says an error and leaves its cells out: of a library beside ours."""
-    return Job(job.cells, partial(_excused, job))
-
-
-def _excused(job: Job, *where: Any) -> Iterator[Sequence[Entry]]:
-    try:
-        yield from job.work(*where)
-    except Exception as error:
-        say(f"{job.cells[0].model}: not measured: {type(error).__name__}: {error}")
 
 
 def shape(**sizes: int) -> str:

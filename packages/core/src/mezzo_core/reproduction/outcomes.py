@@ -13,10 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mezzo_core.errors import FailedRunError, UserError
+from mezzo_core.libraries import first_line
+
 # Student's t, two-sided 5%, for 1 to 9 degrees of freedom; the last is used for more seeds too.
 T_CRITICAL = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 TRAINED = ("training", "recall")
 """The kinds of measurement whose numbers differ from seed to seed."""
+FAILED = "failed"
+"""Stands for the number of what ended with an error, which the entry says."""
 Bounds = tuple[float, float]
 """The least and the greatest value that is within."""
 
@@ -71,3 +76,16 @@ def compare_bounds(values: Sequence[float], low: float, high: float, kind: str) 
     if not all(map(is_settled, distances)):
         return NOT_SETTLED
     return AGREES if low <= statistics.fmean(values) <= high else DIFFERS
+
+
+def failure(error: Exception) -> str:
+    """Say in one line what failed.
+
+    A training that diverges or a kernel that is wrong is no mistake of the user's.
+
+    Raises:
+        UserError: the error itself, if the user can mend it, such as a full disk.
+    """
+    if isinstance(error, UserError) and not isinstance(error, FailedRunError):
+        raise error
+    return f"failed: {type(error).__name__}: {first_line(error)}"

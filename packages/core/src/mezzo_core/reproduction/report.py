@@ -89,9 +89,9 @@ class Report:
 
 
 def prepare_folder(out: Path, paper: str) -> Path:
-    """Create `out/paper` for a paper's figures, runs and speeds, and return it.
+    """Create `out/paper` for what a paper's run measures and draws, and return it.
 
-    Older reports in `out`, and older figures and speeds, are removed; other files stay.
+    Older reports in `out`, and older results and figures, are removed; other files stay.
 
     Raises:
         UserError: if `out` cannot be written.
@@ -101,7 +101,7 @@ def prepare_folder(out: Path, paper: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for suffix in ("html", "json"):
             (out / f"report.{suffix}").unlink(missing_ok=True)
-        for name in ("figures", "speed"):
+        for name in ("figures", "measured"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "figures").mkdir()
     except OSError as error:

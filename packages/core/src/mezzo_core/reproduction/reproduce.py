@@ -6,7 +6,7 @@ A package describes its paper once, as a `Reproduction`; everything else is here
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from mezzo_core.console import show, show_table
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.reproduction.claims import Evidence, Finding, Run, check_complete, find
+from mezzo_core.reproduction.claims import TRAININGS, Evidence, Finding, Run, check_complete, find
 from mezzo_core.reproduction.figures import draw_result, model_names
 from mezzo_core.reproduction.measurement import Measurement, printed_measurement, read_results
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.published import Published, load_published
 from mezzo_core.reproduction.report import Figure, PaperReport, Report, prepare_folder, write_report
 from mezzo_core.reproduction.speeds import Measurers
-from mezzo_core.reproduction.tiny import Budget, Trainings
+from mezzo_core.reproduction.tiny import Budget, train_tiny
 from mezzo_core.train.config import TrainConfig
 
 
@@ -75,7 +75,7 @@ class Reproduction:
 
     def committed(self) -> list[Finding]:
         """Return what counts and committed results say, without a training or a measurement."""
-        nothing = Run(read_results(self.results_folder), lambda *_: None, lambda _: None)
+        nothing = Run(read_results(self.results_folder), lambda name: None)
         return self.find(nothing)
 
     def reproduce(self, only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
@@ -121,28 +121,28 @@ class Reproduction:
             def watch(name: str, done: int, of: int) -> None:
                 bars.update(task, description=name, completed=done, total=of)
 
-            trainings = Trainings(self.models, scale.budget, folder / "runs", watch)
-            say = partial(show, console=console)
-            timed: dict[str, Measurement | Exception | None] = {}
+            makers: dict[str, Callable[[], Measurement | None]]
+            makers = {TRAININGS: partial(train_tiny, self.models, scale.budget, folder, watch)}
+            if scale.sizes is not None:
+                given = (scale.sizes, folder / "measured", partial(show, console=console))
+                makers |= {name: partial(make, *given) for name, make in self.measurers.items()}
+            found: dict[str, Measurement | Exception | None] = {}
 
             def measured(name: str) -> Measurement | None:
-                if name not in timed and scale.sizes is not None:
+                if name not in found and name in makers:
                     watch(f"measuring {name}", 0, 1)
                     try:
-                        timed[name] = self.measurers[name](scale.sizes, folder / "speed", say)
+                        found[name] = makers[name]()
                     except Exception as error:
-                        timed[name] = error
-                ours = timed.get(name)
+                        found[name] = error
+                ours = found.get(name)
                 if isinstance(ours, Exception):
                     raise ours
                 return ours
 
-            run = Run(results, trainings.measurement, measured)
+            run = Run(results, measured)
             findings = self.find(run, only)
             watch("figures", 1, 1)
-            drawn: dict[str, Measurement] = {}
-            if trainings.trained:
-                drawn["trainings"] = trainings.measurement(trainings.trained, by_length=False)
             names = [*model_names(published, results.values()), *self.models]
             printed = {table.id: printed_measurement(table) for table in published.tables}
             lead = None
@@ -152,12 +152,13 @@ class Reproduction:
                 draw_result(result, path, names)
                 lead = Figure(path, finding.id, f"From {result.source}.json")
             figures = []
-            for name, ours in (drawn | timed).items():
+            for name, ours in found.items():
                 if isinstance(ours, Measurement):
                     path = folder / "figures" / f"{name}.png"
                     draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
                     figures.append(Figure(path, ours.title or name, ours.setting))
-            notes = (trainings.setting, *self.notes) if trainings.trained else ()
+            trained = found.get(TRAININGS)
+            notes = (trained.setting, *self.notes) if isinstance(trained, Measurement) else ()
             return PaperReport(self.name, published, findings, figures, notes, lead)
 
 

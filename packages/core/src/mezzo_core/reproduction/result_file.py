@@ -80,7 +80,7 @@ class EntryFields:
 
     model: str
     column: str
-    value: float | Literal["OOM", "diverged"]
+    value: float | Literal["OOM", "diverged", "failed"]
     group: str = ""
     seed: int = 0
     lr: float = 0.0
@@ -92,6 +92,7 @@ class EntryFields:
     ms_p20: float = 0.0
     ms_p80: float = 0.0
     commit: str = ""
+    error: str = ""
     steps: dict[str, list[list[float]]] = field(default_factory=dict)
     """Curves by name, such as "train": points of a step and a loss."""
 

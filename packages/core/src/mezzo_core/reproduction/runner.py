@@ -9,10 +9,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from mezzo_core.reproduction.outcomes import FAILED, failure
 from mezzo_core.reproduction.result_file import Cell, Entry, Result
 from mezzo_core.reproduction.script import say
 from mezzo_core.reproduction.timing import OOM, attempt, start_afresh
@@ -21,8 +22,6 @@ SPEEDS = ("tokens_per_second", "seconds_to_first_step")
 """Details that say nothing where several jobs run at the same time."""
 Work = Callable[[tuple[Cell, ...], Path, torch.device], Iterable[Sequence[Entry]]]
 """Measures cells, with a scratch folder, on a device; yields what came of each measurement."""
-Name = TypeVar("Name")
-Found = TypeVar("Found")
 _place: tuple[Path, torch.device]
 """Of this process, if it is one of several."""
 
@@ -37,23 +36,32 @@ class Job:
     cells: tuple[Cell, ...]
     work: Work
 
-    def measure(
-        self, cells: tuple[Cell, ...], folder: Path, device: torch.device
-    ) -> Iterator[Sequence[Entry]]:
-        """Yield the entries of those cells that are missing."""
-        left = dict.fromkeys(cells)
+    def measure(self, folder: Path, device: torch.device) -> Iterator[Sequence[Entry]]:
+        """Yield the entries of the cells as they are measured."""
+        left = dict.fromkeys(self.cells)
         start_afresh()
         try:
-            for entries in self.work(cells, folder, device):
+            for entries in self.work(self.cells, folder, device):
                 yield entries
                 for entry in entries:
                     left.pop(entry.cell, None)
         except torch.OutOfMemoryError:
             yield [cell.entry(OOM) for cell in left]
 
-    def all(self, cells: tuple[Cell, ...], folder: Path, device: torch.device) -> list[Any]:
-        """Return all that `measure` yields, for another process."""
-        return list(self.measure(cells, folder, device))
+
+def excused(job: Job) -> Job:
+    """Return a job whose error does not end the others: its cells are FAILED, and say why."""
+    return Job(job.cells, partial(_excused, job))
+
+
+def _excused(job: Job, cells: tuple[Cell, ...], *where: Any) -> Iterator[Sequence[Entry]]:
+    try:
+        yield from job.work(cells, *where)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        words = failure(error)
+        yield [cell.entry(FAILED, error=words) for cell in cells]
 
 
 def names_of(jobs: Sequence[Job]) -> dict[str, tuple[str, ...]]:
@@ -75,23 +83,66 @@ def run(
     Args:
         result: what it has already is left out.
         jobs: in the order in which they begin.
-        folder: scratch.
-        device: where to measure.
-        processes: jobs at the same time, see `side_by_side`; their trainings have no speed then.
+        folder: scratch; each of several processes uses a folder in it.
+        device: where to measure. Several processes share out all GPUs, and the host's threads: with
+            all threads for each, they would wait for each other.
+        processes: jobs at the same time, for what is too small to fill a GPU, or where there are
+            several; their trainings have no speed then.
+
+    Raises:
+        Exception: the first error of a job; of several processes after all others have ended.
     """
     missing: dict[tuple[Cell, ...], Job] = {}
     for job in jobs:
         if cells := tuple(cell for cell in job.cells if not result.has(cell)):
-            missing[cells] = job
+            missing[cells] = Job(cells, job.work)
     if processes == 1:
-        for cells, job in missing.items():
-            for entries in job.measure(cells, folder, device):
+        for job in missing.values():
+            for entries in job.measure(folder, device):
                 result.add(*entries)
-        return
-    calls = {cells: partial(job.all, cells) for cells, job in missing.items()}
-    for _, found in side_by_side(calls, folder, device, processes):
-        for entries in found:
-            result.add(*map(_without_speed, entries))
+    elif missing:
+        _run_side_by_side(result, [*missing.values()], folder, device, processes)
+
+
+def _run_side_by_side(
+    result: Result, jobs: Sequence[Job], folder: Path, device: torch.device, processes: int
+) -> None:
+    context, processes = multiprocessing.get_context("spawn"), min(processes, len(jobs))
+    places = context.Queue()
+    for i in range(processes):
+        chosen = device
+        if device.type == "cuda":
+            chosen = torch.device("cuda", i % torch.cuda.device_count())
+        places.put((folder / f"job_{i}", chosen))
+    threads, errors = max(1, torch.get_num_threads() // processes), []
+    with ProcessPoolExecutor(processes, context, _begin, (places, threads)) as pool:
+        running = {pool.submit(_measure_all, job): job for job in jobs}
+        try:
+            for done in as_completed(running):
+                if error := done.exception():
+                    errors.append(error)
+                    cell = ", ".join(str(part) for part in running[done].cells[0] if part != "")
+                    say(f"{cell}: failed, the others go on: {error!r}")
+                else:
+                    for entries in done.result():
+                        result.add(*map(_without_speed, entries))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if errors:
+        raise errors[0]
+
+
+def _begin(places: Any, threads: int) -> None:
+    """Take a place and some threads for this process."""
+    global _place
+    _place = places.get()
+    torch.set_num_threads(threads)
+    if _place[1].type == "cuda":
+        torch.cuda.set_device(_place[1])
+
+
+def _measure_all(job: Job) -> list[Sequence[Entry]]:
+    return list(job.measure(*_place))
 
 
 def _without_speed(entry: Entry) -> Entry:
@@ -136,71 +187,3 @@ def passes(cell: Cell, found: list[Any] | str, value: str, **details: Any) -> li
         cell._replace(seed=seed).entry(each.pop(value), **{**details, **each})
         for seed, each in enumerate(told)
     ]
-
-
-def side_by_side(
-    calls: Mapping[Name, Callable[[Path, torch.device], Found]],
-    folder: Path,
-    device: torch.device,
-    processes: int,
-) -> Iterator[tuple[Name, Found]]:
-    """Yield the name of each call and what it returns, in the order in which they end.
-
-    For what is too small to fill a GPU, or where there are several. Speeds say nothing then.
-
-    Args:
-        calls: by name, such as cells of a result. They take a scratch folder and a device, and
-            can be pickled, as what they return.
-        folder: scratch. Each process uses a folder in it.
-        device: where to measure. The processes share out all GPUs, and the host's threads: with
-            all threads for each, they would wait for each other.
-        processes: how many, at most; 1 makes one call after another in this one, in the folder
-            itself. If a call of several fails, its name and error are told at once; the first
-            error is raised after all the others have ended.
-    """
-    if processes == 1:
-        for name, call in calls.items():
-            yield name, call(folder, device)
-        return
-    context, processes = multiprocessing.get_context("spawn"), min(processes, max(len(calls), 1))
-    places = context.Queue()
-    for i in range(processes):
-        chosen = device
-        if device.type == "cuda":
-            chosen = torch.device("cuda", i % torch.cuda.device_count())
-        places.put((folder / f"job_{i}", chosen))
-    threads = max(1, torch.get_num_threads() // processes)
-    with ProcessPoolExecutor(processes, context, _begin, (places, threads)) as pool:
-        running = {pool.submit(_call, call): name for name, call in calls.items()}
-        failure: BaseException | None = None
-        try:
-            for done in as_completed(running):
-                name, error = running[done], done.exception()
-                if error is None:
-                    yield name, done.result()
-                else:
-                    failure = failure or error
-                    say(f"{_words(name)}: failed, the others go on: {error!r}")
-        finally:
-            pool.shutdown(cancel_futures=True)
-    if failure is not None:
-        raise failure
-
-
-def _begin(places: Any, threads: int) -> None:
-    """Take a place and some threads for this process."""
-    global _place
-    _place = places.get()
-    torch.set_num_threads(threads)
-    if _place[1].type == "cuda":
-        torch.cuda.set_device(_place[1])
-
-
-def _call(call: Callable[[Path, torch.device], Found]) -> Found:
-    return call(*_place)
-
-
-def _words(name: Any) -> str:
-    """Return a name in words; of several cells, that of the first."""
-    cell = name[0] if isinstance(name, tuple) and isinstance(name[0], Cell) else name
-    return ", ".join(str(part) for part in cell if part != "") if cell != name else str(name)

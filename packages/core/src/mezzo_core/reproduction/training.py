@@ -41,15 +41,19 @@ Measure = Callable[[TrainConfig, dict[str, Any], Path, torch.device], Mapping[st
 
 
 def training(
-    model: str, columns: Sequence[str], config: TrainConfig, measure: Measure | None = None
+    model: str,
+    columns: Sequence[str],
+    config: TrainConfig,
+    measure: Measure | None = None,
+    kept: Path | None = None,
 ) -> Job:
     """Return the job that trains a model, and gives its row the value of each column.
 
     A column that `measure` leaves out has the validation perplexity. The details of the run stand
-    in the first column.
+    in the first column. The run has the scratch folder, or one that is `kept`.
     """
     cells = tuple(Cell(model, column, seed=config.seed) for column in columns)
-    return Job(cells, partial(_train, config, measure))
+    return Job(cells, partial(_train, config, measure, kept))
 
 
 def trainings(
@@ -68,10 +72,12 @@ def trainings(
 def _train(
     config: TrainConfig,
     measure: Measure | None,
+    kept: Path | None,
     cells: tuple[Cell, ...],
     folder: Path,
     device: torch.device,
 ) -> Iterator[list[Entry]]:
+    folder = kept or folder
     try:
         found = measure_run(config, folder, device)
     except DivergenceError:

@@ -25,7 +25,7 @@ def check_claims(paper: Reproduction) -> None:
     Raises:
         AssertionError: names every criterion that fails this.
     """
-    run = Run(read_results(paper.results_folder), lambda *_: None, lambda _: None)
+    run = Run(read_results(paper.results_folder), lambda name: None)
     wrong = []
     for id, evidence in paper.answers.items():
         printed = paper.published.by_id[id]

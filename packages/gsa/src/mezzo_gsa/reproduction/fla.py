@@ -12,8 +12,8 @@ from itertools import product
 import torch
 from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.reproduction.layer_speed import build_layer, compiled
-from mezzo_core.reproduction.op_speed import Contender, excused, op_job, shape
-from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.op_speed import Contender, op_job, shape
+from mezzo_core.reproduction.runner import Job, excused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
