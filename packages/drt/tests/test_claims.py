@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from mezzo_core.reproduction.measurement import Entry, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
@@ -13,7 +12,6 @@ from mezzo_drt.reproduction.claims import (
     DRT1,
     DRT2,
     LANDMARK,
-    LONGEST,
     RANDOM,
     REPRODUCTION,
     WINDOW,
@@ -39,58 +37,6 @@ def numbers(columns, groups=("",), **rows):
 def outcome(id, ours):
     *_, evidence = REPRODUCTION.answers[id]
     return evidence.criterion(PUBLISHED.by_id[id], ours).outcome
-
-
-def costs(drt, landmark):
-    """Return inference costs of prompts of 16K, in the columns of Table 3."""
-    columns = PUBLISHED.table("drt.table3").columns[2:]
-    return numbers(columns, ("16K",), base=(2, 3, 2, 3), drt1=drt, lm=landmark)
-
-
-HOPS = ("1K", "4K", "64K", "256K", "4M")
-TRAINING = PUBLISHED.table("drt.table4.memory").columns
-FOUND = {"lm": (91, 88, 0, 0, 0), "drt1": (41, 33, 38, 35, 34)}
-
-
-@pytest.mark.parametrize(
-    ("id", "meets", "contrary"),
-    [
-        (
-            "drt.table2.single_niah",
-            numbers(("4K", "64K"), deep=(12, 3), drt1=(96, 97), lm=(99, 4)),
-            numbers(("4K", "64K"), deep=(12, 3), drt1=(96, 97), lm=(99, 40)),
-        ),
-        (
-            "drt.table3",
-            costs((2.5, 4.62, 2.12, 12.24), (321.8, 5.94, 8.32, 96)),
-            costs((6, 4.62, 2.12, 12.24), (321.8, 5.94, 8.32, 96)),
-        ),
-        (
-            "drt.table4.memory",
-            numbers(TRAINING, window=(20,) * 4, drt1=(22, 23, 25, 22), drt2=(23,) * 4),
-            numbers(TRAINING, window=(20,) * 4, drt1=(22, 23, 25, 22), drt2=(40,) * 4),
-        ),
-        (
-            "drt.claim.passkey_16m",
-            numbers(LONGEST, drt1=(99,) * 8, drt2=(99,) * 8),
-            numbers(LONGEST, drt1=(99,) * 7 + (97,), drt2=(99,) * 8),
-        ),
-        (
-            "drt.claim.two_hop",
-            numbers(HOPS, **FOUND, drt2=(88, 84, 81, 80, 79)),
-            numbers(HOPS, **FOUND, drt2=(88, 84, 50, 80, 79)),
-        ),
-        (
-            "drt.claim.extrapolation",
-            numbers(("4096", "16384"), full=(9, 8.9), drt1=(8, 7.9), random=(9, 9)),
-            numbers(("4096", "16384"), full=(9, 8.9), drt1=(8, 8.9), random=(9, 9)),
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_criteria_come_out_both_ways(id, meets, contrary):
-    assert outcome(id, meets) is Outcome.AGREES
-    assert outcome(id, contrary) is Outcome.DIFFERS
 
 
 def test_a_steady_loss_of_models_that_do_not_read_far_settles_nothing():

@@ -109,18 +109,3 @@ def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus):
         assert entry.details["parameters"] == nothing.details["parameters"]
     assert transformer.details["steps"]["val"][-1][0] == 30
     assert nothing.details["steps"]["val"][0][0] > 0, "it starts from no model"
-
-
-def test_a_tuning_without_its_transformer_is_refused_in_one_line(rehearse, corpus, capsys):
-    code, found = rehearse("t2r", "--data", str(corpus), "--runs", "none", "--models", "GSA")
-    assert (code, found) == (2, {})
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "transformer-0" in line
-
-
-def test_the_full_size_is_a_small_mistral():
-    model = t2r.FULL.model
-    with torch.device("meta"):
-        assert 40e6 < model.build().num_parameters() < 60e6
-    (mixer,) = set(model.mixers)
-    assert model.d_model // mixer.head_dim == 4 * mixer.num_kv_heads  # as Mistral 7B's

@@ -54,16 +54,6 @@ def test_full_small_runs_are_as_the_docstring_says():
     assert nope["RAT(L=16)-SWA NoPE"].model.mixers[0].rope is None
 
 
-def test_a_short_training_gives_the_hours_of_a_whole_one(monkeypatch):
-    monkeypatch.setitem(short.speeds.__globals__, "share_of_peak", lambda *_: 40.0)
-    steps = {"train": [[1, 5.0], [2, 4.5]]}
-    found = {"tokens_per_second": 1e5, "seconds_to_first_step": 9.0, "steps": steps}
-    values = short.speeds(short.SHORT, found, Path(), torch.device("cpu"))
-    assert values["Hours on one GPU for 15B tokens"] == pytest.approx(15e9 / 1e5 / 3600, rel=1e-2)
-    assert [*values.values()][1:] == [40.0, 9.0, 4.5]
-    assert tuple(values) == short.COLUMNS[:4]
-
-
 @pytest.mark.parametrize("name", short.NAMES.values())
 def test_a_full_run_is_the_recipe_but_for_its_length_and_batch(name):
     ours, recipe = train_config(f"200m_{name}", short.SHORT, name), RECIPES[f"200m_{name}"]()

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.colors import to_hex
-from mezzo_core.reproduction.figures import draw_result, model_names
+from mezzo_core.reproduction.figures import draw_result
 from mezzo_core.reproduction.measurement import Entry, Measurement
-from mezzo_core.reproduction.published import Published, Row, Table
 
 COLUMNS = ("T=1024", "T=2048", "T=4096")
 
@@ -70,12 +69,6 @@ def test_what_is_missing_or_out_of_memory_is_a_gap(draw):
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "2K", "4K"]
 
 
-def test_numbers_of_about_one_size_stand_above_zero(draw):
-    (axes,) = draw(speed(a=(60.0, 60.0, 61.0), b=(63.0, 59.0, 37.0))).axes
-    assert axes.get_yscale() == "linear"
-    assert axes.get_ylim() == pytest.approx((0, 1.05 * 63))
-
-
 def test_a_group_that_is_all_out_of_memory_is_an_empty_panel(draw):
     small = speed("B=2", a=(1.0, 2.0, 40.0))
     large = speed("B=64", a=("OOM",) * 3)
@@ -104,28 +97,6 @@ def test_a_training_is_losses_of_the_first_seed_and_a_dot_a_seed(draw):
     assert [label.get_text() for label in dots.get_yticklabels()] == ["a", "b"]
 
 
-def test_recall_in_percent_over_lengths_is_a_line_up_to_a_hundred(draw):
-    ours = speed(columns=("4K", "16K", "1M"), kind="recall", unit="%", a=(100.0, 90.0, 80.0))
-    (axes,) = draw(ours).axes
-    assert list(lines(axes)["a"].get_xdata()) == [2**12, 2**14, 2**20]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["4K", "16K", "1M"]
-    assert (axes.get_xlabel(), axes.get_ylim()) == ("T (tokens)", (0, 105))
-
-
-def test_a_task_of_a_recall_has_a_panel_with_a_row_for_each_group(draw):
-    values = {("exact", "copy"): (0.2, 0.6), ("token", "copy"): (0.8, 0.9), ("token", "sort"): (1,)}
-    entries = [
-        Entry("ours", column, value, group, seed)
-        for (group, column), seeds in values.items()
-        for seed, value in enumerate(seeds)
-    ]
-    entries.append(Entry("theirs", "copy", "diverged", "exact"))
-    copy, _ = draw(Measurement(tuple(entries), ("copy", "sort"), "", kind="recall")).axes
-    names = [label.get_text() for label in copy.get_yticklabels()]
-    assert names == ["ours, exact", "ours, token", "theirs, exact: diverged"]
-    assert [list(line.get_xdata()) for line in copy.get_lines()] == [[0.2, 0.6], [0.8, 0.9], []]
-
-
 def test_groups_have_panels_and_the_papers_lines_stand_beside_ours(draw):
     ours, theirs = speed(a=(1.0, 2.0, 3.0)), speed(a=(5.0, 6.0, 7.0))
     titles = [axes.get_title() for axes in draw(ours, (), theirs).axes]
@@ -138,9 +109,3 @@ def test_groups_have_panels_and_the_papers_lines_stand_beside_ours(draw):
     one = speed("k", a=(1.0, 2.0, 3.0))
     titles = [axes.get_title() for axes in draw(one, (), grouped).axes]
     assert titles == ["ours, k", "the paper's, g", "the paper's, h"]
-
-
-def test_colours_are_given_in_the_order_of_the_paper():
-    rows = (Row("b", (1,)), Row("a/b", (1,), kind="ratio"), Row("a", (1,)))
-    paper = Published("", "", "", (Table("t", "", "", "", "lower", "", ("x",), rows),), ())
-    assert model_names(paper, [speed(c=(1, 2, 3), a=(1, 2, 3))]) == ["b", "a", "c"]

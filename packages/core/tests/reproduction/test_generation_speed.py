@@ -7,10 +7,7 @@ from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.reproduction import OOM, attempt, generation_speed
 from mezzo_core.reproduction.generation_speed import (
     BATCH_STEP,
-    MARGIN,
     free_memory,
-    largest_batch,
-    rewind,
     time_latency,
     time_step,
     time_throughput,
@@ -52,14 +49,6 @@ def test_steps_are_timed_at_the_first_the_middle_and_the_last_position(model, mo
     assert [*dict.fromkeys(tuple(lengths) for lengths in seen)] == [(16,), (20,), (23,)]
 
 
-def test_the_batch_is_what_fits(model, monkeypatch):
-    bytes_each = model.state_bytes(24)
-    for rows, batch in ((7, 8), (16.5, 16), (31, 24), (1000, 64)):
-        free = rows * bytes_each / MARGIN
-        monkeypatch.setattr(generation_speed, "free_memory", lambda device, free=free: free)
-        assert largest_batch(model, 24, 64) == batch
-
-
 def test_what_does_not_fit_is_tried_with_fewer_sequences(model, monkeypatch):
     tried = []
 
@@ -96,14 +85,6 @@ def test_a_gpu_generates():
     assert time_latency(model, 64, (8, 16))[8][0].seconds > 0
 
 
-def test_a_state_with_other_integers_is_refused():
-    lengths = torch.tensor([3, 4])
-    rewind((torch.ones(2, 5), lengths), 7)
-    assert lengths.tolist() == [7, 7]
-    with pytest.raises(ValueError, match="integers are the lengths"):
-        rewind((lengths, torch.full((2, 1, 8), -1)), 7)
-
-
 @pytest.fixture
 def layer():
     return build_layer(AttentionConfig(head_dim=8), 16, CPU).bfloat16()
@@ -132,11 +113,3 @@ def test_a_state_that_does_not_fit_is_not_tried(layer, monkeypatch):
     assert len(attempt(lambda: time_step(layer, 2, 20, passes=1, seconds=0.0))) == 1
     monkeypatch.undo()
     assert free_memory(CPU) == float("inf")
-
-
-@pytest.mark.gpu
-def test_a_step_on_a_gpu_is_a_graph():
-    layer = build_layer(AttentionConfig(head_dim=64), 256, torch.device("cuda")).bfloat16()
-    for timing in time_step(layer, 4, 1000):
-        assert timing.host_ms < 1
-        assert timing.peak_gb > 0

@@ -1,7 +1,6 @@
 """Result files are read as measurements, and a file that is none is named."""
 
 import json
-import math
 import random
 
 import pytest
@@ -13,10 +12,8 @@ from mezzo_core.reproduction.measurement import (
     How,
     Measurement,
     at_best,
-    printed_measurement,
     read_results,
 )
-from mezzo_core.reproduction.published import Row, Table
 from mezzo_core.reproduction.tables import measured_grid
 from mezzo_core.testing.damage import damages, json_damages
 
@@ -86,33 +83,6 @@ def test_a_result_without_what_it_depends_on_is_refused(tmp_path, key):
         read_results(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"model": "z", "column": "PPL", "value": 1.0},
-        {"model": "x", "column": "other", "value": 1.0},
-        {"model": "x", "column": "PPL", "group": "none", "value": 1.0},
-        {"model": "x", "column": "PPL"},
-        7,
-    ],
-)
-def test_an_entry_that_the_header_does_not_know_is_refused(tmp_path, entry):
-    write(tmp_path, "bad.json", json.dumps({**RESULT, "entries": [entry]}))
-    with pytest.raises(UserError, match=r"bad\.json: no result file"):
-        read_results(tmp_path)
-
-
-def test_an_entry_that_is_there_twice_is_refused(tmp_path):
-    twice = [*RESULT["entries"], RESULT["entries"][1]]
-    write(tmp_path, "bad.json", json.dumps({**RESULT, "entries": twice}))
-    with pytest.raises(UserError, match=r"bad\.json: .*two entries of \('y'"):
-        read_results(tmp_path)
-
-
-def test_no_results_folder_means_no_results(tmp_path):
-    assert read_results(tmp_path / "none") == {}
-
-
 def several(*values, kind="training"):
     found = tuple(Entry("m", "c", value, seed=seed) for seed, value in enumerate(values))
     return Measurement(found, ("c",), "", kind=kind)
@@ -132,15 +102,6 @@ def test_a_word_stands_for_all_numbers_of_its_cell():
     assert ours.by_seed("m", "c") == {}
     assert ours.spread("m", "c") is None
     assert ours.typical("m", "other") is None
-
-
-def test_what_is_printed_is_a_measurement_too():
-    rows = (Row("a", (1.5, "OOM"), "g"), Row("a/b", (math.pi, 1.0), kind="ratio"))
-    table = Table("p.table1", "", "", "ms", "lower", "big", ("x", "y"), rows)
-    theirs = printed_measurement(table)
-    assert theirs.rows == [("g", "a")]
-    assert theirs.typical("a", "y", "g") == "OOM"
-    assert (theirs.source, theirs.unit, theirs.how) == ("p.table1", "ms", How.PAPER)
 
 
 def test_each_model_is_read_at_the_rate_that_its_first_seed_chose_without_that_seed():

@@ -109,13 +109,6 @@ def opened(folder):
     return open_at
 
 
-def test_a_browser_shows_all_sections_and_tables(opened, page):
-    seen = opened("")
-    assert seen.hidden == []
-    assert seen.shown == page.shown
-    assert (seen.tags["section"], seen.tags["table"]) == (6, page.tags["table"])
-
-
 @pytest.mark.parametrize(
     ("fragment", "kept"),
     [

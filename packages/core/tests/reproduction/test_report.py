@@ -9,10 +9,6 @@ import pytest
 from mezzo_core.reproduction.claims import Finding
 from mezzo_core.reproduction.markdown import (
     evaluate,
-    findings_grid,
-    read_notes,
-    table,
-    write_numbers,
 )
 from mezzo_core.reproduction.measurement import Entry, How, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
@@ -25,17 +21,6 @@ from mezzo_core.reproduction.report import (
     verdict,
     write_report,
 )
-from mezzo_core.reproduction.tables import Grid, tally_grid
-
-
-def test_findings_are_counted_by_how_they_were_run_and_what_came_out(findings):
-    grid = tally_grid(findings)
-    assert grid.header == ("", "agrees", "differs", "not attempted")
-    assert grid.rows == (
-        ("other hardware", "", "1", ""),
-        ("scaled down", "1", "", ""),
-        ("not attempted", "", "", "1"),
-    )
 
 
 def test_each_finding_has_its_place_and_outcome_in_both_files(folder, findings):
@@ -114,10 +99,6 @@ def test_json_keeps_every_seed_but_no_curves_and_no_nan(findings, folder):
     assert (entry["value"], entry["details"]) == (None, {"loss": [None, 1.0]})
 
 
-def test_a_page_without_findings_is_a_page():
-    assert "</html>" in to_html(Report([], "smoke", "reproduce", 1.0))
-
-
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     (folder / "mine.txt").write_text("keep", encoding="utf-8")
     (folder / "p" / "measured").mkdir()
@@ -125,28 +106,6 @@ def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "p", "q"]
     assert [path.name for path in (folder / "p").iterdir()] == ["figures"]
     assert list((folder / "p" / "figures").iterdir()) == []
-
-
-def test_a_table_of_results_md_escapes_what_markdown_would_take():
-    lines = table(Grid("*a*", ("", "x<y"), (("x|y", "1\n2"),)))
-    assert lines == ["*\\*a\\**", "", "|  | x\\<y |", "| --- | ---: |", "| x\\|y | 1 2 |", ""]
-
-
-def test_results_md_has_what_the_paper_says_beside_what_came_out(findings):
-    tables = (Table("p.t1", "A title", "", "", "lower", "", ("T=8",), ()),)
-    claims = (
-        Claim("p.c1", "x", "speed", (2, 3), "1", labels=("a", "b")),
-        Claim("p.c2", "y is all", "order", (), "1"),
-    )
-    grid = findings_grid(Published("", "", "", tables, claims), findings)
-    assert [row[1] for row in grid.rows] == ["A title", "speed: a 2, b 3", "y is all"]
-    assert grid.rows[1][2:] == ("other hardware", "differs", "the other way")
-
-
-def test_notes_are_a_line_for_a_result(tmp_path):
-    (tmp_path / "notes.md").write_text("gpu/a: one: two.\n\ngpu/b: three.\n")
-    assert read_notes(tmp_path) == {"gpu/a": "one: two.", "gpu/b": "three."}
-    assert read_notes(tmp_path / "none") == {}
 
 
 SPEED = Measurement(
@@ -184,10 +143,3 @@ def test_a_reference_to_no_single_number_is_refused(reference):
         evaluate(f"gpu/speed: {reference}", {"gpu/speed": SPEED})
     with pytest.raises(ValueError, match="nothing is named"):
         evaluate(f"gpu/other: {reference}", {"gpu/speed": SPEED})
-
-
-def test_numbers_of_a_readme_are_written_by_their_references():
-    row = "| w | 0<!-- gpu/speed: x at 16, g --> | 7 <!-- gpu/other: x --> |"
-    written = "| w | 339,000<!-- gpu/speed: x at 16, g --> | 7 <!-- gpu/other: x --> |"
-    assert write_numbers(row, {"gpu/speed": SPEED}) == written
-    assert write_numbers(written, {"gpu/speed": SPEED}) == written

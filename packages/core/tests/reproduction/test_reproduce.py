@@ -214,12 +214,6 @@ def test_a_statement_about_the_code_is_answered_by_a_test_of_it(paper):
     assert found.summary == "shown by the test tests/test_x.py::test_y"
 
 
-def test_without_its_result_a_claim_is_not_attempted_and_says_what_it_needs(paper, tmp_path):
-    (tmp_path / "package/results/gpu/speed.json").unlink()
-    (speed,) = paper.reproduce(["p.claim.speed"], "small", tmp_path / "out")
-    assert (speed.how, speed.outcome, speed.summary) == (How.NOT_ATTEMPTED, None, "needs a GPU")
-
-
 @pytest.mark.parametrize("error", [RuntimeError("no kernel\nhere"), FailedRunError("is wrong")])
 def test_what_breaks_settles_nothing_and_hides_nothing(paper, tmp_path, error):
     def broken(*_):

@@ -1,7 +1,6 @@
 """A result file grows by entries, survives kills, and holds one machine's numbers at one commit."""
 
 import json
-from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -27,7 +26,6 @@ HEADER = Header(
 HERE = {**origin(torch.device("cpu")), "commit": "c1", "date": "2026-01-01"}
 PLACE = Cell("RAT(L=16)", "64", "B=2")
 OTHER = Cell("Attention", "64", "B=2")
-SINGLE = replace(HEADER, groups=())
 
 
 def content(path):
@@ -66,27 +64,6 @@ def test_a_file_has_the_header_the_machine_and_the_entries(tmp_path):
         **HERE,
     }
     assert sum('"model"' in line for line in path.read_text().splitlines()) == 2
-
-
-def test_without_groups_an_entry_has_none(tmp_path):
-    result = Result(tmp_path / "a.json", SINGLE, HERE)
-    result.add(Cell("Attention", "64").entry(1))
-    assert result.has(Cell("Attention", "64"))
-    assert "group" not in content(result.path)["entries"][0]
-
-
-def test_entries_that_are_added_together_are_said_in_one_line(tmp_path):
-    said = []
-    result = Result(tmp_path / "table8.json", HEADER, HERE, say=said.append)
-    result.add(*(PLACE._replace(seed=seed).entry(value) for seed, value in enumerate((2.0, 4.0))))
-    assert said == ["table8: RAT(L=16), 64, B=2, 0: 2.0 4.0 ms"]
-
-
-def test_the_best_column_has_the_best_number(tmp_path):
-    result = Result(tmp_path / "a.json", SINGLE, HERE)
-    assert result.best_column("Attention") is None
-    result.add(Cell("Attention", "64").entry(OOM), Cell("Attention", "128").entry(2.0))
-    assert result.best_column("Attention") == "128"
 
 
 def test_two_scripts_at_once_keep_the_entries_of_both(tmp_path):
@@ -143,15 +120,6 @@ def test_another_commit_or_machine_is_refused(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "change", [{"setting": "other"}, {"columns": ("64",)}, {"groups": ()}, {"unit": "s"}]
-)
-def test_another_header_is_refused(tmp_path, change):
-    Result(tmp_path / "a.json", HEADER, HERE).add(PLACE.entry(1.0))
-    with pytest.raises(UserError, match=f"another {next(iter(change))}"):
-        Result(tmp_path / "a.json", replace(HEADER, **change), HERE)
-
-
-@pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{"model": "x"}]}']
 )
 def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
@@ -190,16 +158,6 @@ def test_an_entry_that_is_no_measurement_is_refused(tmp_path, change, words):
     with pytest.raises(UserError, match=rf"a\.json.*{words}") as error:
         Result(tmp_path / "a.json", HEADER, HERE)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "change", [{"model": "RAT(L=17)"}, {"column": "65"}, {"group": "B=3"}, {"group": ""}]
-)
-def test_an_entry_stands_in_the_header(tmp_path, change):
-    result = Result(tmp_path / "a.json", HEADER, HERE)
-    with pytest.raises(ValueError, match="none of the header's"):
-        result.add(PLACE._replace(**change).entry(1.0))
-    assert not result.path.exists()
 
 
 def test_an_entry_is_added_once_and_is_a_number(tmp_path):

@@ -44,14 +44,6 @@ def test_a_training_reads_text_and_seeds(run):
         run("--dry-run", *words)
 
 
-def test_steps_of_small_models_may_be_cuda_graphs(run):
-    for words, wanted in (((), False), (("--cuda-graph",), True)):
-        _, (options,) = run("--dry-run", *words, replayed=True)
-        assert options.cuda_graph is wanted
-    with pytest.raises(SystemExit):
-        run("--dry-run", "--cuda-graph")
-
-
 def mistaken(options):
     raise UserError("this file\x1b is bad")
 

@@ -69,15 +69,3 @@ def test_a_bench_takes_files_and_models(speeds, tmp_path, only, files, models):
         assert tuple(model for _, model in ours.rows) == models
     with pytest.raises(UserError, match=r"named 'RMN'.*RNN"):
         speeds.bench(torch.device("cpu"), True, tmp_path, ["RMN"])
-
-
-def test_a_bench_measures_everything_at_this_machines_sizes(speeds, tmp_path, capsys):
-    speeds.bench(torch.device("cpu"), quick=True, out=None)
-    assert capsys.readouterr().out.splitlines()[0] == "speed_first: RNN, 64, 0: 8 ms"
-    speeds = replace(speeds, cpu=replace(DRY, d_model=64))
-    speeds.bench(torch.device("cpu"), quick=False, out=tmp_path)
-    assert {path.name for path in tmp_path.glob("*.json")} == {
-        "speed_first.json",
-        "speed_second.json",
-    }
-    assert "speed_second: RAT, 64, 0: 64 ms" in capsys.readouterr().out

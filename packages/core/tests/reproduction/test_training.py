@@ -22,8 +22,6 @@ from mezzo_core.reproduction import Cell, Header, Result, origin, training
 from mezzo_core.reproduction.runner import run
 from mezzo_core.reproduction.training import (
     DIVERGED,
-    corpus_name,
-    in_words,
     loss_by_length,
     measure_run,
     of_model,
@@ -134,14 +132,6 @@ def test_a_finished_run_whose_log_is_damaged_is_not_measured(
         measure_run(configs["Attention"], run, CPU, resume=True)
 
 
-def test_a_run_from_another_model_has_that_models_loss_first(configs, tmp_path):
-    first = measure_run(configs["Attention"], tmp_path / "first", CPU)
-    config = replace(configs["Attention"], init_from=str(tmp_path / "first/model"))
-    found = measure_run(config, tmp_path / "second", CPU)
-    (start, loss), *_ = found["steps"]["val"]
-    assert (start, loss) == (0, pytest.approx(math.log(first["perplexity"]), rel=1e-5))
-
-
 def test_a_training_has_a_value_in_every_column_and_its_details_once(configs, tmp_path):
     lengths = {"T=8": 8, "T=32": 32}
     header = replace(HEADER, columns=tuple(lengths))
@@ -154,16 +144,6 @@ def test_a_training_has_a_value_in_every_column_and_its_details_once(configs, tm
     assert first.value != second.value
     assert {"parameters", "tokens_per_second", "steps"} <= set(first.details)
     assert not second.details
-
-
-def test_without_a_test_its_value_is_the_perplexity(configs, result, tmp_path):
-    jobs = [training.training(m, ["Val. PPL"], config) for m, config in configs.items()]
-    run(result, jobs, tmp_path / "runs", CPU, processes=2)
-    log = (tmp_path / "runs/job_0/log.jsonl").read_text().splitlines()
-    assert json.loads(log[-1])["val_perplexity"] in [
-        pytest.approx(entry.value, rel=1e-4) for entry in result.entries
-    ]
-    assert all("tokens_per_second" not in entry.details for entry in result.entries)
 
 
 def test_a_training_that_diverges_is_a_word_in_every_column(configs, tmp_path, monkeypatch):
@@ -302,19 +282,3 @@ def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):
     assert measure_run(configs["Mean"], tmp_path, CPU, resume=True) == found
     with pytest.raises(TypeError):
         measure_run(configs["Mean"], tmp_path, CPU)
-
-
-def test_a_corpus_is_called_by_its_files(tmp_path):
-    for name in ("a.txt", "b.jsonl"):
-        (tmp_path / name).write_text("text")
-    assert corpus_name(str(tmp_path)) == "a.txt, b.jsonl"
-    assert corpus_name(str(tmp_path / "a*")) == "a.txt"
-    assert [corpus_name(each) for each in ("embedded", "hub:x/y")] == ["embedded", "hub:x/y"]
-
-
-def test_a_run_is_told_in_words(configs):
-    words = in_words(configs["Mean"], CPU)
-    assert words == (
-        "C 16, 1 layers, T 16, 4 steps of 2 sequences (128 tokens of words.txt, tokenizer byte), "
-        "lr 0.003, warm-up 5% of the steps, fp32, torch.compile off"
-    )

@@ -58,14 +58,6 @@ def test_random_tokens_stand_where_nothing_is_asked_alone():
     assert np.array_equal(filled.inputs[is_empty], expected[is_empty])
 
 
-def test_the_first_row_is_as_it_was_printed():
-    rows = MQARConfig().generate(16, seed=0)
-    assert rows.inputs[0, :8].tolist() == [583, 5660, 1962, 6170, 1958, 5628, 3194, 4674]
-    asked = np.flatnonzero(rows.targets[0] != -100)
-    assert asked[:5].tolist() == [128, 130, 132, 134, 136]
-    assert asked[-1] == 504
-
-
 @pytest.mark.parametrize(("vocab", "T", "P"), [(8192, 512, 64), (65, 64, 16), (41, 20, 1)])
 def test_every_question_has_its_answer_among_the_pairs(vocab, T, P):
     rows = MQARConfig(vocab, T, P).generate(50, seed=3)
@@ -79,25 +71,6 @@ def test_every_question_has_its_answer_among_the_pairs(vocab, T, P):
         asked = {tokens[t]: label[t] for t in range(T) if label[t] != -100}
         assert asked == pairs
         assert sum(token != 0 for token in tokens) == 3 * P
-
-
-def test_early_questions_are_likelier():
-    rows = MQARConfig(seq_len=256, num_pairs=1).generate(4000, seed=0)
-    place = ((rows.targets != -100).argmax(1) - 2) // 2
-    law = np.arange(1, 128) ** -0.99
-    expected = law / law.sum()
-    found = np.bincount(place, minlength=127) / 4000
-    assert abs(found[0] - expected[0]) < 4 * np.sqrt(expected[0] / 4000)
-    assert abs(found[:10].sum() - expected[:10].sum()) < 4 * np.sqrt(0.25 / 4000)
-
-
-def test_another_seed_gives_other_rows_and_the_global_generator_is_left_alone():
-    config = MQARConfig(seq_len=64, num_pairs=4)
-    before = np.random.get_state()[1].tolist()
-    first, again, other = (config.generate(8, seed).inputs for seed in (1, 1, 2))
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert np.random.get_state()[1].tolist() == before
 
 
 @pytest.mark.parametrize(
