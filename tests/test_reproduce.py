@@ -50,10 +50,10 @@ def test_the_whole_paper_is_answered_in_its_order_and_every_criterion_can_differ
 @pytest.mark.parametrize("name", PAPERS)
 def test_single_claims_are_answered_without_training(tmp_path, name):
     paper = PAPERS[name]
-    unanswered = next(id for id in paper.published.ids if id not in paper.answers)
+    unanswered = next(id for id in paper.published.by_id if id not in paper.answers)
     findings = paper.reproduce([COUNTED[name], unanswered], "smoke", tmp_path)
     found = {finding.id: finding for finding in findings}
-    assert list(found) == [id for id in paper.published.ids if id in found]
+    assert list(found) == [id for id in paper.published.by_id if id in found]
     assert found[unanswered].summary == paper.published.by_id[unanswered].needs
     assert found[COUNTED[name]].outcome.value == "agrees"
     assert not (tmp_path / name / "runs").exists()
@@ -87,7 +87,7 @@ def test_a_smoke_run_answers_everything_once(tmp_path, name):
     assert "failed: " not in text
     report = json.loads(text)["papers"][0]
     findings = {entry["id"]: entry for entry in report["findings"]}
-    assert list(findings) == list(paper.published.ids)
+    assert list(findings) == list(paper.published.by_id)
     assert {id for id, each in findings.items() if each["outcome"]} == set(paper.answers)
     # One seed and three steps: an order may come out, but it may not be called settled.
     said = {line.partition(":")[0] for each in findings.values() for line in each["here"]}

@@ -54,7 +54,7 @@ def test_each_length_of_each_model_is_measured(folder):
 
 def test_a_full_run_covers_the_printed_lengths():
     for name, table in TABLES.items():
-        printed = REPRODUCTION.published.table(table)
+        printed = REPRODUCTION.published.by_id[table]
         columns = [column for column in printed.columns if column != "Retrieval"]
         assert set(columns) <= set(needles.FULL.columns[name]) <= set(needles.FULL.samples)
         assert set(needles.MEASURED[name]) <= {row.model for row in printed.rows}

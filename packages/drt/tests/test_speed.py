@@ -61,9 +61,9 @@ def test_a_sequences_time_is_its_share_of_the_step(tmp_path):
 
 def test_a_full_run_has_the_lengths_that_the_claims_read():
     assert {"4096", "16384", "65536"} <= set(map(str, PAPER.lengths))
-    table = REPRODUCTION.published.table("drt.table4.throughput")
+    table = REPRODUCTION.published.by_id["drt.table4.throughput"]
     assert tuple(PAPER.trained) == table.columns
-    printed = REPRODUCTION.published.table("drt.table3")
+    printed = REPRODUCTION.published.by_id["drt.table3"]
     assert sum(OFFLOADED.values(), ()) == printed.columns[2:]
     assert {str(row.values[0]) for row in printed.rows} == set(PAPER.prompts)
     for name, s in PAPER.trained.items():

@@ -32,7 +32,7 @@ def measured(values, column="x", better="lower", seeds=3):
 
 
 def test_recall_is_effective_if_attention_solves_it_and_gsa_is_at_least_as_good():
-    claim = PUBLISHED.claim("gsa.claim.mqar")
+    claim = PUBLISHED.by_id["gsa.claim.mqar"]
     criterion = REPRODUCTION.answers[claim.id][0].criterion
 
     def outcome(seeds=3, **values):
@@ -50,12 +50,12 @@ def test_recall_is_effective_if_attention_solves_it_and_gsa_is_at_least_as_good(
 
 
 def test_names_of_models_are_those_of_the_papers_rows():
-    names = {row.model for row in PUBLISHED.table("gsa.table1").rows}
+    names = {row.model for row in PUBLISHED.by_id["gsa.table1"].rows}
     assert set(PAPER_NAMES.values()) == names - {"Mamba"}
-    printed = {row.model: row.values[0] for row in PUBLISHED.table("gsa.table2").rows}
+    printed = {row.model: row.values[0] for row in PUBLISHED.by_id["gsa.table2"].rows}
     assert set(ABLATION.values()) == set(printed)
     for id, order in (("ablation_gating", GATES), ("ablation_softmax", BETWEEN)):
-        claim = PUBLISHED.claim(f"gsa.claim.{id}")
+        claim = PUBLISHED.by_id[f"gsa.claim.{id}"]
         assert [printed[name] for name in order] == list(claim.values)
 
 
@@ -81,5 +81,5 @@ def test_a_recipe_with_another_value_differs(monkeypatch, id, recipe, change):
     mixers = tuple(replace(each, **change) for each in right.model.mixers)
     wrong = replace(right, model=replace(right.model, mixers=mixers))
     monkeypatch.setattr(counts, "RECIPES", {**RECIPES, recipe: lambda: wrong})
-    claim = PUBLISHED.claim(id)
+    claim = PUBLISHED.by_id[id]
     assert find(claim, REPRODUCTION.answers[id], None).outcome is Outcome.DIFFERS

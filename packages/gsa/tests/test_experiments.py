@@ -54,7 +54,7 @@ def test_models_have_the_papers_size_and_one_keeps_its_states(name):
 
 
 def test_the_rows_of_the_ablation_differ_in_their_models_alone():
-    rows = {row.model for row in PUBLISHED.table("gsa.table2").rows}
+    rows = {row.model for row in PUBLISHED.by_id["gsa.table2"].rows}
     assert rows <= set(ablation.NAMES.values())
     configs = {name: ablation.configure(name, GPU) for name in ablation.NAMES}
     assert len({config.model for config in configs.values()}) == len(configs)

@@ -38,5 +38,5 @@ def test_attention_in_the_place_of_a_layer_differs_in_its_flops(monkeypatch, rep
     layers = counts.paper_layers(counts.HEAD_DIM)
     wrong = {**layers, replaced: layers["Attention"]}
     monkeypatch.setattr(counts, "paper_layers", lambda head_dim: wrong)
-    claim = PUBLISHED.claim("rat.claim.flops")
+    claim = PUBLISHED.by_id["rat.claim.flops"]
     assert Within(0.01)(claim, counts.flops(claim)).outcome is Outcome.DIFFERS

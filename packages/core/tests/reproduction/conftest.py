@@ -67,7 +67,7 @@ def folder(tmp_path):
         table, *claims = (
             replace(each, id=f"{name}{each.id[1:]}") for each in (TABLE, CLAIM, OTHER)
         )
-        published = Published(f"The {name} paper", "A & B", "", (table,), tuple(claims))
+        published = Published(f"The {name} paper", (table,), tuple(claims))
         papers.append(
             PaperReport(
                 name,

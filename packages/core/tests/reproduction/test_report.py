@@ -1,7 +1,6 @@
 """A report holds every finding once, in two forms that say the same."""
 
 import json
-import math
 from dataclasses import replace
 from html import escape
 
@@ -12,14 +11,13 @@ from mezzo_core.reproduction.markdown import (
 )
 from mezzo_core.reproduction.measurement import Entry, How, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
-from mezzo_core.reproduction.published import Claim, Published, Table
+from mezzo_core.reproduction.published import Claim, Published
 from mezzo_core.reproduction.report import (
     PaperReport,
     Report,
     prepare_folder,
     to_html,
     verdict,
-    write_report,
 )
 
 
@@ -43,7 +41,7 @@ def test_what_differs_for_the_better_is_told_apart(findings):
         "not attempted",
         "better",
     ]
-    published = Published("", "", "", (), (Claim("p.c1", "It is slow.", "", (), "1"),))
+    published = Published("", (), (Claim("p.c1", "It is slow.", "", (), "1"),))
     page = to_html(Report([PaperReport("p", published, [better])], "smoke", "reproduce", 1.0))
     assert page.count('data-outcome="better"') == 2
     assert page.count('data-outcome="differs"') == 0
@@ -71,7 +69,7 @@ def test_numbers_stand_once_and_are_linked_elsewhere():
     ours = replace(SPEED, source="gpu/speed")
     claims = tuple(Claim(f"p.c{i}", f"Claim {i}.", "", (), "1") for i in (1, 2))
     found = [Finding(c.id, How.PAPER, Outcome.AGREES, "yes", (ours,)) for c in claims]
-    paper = PaperReport("p", Published("", "", "", (), claims), found)
+    paper = PaperReport("p", Published("", (), claims), found)
     page = to_html(Report([paper], "smoke", "reproduce", 1.0))
     assert page.count("<td>9.7</td>") == 1
     assert 'the numbers <a href="#p.c1">there</a> (gpu/speed.json)' in page
@@ -81,22 +79,6 @@ def test_the_papers_numbers_stand_beside_ours_with_their_spread(folder):
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "<td>x|y</td><td>7.61</td></tr>\n<tr><td>z</td><td>OOM</td>" in page
     assert "<td>x|y</td><td>7.6 (2 seeds, spread 0.2)</td><td>5e-06</td>" in page
-
-
-def test_json_keeps_every_seed_but_no_curves_and_no_nan(findings, folder):
-    def entries_in(out):
-        content = json.loads((out / "report.json").read_text(), parse_constant=pytest.fail)
-        return content["papers"][0]["findings"][0]["measurements"][0]["entries"]
-
-    assert [(e["seed"], e["value"]) for e in entries_in(folder)] == [(0, 7.5), (1, 7.7)]
-    assert entries_in(folder)[0]["details"] == {"parameters": 5}
-    ours = Measurement((Entry("x", "a", math.nan, details={"loss": [math.inf, 1.0]}),), ("a",), "")
-    printed = Table("p.t1", "A title", "perplexity", "ppl", "lower", "big", ("T=8",), ())
-    published = Published("The p paper", "A & B", "", (printed,), ())
-    paper = PaperReport("p", published, [replace(findings[0], measurements=(ours,))])
-    write_report(Report([paper], "smoke", "reproduce", 1.0, {}), folder)
-    (entry,) = entries_in(folder)
-    assert (entry["value"], entry["details"]) == (None, {"loss": [None, 1.0]})
 
 
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):

@@ -181,7 +181,7 @@ def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper
 
 
 def test_quality_decides_before_a_speed_that_is_nearer_to_the_paper(paper):
-    claim = paper.published.claim("p.claim.speed")
+    claim = paper.published.by_id["p.claim.speed"]
     speed = time_layers(1, None, print)
     quality = replace(speed, kind="training", how=How.SCALED_DOWN, better="higher")
     run = Run({"s": replace(speed, how=How.PAPER), "q": quality}, NOTHING.measured)
@@ -191,7 +191,7 @@ def test_quality_decides_before_a_speed_that_is_nearer_to_the_paper(paper):
 
 
 def test_a_part_alone_may_differ_but_cannot_agree_and_a_changed_criterion_says_so(paper):
-    claim = paper.published.claim("p.claim.speed")
+    claim = paper.published.by_id["p.claim.speed"]
     for seen, whole, part in (
         (2.0, Outcome.AGREES, Outcome.NOT_SETTLED),
         (0.5, Outcome.DIFFERS, Outcome.DIFFERS),
@@ -208,7 +208,7 @@ def test_a_part_alone_may_differ_but_cannot_agree_and_a_changed_criterion_says_s
 
 def test_a_statement_about_the_code_is_answered_by_a_test_of_it(paper):
     found = find(
-        paper.published.claim("p.claim.speed"), [by_test("tests/test_x.py::test_y")], NOTHING
+        paper.published.by_id["p.claim.speed"], [by_test("tests/test_x.py::test_y")], NOTHING
     )
     assert (found.how, found.outcome, found.measurements) == (How.PAPER, Outcome.AGREES, ())
     assert found.summary == "shown by the test tests/test_x.py::test_y"

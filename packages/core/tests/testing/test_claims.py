@@ -16,7 +16,7 @@ ROWS = tuple(
 )
 TABLE = Table("t", "", "", "", "lower", "", ("PPL", "Acc"), ROWS, column_better=("lower", "higher"))
 CLAIM = Claim("c", "", "", (8, 0), "", labels=("x", "zero"), ordering=("a", "b"))
-PUBLISHED = Published("", "", "", (TABLE,), (CLAIM,))
+PUBLISHED = Published("", (TABLE,), (CLAIM,))
 RESULT = {
     "kind": "training", "title": "T", "setting": "s", "how": "scaled down", "columns": ["PPL"],
     "models": ["a", "b"], "unit": "perplexity", "better": "lower",

@@ -203,7 +203,7 @@ def check_complete(published: Published, answers: Mapping[str, Sequence[Evidence
 
     The answers must stand in the paper's order.
     """
-    order = [id for id in published.ids if id in answers]
+    order = [id for id in published.by_id if id in answers]
     if order != list(answers):
         raise ValueError(f"answers that the paper has not, or not in this order: {list(answers)}")
     for id, printed in published.by_id.items():

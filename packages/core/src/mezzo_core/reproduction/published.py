@@ -6,6 +6,7 @@ Such a file has the paper's numbers, none of ours. Its rules are:
 - `column_better`, `column_metric` and `column_unit` have one entry for each column, and override
   the table's `better`, `metric` and `unit`.
 - A row with `kind = "ratio"` is derived from other rows, and is left out of orderings.
+- `FOR_READERS` and further keys of a row tell more about it, and nothing here reads them.
 - `needs` says what a table or claim would need that has no evidence.
 - A claim's `ordering` names models, best first. Its `labels` has one entry for each value, and so
   has `ours` of a set-up: where its `recipe` has the value (see `beside`), "" if it has none.
@@ -14,8 +15,7 @@ Such a file has the paper's numbers, none of ours. Its rules are:
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 Value = float | int | str
+FOR_READERS = {"notes", "qualifier", "kind", "tables", "better"}
+FOR_READERS |= {f"column_{what}" for what in ("metric", "unit", "names", "shots")}
 
 
 class Printed(float):
@@ -47,7 +49,6 @@ class Row:
     values: tuple[Value, ...]
     group: str = ""
     kind: str = ""
-    attributes: Mapping[str, Value] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -68,12 +69,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     hardware: str = ""
-    notes: str = ""
-    column_metric: tuple[str, ...] = ()
-    column_unit: tuple[str, ...] = ()
     column_better: tuple[str, ...] = ()
-    column_names: tuple[str, ...] = ()
-    column_shots: tuple[Value, ...] = ()
     needs: str = ""
 
     def column(self, name: str, group: str = "") -> dict[str, float]:
@@ -99,16 +95,11 @@ class Claim:
     quantity: str
     values: tuple[Value, ...]
     where: str
-    kind: str = "number"
     labels: tuple[str, ...] = ()
     unit: str = ""
-    better: str = ""
-    qualifier: str = ""
     ordering: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ()
     recipe: str = ""
     ours: tuple[str, ...] = ()
-    notes: str = ""
     needs: str = ""
 
     def labelled(self) -> dict[str, Value]:
@@ -124,29 +115,16 @@ class Published:
     """A paper's tables and claims, in the order of the file."""
 
     title: str
-    authors: str
-    code: str
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
+    authors: str = "not stated"
+    code: str = "not stated"
     arxiv: str = "not stated"
 
     @property
     def by_id(self) -> dict[str, Table | Claim]:
         """All tables, then all claims, by their ids."""
         return {table.id: table for table in self.tables} | {c.id: c for c in self.claims}
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """All ids, those of tables first."""
-        return tuple(self.by_id)
-
-    def table(self, id: str) -> Table:
-        """Return the table of this id; a KeyError if the paper has none."""
-        return {table.id: table for table in self.tables}[id]
-
-    def claim(self, id: str) -> Claim:
-        """Return the claim of this id; a KeyError if the paper has none."""
-        return {claim.id: claim for claim in self.claims}[id]
 
 
 def load_published(path: Path) -> Published:
@@ -162,17 +140,15 @@ def load_published(path: Path) -> Published:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML: {error}") from error
-    paper = content.get("paper", {})
-    authors = paper.get("authors", "not stated")
+    paper = {"title": path.stem, **content.get("paper", {})}
+    if isinstance(paper.get("authors"), list):
+        paper["authors"] = ", ".join(paper["authors"])
     published = Published(
-        title=paper.get("title", path.stem),
-        authors=authors if isinstance(authors, str) else ", ".join(authors),
-        arxiv=paper.get("arxiv", "not stated"),
-        code=paper.get("code", "not stated"),
         tables=tuple(map(_table, content.get("table", []))),
         claims=tuple(map(_claim, content.get("claim", []))),
+        **{key: paper[key] for key in ("title", "authors", "code", "arxiv") if key in paper},
     )
-    ids = Counter([t.id for t in published.tables] + [c.id for c in published.claims])
+    ids = Counter([each.id for each in published.tables] + [c.id for c in published.claims])
     if repeated := sorted(id for id, count in ids.items() if count > 1):
         raise UserError(f"{path}: ids used more than once: {', '.join(repeated)}")
     return published
@@ -180,41 +156,41 @@ def load_published(path: Path) -> Published:
 
 def _table(entry: dict[str, Any]) -> Table:
     where = entry.get("id", "a table")
-    rows = tuple(_row(row, f"{where}, a row") for row in entry.get("rows", []))
-    table = _record(Table, {**entry, "rows": rows}, where)
+    table = _record(
+        Table, {**entry, "rows": [_row(row, where) for row in entry.get("rows", [])]}, where
+    )
     width = len(table.columns)
-    for row in rows:
+    for row in table.rows:
         if len(row.values) != width:
             raise UserError(f"{where}: {row.name} has {len(row.values)} values for {width} columns")
-    for key, values in vars(table).items():
-        if key.startswith("column_") and len(values) not in (0, width):
-            raise UserError(f"{where}: {key} is not parallel to columns")
+    if len(table.column_better) not in (0, width):
+        raise UserError(f"{where}: column_better is not parallel to columns")
     return table
 
 
 def _row(entry: dict[str, Any], where: str) -> Row:
-    fields = ("model", "values", "group", "kind")
-    known: dict[str, Any] = {key: value for key, value in entry.items() if key in fields}
-    attributes = {key: value for key, value in entry.items() if key not in fields}
-    return _record(Row, {**known, "attributes": attributes}, where)
+    known = {f.name: entry[f.name] for f in dataclasses.fields(Row) if f.name in entry}
+    return _record(Row, known, f"{where}, a row")
 
 
 def _claim(entry: dict[str, Any]) -> Claim:
     claim = _record(Claim, entry, entry.get("id", "a claim"))
-    if claim.labels and len(claim.labels) != len(claim.values):
-        raise UserError(f"{claim.id}: {len(claim.labels)} labels for {len(claim.values)} values")
-    if len(claim.ours) not in (0, len(claim.values)):
-        raise UserError(f"{claim.id}: {len(claim.ours)} of `ours` for {len(claim.values)} values")
+    for name, found in (("labels", claim.labels), ("of `ours`", claim.ours)):
+        if len(found) not in (0, len(claim.values)):
+            raise UserError(f"{claim.id}: {len(found)} {name} for {len(claim.values)} values")
     return claim
 
 
 def _record(kind: type[Record], entry: dict[str, Any], where: str) -> Record:
     """Build a row, table or claim, whose fields the keys must be; lists become tuples."""
     known = {field.name: field for field in dataclasses.fields(kind)}
-    required = [n for n, f in known.items() if f.default is f.default_factory is MISSING]
-    unknown = sorted(set(entry) - set(known))
-    missing = sorted(set(required) - set(entry))
+    missing = sorted(n for n, f in known.items() if f.default is MISSING and n not in entry)
+    unknown = sorted(entry.keys() - known.keys() - FOR_READERS)
     if unknown or missing:
         raise UserError(f"{where}: unknown keys {unknown or 'none'}, missing {missing or 'none'}")
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-    return kind(**fields)
+    found: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in entry.items()
+        if name in known
+    }
+    return kind(**found)

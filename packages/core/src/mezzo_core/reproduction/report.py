@@ -3,12 +3,11 @@
 import base64
 import io
 import json
-import math
 import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +109,23 @@ def prepare_folder(out: Path, paper: str) -> Path:
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write report.html and report.json into `out`, where the figures already are."""
-    content = json.dumps(_finite(_to_json(report)), indent=1, ensure_ascii=False) + "\n"
+    """Write report.html into `out`, where the figures already are, and its findings as JSON."""
+    papers = [
+        {
+            "name": paper.name,
+            "title": paper.published.title,
+            "notes": paper.notes,
+            "findings": [
+                {k: v for k, v in vars(each).items() if k != "measurements"}
+                for each in paper.findings
+            ],
+        }
+        for paper in report.papers
+    ]
+    content = {**vars(report), "seconds": round(report.seconds, 1), "papers": papers}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    (out / "report.json").write_text(text, encoding="utf-8")
     (out / "report.html").write_text(to_html(report), encoding="utf-8")
-    (out / "report.json").write_text(content, encoding="utf-8")
 
 
 def to_html(report: Report) -> str:
@@ -137,30 +149,3 @@ def to_html(report: Report) -> str:
 
 def _slug(words: str) -> str:
     return re.sub(r"\W+", "-", words.lower().replace("'", ""))
-
-
-def _to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON, without the curves of trainings, which each claim would repeat."""
-    papers: list[dict[str, Any]] = [
-        {
-            "name": paper.name,
-            "title": paper.published.title,
-            "notes": paper.notes,
-            "findings": [asdict(finding) for finding in paper.findings],
-        }
-        for paper in report.papers
-    ]
-    for finding in (finding for paper in papers for finding in paper["findings"]):
-        for entry in (e for ours in finding["measurements"] for e in ours["entries"]):
-            entry["details"].pop("steps", None)
-    content = {name: value for name, value in vars(report).items() if name != "papers"}
-    return {**content, "seconds": round(report.seconds, 1), "papers": papers}
-
-
-def _finite(value: Any) -> Any:
-    """Return JSON without NaN and infinity, which it has not: null in their place."""
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -97,8 +97,8 @@ class Reproduction:
         published = self.published
         check_complete(published, self.answers)
         for id in only or ():
-            if id not in published.ids:
-                raise UserError(f"no table or claim is named {id!r}{nearest(id, published.ids)}")
+            if id not in published.by_id:
+                raise UserError(f"no table or claim is named {id!r}{nearest(id, published.by_id)}")
         if scale not in self.scales:
             raise UserError(f"no scale is named {scale!r}{nearest(scale, self.scales)}")
         if self.scales[scale].needs_gpu and not torch.cuda.is_available():

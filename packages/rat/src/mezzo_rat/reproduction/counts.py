@@ -7,7 +7,7 @@ from mezzo_core.nn.contract import MixerConfig
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction.beside import beside_printed, in_pairs
 from mezzo_core.reproduction.measurement import Entry, Measurement, entries
-from mezzo_core.reproduction.published import Claim, load_published
+from mezzo_core.reproduction.published import Claim, Table, load_published
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -77,7 +77,8 @@ def out_of_memory(claim: Claim) -> Measurement:
     A row's first columns are the positions that fit, in the paper and by our sizes.
     """
     width, head_dim = 2048, 128
-    table = load_published(Path(__file__).with_name("published.toml")).table("rat.table8")
+    table = load_published(Path(__file__).with_name("published.toml")).by_id["rat.table8"]
+    assert isinstance(table, Table)
     layers = paper_layers(head_dim)
     columns = ("printed", "ours", *(f"GB at {column}" for column in table.columns))
     found: list[Entry] = []
