@@ -4,7 +4,7 @@ import pytest
 from mezzo_core.reproduction import Timing
 
 TIMING = (
-    *(f"mezzo_core.reproduction.{of}_speed" for of in ("generation", "layer", "op", "training")),
+    *(f"mezzo_core.reproduction.{of}_speed" for of in ("generation", "layer", "training")),
     "mezzo_recurrent_transformer.reproduction.speed",
 )
 """The modules that call `measure`."""

@@ -7,14 +7,15 @@ Writes attention.json; a backend that cannot do a request, or is not installed, 
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from mezzo_core.ops.attention import attention
-from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.op_speed import Contender, op_job, shape
+from mezzo_core.reproduction import Header, Options, Timing, run_script
+from mezzo_core.reproduction.layer_speed import op_job, time_op
 from mezzo_core.reproduction.runner import excused, names_of, run
 from torch import Tensor
 
@@ -40,11 +41,8 @@ def measure(options: Options) -> None:
         if options.dry_run:
             sizes = {letter: min(n, 64 if letter == "T" else 4) for letter, n in sizes.items()}
         for impl in MASKED if extra else BACKENDS:
-            make = partial(prepare, impl, sizes, extra)
-            seconds = 0.02 if options.dry_run else 0.3
-            jobs.append(
-                excused(op_job(f"{name} attention op", impl, shape(**sizes), make, seconds))
-            )
+            make = partial(prepare, impl, sizes, extra, 0.02 if options.dry_run else 0.3)
+            jobs.append(excused(op_job(f"{name} attention op", impl, sizes, make)))
     header = Header(
         kind="timings",
         title="Attention's backends",
@@ -58,9 +56,9 @@ def measure(options: Options) -> None:
 
 
 def prepare(
-    impl: str, sizes: dict[str, int], extra: dict[str, Any], device: torch.device
-) -> Contender:
-    """Return a backend on random inputs."""
+    impl: str, sizes: dict[str, int], extra: dict[str, Any], seconds: float, device: torch.device
+) -> Callable[..., list[Timing]]:
+    """Return what times a backend on random inputs."""
     torch.manual_seed(0)
     B, T, HQ, H, D = sizes.values()
     inputs = {
@@ -71,7 +69,7 @@ def prepare(
         lengths = [extra["cu_seqlens"]] * (T // extra["cu_seqlens"])
         borders = torch.tensor([0, *accumulate(lengths), T], dtype=torch.int32).unique()
         extra = {"cu_seqlens": borders.to(device)}
-    return Contender(partial(output, impl=impl, **extra), inputs)
+    return partial(time_op, partial(output, impl=impl, **extra), inputs, seconds=seconds)
 
 
 def output(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

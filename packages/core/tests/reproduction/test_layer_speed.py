@@ -26,9 +26,9 @@ def test_a_forward_needs_no_gradient_and_a_training_has_one_of_every_weight(laye
         seen.append((tuple(x.shape), x.dtype, torch.is_grad_enabled(), x.requires_grad))
         return layer(x)
 
-    def counted(outputs, inputs, *rest):
+    def counted(outputs, inputs, *rest, **options):
         asked.append({id(each) for each in inputs})
-        return grad(outputs, inputs, *rest)
+        return grad(outputs, inputs, *rest, **options)
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
     forward = time_layer(layer, run, "forward", 2, 8, passes=3, seconds=0.0)
@@ -38,7 +38,7 @@ def test_a_forward_needs_no_gradient_and_a_training_has_one_of_every_weight(laye
     train = time_layer(layer, run, "train", 3, 4, passes=2, seconds=0.0)
     assert set(seen) == {((3, 4, C), torch.float32, True, True)}
     assert len(asked) == len(seen)
-    assert {id(weight) for weight in layer.parameters()} < asked[0]
+    assert {id(weight) for weight in layer.parameters()} <= asked[0]
     assert (len(forward), len(train)) == (3, 2)
     assert all(0 < each.ms_p20 <= each.ms <= each.ms_p80 for each in forward + train)
 

@@ -8,7 +8,7 @@
 | `runner`, `script` | an experiment is a list of jobs that fill a result file; its command line |
 | `training`, `tiny` | trainings: of an experiment, of a `reproduce` run |
 | `gpus` | work in several processes, one on each GPU |
-| `timing`, `speeds`, `*_speed` | the speed of an op, a layer, generation, a training step |
+| `timing`, `speeds`, `*_speed` | the speed of ops and layers, of generation, of training steps |
 | `result_file`, `origin` | result files, and the machine, software and commit that they name |
 | `measurement`, `beside` | our numbers, of result files or of this run; beside printed ones |
 | `reproduce` | `Reproduction`: all that the `reproduce` command is |

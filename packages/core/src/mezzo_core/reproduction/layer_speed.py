@@ -1,9 +1,10 @@
-"""The time of one layer as papers measure it: norm, mixer with its projections, residual.
+"""The time of ops, and of layers as papers measure them: norm, mixer with projections, residual.
 
 A block, which has a norm and a residual of its own, and a stack of blocks are timed alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
 from mezzo_core.nn.init import init_own_weights
 from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.reproduction.result_file import Cell
+from mezzo_core.reproduction.runner import Job, timing
 from mezzo_core.reproduction.timing import WARMUP_CALLS, Timing, measure, start_afresh
 
 RECOMPILATIONS = 64
@@ -62,6 +65,31 @@ def build_model(config: LMConfig, device: torch.device, *, decodes: bool = False
     return model
 
 
+def time_model(
+    time: Callable[..., list[Any]],
+    config: LMConfig,
+    device: torch.device,
+    *,
+    decodes: bool = False,
+    compiles: bool = False,
+    **options: Any,
+) -> Callable[..., list[Any]]:
+    """Build a model, and return the function that times it, for a job (`runner.timing`).
+
+    Args:
+        time: called with the model and `options`, then with a cell's sizes.
+        config: the model.
+        device: where.
+        decodes: see `build_model`.
+        compiles: whether its units are compiled on a GPU.
+        options: of `time`.
+    """
+    model = build_model(config, device, decodes=decodes)
+    for unit in model.units() if compiles and device.type == "cuda" else ():
+        unit.compile(dynamic=False)
+    return partial(time, model, **options)
+
+
 def compiled(layer: Layer) -> Run:
     """Compile a layer in one graph, or return it as it is on a CPU; forget earlier compiled code.
 
@@ -79,34 +107,66 @@ def compiled(layer: Layer) -> Run:
 def time_layer(
     layer: Layer, run: Run, phase: Phase, B: int, T: int, *, passes: int = 3, seconds: float = 0.05
 ) -> list[Timing]:
-    """Time a layer on inputs (B, T, C).
+    """Time a layer on inputs (B, T, C); see `time_op`.
 
     Float32 weights run as models train: float32 inputs, and bf16 autocast on a GPU. Others run on
-    inputs of their own dtype. "train" is a forward and the gradients of the input and of every
-    weight, in new tensors at each call. "forward" is a forward without gradients, as in a prefill.
-    `run` is the layer itself, or what `compiled` returned. Each of the passes takes so many
-    seconds, and at least two calls.
+    inputs of their own dtype. `run` is the layer itself, or what `compiled` returned.
 
     Raises:
         torch.OutOfMemoryError: if the batch does not fit into the GPU.
     """
-    weight, device = layer.norm.weight, layer.norm.weight.device
-    x = torch.randn(B, T, len(weight), device=device, dtype=weight.dtype)
-    x.requires_grad_(phase == "train")
-    inputs = (x, *(parameter for parameter in layer.parameters() if parameter.requires_grad))
-    dout = torch.randn_like(x) if phase == "train" else None
+    weight = layer.norm.weight
+    x = torch.randn(B, T, len(weight), device=weight.device, dtype=weight.dtype)
+    mixed = weight.is_cuda and weight.dtype == torch.float32
 
-    def forward() -> Tensor:
-        mixed = weight.is_cuda and weight.dtype == torch.float32
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+    def forward(x: Tensor, **weights: Tensor) -> Tensor:
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=mixed):
             return run(x)
 
-    def train() -> None:
-        torch.autograd.grad(forward(), inputs, dout)
+    weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
+    return time_op(forward, {"x": x, **weights}, phase, passes=passes, seconds=seconds)
 
-    work = train if phase == "train" else torch.no_grad()(forward)
+
+def time_op(
+    run: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    phase: Phase,
+    *,
+    passes: int = 1,
+    seconds: float,
+) -> list[Timing]:
+    """Time a function of tensors, called with them by name.
+
+    "train" is a forward and the gradients of all inputs, in new tensors at each call: parameters
+    are used as they are, other tensors are detached. "forward" is a forward without gradients, as
+    in a prefill. Each of the passes takes so many seconds, and at least two calls.
+    """
+    device = next(iter(inputs.values())).device
+    leaves = {
+        name: x if x.requires_grad else x.detach().requires_grad_() for name, x in inputs.items()
+    }
+    dout: list[Tensor] = []  # of the first call, which is not timed
+
+    def train() -> None:
+        out = run(**leaves)
+        dout[:] = dout or [torch.randn_like(out)]
+        torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=True)
+
+    work = train if phase == "train" else torch.no_grad()(partial(run, **inputs))
     with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
         return [
             measure(work, device, seconds=seconds, warmup=0 if i else WARMUP_CALLS, least=2)
             for i in range(passes)
         ]
+
+
+def op_job(
+    name: str, impl: str, sizes: Mapping[str, int], make: Callable[[torch.device], Any]
+) -> Job:
+    """Return the job that times an op in the rows "NAME PHASE (IMPL)", one of each phase.
+
+    `make` builds the inputs, and returns what times a phase.
+    """
+    column = " ".join(f"{letter}{size}" for letter, size in sizes.items())
+    phases = {Cell(f"{name} {p} ({impl})", column): {"phase": p} for p in ("forward", "train")}
+    return timing(phases, make, "ms")

@@ -5,14 +5,16 @@ layer is the mixer alone, with weights and inputs of one dtype, as fla's benchma
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from mezzo_core.nn.contract import MixerConfig
-from mezzo_core.reproduction.layer_speed import build_layer, compiled
-from mezzo_core.reproduction.op_speed import Contender, op_job, shape
+from mezzo_core.reproduction import Timing
+from mezzo_core.reproduction.layer_speed import build_layer, compiled, op_job, time_layer, time_op
 from mezzo_core.reproduction.runner import Job, excused
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +22,8 @@ from torch.nn import functional as F
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops import chunk_gsa
+
+Timer = Callable[..., list[Timing]]
 
 
 @dataclass(frozen=True)
@@ -60,25 +64,25 @@ def jobs(shapes: Shapes, device: str) -> list[Job]:
     found = []
     for (B, T), impl in product(shapes.batches, [ours, *theirs]):
         make = partial(_op, shapes, (B, T), impl in theirs)
-        column = shape(B=B, T=T, H=H, K=D, V=D, M=M)
-        found.append(op_job("gsa op", impl, column, make, shapes.seconds))
+        found.append(op_job("gsa op", impl, {"B": B, "T": T, "H": H, "K": D, "V": D, "M": M}, make))
     eager = [f"{ours}, eager"] if device == "cuda" else []
     for name, impl, (B, T) in product(shapes.layers(), [ours, *eager, *theirs], shapes.batches):
         make = partial(_layer, shapes, name, (B, T), impl)
-        column = shape(B=B, T=T, C=shapes.d_model, **({"M": M} if name == "gsa" else {}))
-        found.append(op_job(f"{name} layer", impl, column, make, shapes.seconds))
+        sizes = {"B": B, "T": T, "C": shapes.d_model} | ({"M": M} if name == "gsa" else {})
+        found.append(op_job(f"{name} layer", impl, sizes, make))
     return [excused(job) if "(fla " in job.cells[0].model else job for job in found]
 
 
-def _op(shapes: Shapes, batch: tuple[int, int], is_fla: bool, device: torch.device) -> Contender:
-    """Return an op of q, k, v (B, T, H, D) and log gates (B, T, H, M) as a layer's."""
+def _op(shapes: Shapes, batch: tuple[int, int], is_fla: bool, device: torch.device) -> Timer:
+    """Return what times an op of q, k, v (B, T, H, D) and log gates (B, T, H, M) as a layer's."""
     (B, T), H, D, M = batch, shapes.num_heads, shapes.head_dim, shapes.num_slots
     torch.manual_seed(0)
-    inputs = {name: _normal(device, B, T, H, D) for name in "qkv"}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = {x: torch.randn(B, T, H, D, device=device, dtype=dtype) for x in "qkv"}
     gates = torch.randn(B, T, H, M, device=device)
     inputs["g"] = F.logsigmoid(gates) / GSAConfig().damping
     if not is_fla:
-        return Contender(lambda **x: chunk_gsa(**x, scale=D**-0.5).out, inputs)
+        return partial(time_op, partial(_output, scale=D**-0.5), inputs, seconds=shapes.seconds)
     from fla.ops.gsa import chunk_gsa as fla_gsa
 
     # Its write strengths are an argument, so computing them is not timed.
@@ -87,20 +91,26 @@ def _op(shapes: Shapes, batch: tuple[int, int], is_fla: bool, device: torch.devi
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
         return fla_gsa(q, k, v, s, g, scale=D**-0.5, checkpoint_level=2)[0]
 
-    return Contender(run, inputs)
+    return partial(time_op, run, inputs, seconds=shapes.seconds)
+
+
+def _output(**inputs: Any) -> Tensor:
+    return chunk_gsa(**inputs).out
 
 
 def _layer(
     shapes: Shapes, name: str, batch: tuple[int, int], impl: str, device: torch.device
-) -> Contender:
-    """Return a layer as a function of x (B, T, C) and of its weights."""
-    C, x = shapes.d_model, _normal(device, *batch, shapes.d_model)
+) -> Timer:
+    """Return what times a layer as a function of x (B, T, C) and of its weights."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if impl.startswith("fla "):
-        theirs = _fla_layer(shapes, name).to(x)
-        return Contender(lambda x, **_: theirs(x)[0], {"x": x, **dict(theirs.named_parameters())})
-    layer = build_layer(shapes.layers()[name], C, device, alone=True).to(x.dtype)
-    run = layer if impl.endswith("eager") else compiled(layer)
-    return Contender(lambda x, **_: run(x), {"x": x, **dict(layer.mixer.named_parameters())})
+        theirs = _fla_layer(shapes, name).to(device, dtype)
+        x = torch.randn(*batch, shapes.d_model, device=device, dtype=dtype)
+        inputs = {"x": x, **dict(theirs.named_parameters())}
+        return partial(time_op, lambda x, **_: theirs(x)[0], inputs, seconds=shapes.seconds)
+    layer = build_layer(shapes.layers()[name], shapes.d_model, device, alone=True).to(dtype)
+    run, (B, T) = layer if impl.endswith("eager") else compiled(layer), batch
+    return partial(time_layer, layer, run, B=B, T=T, passes=1, seconds=shapes.seconds)
 
 
 def _fla_layer(shapes: Shapes, name: str) -> nn.Module:
@@ -110,8 +120,3 @@ def _fla_layer(shapes: Shapes, name: str) -> nn.Module:
     if name == "gsa":
         return GatedSlotAttention(num_slots=shapes.num_slots, **sizes)
     return GatedLinearAttention(**sizes)
-
-
-def _normal(device: torch.device, *size: int) -> Tensor:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.randn(size, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
 """Speeds: Figure 4 and footnote 7 (whole models of 1.3B), and an op and layers beside fla's."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,10 +10,10 @@ import torch
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Entry
 from mezzo_core.reproduction.generation_speed import time_latency
-from mezzo_core.reproduction.layer_speed import build_model
+from mezzo_core.reproduction.layer_speed import build_model, time_model
 from mezzo_core.reproduction.runner import Job, passes, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
-from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
+from mezzo_core.reproduction.training_speed import time_training
 
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.recipes import PAPER_NAMES, recipe
@@ -69,20 +69,13 @@ def training(
     jobs = [
         timing(
             {Cell(model, str(T)): {"B": sizes.tokens // T, "T": T} for T in lengths},
-            partial(_training_timer, configure(model, models[model], sizes)),
+            partial(time_model, time_training, config, compiles=True),
             "tokens_per_second",
         )
-        for model in models
+        for model, name in models.items()
+        for config in [configure(model, name, sizes)]
     ]
     return header, jobs
-
-
-def _training_timer(config: LMConfig, device: torch.device) -> Callable[..., list[TrainingSpeed]]:
-    model = build_model(config, device)
-    if device.type == "cuda":
-        for unit in model.units():
-            unit.compile(dynamic=False, fullgraph=True)
-    return partial(time_training, model)
 
 
 def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:

@@ -11,15 +11,9 @@ from typing import Any
 import torch
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.contract import MixerConfig
-from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Timing
-from mezzo_core.reproduction.generation_speed import Throughput, time_step, time_throughput
-from mezzo_core.reproduction.layer_speed import (
-    build_layer,
-    build_model,
-    compiled,
-    time_layer,
-)
+from mezzo_core.reproduction.generation_speed import time_step, time_throughput
+from mezzo_core.reproduction.layer_speed import build_layer, compiled, time_layer, time_model
 from mezzo_core.reproduction.runner import Job, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 
@@ -154,23 +148,18 @@ def generation(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "unit": "tokens a second",
         "better": "higher",
     }
+    limits: dict[str, Any] = {"max_batch": sizes.max_batch, "seconds": sizes.seconds}
     jobs = [
         timing(
             {Cell(name, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}},
-            partial(_generation_timer, recipe(size, architecture).model, sizes),
+            partial(time_model, time_throughput, model, decodes=True, **limits),
             "tokens_per_second",
         )
         for T, size in sizes.contexts
         for name, architecture in GENERATING.items()
+        for model in [recipe(size, architecture).model]
     ]
     return header, jobs
-
-
-def _generation_timer(
-    config: LMConfig, sizes: Sizes, device: torch.device
-) -> Callable[..., list[Throughput]]:
-    model = build_model(config, device, decodes=True)
-    return partial(time_throughput, model, max_batch=sizes.max_batch, seconds=sizes.seconds)
 
 
 SPEEDS = Speeds(

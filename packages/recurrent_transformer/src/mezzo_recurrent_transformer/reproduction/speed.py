@@ -12,17 +12,12 @@ from typing import Any
 
 import torch
 from mezzo_core.reproduction import Cell, Timing, captured, measure
-from mezzo_core.reproduction.generation_speed import Throughput, time_throughput
-from mezzo_core.reproduction.layer_speed import (
-    build_layer,
-    build_model,
-    compiled,
-)
+from mezzo_core.reproduction.generation_speed import time_throughput
+from mezzo_core.reproduction.layer_speed import build_layer, compiled, time_model
 from mezzo_core.reproduction.runner import Job, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 from mezzo_core.reproduction.timing import WARMUP_CALLS
-from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
-from mezzo_core.train.config import TrainConfig
+from mezzo_core.reproduction.training_speed import time_training
 from torch import Tensor
 
 from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, stack_weights
@@ -170,18 +165,9 @@ def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         config = recipe(sizes.trained[DEPTHS.index(depth)], architecture)
         B = min(config.micro_batch_size or config.batch_size, sizes.most_trained)
         cells = {Cell(model, "tokens/s"): {"B": B, "T": config.seq_len, "passes": PASSES}}
-        jobs.append(timing(cells, partial(_training_timer, config), "tokens_per_second"))
+        timer = partial(time_model, time_training, config.model, compiles=config.compile)
+        jobs.append(timing(cells, timer, "tokens_per_second"))
     return header, jobs
-
-
-def _training_timer(
-    config: TrainConfig, device: torch.device
-) -> Callable[..., list[TrainingSpeed]]:
-    model = build_model(config.model, device)
-    if device.type == "cuda" and config.compile:
-        for unit in model.stack.units():
-            unit.compile(dynamic=False)
-    return partial(time_training, model)
 
 
 def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
@@ -194,23 +180,17 @@ def decoding(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
         "unit": "tokens/s",
         "better": "higher",
     }
+    limits: dict[str, Any] = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
     jobs = []
     for model, (depth, architecture) in MODELS.items():
         cells = {
             Cell(model, f"T={T}"): {"context": T, "new_tokens": sizes.new_tokens}
             for T in sizes.contexts
         }
-        config = recipe(sizes.trained[DEPTHS.index(depth)], architecture)
-        jobs.append(timing(cells, partial(_decoding_timer, config, sizes), "tokens_per_second"))
+        config = recipe(sizes.trained[DEPTHS.index(depth)], architecture).model
+        timer = partial(time_model, time_throughput, config, decodes=True, **limits)
+        jobs.append(timing(cells, timer, "tokens_per_second"))
     return header, jobs
-
-
-def _decoding_timer(
-    config: TrainConfig, sizes: Sizes, device: torch.device
-) -> Callable[..., list[Throughput]]:
-    model = build_model(config.model, device, decodes=True)
-    limits: dict[str, Any] = {"max_batch": sizes.most_generated, "seconds": sizes.seconds}
-    return partial(time_throughput, model, passes=PASSES, **limits)
 
 
 def _recipes(sizes: Sizes) -> str:
