@@ -4,17 +4,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from mezzo_core.config_json import check_fields, check_rules, differences
-from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
 from mezzo_core.nn.on_meta import on_meta
-from mezzo_core.reproduction import Cell, Header, Result, origin, say
-from mezzo_core.reproduction.runner import Job, run
-from mezzo_core.reproduction.training import tuned
+from mezzo_core.reproduction import Cell, Header, Result
+from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.training import tune_all, tuned
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_gsa.gla import GLAConfig
@@ -78,7 +76,7 @@ class SweepConfig:
     """What is swept over, and what all runs share; the defaults are Zoology's protocol.
 
     Raises:
-        UserError: if a model is unknown, the rows do not fill a batch, or a number cannot be.
+        UserError: if a model is unknown, there is no learning rate, or the rows fill no batch.
     """
 
     task: MQARConfig = field(default_factory=MQARConfig)
@@ -112,15 +110,12 @@ class SweepConfig:
         for model in self.models:
             if model not in NAMES:
                 raise UserError(f"no model is named {model!r}{nearest(model, NAMES)}")
-        rows, slots, rates = self.task.train_rows, self.num_slots, self.learning_rates
-        positive = len(rates) > 0 and all(0 < lr < math.inf for lr in rates)
+        rows, rates = self.task.train_rows, self.learning_rates
         rules = {
-            "learning_rates": (positive, "positive and finite" if rates else "at least one"),
+            "learning_rates": (len(rates) > 0, "at least one"),
             "batch_size": (1 <= self.batch_size <= rows, f"from 1 to train_rows = {rows}"),
             "epochs": (self.epochs >= 1, "at least 1"),
             "num_layers": (self.num_layers >= 1, "at least 1"),
-            "num_slots": (0 < slots < 1 or slots == slots // 1 > 0, "a whole number or below 1"),
-            "damping": (0 < self.damping < math.inf, "positive and finite"),
         }
         check_rules(self, rules)
 
@@ -166,15 +161,13 @@ class SweepConfig:
             return AttentionConfig(head_dim=width, rope_base=None)
         if model in OTHERS[self.protocol]:
             return OTHERS[self.protocol][model](width, bound)
-        slots = self.num_slots * width if self.num_slots < 1 else self.num_slots
-        if not math.isclose(slots, round(slots)):
+        slots = float(self.num_slots * width if self.num_slots < 1 else self.num_slots)
+        if not slots.is_integer():
             raise UserError(
                 f"num_slots {self.num_slots} of width {width} is {slots:g}, no whole number"
             )
         scale = 1.0 if self.scale == "one" else None
-        return GSAConfig(
-            GSA_HEADS[model], num_slots=round(slots), damping=self.damping, scale=scale
-        )
+        return GSAConfig(GSA_HEADS[model], num_slots=int(slots), damping=self.damping, scale=scale)
 
     def header(self) -> Header:
         """Return the head of the result: the protocol, and what is not as there."""
@@ -222,27 +215,13 @@ class SweepConfig:
         ]
 
 
-def sweep(
-    config: SweepConfig,
-    out: Path,
-    *,
-    device: str | torch.device | None = None,
-    jobs: int = 1,
-) -> Result:
-    """Train everything that `config` asks for, narrow models first, and return the result.
-
-    A sweep that was killed goes on: runs resume from their own folders in `out`, and finished ones
-    are only read. So many `jobs` are done at the same time, see `run`.
+def sweep(config: SweepConfig, out: Path, **how: Any) -> Result:
+    """Train everything that `config` asks for, narrow models first; see `tune_all`.
 
     Raises:
-        UserError: if a model cannot have a width, `out` has the result of another sweep or cannot
-            be written, or there is no such device.
+        UserError: also if a model cannot have a width.
     """
-    wanted = config.jobs(out)
-    chosen = choose_device(device, None)
-    result = Result(out / f"{config.name}.json", config.header(), origin(chosen), say)
-    run(result, wanted, out, chosen, jobs)
-    return result
+    return tune_all(config.name, config.header(), config.jobs(out), out, **how)
 
 
 PROTOCOLS = {

@@ -4,15 +4,14 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-import torch
 from mezzo_core.config_json import check_fields, check_rules, differences
-from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import BlocksConfig, LMConfig, StackConfig
-from mezzo_core.reproduction import Cell, Header, Result, origin, say
-from mezzo_core.reproduction.runner import Job, run
-from mezzo_core.reproduction.training import tuned
+from mezzo_core.reproduction import Cell, Header, Result
+from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.training import tune_all, tuned
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
@@ -57,8 +56,7 @@ class SweepConfig:
     """What is swept over, and what all runs share.
 
     Raises:
-        UserError: if a model is unknown, something is given twice, a number is out of range, or the
-            rows do not fill a batch.
+        UserError: if a model is unknown, there is nothing to do, or the rows do not fill a batch.
     """
 
     tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())
@@ -89,32 +87,22 @@ class SweepConfig:
         for model in self.models:
             if model not in LAYERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, LAYERS)}")
-        least = OptimConfig().min_lr
         fewest = min((task.train_rows for task in self.columns().values()), default=0)
-        several = {
-            "tasks": (True, "one or more"),
-            "models": (True, "one or more"),
-            "learning_rates": (
-                all(least <= lr < math.inf for lr in self.learning_rates),
-                f"one or more from {least:g} on",
-            ),
+        least, rates, decays = OptimConfig().min_lr, self.learning_rates, self.weight_decays
+        goes = all(least <= lr < math.inf for lr in rates)
+        rules = {
+            "tasks": (len(self.tasks) > 0, "one or more"),
+            "models": (len(self.models) > 0, "one or more"),
+            "learning_rates": (len(rates) > 0 and goes, f"one or more from {least:g} on"),
             "weight_decays": (
-                all(0 <= decay < math.inf for decay in self.weight_decays),
+                len(decays) > 0 and all(0 <= decay < math.inf for decay in decays),
                 "one or more from 0 on",
             ),
-            "seeds": (all(seed >= 0 for seed in self.seeds), "one or more from 0 on"),
-        }
-        found = {**vars(self), "tasks": [task.name for task in self.tasks]}
-        rules = {
-            name: (is_met and 0 < len(found[name]) == len({*found[name]}), f"{allowed}, each once")
-            for name, (is_met, allowed) in several.items()
-        }
-        width, most = self.d_model, self.max_steps
-        rules |= {
-            "d_model": (width >= HEAD_DIM and width % HEAD_DIM == 0, f"a multiple of {HEAD_DIM}"),
+            "seeds": (len(self.seeds) > 0 and min(self.seeds) >= 0, "one or more from 0 on"),
+            "d_model": (self.d_model % HEAD_DIM == 0 < self.d_model, f"a multiple of {HEAD_DIM}"),
             "batch_size": (1 <= self.batch_size <= fewest, f"from 1 to train_rows = {fewest}"),
             "epochs": (self.epochs >= 1, "at least 1"),
-            "max_steps": (most is None or most >= 1, "at least 1 (or None)"),
+            "max_steps": (self.max_steps is None or self.max_steps >= 1, "at least 1 (or None)"),
         }
         check_rules(self, rules)
 
@@ -188,31 +176,16 @@ class SweepConfig:
         )
 
 
-def sweep(
-    config: SweepConfig,
-    out: Path,
-    *,
-    device: str | torch.device | None = None,
-    jobs: int = 1,
-) -> Result:
-    """Train everything that `config` asks for, one seed after another, and return the result.
+def sweep(config: SweepConfig, out: Path, **how: Any) -> Result:
+    """Train everything that `config` asks for, one seed after another; see `tune_all`.
 
-    It gets two entries for each model, task and seed, exact match and token accuracy of the run
-    that has the best exact match, the first with that run's details, and those of the `others`. A
-    sweep that was killed goes on: runs resume from their own folders, and finished ones are only
-    read. One for the other model goes on in the same file. So many `jobs` are done at the same
-    time, see `run`.
-
-    Raises:
-        UserError: if `out` has the result of another sweep or cannot be written, or there is no
-            such device.
+    The result gets two entries for each model, task and seed, exact match and token accuracy of the
+    run that has the best exact match, the first with that run's details, and those of the `others`.
+    A sweep over the other model goes on in the same file.
     """
-    chosen = choose_device(device, None)
-    result = Result(out / "synthetic.json", config.header(), origin(chosen), say)
-    folder = out / "synthetic"
     wanted = product(config.seeds, config.columns(), config.models)
-    run(result, [_job(config, *each, folder) for each in wanted], folder, chosen, jobs)
-    return result
+    jobs = [_job(config, *each, out / "synthetic") for each in wanted]
+    return tune_all("synthetic", config.header(), jobs, out, **how)
 
 
 def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) -> Job:
