@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from mezzo_core.reproduction import gpus
 from mezzo_core.reproduction.result_file import read_file
 from mezzo_core.train.log import RunLog
@@ -83,15 +82,3 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     assert run_script(path, *command) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "not measured" not in line]
     assert not [line for line in told if "trained on" not in line], "nothing is measured again"
-
-
-@pytest.mark.parametrize("name", ["gsa/t2r", "core/attention"])
-def test_what_cannot_be_measured_is_refused_in_one_line(name, tmp_path, capsys, monkeypatch):
-    package, script = name.split("/")
-    path = ROOT / package / "experiments" / f"{script}.py"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for words, said in ((["--dry-run", "--models", "GSB"], "'GSB'"), ([], "needs a CUDA GPU")):
-        assert run_script(path, "--out", str(tmp_path / "out"), *words) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
-    assert not (tmp_path / "out").exists()

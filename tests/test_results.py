@@ -1,6 +1,5 @@
 """The documents say what the committed results say."""
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -72,35 +71,6 @@ def test_a_changed_result_changes_the_numbers_and_the_status():
     assert write_numbers(readme, found) == readme
     found["nvidia-h200/speed_table6"] = found["nvidia-h200/speed_table7"]
     assert write_numbers(readme, found) != readme
-
-
-@pytest.fixture
-def package(tmp_path):
-    """A package of one result."""
-    (tmp_path / "results/gpu").mkdir(parents=True)
-    origin = {"gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31"}
-    names = {"kind": "speed", "title": "T", "setting": "s", "how": "other hardware", "unit": "ms"}
-    entries = [
-        {"model": "m", "column": "8", "value": v, "seed": i} for i, v in enumerate((1, 3, 2))
-    ]
-    result = {**names, **origin, "better": "lower", "columns": ["8"], "models": ["m"]}
-    (tmp_path / "results/gpu/speed.json").write_text(json.dumps({**result, "entries": entries}))
-    return tmp_path
-
-
-def test_a_figure_of_a_changed_result_is_drawn_again(package, monkeypatch):
-    paper = SimpleNamespace(published=SimpleNamespace(tables=()))
-    monkeypatch.setitem(check_results.draw_figures.__globals__, "reproduction", lambda _: paper)
-    json_file, figure = (package / f"results/gpu/speed.{end}" for end in ("json", "png"))
-    check_results.draw_figures(package)
-    before = figure.read_bytes()
-    check_results.draw_figures(package)
-    assert figure.read_bytes() == before
-    json_file.write_text(json_file.read_text().replace('"value": 2', '"value": 2.5'))
-    ((_, _, checksum),) = check_results.figures(package)
-    assert check_results.drawn_from(figure) != checksum
-    check_results.draw_figures(package)
-    assert check_results.drawn_from(figure) == checksum
 
 
 def test_every_result_says_where_it_comes_from():

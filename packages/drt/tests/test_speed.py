@@ -4,24 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mezzo_core.reproduction.generation_speed import fill
 from mezzo_drt import inference
 from mezzo_drt.recipes import tiny
 from mezzo_drt.reproduction import speed
 from mezzo_drt.reproduction.claims import REPRODUCTION
 from mezzo_drt.reproduction.speed import (
-    BLOCK_RECURRENT,
     DRT1,
     DRY,
-    LANDMARK,
     MEASURERS,
     OFFLOADED,
     PAPER,
     WINDOW,
     model_config,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 
 def quiet(line):
@@ -73,26 +68,6 @@ def test_a_full_run_has_the_lengths_that_the_claims_read():
         factor = {"M": 1e6, "B": 1e9}[size[-1]]
         assert weights == pytest.approx(float(size[:-1]) * factor, rel=0.05)
         assert s.seq_len == int(length[:-1]) * 1024
-
-
-@pytest.mark.parametrize("model", [BLOCK_RECURRENT, LANDMARK])
-def test_a_baseline_decodes_in_a_graph(model, monkeypatch):
-    """It looks at no value: fake tensors have none. DRT has a test of its own."""
-    lm = model_config(model, tiny()).build().eval()
-    with torch.no_grad():
-        state = lm.reserve(lm.init_state(1), 1600)
-        fill(state, 1500)
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        with FakeTensorMode() as mode:
-            monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
-            lm._apply(mode.from_tensor)
-            state = tree_map(mode.from_tensor, state)
-            x = torch.empty(1, 1, 64)
-            if model == BLOCK_RECURRENT:
-                y = lm.stack.step(x, state)
-            else:  # without a check of values that is for CPUs
-                y, *_ = lm.stack._run(x, state.k, state.v, lm.stack._places(state.seen, 1))
-            assert y.shape == x.shape
 
 
 @pytest.mark.gpu

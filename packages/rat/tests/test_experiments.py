@@ -1,42 +1,22 @@
 """The trainings of experiments/: what a full run is, and what a short one tells."""
 
 import runpy
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.reproduction import Options
-from mezzo_rat import LinearRNNConfig
-from mezzo_rat.recipes import PAPER_NAMES, RECIPES, mid, train_config
+from mezzo_rat.recipes import RECIPES, train_config
 from mezzo_rat.recipes import small as small_size
 
 SCRIPTS = Path(__file__).parents[1] / "experiments"
-six, small, short = (
+small, short = (
     SimpleNamespace(**runpy.run_path(str(SCRIPTS / f"{name}.py")))
-    for name in ("train_six", "train_small", "train_200m")
+    for name in ("train_small", "train_200m")
 )
 FULL = Options(Path("out"), (), torch.device("cuda"), dry_run=False, data="texts")
-
-
-def test_a_full_run_of_the_six_is_as_its_docstring_says():
-    named = {field.name for field in fields(six.FULL)}
-    changed = {name for name in named if getattr(six.FULL, name) != getattr(mid(), name)}
-    other = {"eval_every", "checkpoint_every", "compile"}
-    assert changed == {"optim", "batch_size", "micro_batch_size", "steps"} | other
-    assert (six.FULL.steps, six.FULL.batch_size, six.FULL.seq_len) == (3000, 8, 1024)
-    assert six.FULL.optim.min_lr == six.FULL.optim.lr / 10 == 1e-4
-    assert list(six.MODELS)[:6] == list(PAPER_NAMES.values())
-    mixers = {
-        model: train_config("six", six.FULL, name).model.mixers[0]
-        for model, name in six.MODELS.items()
-    }
-    assert mixers["RNN"].span == six.FULL.seq_len
-    assert mixers["RNN, started as RAT(L=16)"] == LinearRNNConfig(mixers["RAT(L=16)"].chunk_size)
-    assert mixers["RAT(L=64), started as RAT(L=16)"] == replace(mixers["RAT(L=64)"], span=16)
-    assert mixers["Attention, ALiBi"] == AttentionConfig(rope_base=None, alibi="press")
 
 
 def test_full_small_runs_are_as_the_docstring_says():

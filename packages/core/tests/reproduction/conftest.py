@@ -20,31 +20,12 @@ ROWS = (Row("x|y", (7.61,)), Row("z", ("OOM",)))
 TABLE = Table("p.t1", "A <title> & more", "perplexity", "ppl", "lower", "big", ("T=8",), ROWS)
 CLAIM = Claim("p.c1", "x < y", "order", (1, "OOM"), "Section 1", labels=("a", "b"))
 OTHER = Claim("p.c2", "all is *well*", "order", (), "Section 2")
-OURS = Measurement(
-    tuple(
-        Entry(
-            "x|y",
-            "T=8",
-            value,
-            seed=seed,
-            details={"parameters": 5, "steps": {"train": [[1, 2.0]]}},
-        )
-        for seed, value in ((0, 7.5), (1, 7.7))
-    ),
-    ("T=8",),
-    "small",
-    kind="training",
-)
+DETAILS = {"parameters": 5, "steps": {"train": [[1, 2.0]]}}
+SEEDS = [Entry("x|y", "T=8", v, seed=i, details=DETAILS) for i, v in enumerate((7.5, 7.7))]
+OURS = Measurement(tuple(SEEDS), ("T=8",), "small", kind="training")
+SHOWN = {"measurements": (OURS,), "details": ("a & b",), "here": ("agrees: small",)}
 FINDINGS = [
-    Finding(
-        "p.t1",
-        How.SCALED_DOWN,
-        Outcome.AGREES,
-        "as <printed>",
-        (OURS,),
-        ("a & b",),
-        here=("agrees: small",),
-    ),
+    Finding("p.t1", How.SCALED_DOWN, Outcome.AGREES, "as <printed>", **SHOWN),
     Finding("p.c1", How.OTHER_HARDWARE, Outcome.DIFFERS, "the other way"),
     Finding("p.c2", How.NOT_ATTEMPTED, None, "too large"),
 ]
@@ -55,28 +36,24 @@ def findings():
     return FINDINGS
 
 
+def report_of(name, out):
+    """Return the report of a paper, whose ids begin with its name."""
+
+    def own(each):
+        return replace(each, id=f"{name}{each.id[1:]}")
+
+    path = prepare_folder(out, name) / "figures" / "dots.png"
+    draw_result(OURS, path)
+    published = Published(f"The {name} paper", (own(TABLE),), (own(CLAIM), own(OTHER)))
+    figures = [Figure(path, "Dots", "What the dots show")]
+    lead = Figure(path, f"{name}.c1", "From gpu/dots.json")
+    return PaperReport(name, published, [*map(own, FINDINGS)], figures, ["a note"], lead)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """The folder of a report of two papers."""
     out = tmp_path / "reports"
-    papers = []
-    for name in ("p", "q"):
-        path = prepare_folder(out, name) / "figures" / "dots.png"
-        draw_result(OURS, path)
-        rows = [replace(f, id=f"{name}{f.id[1:]}") for f in FINDINGS]
-        table, *claims = (
-            replace(each, id=f"{name}{each.id[1:]}") for each in (TABLE, CLAIM, OTHER)
-        )
-        published = Published(f"The {name} paper", (table,), tuple(claims))
-        papers.append(
-            PaperReport(
-                name,
-                published,
-                rows,
-                [Figure(path, "Dots", "What the dots show")],
-                ["a note"],
-                Figure(path, rows[1].id, "From gpu/dots.json"),
-            )
-        )
+    papers = [report_of(name, out) for name in "pq"]
     write_report(Report(papers, "smoke", "reproduce <all>", 1.0, {"gpu": None, "cpu": "C"}), out)
     return out

@@ -69,14 +69,6 @@ def test_what_is_missing_or_out_of_memory_is_a_gap(draw):
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "2K", "4K"]
 
 
-def test_a_group_that_is_all_out_of_memory_is_an_empty_panel(draw):
-    small = speed("B=2", a=(1.0, 2.0, 40.0))
-    large = speed("B=64", a=("OOM",) * 3)
-    first, second = draw(replace(small, entries=small.entries + large.entries)).axes
-    assert first.get_yscale() == "log"
-    assert all(math.isnan(y) for y in lines(second)["a"].get_ydata())
-
-
 def test_a_model_has_one_colour_everywhere_and_no_two_share_one(draw):
     names = [f"model {i}" for i in range(40)]
     whole = colours(draw(speed(**dict.fromkeys(names, (1.0, 2.0, 3.0))), names))

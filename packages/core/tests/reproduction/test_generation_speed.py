@@ -74,17 +74,6 @@ def test_latency_grows_with_the_new_tokens_of_the_same_pass(model):
         assert short.prompt_ms == long.prompt_ms
 
 
-@pytest.mark.gpu
-def test_a_gpu_generates():
-    with torch.device("cuda"):
-        config = LMConfig(vocab_size=37, d_model=128, mixers=(AttentionConfig(head_dim=64),))
-        model = config.build().bfloat16().eval()
-    for found in time_throughput(model, 128, 16, max_batch=64):
-        assert found.B == 64
-        assert found.tokens_per_second > found.with_prompt > 0
-    assert time_latency(model, 64, (8, 16))[8][0].seconds > 0
-
-
 @pytest.fixture
 def layer():
     return build_layer(AttentionConfig(head_dim=8), 16, CPU).bfloat16()

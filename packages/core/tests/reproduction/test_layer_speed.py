@@ -4,8 +4,7 @@ import pytest
 import torch
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.stack import BlocksConfig
-from mezzo_core.reproduction import layer_speed as layer_module
-from mezzo_core.reproduction.layer_speed import build_layer, compiled, time_layer
+from mezzo_core.reproduction.layer_speed import build_layer, time_layer
 from toys.own_keys import OwnKeysConfig
 
 CPU = torch.device("cpu")
@@ -50,14 +49,3 @@ def test_a_block_and_a_stack_are_timed_alone(config):
     x = torch.randn(2, 5, C)
     torch.testing.assert_close(alone(x), alone.mixer(x)[0])
     assert len(time_layer(alone, alone, "train", 2, 5, passes=2, seconds=0.0)) == 2
-
-
-@pytest.mark.gpu
-def test_a_compiled_layer_is_timed_at_more_lengths_than_torch_would_compile():
-    layer = build_layer(AttentionConfig(head_dim=64), 128, torch.device("cuda"))
-    run = compiled(layer)
-    for T in range(64, 64 * 12, 64):
-        for phase in ("train", "forward"):
-            (timing,) = time_layer(layer, run, phase, 2, T, passes=1)
-            assert timing.peak_gb > 0 < timing.host_ms
-    assert layer_module.RECOMPILATIONS > 22

@@ -4,8 +4,6 @@ import shutil
 import subprocess
 from collections import Counter
 from html.parser import HTMLParser
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -78,26 +76,12 @@ def test_everything_is_shown_without_a_script(page):
     assert ("section", "not-attempted", "not-attempted") in page.shown
 
 
-def browser():
-    """Return the path of a Chromium, None if there is none."""
-    for name in BROWSERS:
-        if path := shutil.which(name):
-            return path
-    if find_spec("playwright"):
-        from playwright.sync_api import sync_playwright
-
-        with sync_playwright() as found:
-            path = found.chromium.executable_path
-        return path if Path(path).exists() else None
-    return None
-
-
 @pytest.fixture
 def opened(folder):
     """Open the page in a browser, at a fragment, and return what its script made of it."""
-    path = browser()
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH, nor playwright's")
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
 
     def open_at(fragment):
         command = [path, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]

@@ -71,8 +71,3 @@ def test_a_broken_rule_is_named(tmp_path, old, new, named):
     assert old in TABLE + CLAIM
     with pytest.raises(UserError, match=named):
         read(tmp_path, (TABLE + CLAIM).replace(old, new))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere\.toml"):
-        load_published(tmp_path / "nowhere.toml")

@@ -75,12 +75,6 @@ def test_numbers_stand_once_and_are_linked_elsewhere():
     assert 'the numbers <a href="#p.c1">there</a> (gpu/speed.json)' in page
 
 
-def test_the_papers_numbers_stand_beside_ours_with_their_spread(folder):
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert "<td>x|y</td><td>7.61</td></tr>\n<tr><td>z</td><td>OOM</td>" in page
-    assert "<td>x|y</td><td>7.6 (2 seeds, spread 0.2)</td><td>5e-06</td>" in page
-
-
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     (folder / "mine.txt").write_text("keep", encoding="utf-8")
     (folder / "p" / "measured").mkdir()

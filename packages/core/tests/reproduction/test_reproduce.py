@@ -14,7 +14,6 @@ from mezzo_core.reproduction import training
 from mezzo_core.reproduction.beside import beside_printed, growth, in_recipes
 from mezzo_core.reproduction.claims import (
     Run,
-    by_test,
     check_complete,
     counted,
     find,
@@ -27,7 +26,7 @@ from mezzo_core.reproduction.measurement import Entry, How, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Claim
 from mezzo_core.reproduction.reproduce import Reproduction, Scale, reproduce_papers
-from mezzo_core.reproduction.tiny import SMOKE, train_tiny
+from mezzo_core.reproduction.tiny import SMOKE
 from mezzo_core.train.config import TrainConfig
 
 PUBLISHED = """
@@ -159,18 +158,6 @@ def test_the_trainings_run_once_and_only_if_they_are_asked_for(paper, tmp_path):
     assert not (tmp_path / "out/p/figures/trainings.png").exists()
 
 
-@pytest.mark.slow
-def test_trainings_side_by_side_learn_the_same_as_one_after_the_other(paper, tmp_path):
-    found, seen = [], []
-    for parallel in (False, True):
-        folder = tmp_path / str(parallel)
-        budget = replace(SMOKE, parallel=parallel)
-        ours = train_tiny(paper.models, budget, folder, lambda *of: seen.append(of))
-        found.append([(e.model, e.seed, e.value, e.details["steps"]) for e in ours.entries])
-    assert found[0] == found[1]
-    assert [count for _, count, _ in seen] == [0, 1, 2] * 2
-
-
 def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
     (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
@@ -204,14 +191,6 @@ def test_a_part_alone_may_differ_but_cannot_agree_and_a_changed_criterion_says_s
         found = find(claim, [only], NOTHING)
         assert found.outcome is part
         assert "this is one column alone; criterion changed: before: agrees" in found.summary
-
-
-def test_a_statement_about_the_code_is_answered_by_a_test_of_it(paper):
-    found = find(
-        paper.published.by_id["p.claim.speed"], [by_test("tests/test_x.py::test_y")], NOTHING
-    )
-    assert (found.how, found.outcome, found.measurements) == (How.PAPER, Outcome.AGREES, ())
-    assert found.summary == "shown by the test tests/test_x.py::test_y"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel\nhere"), FailedRunError("is wrong")])

@@ -119,9 +119,7 @@ def test_another_commit_or_machine_is_refused(tmp_path, key):
         Result(tmp_path / "a.json", HEADER, {**HERE, key: "other"})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{"model": "x"}]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"entries": [1]}'])
 def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
@@ -133,19 +131,12 @@ def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"value": {}}, "value must be float"),
-        ({"value": None}, "value must be float"),
         ({"value": True}, "value must be float"),
         ({"value": "x"}, "value must be one of"),
-        ({"value": "[/x]"}, "value must be one of"),
-        ({"value": 10**400}, "value"),
         ({"value": float("nan")}, "NaN is no JSON number"),
-        ({"seed": "one"}, "seed must be int"),
-        ({"lr": "x"}, "lr must be float"),
         ({"peak_gb": [1]}, "peak_gb must be float"),
         ({"steps": {"train": [[1, None]]}}, "steps must hold lists of points"),
         ({"column": "65"}, "none of the header's"),
-        ({"model": []}, "model must be str"),
         ({"seed": 1}, "two entries of"),
     ],
 )

@@ -1,7 +1,6 @@
 """The command line of an experiment: what it selects, and mistakes in one line."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,17 +30,6 @@ def test_everything_is_measured_unless_models_are_named(run, tmp_path):
     assert (options.out, options.device) == (tmp_path / "out", torch.device("cpu"))
     _, (options,) = run("--dry-run", "--models", "Attention", "RNN")
     assert options.models == ("RNN", "Attention")
-
-
-def test_a_training_reads_text_and_seeds(run):
-    words = ("--data", "d", "--tokenizer", "t", "--seeds", "3", "4", "--runs", "scratch")
-    _, (options,) = run("--dry-run", *words, trains=True)
-    assert (options.data, options.tokenizer, options.seeds) == ("d", "t", (3, 4))
-    assert options.runs == Path("scratch")
-    _, (options,) = run("--dry-run", trains=True)
-    assert (options.data, options.seeds) == ("embedded", (0, 1, 2))
-    with pytest.raises(SystemExit):
-        run("--dry-run", *words)
 
 
 def mistaken(options):

@@ -5,8 +5,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from mezzo_core.reproduction import OOM, attempt, captured, measure, start_afresh
-from mezzo_core.reproduction.timing import CAPTURE_WARMUP
+from mezzo_core.reproduction import OOM, attempt, measure, start_afresh
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -55,13 +54,3 @@ def test_the_host_is_free_before_the_gpu_is_done_and_busy_while_it_works_itself(
     x = torch.randn(8192, 8192, device="cuda")
     assert measure(lambda: x @ x, GPU).host_ms < 1 < measure(lambda: x @ x, GPU).ms
     assert measure(lambda: time.sleep(0.005), GPU).host_ms >= 5
-
-
-@pytest.mark.gpu
-def test_a_captured_step_is_replayed_in_place():
-    count = torch.zeros(1, device="cuda")
-    replay = captured(lambda: count.add_(1), GPU)
-    assert count.item() == CAPTURE_WARMUP
-    replay()
-    replay()
-    assert count.item() == CAPTURE_WARMUP + 2

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -52,44 +52,36 @@ def test_attention_alone_learns_positions_the_head_is_the_embedding_and_drops_ou
         assert [key for key, weight in names.items() if 1009 in weight.shape] == ["embed.weight"]
 
 
+def built(protocol, name, width):
+    with torch.device("meta"):
+        return PROTOCOLS[protocol].run(name, width, 1e-3).model.build()
+
+
 @pytest.mark.parametrize("width", SweepConfig().widths)
-def test_states_have_the_sizes_of_zoology(width):
-    numbers = {
-        "attention": 512 * 2 * width,
-        "gsa": 2 * 64 * width,
-        "gsa_one_head": 2 * 64 * width,
-        "gla": width * width // 2,
-        "hgrn2": min(width, 128) * width,
-        "retnet": 2 * width * width,
+def test_states_have_the_sizes_of_the_protocols(width):
+    numbers = {  # of a layer, in Zoology's two and in the authors' four
+        "attention": (512 * 2 * width, 512 * 2 * width),
+        "gsa": (2 * 64 * width, 2 * (width // 4) * width),
+        "gsa_one_head": (2 * 64 * width, 2 * (width // 4) * width),
+        "gla": (width * width // 2, width * width // 2),
+        "hgrn2": (min(width, 128) * width, width * width // 2),
+        "retnet": (2 * width * width, width * width),
     }
     assert set(numbers) == set(NAMES)
-    for name, count in numbers.items():
-        with torch.device("meta"):
-            model = SweepConfig().run(name, width, 1e-3).model.build()
-        counters = 2 * 8 if name == "retnet" else 0
-        assert model.state_bytes(512) == 2 * 4 * count + counters, name
+    for name, sizes in numbers.items():
+        for protocol, layers, count in zip(PROTOCOLS, (2, 4), sizes, strict=True):
+            counters = layers * 8 if name == "retnet" else 0
+            model = built(protocol, name, width)
+            assert model.state_bytes(512) == layers * 4 * count + counters, (protocol, name)
 
 
-@pytest.mark.parametrize("width", SweepConfig().widths)
-def test_the_models_of_the_authors_have_their_states_and_sizes(width):
-    shapes = {  # numbers of a layer's state, and of its matrices in squares of the width
-        "attention": (512 * 2 * width, 4),
-        "gsa": (2 * (width // 4) * width, 5),
-        "gsa_one_head": (2 * (width // 4) * width, 4.25),
-        "gla": (width * width // 2, 5),
-        "hgrn2": (width * width // 2, 4),
-        "retnet": (width * width, 8),
-    }
-    assert set(shapes) == set(NAMES)
-    for name, (numbers, squares) in shapes.items():
-        with torch.device("meta"):
-            model = PROTOCOLS["authors"].run(name, width, 1e-3).model.build()
-        counters = 4 * 8 if name == "retnet" else 0
-        assert model.state_bytes(512) == 4 * 4 * numbers + counters, name
-        layer = model.stack.blocks[-1]
+def test_the_layers_of_the_authors_have_their_weights_in_squares_of_the_width():
+    squares = dict(zip(NAMES, (4, 5, 4.25, 5, 4, 8), strict=True))
+    for name, expected in squares.items():
+        layer = built("authors", name, 128).stack.blocks[-1]
         weights = sum(w.numel() for w in layer.parameters() if w.ndim == 2)
-        low_rank = 2 * 16 * width if name == "gla" else 0  # of its gate
-        assert weights - low_rank == squares * width**2, name
+        low_rank = 2 * 16 * 128 if name == "gla" else 0  # of its gate
+        assert weights - low_rank == expected * 128**2, name
         assert layer.mlp_norm is not None
 
 
@@ -222,64 +214,55 @@ def test_the_command_sweeps_and_shows_states_beside_accuracies(tmp_path, capsys,
     assert "epochs 1, not 64" in setting
 
 
-SWEPT = {
-    "--model gla --model gsa": {"models": ("gla", "gsa")},
-    "--width 32 --width 8": {"widths": (32, 8)},
-    "--lr 0.1": {"learning_rates": (0.1,)},
-    "--skip-solved": {"skip_solved": True},
-    "--batch-size 5": {"batch_size": 5},
-    "--epochs 3": {"epochs": 3},
-    "--num-layers 3": {"num_layers": 3},
-    "--num-slots 0.5": {"num_slots": 0.5},
-    "--damping 2": {"damping": 2.0},
-    "--precision bf16": {"precision": "bf16"},
-    "--compile": {"compile": True},
-    "--cuda-graph": {"cuda_graph": True},
+GIVEN = {
+    "models": "--model gla --model gsa",
+    "widths": "--width 32 --width 8",
+    "learning_rates": "--lr 0.1",
+    "skip_solved": "--skip-solved",
+    "batch_size": "--batch-size 5",
+    "epochs": "--epochs 3",
+    "num_layers": "--num-layers 3",
+    "num_slots": "--num-slots 0.5",
+    "damping": "--damping 2.5",
+    "scale": "--scale head_width",
+    "identity_mlp": "--identity-mlp",
+    "precision": "--precision bf16",
+    "compile": "--compile",
+    "cuda_graph": "--cuda-graph",
+    "seq_len": "--seq-len 400",
+    "num_pairs": "--num-pairs 9",
+    "vocab_size": "--vocab-size 999",
+    "random_non_queries": "--random-non-queries",
+    "train_pairs": "--train-pairs 4 --train-pairs 8",
+    "train_rows": "--train-rows 200",
+    "test_rows": "--test-rows 7",
+    "seed": "--seed 0",
 }
-ASKED = {
-    "--seq-len 400": {"seq_len": 400},
-    "--num-pairs 9": {"num_pairs": 9},
-    "--vocab-size 999": {"vocab_size": 999},
-    "--random-non-queries": {"random_non_queries": True},
-    "--train-pairs 4 --train-pairs 8": {"train_pairs": (4, 8)},
-    "--train-rows 200": {"train_rows": 200},
-    "--test-rows 7": {"test_rows": 7},
-    "--seed 0": {"seed": 0},
-}
-UNLIKE = {  # of the options that differ between the protocols, what is neither's default
-    "zoology": {
-        "--scale head_width": {"scale": "head_width"},
-        "--identity-mlp": {"identity_mlp": True},
-    },
-    "authors": {"--scale one": {"scale": "one"}, "--no-identity-mlp": {"identity_mlp": False}},
-}
+"""The option of each field of a sweep and of its task."""
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_each_option_of_the_command_replaces_its_part_of_the_protocol(protocol, monkeypatch):
-    swept, told = [], {}
+def test_each_option_of_the_command_replaces_its_part_of_the_protocol(monkeypatch):
+    swept = []
 
-    def record(config, *arguments, **options):
-        swept.append(config)
-        told.update(options)
+    def record(config, out, *, device, jobs):
+        swept.append({**vars(config), **vars(config.task)})
         return SimpleNamespace(entries=[], path="")
 
     monkeypatch.setattr("mezzo_gsa.reproduction.mqar.sweep", record)
-    whole = PROTOCOLS[protocol]
-    expected = {words: replace(whole, **change) for words, change in SWEPT.items()}
-    expected |= {words: replace(whole, **change) for words, change in UNLIKE[protocol].items()}
-    expected |= {
-        words: replace(whole, task=replace(whole.task, **change)) for words, change in ASKED.items()
-    }
-    for words, config in {"": whole, **expected}.items():
-        assert run_command("--protocol", protocol, *words.split()) == 0
-        assert swept.pop() == config, words
-    assert run_command("--jobs", 3) == 0
-    assert told["jobs"] == 3
-    changed = {field for change in (SWEPT | UNLIKE[protocol]).values() for field in change}
-    assert changed == {field.name for field in fields(SweepConfig)} - {"task", "protocol"}
-    asked = {field for change in ASKED.values() for field in change}
-    assert asked == {field.name for field in fields(MQARConfig)} - {"power"}
+    whole = {name: {**vars(c), **vars(c.task)} for name, c in PROTOCOLS.items()}
+    for name, usual in whole.items():
+        assert run_command("--protocol", name) == 0
+        assert swept.pop() == usual
+    usual = whole["zoology"]
+    assert set(GIVEN) == set(usual) - {"task", "protocol", "power"}
+    for field, words in GIVEN.items():
+        assert run_command(*words.split()) == 0
+        found = swept.pop()
+        changed = {name for name in found if found[name] != usual[name]}
+        assert changed - {"task"} == {field}
+        told = found[field] if isinstance(found[field], tuple) else (found[field],)
+        given = [word for word in words.split() if not word.startswith("--")] or ["True"]
+        assert [str(value) for value in told] == given
 
 
 def default(name):

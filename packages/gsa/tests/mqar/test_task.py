@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_gsa.mqar.task import MQARConfig
 
@@ -44,20 +42,6 @@ def test_random_tokens_are_those_of_the_released_generator(size):
     assert (digest(rows.inputs), digest(rows.targets)) == (RANDOM[size], GOLDEN[size][1])
 
 
-def test_random_tokens_stand_where_nothing_is_asked_alone():
-    task = MQARConfig(vocab_size=65, seq_len=64, num_pairs=8)
-    state = torch.get_rng_state()
-    plain, filled = (
-        replace(task, random_non_queries=each).generate(200, seed=3) for each in (False, True)
-    )
-    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
-    assert np.array_equal(plain.targets, filled.targets)
-    is_empty = plain.inputs == 0
-    assert np.array_equal(filled.inputs[~is_empty], plain.inputs[~is_empty])
-    expected = torch.randint(65, (200, 64), generator=torch.Generator().manual_seed(3)).numpy()
-    assert np.array_equal(filled.inputs[is_empty], expected[is_empty])
-
-
 @pytest.mark.parametrize(("vocab", "T", "P"), [(8192, 512, 64), (65, 64, 16), (41, 20, 1)])
 def test_every_question_has_its_answer_among_the_pairs(vocab, T, P):
     rows = MQARConfig(vocab, T, P).generate(50, seed=3)
@@ -77,18 +61,12 @@ def test_every_question_has_its_answer_among_the_pairs(vocab, T, P):
     ("options", "message"),
     [
         ({"num_pairs": 129}, r"num_pairs must be from 1 to seq_len / 4 = 128 .* got 129"),
-        ({"num_pairs": 0}, "num_pairs must be from 1 to .*, got 0"),
         ({"seq_len": 511}, "seq_len must be even, got 511"),
         ({"vocab_size": 512}, "vocab_size must be above seq_len = 512, got 512"),
         ({"power": 0.0}, r"power must be positive and at most 10, got 0\.0"),
-        ({"power": float("nan")}, "power must be positive and at most 10, got nan"),
-        ({"power": float("inf")}, "power must be positive and at most 10, got inf"),
         ({"train_rows": 0}, "train_rows must be at least 1, got 0"),
         ({"train_pairs": (8, 65)}, "train_pairs must be from 1 to num_pairs = 64, got \\(8, 65\\)"),
-        ({"train_pairs": (8, 0)}, "train_pairs must be from 1 to num_pairs = 64, got \\(8, 0\\)"),
         ({"seed": -1}, "seed must be 0 or more, got -1"),
-        ({"random_non_queries": 1}, "random_non_queries must be bool"),
-        ({"seq_len": "512"}, "seq_len must be int"),
     ],
 )
 def test_a_size_that_cannot_be_is_named(options, message):
@@ -123,11 +101,6 @@ def test_the_fingerprint_tells_what_is_learned_from():
     assert print_of() == print_of(seed=5) == print_of(test_rows=7)
     changes = {"train_rows": 21}, {"train_pairs": (2, 4)}, {"random_non_queries": True}
     assert len({print_of(), *(print_of(**change) for change in changes)}) == 4
-
-
-def test_a_task_survives_json():
-    config = replace(TINY, train_pairs=(2, 4))
-    assert from_json(to_json(config)) == config
 
 
 def test_rows_of_another_length_are_refused():
