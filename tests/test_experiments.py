@@ -14,7 +14,7 @@ from mezzo_drt.recipes import PAPER_NAMES
 ROOT = Path(__file__).parents[1] / "packages"
 ONE = ("--seeds", "0")
 DRT = PAPER_NAMES["drt1"]
-RT12 = "Recurrent Transformer, 12 layers"
+
 WORDS = {
     "core/attention": (),
     "core/context": ("--models", "GSA, 1 GPU", "RAT(L=16), 2 GPUs"),

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from mezzo_rat.reproduction.speed import DRY, FULL, MEASURERS, SPEEDS
 
-SMALL = replace(DRY, models=("RNN", "Attention"), lengths=(64,))
-
 
 def quiet(line):
     pass

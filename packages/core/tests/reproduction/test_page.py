@@ -68,14 +68,6 @@ def test_the_page_loads_nothing(folder, page):
     assert all(load.startswith("data:image/webp;base64,") for load in images)
 
 
-def test_everything_is_shown_without_a_script(page):
-    assert page.hidden == []
-    # A row of the overview and a section, for each finding of two papers.
-    assert Counter(tag for tag, _, _ in page.shown) == {"tr": 6, "section": 6}
-    assert ("tr", "differs", "other-hardware") in page.shown
-    assert ("section", "not-attempted", "not-attempted") in page.shown
-
-
 @pytest.fixture
 def opened(folder):
     """Open the page in a browser, at a fragment, and return what its script made of it."""

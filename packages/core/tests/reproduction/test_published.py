@@ -43,17 +43,12 @@ def read(tmp_path: Path, text: str):
 
 def test_rows_columns_and_directions_are_read(tmp_path):
     published = read(tmp_path, TABLE + CLAIM)
+    assert (list(published.by_id), published.authors) == (["t1", "c1"], "A, B")
     table = published.by_id["t1"]
-    assert list(published.by_id) == ["t1", "c1"]
-    assert published.authors == "A, B"
     assert (table.direction("PPL"), table.direction("Acc")) == ("lower", "higher")
     assert str(table.rows[0].values[0]) == "3.00"
-
-
-def test_a_column_leaves_out_ratios_and_cells_without_a_number(tmp_path):
-    table = read(tmp_path, TABLE).by_id["t1"]
-    assert table.column("PPL") == {"x": 3.0}
-    assert table.column("Acc") == {"x": 50.0, "y": 60.0}
+    # Without ratios and cells without a number.
+    assert (table.column("PPL"), table.column("Acc")) == ({"x": 3.0}, {"x": 50.0, "y": 60.0})
 
 
 @pytest.mark.parametrize(

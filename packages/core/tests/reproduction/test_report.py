@@ -5,12 +5,10 @@ from dataclasses import replace
 from html import escape
 
 import pytest
-from mezzo_core.reproduction.claims import Finding
 from mezzo_core.reproduction.markdown import (
     evaluate,
 )
-from mezzo_core.reproduction.measurement import Entry, How, Measurement
-from mezzo_core.reproduction.outcomes import Outcome
+from mezzo_core.reproduction.measurement import Entry, Measurement
 from mezzo_core.reproduction.published import Claim, Published
 from mezzo_core.reproduction.report import (
     PaperReport,
@@ -63,16 +61,6 @@ def test_what_this_machine_measured_stands_apart(folder):
     assert "agrees: small" not in committed
     assert committed.count("7.6 (2 seeds") == 0
     assert here.count("7.6 (2 seeds") == 2  # once in each paper
-
-
-def test_numbers_stand_once_and_are_linked_elsewhere():
-    ours = replace(SPEED, source="gpu/speed")
-    claims = tuple(Claim(f"p.c{i}", f"Claim {i}.", "", (), "1") for i in (1, 2))
-    found = [Finding(c.id, How.PAPER, Outcome.AGREES, "yes", (ours,)) for c in claims]
-    paper = PaperReport("p", Published("", (), claims), found)
-    page = to_html(Report([paper], "smoke", "reproduce", 1.0))
-    assert page.count("<td>9.7</td>") == 1
-    assert 'the numbers <a href="#p.c1">there</a> (gpu/speed.json)' in page
 
 
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):

@@ -151,13 +151,6 @@ def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
     assert capsys.readouterr().out.count("report.html") == 1
 
 
-def test_the_trainings_run_once_and_only_if_they_are_asked_for(paper, tmp_path):
-    (setup,) = paper.reproduce(["p.claim.layers"], "small", tmp_path / "out")
-    assert setup.outcome is Outcome.AGREES
-    assert not (tmp_path / "out/p/runs").exists()
-    assert not (tmp_path / "out/p/figures/trainings.png").exists()
-
-
 def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
     (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)

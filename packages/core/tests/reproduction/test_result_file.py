@@ -167,9 +167,3 @@ def test_an_entry_is_added_once_and_is_a_number(tmp_path):
 def test_each_field_of_a_header_and_an_entry_replaced_is_named_or_right():
     for valid in (HEADER, EntryFields("Attention", "64", 1.0, steps={"train": [[1, 2.0]]})):
         check_fields(valid, lambda _: torch.zeros(()))
-
-
-def test_a_folder_that_cannot_be_is_named_before_anything_is_measured(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made"):
-        Result(tmp_path / "file" / "a.json", HEADER, HERE)

@@ -6,7 +6,6 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction.training_speed import time_training, training_step
 
-CPU = torch.device("cpu")
 CONFIG = LMConfig(vocab_size=37, d_model=16, mixers=(AttentionConfig(head_dim=8),))
 
 

@@ -4,9 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from mezzo_core.config_json import from_json, to_json
-from mezzo_core.errors import UserError
-from mezzo_core.nn import AttentionConfig, BlocksConfig
+from mezzo_core.nn import AttentionConfig
 from mezzo_core.testing.arguments import check_module_arguments
 from mezzo_core.testing.laws import LAWS
 from mezzo_gsa.mqar.blocks import MixerOnlyConfig, PositionsConfig, Seen
@@ -92,10 +90,3 @@ def test_positions_are_added_and_run_out():
             longer()
     one = torch.ones(1, dtype=torch.int64)
     assert block(x[:1], Seen(3 * one), lengths=one)[1].tokens.tolist() == [4]
-
-
-def test_a_layer_survives_json():
-    config = BlocksConfig((*BLOCKS.values(),))
-    assert from_json(to_json(config)) == config
-    with pytest.raises(UserError, match="mixer must be MixerConfig"):
-        MixerOnlyConfig(3)

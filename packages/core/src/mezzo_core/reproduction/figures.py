@@ -33,7 +33,6 @@ def draw_result(
     ours: Measurement,
     path: Path,
     models: Sequence[str] = (),
-    theirs: Measurement | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Any:
     """Draw a measurement, and return the figure.
@@ -44,14 +43,12 @@ def draw_result(
         ours: the measurement; the lines of a training are its losses.
         path: the PNG file.
         models: all models of the paper, whose order gives the colours.
-        theirs: the paper's numbers, drawn beside ours.
         metadata: words that the file keeps beside the picture.
     """
     from matplotlib import color_sequences
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    both = [each for each in (ours, theirs) if each]
-    names = (*models, *(entry.model for each in both for entry in each.entries))
+    names = (*models, *(entry.model for entry in ours.entries))
     looks: Looks = {}
     for i, name in enumerate(dict.fromkeys(names)):
         # The models after the first ten go around the circle of hues, in a darker tone.
@@ -59,7 +56,7 @@ def draw_result(
         color = color_sequences["tab10"][i] if i < 10 else dark
         looks[name] = {"color": color, "marker": MARKERS[i % len(MARKERS)]}
     lines = ours.kind != "training" and len(ours.columns) > 1 and all(map(_number, ours.columns))
-    figure = _draw_lines(both, looks) if lines else _draw_dots(ours, looks)
+    figure = _draw_lines(ours, looks) if lines else _draw_dots(ours, looks)
     for axes in figure.axes:
         if not axes.has_data():
             axes.remove()
@@ -79,30 +76,26 @@ def _panels(rows: int, columns: int, height: float) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
-    """Draw a panel for each group, ours above the paper's; where one group is all, beside it."""
-    across = max(len(each.groups) for each in both)
-    figure, axes = _panels(*((len(both), across) if across > 1 else (1, len(both))), 3.8)
+def _draw_lines(ours: Measurement, looks: Looks) -> Any:
+    """Draw a panel for each group."""
+    figure, axes = _panels(1, len(ours.groups), 3.8)
     if len(axes) == 1:  # the names of many lengths would lie over each other
-        figure.set_figwidth(max(6, 3 + 0.6 * len(both[0].columns)))
-    shown = {}
-    places = [(i, j, group) for i, m in enumerate(both) for j, group in enumerate(m.groups)]
-    for i, j, group in places:
-        place, each = axes[across * i + j], both[i]
-        xs = [_number(column) for column in each.columns]
-        for model in (model for g, model in each.rows if g == group):
-            values = [each.typical(model, column, group) for column in each.columns]
+        figure.set_figwidth(max(6, 3 + 0.6 * len(ours.columns)))
+    shown, xs = {}, [_number(column) for column in ours.columns]
+    for place, group in zip(axes, ours.groups, strict=True):
+        for model in (model for g, model in ours.rows if g == group):
+            values = [ours.typical(model, column, group) for column in ours.columns]
             # Words such as OOM, and what was not measured, are gaps in the line.
             ys = [math.nan if isinstance(y, str | None) else float(y) for y in values]
             (line,) = place.plot(xs, ys, label=model, markersize=5, linewidth=1.4, **looks[model])
             shown[model] = line
         place.set_xscale("log", base=2)
         place.set_xticks(xs, list(map(_short, xs)), fontsize=8)
-        size = each.columns[0].rpartition("=")[0] or "T"
+        size = ours.columns[0].rpartition("=")[0] or "T"
         place.set_xlabel("T (tokens)" if size == "T" else size)
-        place.set_ylabel(each.unit or group)
-        if each.kind == "recall":
-            place.set_ylim(0, _top(each))
+        place.set_ylabel(ours.unit or group)
+        if ours.kind == "recall":
+            place.set_ylim(0, _top(ours))
         elif numbers := [y for line in place.get_lines() for y in line.get_ydata() if y > 0]:
             # A panel of words alone, as where all is out of memory, has no range for a logarithm.
             if max(numbers) < WIDE * min(numbers):  # there it would make gaps look larger
@@ -112,8 +105,7 @@ def _draw_lines(both: Sequence[Measurement], looks: Looks) -> Any:
             place.yaxis.set_major_formatter("{x:,g}")
             low, high = place.get_ylim()
             place.yaxis.set_minor_formatter("{x:,g}" if high < 10 * low else "")
-        whose = ("the paper's" if i else "ours") if len(both) > 1 else ""
-        place.set_title(", ".join(filter(None, (whose, group if each.unit else ""))))
+        place.set_title(group if ours.unit else "")
     figure.legend(shown.values(), shown, loc="outside right center", frameon=False)
     return figure
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mezzo_core.reproduction.published import Table, Value
+from mezzo_core.reproduction.published import Value
 from mezzo_core.reproduction.result_file import Entry as Entry
 from mezzo_core.reproduction.result_file import best_of, read_file
 
@@ -111,21 +111,6 @@ def entries(
         Entry(model, column, value, group)
         for model, row in values.items()
         for column, value in zip(columns, row, strict=True)
-    )
-
-
-def printed_measurement(printed: Table) -> Measurement:
-    """Return a printed table as a measurement, without the rows of ratios of others."""
-    rows = [row for row in printed.rows if row.kind != "ratio"]
-    return Measurement(
-        sum((entries({row.model: row.values}, printed.columns, row.group) for row in rows), ()),
-        printed.columns,
-        printed.setting,
-        How.PAPER,
-        printed.unit,
-        printed.better,
-        title=printed.id,
-        source=printed.id,
     )
 
 

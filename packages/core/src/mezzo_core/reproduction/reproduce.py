@@ -21,7 +21,7 @@ from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.reproduction.claims import TRAININGS, Evidence, Finding, Run, check_complete, find
 from mezzo_core.reproduction.figures import draw_result, model_names
-from mezzo_core.reproduction.measurement import Measurement, printed_measurement, read_results
+from mezzo_core.reproduction.measurement import Measurement, read_results
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.published import Published, load_published
 from mezzo_core.reproduction.report import Figure, PaperReport, Report, prepare_folder, write_report
@@ -144,7 +144,6 @@ class Reproduction:
             findings = self.find(run, only)
             watch("figures", 1, 1)
             names = [*model_names(published, results.values()), *self.models]
-            printed = {table.id: printed_measurement(table) for table in published.tables}
             lead = None
             for finding in (f for f in findings if f.id == self.lead):
                 result = finding.measurements[0]
@@ -155,7 +154,7 @@ class Reproduction:
             for name, ours in found.items():
                 if isinstance(ours, Measurement):
                     path = folder / "figures" / f"{name}.png"
-                    draw_result(ours, path, names, printed.get(f"{self.name}.{name}"))
+                    draw_result(ours, path, names)
                     figures.append(Figure(path, ours.title or name, ours.setting))
             trained = found.get(TRAININGS)
             notes = (trained.setting, *self.notes) if isinstance(trained, Measurement) else ()

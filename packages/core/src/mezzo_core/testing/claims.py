@@ -8,7 +8,7 @@ from mezzo_core.reproduction.criteria import Given, Order
 from mezzo_core.reproduction.measurement import (
     Entry,
     Measurement,
-    printed_measurement,
+    entries,
     read_results,
 )
 from mezzo_core.reproduction.outcomes import Outcome
@@ -36,7 +36,7 @@ def check_claims(paper: Reproduction) -> None:
 def _problems(evidence: Evidence, printed: Printed, run: Run) -> Iterator[str]:
     criterion = evidence.criterion
     if isinstance(printed, Table) and criterion == Order():
-        theirs = _quiet(printed_measurement(printed))
+        theirs = _quiet(_printed(printed))
         if criterion(printed, theirs).outcome is not Outcome.AGREES:
             yield "the printed numbers do not agree with their own order"
     ours = evidence.find(run, printed)
@@ -50,6 +50,12 @@ def _problems(evidence: Evidence, printed: Printed, run: Run) -> Iterator[str]:
     for part in parts:
         if not any(part(printed, each).outcome is Outcome.DIFFERS for each in _changed(quiet)):
             yield f"no change of {ours.source or 'the count'} contradicts {part}"
+
+
+def _printed(table: Table) -> Measurement:
+    rows = [row for row in table.rows if row.kind != "ratio"]
+    found = (entries({row.model: row.values}, table.columns, row.group) for row in rows)
+    return Measurement(sum(found, ()), table.columns, table.setting, better=table.better)
 
 
 def _quiet(ours: Measurement) -> Measurement:
