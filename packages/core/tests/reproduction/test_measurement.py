@@ -6,7 +6,6 @@ import random
 import pytest
 from hypothesis import settings
 from mezzo_core.errors import UserError
-from mezzo_core.reproduction.markdown import table
 from mezzo_core.reproduction.measurement import (
     Entry,
     How,
@@ -67,7 +66,7 @@ def test_a_damaged_result_is_named_or_shown(tmp_path, kind):
         (tmp_path / "nvidia-h200" / name).write_bytes(form.content)
         try:
             for ours in read_results(tmp_path).values():
-                table(measured_grid(ours))
+                measured_grid(ours)
         except UserError as error:
             if "\n" in str(error):
                 faults.append(f"{form.what}: {error}")

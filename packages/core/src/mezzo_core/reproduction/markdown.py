@@ -8,8 +8,7 @@ from pathlib import Path
 from mezzo_core.reproduction import tables
 from mezzo_core.reproduction.claims import Finding
 from mezzo_core.reproduction.measurement import Measurement, read_results
-from mezzo_core.reproduction.published import Claim, Published, Table
-from mezzo_core.reproduction.tables import Grid
+from mezzo_core.reproduction.published import Published
 
 NUMBER = re.compile(r"[\d.,]+<!-- (\S+: .*?) -->")
 KINDS = ("speed", "training", "recall", "timings")
@@ -27,50 +26,21 @@ def results_markdown(
         UserError: if a file is no result.
         ValueError: if a note is of no result.
     """
-    lines = [f"# Results of {title}", ""]
-    lines += [f"What we measured for “{published.title}”, by the committed results alone."]
-    lines += ["Generated from `results/` by `python tools/check_results.py`.", ""]
-    lines += [*table(tables.tally_grid(findings)), *table(findings_grid(published, findings))]
-    results = read_results(folder)
-    notes = read_notes(folder)
+    results, notes = read_results(folder), read_notes(folder)
     if unknown := notes.keys() - results.keys():
         raise ValueError(f"{folder / 'notes.md'}: notes of no result: {', '.join(unknown)}")
-    machine = ""
-    for ours in sorted(results.values(), key=lambda r: (r.machine, KINDS.index(r.kind), r.source)):
-        lines += [f"## {ours.machine}", ""] if ours.machine != machine else []
-        lines += [f"### {ours.title}", ""]
-        lines += [notes[ours.source], ""] if ours.source in notes else []
-        lines += table(tables.measured_grid(ours))
-        if (folder / f"{ours.source}.png").exists():
-            lines += [f"![{ours.title}](results/{ours.source}.png)", ""]
-        machine = ours.machine
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def findings_grid(published: Published, findings: Sequence[Finding]) -> Grid:
-    """Return a row for each finding: what the paper says, and what came out here."""
-    rows = (
-        (
-            finding.id,
-            _says(published.by_id[finding.id]),
-            finding.how.value,
-            tables.describe_outcome(finding.outcome),
-            finding.summary,
-        )
-        for finding in findings
+    page = tables.render(
+        "results.md.j2",
+        {"cell": _escaped},
+        title=title,
+        published=published,
+        findings=findings,
+        tally=tables.tally_grid(findings),
+        results=sorted(results.values(), key=lambda r: (r.machine, KINDS.index(r.kind), r.source)),
+        notes=notes,
+        figures=[name for name in results if (folder / f"{name}.png").exists()],
     )
-    header = ("", "the paper", "how it was run", "what came out", "ours")
-    return Grid("", header, tuple(rows), words=True)
-
-
-def _says(printed: Table | Claim) -> str:
-    """Return a table's title, or a claim's numbers; where it has none, its text."""
-    if isinstance(printed, Table):
-        return printed.title
-    values = [str(value) for value in printed.values]
-    if printed.labels:
-        values = [f"{label} {value}" for label, value in printed.labelled().items()]
-    return f"{printed.quantity}: {', '.join(values)}" if values else printed.text
+    return page.rstrip() + "\n"
 
 
 def read_notes(folder: Path) -> dict[str, str]:
@@ -79,16 +49,6 @@ def read_notes(folder: Path) -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     pairs = (line.partition(": ") for line in lines if line)
     return {name: note for name, _, note in pairs}
-
-
-def table(grid: Grid) -> list[str]:
-    """Return the lines of a table under its caption, with an empty line at the end."""
-    if not grid.rows:
-        return []
-    caption = [f"*{_escaped(grid.caption)}*", ""] if grid.caption else []
-    rule = ["---", *["---" if grid.words else "---:"] * (len(grid.header) - 1)]
-    lines = (map(_escaped, cells) for cells in (grid.header, rule, *grid.rows))
-    return [*caption, *(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
 def _escaped(text: str) -> str:

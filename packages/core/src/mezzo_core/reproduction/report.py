@@ -130,16 +130,10 @@ def write_report(report: Report, out: Path) -> None:
 
 def to_html(report: Report) -> str:
     """Render a report as one page that contains its figures, loads nothing and can be printed."""
-    from jinja2 import Environment, StrictUndefined
-
-    pages = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    pages.filters |= {"slug": _slug, "verdict": verdict}
-    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    return pages.from_string(template).render(
+    return tables.render(
+        "report.html.j2",
+        {"slug": _slug, "verdict": verdict},
         report=report,
-        tables=tables,
         kinds={"Tables": Table, "Claims": Claim},
         verdicts=VERDICTS,
         tallies=[Counter(map(verdict, paper.findings)) for paper in report.papers],

@@ -1,9 +1,12 @@
 """Tables as grids of text, of which the report and RESULTS.md are made."""
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from mezzo_core.reproduction.claims import Finding
 from mezzo_core.reproduction.measurement import Entry, How, Measurement
@@ -16,12 +19,23 @@ FURTHER = ("PPL before", "weights (M)", "tokens/s", "peak GB", "host ms")
 
 @dataclass(frozen=True)
 class Grid:
-    """A caption, one header and rows of cells, as many as in the header: numbers or `words`."""
+    """A caption, one header and rows of cells, as many as in the header."""
 
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    words: bool = False
+
+
+def render(name: str, filters: Mapping[str, Callable[..., str]], **values: Any) -> str:
+    """Render a template of this folder; of HTML, texts are escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    pages = Environment(
+        autoescape=".html" in name, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    pages.filters |= filters
+    template = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return pages.from_string(template).render(tables=sys.modules[__name__], **values)
 
 
 def tally_grid(findings: Sequence[Finding]) -> Grid:
@@ -45,6 +59,16 @@ def describe_outcome(outcome: Outcome | None) -> str:
 def statement(printed: Table | Claim) -> str:
     """Return what the paper says: a claim's text, or a table's title."""
     return printed.text if isinstance(printed, Claim) else printed.title
+
+
+def numbers(printed: Table | Claim) -> str:
+    """Return a table's title, or a claim's numbers; where it has none, its text."""
+    if isinstance(printed, Table):
+        return printed.title
+    values = [str(value) for value in printed.values]
+    if printed.labels:
+        values = [f"{label} {value}" for label, value in printed.labelled().items()]
+    return f"{printed.quantity}: {', '.join(values)}" if values else printed.text
 
 
 def place(printed: Table | Claim) -> str:
