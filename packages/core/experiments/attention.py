@@ -8,15 +8,16 @@ Writes attention.json; a backend that cannot do a request, or is not installed, 
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from mezzo_core.ops.attention import attention
-from mezzo_core.reproduction import Header, Options, Timing, run_script
+from mezzo_core.reproduction import Options, Timing, run_script
 from mezzo_core.reproduction.layer_speed import op_job, time_op
-from mezzo_core.reproduction.runner import excused, names_of, run
+from mezzo_core.reproduction.runner import excused
 from torch import Tensor
 
 BACKENDS = ("sdpa", "flex", "flash")
@@ -43,16 +44,17 @@ def measure(options: Options) -> None:
         for impl in MASKED if extra else BACKENDS:
             make = partial(prepare, impl, sizes, extra, 0.02 if options.dry_run else 0.3)
             jobs.append(excused(op_job(f"{name} attention op", impl, sizes, make)))
-    header = Header(
+    names = [cell.model for job in jobs for cell in job.cells]
+    chosen = tuple(row for row in names if row.partition("(")[2].strip(")") in options.models)
+    replace(options, models=chosen).run(
+        "attention",
+        jobs,
         kind="timings",
         title="Attention's backends",
         setting="medians of repeated calls",
         how="scaled down" if options.dry_run else "other hardware",
-        **names_of(jobs),
         unit="ms",
     )
-    wanted = [job for job in jobs if any(f"({x})" in job.cells[0].model for x in options.models)]
-    run(options.open("attention", header), wanted, options.runs, options.device)
 
 
 def prepare(

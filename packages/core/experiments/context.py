@@ -17,9 +17,9 @@ import torch
 from mezzo_core.data import Batch
 from mezzo_core.device import autocast
 from mezzo_core.nn import AttentionConfig, LMConfig
-from mezzo_core.reproduction import Header, Options, gpus, run_script
+from mezzo_core.reproduction import Options, gpus, run_script
 from mezzo_core.reproduction.result_file import Cell, Entry
-from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training_speed import TrainingSpeed
 from mezzo_core.train.build import build_model
 from mezzo_core.train.config import TrainConfig
@@ -45,7 +45,14 @@ def measure(options: Options) -> None:
     tiny = options.dry_run
     num_layers, C, vocab_size = (2, 128, 64) if tiny else (12, 1024, 32_768)
     lengths = (16, 32) if tiny else LENGTHS
-    header = Header(
+    jobs = []
+    for T, (row, (mixer, count)) in product(lengths[::-1], ROWS.items()):
+        if mixer not in LONGEST or LONGEST[mixer] >= T:
+            model = LMConfig(vocab_size, C, (MIXERS[mixer],) * num_layers)
+            jobs.append(Job((Cell(row, str(T)),), partial(measure_row, model, T, count)))
+    options.run(
+        "context",
+        jobs,
         kind="speed",
         title="Training on one sequence, on one GPU and shared by two",
         setting=f"whole steps (forward, backward, AdamW) of {num_layers} layers of width {C} on "
@@ -56,13 +63,6 @@ def measure(options: Options) -> None:
         unit="tokens/s",
         better="higher",
     )
-    jobs = []
-    for T, row in product(lengths[::-1], options.models):
-        mixer, count = ROWS[row]
-        if mixer not in LONGEST or LONGEST[mixer] >= T:
-            model = LMConfig(vocab_size, C, (MIXERS[mixer],) * num_layers)
-            jobs.append(Job((Cell(row, str(T)),), partial(measure_row, model, T, count)))
-    run(options.open("context", header), jobs, options.runs, options.device)
 
 
 def measure_row(

@@ -32,8 +32,8 @@ from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate_segments
 from mezzo_core.nn import LM, LMConfig
 from mezzo_core.nn.checkpoint import copy_weights
-from mezzo_core.reproduction import OOM, Cell, Entry, Header, Options, attempt, run_script, say
-from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction import OOM, Cell, Entry, Options, attempt, run_script, say
+from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import corpus_name, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_drt import DRTConfig
@@ -158,12 +158,9 @@ def measure(options: Options) -> None:
     sizes = DRY if options.dry_run else FULL
     for name, models in MEASURED.items():
         jobs = (
-            job(name, model, seed, sizes, options)
-            for seed in options.seeds
-            for model in options.models
-            if model in models
+            job(name, model, seed, sizes, options) for seed in options.seeds for model in models
         )
-        run(options.open(name, header(name, sizes, options)), jobs, *options.where)
+        options.run(name, jobs, **header(name, sizes, options))
 
 
 def job(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> Job:
@@ -292,8 +289,8 @@ def on_text(task: AbstractNeedleConfig, sizes: Sizes, options: Options) -> Abstr
     return replace(task, text=text, chunk_size=sizes.stack.chunk_size)
 
 
-def header(name: str, sizes: Sizes, options: Options) -> Header:
-    """Return the header of a task's result."""
+def header(name: str, sizes: Sizes, options: Options) -> dict[str, Any]:
+    """Return what the header of a task's result says."""
     what = {PASSKEY: "A passkey", TWO_HOP: "Paths of two hops"}[name]
     c = sizes.stack
     stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
@@ -314,15 +311,13 @@ def header(name: str, sizes: Sizes, options: Options) -> Header:
         f"(Landmark Attention: at most {LANDMARK_TOKENS} tokens), in segments of {sizes.segment}, "
         "DRT's chunks on the host",
     )
-    return Header(
-        kind="recall",
-        title=f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
-        setting="; ".join(setting),
-        columns=sizes.columns[name],
-        models=MEASURED[name],
-        unit="%",
-        better="higher",
-    )
+    return {
+        "kind": "recall",
+        "title": f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
+        "setting": "; ".join(setting),
+        "unit": "%",
+        "better": "higher",
+    }
 
 
 if __name__ == "__main__":

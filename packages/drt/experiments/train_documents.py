@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from mezzo_core.data import load_tokenizer
-from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.runner import run
-from mezzo_core.reproduction.training import SWEPT, at_rate, in_words, of_model, sweep, trainings
+from mezzo_core.reproduction import Options, run_script
+from mezzo_core.reproduction.training import SWEPT, at_rate, in_words, of_model, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
 from mezzo_drt.documents import perplexities
@@ -49,34 +48,30 @@ def measure(options: Options) -> None:
         "landmarks compared as by the paper's released code, without projections; projected: as by "
         "its text"
     )
-    swept = Header(
-        kind="training",
+    name = f"long_documents_{Path(options.tokenizer).name}"
+    configs = {model: configure(recipe, options) for model, recipe in MODELS.items()}
+    configs[PROJECTED] = projected(configs[PROJECTED])
+    rates = options.sweep(
+        f"{name}_rates",
+        configs,
+        RATES,
+        (SWEPT,),
         title="Perplexity on long documents, by the learning rate",
         setting=f"{told}; {landmarks}",
-        columns=tuple(RATES),
-        models=tuple(MODELS),
-        unit="perplexity",
     )
+    best = {model: rates.best_column(model, seed=SWEPT) for model in configs}
+    chosen = {model: at_rate(configs[model], RATES[rate]) for model, rate in best.items() if rate}
     lengths = {name: T // (TOY if options.dry_run else 1) for name, T in LENGTHS.items()}
     tokens = ", ".join(map(str, lengths.values()))
-    tested = replace(
-        swept,
+    test = partial(of_model, partial(perplexities, lengths=lengths))
+    options.run(
+        name,
+        trainings(chosen, [*LENGTHS], options.seeds, test),
         title="Perplexity on long documents, by the length of the evaluation",
         setting=f"{told}, each model's best of {', '.join(RATES)} with seed {SWEPT}; evaluated in "
         f"windows of {tokens} tokens that overlap by half, with the same targets; {landmarks}",
-        columns=tuple(LENGTHS),
+        models=tuple(MODELS),
     )
-    name = f"long_documents_{Path(options.tokenizer).name}"
-    rates, result = options.open(f"{name}_rates", swept), options.open(name, tested)
-    configs = {model: configure(MODELS[model], options) for model in options.models}
-    if PROJECTED in configs:
-        configs[PROJECTED] = projected(configs[PROJECTED])
-    sweep(rates, configs, RATES, (SWEPT,), *options.where)
-    best = {model: rates.best_column(model, seed=SWEPT) for model in configs}
-    chosen = {model: at_rate(configs[model], RATES[rate]) for model, rate in best.items() if rate}
-    test = partial(of_model, partial(perplexities, lengths=lengths))
-    jobs = trainings(chosen, [*LENGTHS], options, test)
-    run(result, jobs, *options.where)
 
 
 def configure(architecture: str, options: Options) -> TrainConfig:

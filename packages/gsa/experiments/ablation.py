@@ -17,8 +17,8 @@ import sys
 from dataclasses import replace
 
 from mezzo_core.data import DataConfig
-from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.training import in_words, sweep
+from mezzo_core.reproduction import Options, run_script
+from mezzo_core.reproduction.training import in_words
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
 
@@ -52,19 +52,15 @@ TOY = replace(tiny(), **TOY_SIZES, seq_len=64, batch_size=2, eval_batches=2, ste
 
 def measure(options: Options) -> None:
     """Sweep every row's rate with seed 0, then train each at its best with the other seeds."""
-    configs = {NAMES[name]: configure(name, options) for name in options.models}
-    header = Header(
-        kind="training",
+    options.sweep(
+        "ablation_rates",
+        {row: configure(name, options) for name, row in NAMES.items()},
+        RATES,
         title="Table 2 at a small size, each row at its best learning rate",
         setting=f"{in_words(configure('gsa', options), options.device)}, here one for each column, "
         "falling to a tenth; seed 0 at the three in the middle and at the next ones while a row's "
         "best is at an end, the other seeds at the row's best",
-        columns=tuple(RATES),
-        models=tuple(NAMES.values()),
-        unit="perplexity",
     )
-    result = options.open("ablation_rates", header)
-    sweep(result, configs, RATES, options.seeds, *options.where)
 
 
 def configure(name: str, options: Options) -> TrainConfig:
@@ -76,4 +72,4 @@ def configure(name: str, options: Options) -> TrainConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, list(NAMES), trains=True, parallel=True))
+    sys.exit(run_script(measure, __doc__, [*NAMES.values()], trains=True, parallel=True))

@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
-from mezzo_core.reproduction.runner import Job, passes, run
+from mezzo_core.reproduction import Cell, Entry, Options, run_script
+from mezzo_core.reproduction.runner import Job, passes
 from mezzo_core.reproduction.training_speed import time_training, training_step
 from mezzo_gsa import accelerate_fla
 from mezzo_gsa.reproduction import fla
@@ -39,20 +39,18 @@ class Timed(nn.Module):
 
 def measure(options: Options) -> None:
     """Time training with each of the kernels."""
-    header = Header(
-        kind="speed",
-        title="GSA 340M of flash-linear-attention: training",
-        setting=f"whole training steps (forward, backward, fused AdamW) of {B} rows of {T:,} "
-        "random tokens, bf16 autocast over float32 weights, the model not compiled",
-        columns=(str(T),),
-        models=tuple(MODELS),
-        unit="tokens/s",
-        how="other hardware",
-        better="higher",
-    )
-    jobs = [Job((Cell(name, str(T)),), train) for name in options.models]
     if fla.runs_on(options.device.type):
-        run(options.open("fla_training", header), jobs, *options.where)
+        options.run(
+            "fla_training",
+            [Job((Cell(name, str(T)),), train) for name in MODELS],
+            kind="speed",
+            title="GSA 340M of flash-linear-attention: training",
+            setting=f"whole training steps (forward, backward, fused AdamW) of {B} rows of {T:,} "
+            "random tokens, bf16 autocast over float32 weights, the model not compiled",
+            unit="tokens/s",
+            how="other hardware",
+            better="higher",
+        )
 
 
 def train(cells: tuple[Cell, ...], _: Path, device: torch.device) -> Iterator[list[Entry]]:

@@ -28,8 +28,8 @@ from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.generate import generate
 from mezzo_core.nn.kept_graphs import keep_graphs
 from mezzo_core.nn.lm import LM
-from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
-from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction import Cell, Entry, Options, run_script
+from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import in_words, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.recipes import Hyperparameters, tiny, train_config
@@ -70,31 +70,27 @@ SMALL = {"num_layers": 2, "num_heads": 2, "d_model": 512}
 def measure(options: Options) -> None:
     """Train both models, unless they are there, and time all ways of each dtype."""
     configs = {"large": configure("large", options), "small": configure("small", options)}
-    header = Header(
-        kind="speed",
-        title="Decoding of a trained GSA, greedily",
-        setting="; ".join(f"{k}: {in_words(v, options.device)}" for k, v in configs.items()),
-        columns=(*BATCH, MANY),
-        models=ROWS,
-        unit="tokens/s",
-        better="higher",
-        groups=tuple(DTYPES),
-    )
-    result = options.open("decoding", header)
     details = {}
     for name, config in configs.items():
         done = measure_run(config, options.runs / name, options.device, resume=True)
         details[f"perplexity_{name}"] = done["perplexity"]
     jobs = (
         Job(
-            tuple(Cell(row, column, dtype, i) for row in rows for i in range(PASSES)),
+            tuple(Cell(row, column, dtype, i) for row in rows_of(column) for i in range(PASSES)),
             partial(time_all, options, column, dtype, details),
         )
         for dtype in DTYPES
         for column in (*BATCH, MANY)
-        if (rows := [row for row in rows_of(column) if row in options.models])
     )
-    run(result, jobs, *options.where)
+    result = options.run(
+        "decoding",
+        jobs,
+        kind="speed",
+        title="Decoding of a trained GSA, greedily",
+        setting="; ".join(f"{k}: {in_words(v, options.device)}" for k, v in configs.items()),
+        unit="tokens/s",
+        better="higher",
+    )
     for entry in result.entries:
         if entry.group == "float32" and entry.details["same_tokens"] != 1:
             raise UserError(f"{entry.model}, {entry.column}: other tokens than {PLAIN}")

@@ -21,8 +21,8 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
-from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script
-from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction import Cell, Entry, Options, run_script
+from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import in_words, training
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.convert import TARGETS, convert
@@ -68,25 +68,21 @@ def measure(options: Options) -> None:
     """Train the Transformers of all seeds, then convert and fine-tune them."""
     example = configure(FROM_NOTHING, 0, options)
     words, tuned = in_words(example, options.device), example.steps // TUNED
-    header = Header(
-        kind="training",
-        title="Section 4.2: Transformers fine-tuned into RNNs, at a small size",
-        setting=f"each seed its Transformer with grouped keys, {words}, falling to a tenth; then "
-        f"{tuned} such steps of each target at each column's lr, and of GSA from nothing",
-        columns=tuple(RATES),
-        models=MODELS,
-        unit="perplexity",
-    )
-    result = options.open("t2r_rates", header)
+    header = {
+        "title": "Section 4.2: Transformers fine-tuned into RNNs, at a small size",
+        "setting": f"each seed its Transformer with grouped keys, {words}, falling to a tenth; "
+        f"then {tuned} such steps of each target at each column's lr, and of GSA from nothing",
+        "columns": tuple(RATES),
+        "models": MODELS,
+    }
     for part in ((TRANSFORMER,), (*CONVERTED, CONTROL)):
         jobs = (
             Job((Cell(model, rate, seed=seed),), partial(train_one, options, model))
             for seed in options.seeds
             for model in part
-            if model in options.models
             for rate in (RATES if model in CONVERTED else [FROM_NOTHING])
         )
-        run(result, jobs, *options.where)
+        options.run("t2r_rates", jobs, **header)
 
 
 def configure(column: str, seed: int, options: Options) -> TrainConfig:
@@ -109,7 +105,7 @@ def train_one(
     ((_, rate, _, seed),) = cells
     config, kept = configure(rate, seed, options), options.runs / f"transformer-{seed}"
     if model == TRANSFORMER:
-        yield from training(model, [rate], config).work(cells, kept, device)
+        yield from training(model, [rate], config, kept=kept).work(cells, folder, device)
         return
     source, described, extra = load_model(kept / "model")
     target = TARGETS[CONVERTED.get(model, "gsa")]

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mezzo_core.reproduction import Header, Options, run_script
+from mezzo_core.reproduction import Options, run_script
 from mezzo_core.reproduction.gpus import has_known_peak, share_of_peak
-from mezzo_core.reproduction.runner import run
-from mezzo_core.reproduction.training import WARMUP, in_words, training
+from mezzo_core.reproduction.training import WARMUP, in_words, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, paper_200m, train_config
 
@@ -35,21 +34,19 @@ COLUMNS = (HOURS, SHARE, FIRST, "Train. loss", "Val. PPL")
 def measure(options: Options) -> None:
     """Train one model after another, each with the first seed."""
     shared = replace(DRY if options.dry_run else SHORT, data=options.text)
-    every = {m: train_config(f"200m_{NAMES[m]}", shared, NAMES[m]) for m in options.models}
-    first = every[options.models[0]]
-    header = Header(
-        kind="training",
+    configs = {m: train_config(f"200m_{name}", shared, name) for m, name in NAMES.items()}
+    first = next(iter(configs.values()))
+    columns = [c for c in COLUMNS if c != SHARE or has_known_peak(options.device)]
+    options.run(
+        "train_200m",
+        trainings(configs, columns, options.seeds[:1], speeds),
         title="Short trainings of the paper's 200M recipes",
         setting=f"the 200M recipes: {in_words(first, options.device)}; micro-batches of "
         f"{first.micro_batch_size} sequences; speed: median after {WARMUP} steps; peak: the data "
         "sheet's, at 3 times the forward's FLOPs",
         columns=COLUMNS,
-        models=tuple(NAMES),
         unit="",
     )
-    columns = [c for c in COLUMNS if c != SHARE or has_known_peak(options.device)]
-    jobs = (training(model, columns, config, speeds) for model, config in every.items())
-    run(options.open("train_200m", header), jobs, options.runs / "train_200m", options.device)
 
 
 def speeds(

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import torch
 from mezzo_core.data import load_tokenizer
-from mezzo_core.reproduction import Cell, Entry, Header, Options, run_script, say
+from mezzo_core.reproduction import Cell, Entry, Options, run_script, say
 from mezzo_core.reproduction.gpus import has_known_peak, run_processes, share_of_peak
-from mezzo_core.reproduction.runner import Job, run
+from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import WARMUP, measure_run
 from mezzo_rat.recipes import PAPER_NAMES, recipe
 
-MODELS = {
-    f"{PAPER_NAMES[architecture]}, {size}": (size, architecture)
-    for size, architecture in product(("200m", "1p3b"), ("rat_l16", "attention"))
-}
 SETTINGS = {"1 GPU": 1, "2 GPUs": 2, "1 GPU, activations computed again": 1}
 """How many processes train."""
+ROWS = {
+    f"{PAPER_NAMES[architecture]}, {size}, {setting}": (size, architecture, setting)
+    for size, architecture, setting in product(("200m", "1p3b"), ("rat_l16", "attention"), SETTINGS)
+}
 COLUMNS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
 STEPS, TOKENS = 2 * WARMUP, 131_072
 """Of each training, and of a step."""
@@ -35,8 +35,14 @@ STEPS, TOKENS = 2 * WARMUP, 131_072
 
 def measure(options: Options) -> None:
     """Train each model in the settings for which this machine has GPUs."""
-    header = Header(
-        kind="training",
+    most = max(1, torch.cuda.device_count())
+    fit = [row for row, (*_, setting) in ROWS.items() if SETTINGS[setting] <= most]
+    for row in ROWS.keys() - fit:
+        say(f"{row}: not measured, with {most} GPUs")
+    columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
+    options.run(
+        "train_gpus",
+        [Job(tuple(Cell(r, c) for c in columns), partial(train, r, options)) for r in fit],
         title="Whole models on one GPU and on two",
         setting=f"{STEPS} steps of {TOKENS:,} tokens by the recipes, but for the vocabulary, which "
         f"is that of {Path(options.tokenizer).name}; bf16 autocast over float32, layers and loss "
@@ -44,27 +50,17 @@ def measure(options: Options) -> None:
         "at 3 times the forward's FLOPs",
         how="scaled down" if options.dry_run else "other hardware",
         columns=COLUMNS,
-        models=tuple(f"{model}, {setting}" for model in MODELS for setting in SETTINGS),
+        models=tuple(ROWS),
         unit="",
         better="higher",
     )
-    columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
-    jobs, most = [], max(1, torch.cuda.device_count())
-    for setting, model in product(SETTINGS, options.models):
-        row = f"{model}, {setting}"
-        if SETTINGS[setting] > most:
-            say(f"{row}: not measured, with {most}")
-            continue
-        cells = tuple(Cell(row, column) for column in columns)
-        jobs.append(Job(cells, partial(train, model, setting, options)))
-    run(options.open("train_gpus", header), jobs, options.runs / "train_gpus", options.device)
 
 
 def train(
-    model: str, setting: str, options: Options, cells: tuple[Cell, ...], folder: Path, _: object
+    row: str, options: Options, cells: tuple[Cell, ...], folder: Path, _: object
 ) -> Iterator[list[Entry]]:
     """Train a recipe for a few steps on the given text."""
-    size, architecture = MODELS[model]
+    size, architecture, setting = ROWS[row]
     config = recipe("tiny" if options.dry_run else size, architecture)
     T, steps = (16, 2) if options.dry_run else (config.seq_len, STEPS)
     config = replace(
@@ -89,4 +85,4 @@ def train(
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(measure, __doc__, tuple(MODELS), trains=True))
+    sys.exit(run_script(measure, __doc__, tuple(ROWS), trains=True))

@@ -16,8 +16,8 @@ compile. To take fewer, name fewer `--models` or `--seeds`.
 import sys
 from dataclasses import replace
 
-from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.training import in_words, sweep
+from mezzo_core.reproduction import Options, run_script
+from mezzo_core.reproduction.training import in_words
 from mezzo_core.train.config import OptimConfig
 from mezzo_rat.recipes import PAPER_NAMES, SHORT_RUN, mid, tiny, train_config
 from mezzo_rat.reproduction.claims import STARTED
@@ -43,19 +43,15 @@ DRY = replace(tiny(), optim=OPTIM, seq_len=64, batch_size=2, steps=2, eval_batch
 def measure(options: Options) -> None:
     """Train each model at each rate, then with the other seeds at its best."""
     shared = replace(DRY if options.dry_run else FULL, data=options.text)
-    configs = {m: train_config(f"six_{MODELS[m]}", shared, MODELS[m]) for m in options.models}
-    words = in_words(configs[options.models[0]], options.device)
-    header = Header(
-        kind="training",
+    configs = {m: train_config(f"six_{name}", shared, name) for m, name in MODELS.items()}
+    words = in_words(next(iter(configs.values())), options.device)
+    options.sweep(
+        "train_six",
+        configs,
+        RATES,
         title="The six architectures of the main comparison, at three learning rates",
         setting=f"{words}; here the rate is the column's, and a tenth of it at the end",
-        columns=tuple(RATES),
-        models=tuple(MODELS),
-        unit="perplexity",
     )
-    folder, *where = options.where
-    result = options.open("train_six", header)
-    sweep(result, configs, RATES, options.seeds, folder / "train_six", *where)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ A seed is 40 trainings of 25M tokens, and most of them compile anew. To take few
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction import Options, run_script
 from mezzo_core.reproduction.training import in_words, loss_by_length, of_model, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_rat.recipes import PAPER_NAMES, small, tiny, train_config
@@ -62,27 +61,28 @@ TOY = 8  # a dry run has this many times fewer tokens in a sequence
 
 def measure(options: Options) -> None:
     """Train the models of each file with each seed."""
-    folder, *where = options.where
-    folder = folder / "train_small"
-
     by_column = {c: configure(IN_CONTEXTS, T, options) for c, T in TRAINED_AT.items()}
     title = "RAT, its ablations and RAT-Reversed by the training context, at equal tokens a step"
-    header = head(title, by_column["T=1024"], TRAINED_AT, options)
-    jobs = chain.from_iterable(trainings(each, [c], options) for c, each in by_column.items())
+    jobs = chain.from_iterable(trainings(each, [c], options.seeds) for c, each in by_column.items())
     jobs = sorted(jobs, key=lambda job: job.cells[0].seed)
-    run(options.open("train_contexts", header), jobs, folder, *where)
+    setting = words(by_column["T=1024"], options)
+    options.run("train_contexts", jobs, title=title, setting=setting)
 
     long = configure(IN_LONG, 4096, options, rope_base=500_000.0)
-    header = head("A longer context, with a RoPE base of 500,000", long, ["Val."], options)
-    run(options.open("train_long", header), trainings(long, ["Val."], options), folder, *where)
+    title = "A longer context, with a RoPE base of 500,000"
+    jobs = trainings(long, ["Val."], options.seeds)
+    options.run("train_long", jobs, title=title, setting=words(long, options))
 
     configs = configure(IN_POSITIONS, 1024, options)
-    title = "Loss by the length of the test, with and without RoPE"
-    header = replace(head(title, configs, TESTED_AT, options), unit="nats a token")
     lengths = {c: T // TOY if options.dry_run else T for c, T in TESTED_AT.items()}
     test = partial(loss_by_length, lengths=lengths, windows=1 if options.dry_run else None)
-    jobs = trainings(configs, [*TESTED_AT], options, partial(of_model, test))
-    run(options.open("train_positions", header), jobs, folder, *where)
+    options.run(
+        "train_positions",
+        trainings(configs, [*TESTED_AT], options.seeds, partial(of_model, test)),
+        title="Loss by the length of the test, with and without RoPE",
+        setting=words(configs, options),
+        unit="nats a token",
+    )
 
 
 def configure(
@@ -99,18 +99,9 @@ def configure(
     return {m: train_config(f"small_{name}", shared, name) for m, name in models.items()}
 
 
-def head(
-    title: str, configs: Mapping[str, TrainConfig], columns: Iterable[str], options: Options
-) -> Header:
-    """Return the header of a result, whose setting is that of the first run."""
-    return Header(
-        kind="training",
-        title=title,
-        setting=in_words(next(iter(configs.values())), options.device),
-        columns=tuple(columns),
-        models=tuple(configs),
-        unit="perplexity",
-    )
+def words(configs: Mapping[str, TrainConfig], options: Options) -> str:
+    """Return the setting of a result: that of the first run."""
+    return in_words(next(iter(configs.values())), options.device)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import sys
 from dataclasses import replace
 from itertools import chain
 
-from mezzo_core.reproduction import Header, Options, run_script
-from mezzo_core.reproduction.runner import run
-from mezzo_core.reproduction.training import at_rate, conditions, sweep, trainings
+from mezzo_core.reproduction import Options, run_script
+from mezzo_core.reproduction.training import at_rate, conditions, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.recipes import (
     PAPER_NAMES,
@@ -53,31 +52,28 @@ def measure(options: Options) -> None:
         f"{layers} layers: C {hyperparameters(f'small_{layers}', options).d_model}"
         for layers in (12, 6)
     )
-    small = Header(
-        kind="training",
+    options.sweep(
+        "train_small",
+        {model: configure(*each, options) for model, each in MODELS.items()},
+        RATES,
         title="6 and 12 layers of both architectures, each at its best learning rate",
         setting=f"{sizes}; {words}; Transformers with torch.compile; seed 0 at the three rates in "
         "the middle and at the next ones while a model's best is at an end, the other seeds at the "
         "model's best",
-        columns=tuple(RATES),
-        models=tuple(MODELS),
-        unit="perplexity",
-    )
-    configs = {m: configure(*each, options) for m, each in MODELS.items() if m in options.models}
-    sweep(options.open("train_small", small), configs, RATES, options.seeds, *options.where)
-    rates = replace(
-        small,
-        title="RMSNorm before the persistent pairs, at three learning rates",
-        setting=f"12 recurrent layers, C {example.model.d_model}; {words}",
-        columns=tuple(OF_NORMS),
-        models=tuple(NORMS),
     )
     norms = {model: configure("small_12", name, options) for model, name in NORMS.items()}
-    jobs = chain.from_iterable(
-        trainings({model: at_rate(config, lr) for model, config in norms.items()}, [rate], options)
+    at_each = {
+        rate: {model: at_rate(config, lr) for model, config in norms.items()}
         for rate, lr in OF_NORMS.items()
+    }
+    options.run(
+        "train_rates",
+        chain.from_iterable(
+            trainings(configs, [rate], options.seeds) for rate, configs in at_each.items()
+        ),
+        title="RMSNorm before the persistent pairs, at three learning rates",
+        setting=f"12 recurrent layers, C {example.model.d_model}; {words}",
     )
-    run(options.open("train_rates", rates), jobs, *options.where)
 
 
 def hyperparameters(size: str, options: Options) -> Hyperparameters:

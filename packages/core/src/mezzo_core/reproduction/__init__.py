@@ -24,9 +24,9 @@ from mezzo_core.reproduction.result_file import Cell as Cell
 from mezzo_core.reproduction.result_file import Entry as Entry
 from mezzo_core.reproduction.result_file import Header as Header
 from mezzo_core.reproduction.result_file import Result as Result
+from mezzo_core.reproduction.result_file import say as say
 from mezzo_core.reproduction.script import Options as Options
 from mezzo_core.reproduction.script import run_script as run_script
-from mezzo_core.reproduction.script import say as say
 from mezzo_core.reproduction.timing import OOM as OOM
 from mezzo_core.reproduction.timing import Timing as Timing
 from mezzo_core.reproduction.timing import attempt as attempt

@@ -9,6 +9,7 @@ follows the value are details of the same measurement.
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -267,3 +268,9 @@ def _checked(content: Any, header: Header) -> Entry:
 def _rounded(number: str) -> float:
     """Read a number to five significant digits: further ones would be noise."""
     return float(f"{float(number):.5g}")
+
+
+def say(line: str) -> None:
+    """Write a line to the standard output at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -8,19 +8,21 @@ A script says what to measure, in one function that takes `Options`, and ends wi
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mezzo_core.errors import UserError, nearest, printable
 from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Header, Result
+from mezzo_core.reproduction.result_file import Header, Result, say
+from mezzo_core.reproduction.runner import Job, names_of, run
 
 if TYPE_CHECKING:
     from mezzo_core.data import DataConfig
+    from mezzo_core.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,48 @@ class Options:
     cuda_graph: bool = False  # whether small models' steps are replayed
 
     @property
-    def where(self) -> tuple[Path, torch.device, int]:
-        """The last arguments of `run` and `sweep`."""
-        return self.runs, self.device, self.jobs
-
-    @property
     def text(self) -> "DataConfig":
         """The text to train on."""
         from mezzo_core.data import DataConfig  # which needs mezzo-core[train]
 
         return DataConfig(source=self.data, tokenizer=self.tokenizer)
 
-    def open(self, name: str, header: Header) -> Result:
-        """Open the result file of this name, which every addition is said of.
+    def open(self, name: str, **header: Any) -> Result:
+        """Open a result file, which every addition is said of; `header` is that of a training.
 
         Raises:
             UserError: see `Result`.
         """
-        return Result(self.out / f"{name}.json", header, origin(self.device), say)
+        whole = Header(**{"kind": "training", "unit": "perplexity", **header})
+        return Result(self.out / f"{name}.json", whole, origin(self.device), say)
+
+    def run(self, name: str, jobs: Iterable[Job], **header: Any) -> Result:
+        """Do the jobs of the models that are asked for, and return the result file of this name.
+
+        The header's models, columns and groups are those of the jobs, which are of all models.
+        """
+        jobs = [*jobs]
+        result = self.open(name, **{**names_of(jobs), **header})
+        wanted = (job for job in jobs if job.cells[0].model in self.models)
+        run(result, wanted, self.runs / name, self.device, self.jobs)
+        return result
+
+    def sweep(
+        self,
+        name: str,
+        configs: Mapping[str, "TrainConfig"],
+        rates: Mapping[str, float],
+        seeds: Sequence[int] | None = None,
+        **header: Any,
+    ) -> Result:
+        """Train the models that are asked for at several rates, see `training.sweep`."""
+        from mezzo_core.reproduction.training import sweep  # which needs mezzo-core[train]
+
+        result = self.open(name, columns=tuple(rates), models=tuple(configs), **header)
+        wanted = {model: config for model, config in configs.items() if model in self.models}
+        where = (self.runs / name, self.device, self.jobs)
+        sweep(result, wanted, rates, self.seeds if seeds is None else seeds, *where)
+        return result
 
 
 def run_script(
@@ -111,9 +137,3 @@ def run_script(
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return 2
     return 0
-
-
-def say(line: str) -> None:
-    """Write a line to the standard output at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

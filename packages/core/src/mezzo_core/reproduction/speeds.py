@@ -12,9 +12,8 @@ import torch
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.reproduction.measurement import Measurement, read_result
 from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Header, Result, Say
+from mezzo_core.reproduction.result_file import Header, Result, Say, say
 from mezzo_core.reproduction.runner import Job, names_of, run
-from mezzo_core.reproduction.script import say
 
 Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
 """Takes sizes; returns a file's title, setting, unit and what is better, and its jobs."""

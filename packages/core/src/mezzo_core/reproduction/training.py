@@ -23,9 +23,8 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
 from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Cell, Entry, Header, Result
+from mezzo_core.reproduction.result_file import Cell, Entry, Header, Result, say
 from mezzo_core.reproduction.runner import SPEEDS, Job, run
-from mezzo_core.reproduction.script import Options, say
 from mezzo_core.reproduction.timing import start_afresh
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.log import read_rows
@@ -61,14 +60,13 @@ def training(
 def trainings(
     configs: Mapping[str, TrainConfig],
     columns: Sequence[str],
-    options: Options,
+    seeds: Sequence[int],
     measure: Measure | None = None,
 ) -> Iterator[Job]:
-    """Yield the jobs of the models that a command line names, with each seed, the first first."""
-    for seed in options.seeds:
+    """Yield the jobs of all models with each seed, the first seed first."""
+    for seed in seeds:
         for model, config in configs.items():
-            if model in options.models:
-                yield training(model, columns, replace(config, seed=seed), measure)
+            yield training(model, columns, replace(config, seed=seed), measure)
 
 
 def _train(
