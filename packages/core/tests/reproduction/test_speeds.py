@@ -56,7 +56,6 @@ def test_only_the_full_sizes_are_the_papers(speeds, tmp_path, sizes, how):
     ("only", "files", "models"),
     [
         ([], {"first", "second"}, MODELS),
-        (["second"], {"second"}, MODELS),
         (["second", "RAT"], {"second"}, ("RAT",)),
         (["RNN"], {"first", "second"}, ("RNN",)),
     ],
