@@ -3,10 +3,7 @@
 import pytest
 from mezzo_core.reproduction import Timing
 
-TIMING = (
-    *(f"mezzo_core.reproduction.{of}_speed" for of in ("generation", "layer", "training")),
-    "mezzo_recurrent_transformer.reproduction.speed",
-)
+TIMING = [f"mezzo_core.reproduction.{name}" for name in ("timing", "generation_speed")]
 """The modules that call `measure`."""
 
 

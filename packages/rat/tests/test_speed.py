@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from mezzo_rat.reproduction.speed import DRY, FULL, MEASURERS, SPEEDS
+from mezzo_rat.reproduction.speed import DRY, FULL, SPEEDS
 
 
 def quiet(line):
@@ -26,6 +26,6 @@ def test_all_tables_run_on_a_gpu(tmp_path):
     small = replace(
         DRY, device="cuda", d_model=256, head_dim=64, tokens=2048, lengths=(512, 1024, 2048)
     )
-    for measurer in MEASURERS.values():
+    for measurer in SPEEDS.measurers.values():
         ours = measurer(small, tmp_path, quiet)
         assert all(entry.value == "OOM" or entry.value > 0 for entry in ours.entries)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mezzo_recurrent_transformer import RecurrentBlockConfig
 from mezzo_recurrent_transformer.reproduction import speed
-from mezzo_recurrent_transformer.reproduction.speed import DRY, MEASURERS, NAIVE
+from mezzo_recurrent_transformer.reproduction.speed import DRY, NAIVE, SPEEDS
 from mezzo_recurrent_transformer.schedule import tiled_forward
 
 
@@ -16,7 +16,7 @@ def quiet(line):
 
 def test_the_naive_loop_is_left_out_where_it_would_take_minutes(tmp_path):
     sizes = replace(DRY, naive=4, models=(NAIVE,))
-    assert {e.column for e in MEASURERS["length"](sizes, tmp_path, quiet).entries} == {"4"}
+    assert {e.column for e in SPEEDS.measurers["length"](sizes, tmp_path, quiet).entries} == {"4"}
 
 
 @pytest.mark.parametrize("persistent_norm", [True, False])
@@ -34,6 +34,6 @@ def test_what_is_timed_is_the_layer(persistent_norm, T):
 @pytest.mark.gpu
 def test_all_speeds_run_on_a_gpu(tmp_path):
     small = replace(DRY, device="cuda", d_model=128, head_dim=64)
-    for measurer in MEASURERS.values():
+    for measurer in SPEEDS.measurers.values():
         ours = measurer(small, tmp_path, quiet)
         assert all(entry.value == "OOM" or entry.value > 0 for entry in ours.entries)

@@ -19,15 +19,15 @@ from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Header, Result, origin, training
-from mezzo_core.reproduction.runner import run
+from mezzo_core.reproduction.runner import Job, run
 from mezzo_core.reproduction.training import (
     DIVERGED,
+    Tuning,
     loss_by_length,
     measure_run,
     of_model,
     steady_and_first,
     sweep,
-    tuned,
 )
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import DivergenceError
@@ -225,9 +225,10 @@ def test_the_best_run_comes_first_and_a_diverged_one_last(configs, tmp_path, mon
 
     monkeypatch.setattr(training, "measure_run", measure)
     every = [replace(configs["Mean"], optim=OptimConfig(lr, min_lr=0.0)) for lr in measured]
-    job = tuned("toy", (Cell("Mean", "Val. PPL"),), every, Path("runs/toy"), state_bytes=8)
+    cells = (Cell("Mean", "Val. PPL"),)
+    work = Tuning("toy", cells, every, Path("runs/toy"), details={"state_bytes": 8})
     result = Result(tmp_path / "tuned.json", HEADER, HERE)
-    run(result, [job], tmp_path, CPU)
+    run(result, [Job(cells, work)], tmp_path, CPU)
     (entry,) = result.entries
     assert (entry.value, entry.details["lr"], entry.details["state_bytes"]) == (0.9, 1e-2, 8)
     others = [(run["lr"], run["accuracy"]) for run in entry.details["others"]]

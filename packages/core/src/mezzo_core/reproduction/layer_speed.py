@@ -16,11 +16,8 @@ from mezzo_core.nn.init import init_own_weights
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.reproduction.result_file import Cell
 from mezzo_core.reproduction.runner import Job, timing
-from mezzo_core.reproduction.timing import WARMUP_CALLS, Timing, measure, start_afresh
+from mezzo_core.reproduction.timing import Timing, measure_passes, start_afresh
 
-RECOMPILATIONS = 64
-"""More than the lengths of a table: past torch's own limit (8), `fullgraph=True` raises an error,
-and without it the code runs eagerly."""
 Run = Callable[[Tensor], Tensor]  # a layer, or its compiled form
 Phase = Literal["forward", "train"]
 
@@ -153,11 +150,7 @@ def time_op(
         torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=True)
 
     work = train if phase == "train" else torch.no_grad()(partial(run, **inputs))
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
-        return [
-            measure(work, device, seconds=seconds, warmup=0 if i else WARMUP_CALLS, least=2)
-            for i in range(passes)
-        ]
+    return measure_passes(work, device, passes, seconds)
 
 
 def op_job(

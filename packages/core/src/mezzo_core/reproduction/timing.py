@@ -19,6 +19,9 @@ MOST_CALLS = 200
 CAPTURE_WARMUP = 2
 WARMUP_CALLS = 3
 """Calls before the timed ones: an op may compile in its first, and capture itself in its third."""
+RECOMPILATIONS = 64
+"""More than the lengths of a table: past torch's own limit (8), `fullgraph=True` raises an error,
+and without it the code runs eagerly."""
 Pass = TypeVar("Pass")
 
 
@@ -66,6 +69,17 @@ def measure(
             times.append((time.perf_counter() - start) * 1e3)
     fifths = statistics.quantiles(times, n=5, method="inclusive")
     return Timing(statistics.median(times), fifths[0], fifths[-1], *host_and_memory)
+
+
+def measure_passes(
+    work: Callable[[], object], device: torch.device, passes: int, seconds: float
+) -> list[Timing]:
+    """Time a function that may be compiled in several passes, each of two calls or more."""
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
+        return [
+            measure(work, device, seconds=seconds, warmup=0 if i else WARMUP_CALLS, least=2)
+            for i in range(passes)
+        ]
 
 
 def _measure_cuda(

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -180,7 +180,7 @@ def tune_all(
     device: str | torch.device | None = None,
     jobs: int = 1,
 ) -> Result:
-    """Do the jobs of a sweep (`tuned`), so many at a time, and return the result of this name.
+    """Do the jobs of a sweep (`Tuning`), so many at a time, and return the result of this name.
 
     A sweep that was killed goes on: runs resume from their own folders in `out`, and finished ones
     are only read.
@@ -195,22 +195,13 @@ def tune_all(
     return result
 
 
-def tuned(
-    name: str,
-    cells: tuple[Cell, ...],
-    configs: Sequence[TrainConfig],
-    folder: Path,
-    *,
-    swept: Sequence[str] = ("lr",),
-    by: Sequence[str] = ("accuracy",),
-    enough: float | None = None,
-    **details: Any,
-) -> Job:
-    """Return the job that trains one model with several optimizers, and tells the best run.
+@dataclass(frozen=True)
+class Tuning:
+    """The work of a job that trains one model with several optimizers, and tells the best run.
 
     A run has a folder of its own, so that a killed one resumes, and a finished one is only read.
 
-    Args:
+    Attributes:
         name: of what is trained, for what is said.
         cells: those that get the measures `by`, one each; the first has the run's details, and in
             "others" those of the other runs, the best first.
@@ -222,43 +213,45 @@ def tuned(
         enough: no further runs are made after one that is above this by the first measure.
         details: further ones.
     """
-    return Job(cells, partial(_tune, name, cells, configs, folder, swept, by, enough, details))
 
+    name: str
+    cells: tuple[Cell, ...]
+    configs: Sequence[TrainConfig]
+    folder: Path
+    swept: Sequence[str] = ("lr",)
+    by: Sequence[str] = ("accuracy",)
+    enough: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
-def _tune(
-    name: str,
-    cells: tuple[Cell, ...],
-    configs: Sequence[TrainConfig],
-    begin: Path,
-    swept: Sequence[str],
-    by: Sequence[str],
-    enough: float | None,
-    details: Mapping[str, Any],
-    missing: tuple[Cell, ...],
-    folder: Path,
-    device: torch.device,
-) -> Iterator[list[Entry]]:
-    def scores(found: dict[str, Any]) -> list[float]:
-        return [-1.0 if found[measure] == DIVERGED else found[measure] for measure in by]
+    def __call__(
+        self, missing: tuple[Cell, ...], _: Path, device: torch.device
+    ) -> Iterator[list[Entry]]:
+        """Train, and yield what is missing of the cells."""
+        runs: list[dict[str, Any]] = []
+        for config in self.configs:
+            runs.append(self._train(config, device))
+            if self.enough is not None and self._scores(runs[-1])[0] > self.enough:
+                break
+        best, *others = sorted(runs, key=self._scores, reverse=True)
+        values = dict(zip(self.cells, [best.pop(measure) for measure in self.by], strict=True))
+        told = {**self.details, **best, "others": others or None}
+        yield [c.entry(values[c], **(told if c == self.cells[0] else {})) for c in missing]
 
-    runs: list[dict[str, Any]] = []
-    for config in configs:
-        settings = {field: getattr(config.optim, field) for field in swept}
-        words = [f"{field}{value:g}" for field, value in settings.items()]
+    def _train(self, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+        settings = {name: getattr(config.optim, name) for name in self.swept}
+        words = [f"{name}{value:g}" for name, value in settings.items()]
+        own = self.folder.with_name("_".join([self.folder.name, *words]))
         try:
-            own = begin.with_name("_".join([begin.name, *words]))
             found = measure_run(config, own, device, resume=True)
             found = {k: part for k, part in found.items() if k not in ("perplexity", *SPEEDS)}
         except DivergenceError:
-            found = dict.fromkeys(by, DIVERGED)
-        say(f"{name} {' '.join(words)}: {', '.join(str(found[measure]) for measure in by)}")
-        runs.append(settings | found)
-        if enough is not None and scores(found)[0] > enough:
-            break
-    best, *others = sorted(runs, key=scores, reverse=True)
-    values = dict(zip(cells, [best.pop(measure) for measure in by], strict=True))
-    told = {**details, **best, "others": others or None}
-    yield [c.entry(values[c], **(told if c == cells[0] else {})) for c in missing]
+            found = dict.fromkeys(self.by, DIVERGED)
+        measures = ", ".join(str(found[measure]) for measure in self.by)
+        say(f"{self.name} {' '.join(words)}: {measures}")
+        return settings | found
+
+    def _scores(self, found: Mapping[str, Any]) -> list[float]:
+        return [-1.0 if found[measure] == DIVERGED else found[measure] for measure in self.by]
 
 
 def measure_run(

@@ -7,8 +7,7 @@ import torch
 
 from mezzo_core.device import autocast
 from mezzo_core.nn.lm import LM
-from mezzo_core.reproduction.layer_speed import RECOMPILATIONS
-from mezzo_core.reproduction.timing import WARMUP_CALLS, measure
+from mezzo_core.reproduction.timing import measure_passes
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
 
@@ -29,14 +28,8 @@ def time_training(model: LM, B: int, T: int, *, passes: int = 3) -> list[Trainin
     Raises:
         torch.OutOfMemoryError: if the batch does not fit into the GPU.
     """
-    step, device = training_step(model, B, T), model.embed.weight.device
-    found = []
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
-        for i in range(passes):
-            timing = measure(step, device, seconds=0.0, warmup=0 if i else WARMUP_CALLS, least=2)
-            speed = B * T / timing.ms * 1e3
-            found.append(TrainingSpeed(speed, timing.ms, timing.host_ms, timing.peak_gb))
-    return found
+    timings = measure_passes(training_step(model, B, T), model.embed.weight.device, passes, 0.0)
+    return [TrainingSpeed(B * T / t.ms * 1e3, t.ms, t.host_ms, t.peak_gb) for t in timings]
 
 
 def training_step(model: LM, B: int, T: int) -> Callable[[], object]:

@@ -249,5 +249,3 @@ SPEEDS = Speeds(
     DRY,
     prefix="",
 )
-MEASURERS = SPEEDS.measurers
-"""What this module measures, by the names of the files."""

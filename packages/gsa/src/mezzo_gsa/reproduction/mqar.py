@@ -12,7 +12,7 @@ from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, 
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction import Cell, Header, Result
 from mezzo_core.reproduction.runner import Job
-from mezzo_core.reproduction.training import tune_all, tuned
+from mezzo_core.reproduction.training import Tuning, tune_all
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_gsa.gla import GLAConfig
@@ -199,14 +199,16 @@ class SweepConfig:
         except ValueError as error:
             raise UserError(f"{model} cannot have width {width}: {error}") from error
         seed = self.task.seed
-        return tuned(
+        cells = (Cell(NAMES[model], f"C={width}", seed=seed),)
+        work = Tuning(
             f"{model} C={width} seed {seed}",
-            (Cell(NAMES[model], f"C={width}", seed=seed),),
+            cells,
             configs,
             runs / self.name / f"{model}_c{width}_seed{seed}",
             enough=SOLVED if self.skip_solved else None,
-            state_bytes=state_bytes,
+            details={"state_bytes": state_bytes},
         )
+        return Job(cells, work)
 
     def jobs(self, runs: Path) -> list[Job]:
         """Return the jobs of all models at all widths, narrow ones first."""

@@ -171,5 +171,3 @@ SPEEDS = Speeds(
     DRY,
     CPU,
 )
-MEASURERS = SPEEDS.measurers
-"""What this module measures, by the names in the files' names."""

@@ -194,7 +194,7 @@ REPRODUCTION = Reproduction(
         "smoke": Scale(SMOKE, threads=1),
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
-    measurers=speed.MEASURERS,
+    measurers=speed.SPEEDS.measurers,
     notes=(
         "Both have the same data, schedule and learning rate, which was chosen by trying both. Two "
         "layers and 64 bytes of context leave recurrence little to do: so small a model says "

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from mezzo_core.reproduction import Cell, Timing, captured, measure
+from mezzo_core.reproduction import Cell, Timing, captured
 from mezzo_core.reproduction.generation_speed import time_throughput
 from mezzo_core.reproduction.layer_speed import build_layer, compiled, time_model
 from mezzo_core.reproduction.runner import Job, timing
 from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
-from mezzo_core.reproduction.timing import WARMUP_CALLS
+from mezzo_core.reproduction.timing import measure_passes
 from mezzo_core.reproduction.training_speed import time_training
 from torch import Tensor
 
@@ -125,10 +125,7 @@ def _layer_timer(
         work: Callable[[], object] = partial(run, x)
         if model == GRAPH:
             work = captured(work, device)
-        return [
-            measure(work, device, seconds=sizes.seconds, warmup=0 if i else WARMUP_CALLS, least=2)
-            for i in range(PASSES)
-        ]
+        return measure_passes(work, device, PASSES, sizes.seconds)
 
     return time
 
@@ -206,5 +203,3 @@ SPEEDS = Speeds(
     FULL,
     DRY,
 )
-MEASURERS = SPEEDS.measurers
-"""What this module measures, by the names in the files' names."""

@@ -11,7 +11,7 @@ from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import BlocksConfig, LMConfig, StackConfig
 from mezzo_core.reproduction import Cell, Header, Result
 from mezzo_core.reproduction.runner import Job
-from mezzo_core.reproduction.training import tune_all, tuned
+from mezzo_core.reproduction.training import Tuning, tune_all
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
@@ -192,12 +192,14 @@ def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) 
     """Return the job that trains one model with every setting of the optimizer."""
     optims = product(config.learning_rates, config.weight_decays)
     task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
-    return tuned(
+    cells = tuple(Cell(NAMES[model], column, group, seed) for group in (EXACT, BY_TOKEN))
+    work = Tuning(
         f"{column} {model} seed {seed}",
-        tuple(Cell(NAMES[model], column, group, seed) for group in (EXACT, BY_TOKEN)),
+        cells,
         [config.run(model, task, lr, decay, seed) for lr, decay in optims],
         folder / f"{words}_{model}_seed{seed}",
         swept=("lr", "weight_decay"),
         by=("exact_match", "accuracy"),
         enough=SOLVED,
     )
+    return Job(cells, work)
