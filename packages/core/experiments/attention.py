@@ -3,7 +3,8 @@
     python packages/core/experiments/attention.py --out packages/core/results/nvidia-h200
     python packages/core/experiments/attention.py --out DIR --dry-run    # toy sizes, on a CPU
 
-Writes attention.json; a backend that cannot do a request, or is not installed, is left out.
+Writes attention.json, which says why a backend failed that cannot do a request or is not
+installed.
 """
 
 import sys

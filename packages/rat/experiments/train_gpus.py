@@ -37,8 +37,9 @@ def measure(options: Options) -> None:
     """Train each model in the settings for which this machine has GPUs."""
     most = max(1, torch.cuda.device_count())
     fit = [row for row, (*_, setting) in ROWS.items() if SETTINGS[setting] <= most]
-    for row in ROWS.keys() - fit:
-        say(f"{row}: not measured, with {most} GPUs")
+    for row in options.models:
+        if row not in fit:
+            say(f"{row}: not measured, with {most} GPUs")
     columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
     options.run(
         "train_gpus",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction import OOM, Cell, Header, Result, Timing, origin
-from mezzo_core.reproduction.outcomes import FAILED
+from mezzo_core.reproduction.result_file import FAILED
 from mezzo_core.reproduction.runner import Job, excused, run, timing
 from toys.jobs import fail, job_of, meet
 
@@ -137,6 +137,8 @@ def test_an_excused_error_is_a_word_with_its_reason_unless_the_user_can_mend_it(
     run(result, jobs, tmp_path, CPU)
     assert [*values(result).values()] == [FAILED, FAILED, 8, 16]
     assert result.entries[0].details == {"error": "failed: RuntimeError: no kernel"}
+    run(result, [job_of(cells("RNN"))], tmp_path, CPU)
+    assert [*values(result).values()] == [8, 16, 8, 16], "what failed is tried again"
     error = UserError("the disk is full")
     with pytest.raises(UserError, match="disk"):
         run(result, [excused(Job(cells("Attention"), broken))], tmp_path, CPU)

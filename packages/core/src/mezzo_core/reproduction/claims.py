@@ -19,8 +19,9 @@ from typing import Any
 
 from mezzo_core.reproduction.criteria import Criterion
 from mezzo_core.reproduction.measurement import How, Measurement
-from mezzo_core.reproduction.outcomes import FAILED, TRAINED, Judgement, Outcome, failure
+from mezzo_core.reproduction.outcomes import TRAINED, Judgement, Outcome, failure
 from mezzo_core.reproduction.published import Claim, Published, Table
+from mezzo_core.reproduction.result_file import FAILED
 
 Printed = Table | Claim
 TRAININGS, PERPLEXITY = "trainings", "Val. PPL"

@@ -20,8 +20,6 @@ from mezzo_core.libraries import first_line
 T_CRITICAL = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 TRAINED = ("training", "recall")
 """The kinds of measurement whose numbers differ from seed to seed."""
-FAILED = "failed"
-"""Stands for the number of what ended with an error, which the entry says."""
 Bounds = tuple[float, float]
 """The least and the greatest value that is within."""
 

@@ -22,6 +22,8 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, is_number, read_json, write_whole
 
 Say = Callable[[str], None]
+FAILED = "failed"
+"""Stands for the number of what ended with an error, which the entry says."""
 
 
 class Cell(NamedTuple):
@@ -193,8 +195,8 @@ class Result:
         self._found |= {entry.cell: entry for entry in entries}
 
     def has(self, cell: Cell) -> bool:
-        """Tell whether the file has an entry of this cell."""
-        return cell in self._found
+        """Tell whether the file has an entry of this cell; what failed may be tried again."""
+        return cell in self._found and self._found[cell].value != FAILED
 
     def best_column(self, model: str, group: str = "", seed: int = 0) -> str | None:
         """Return the column where a model's number is best; None if it has no numbers."""
@@ -222,11 +224,12 @@ class Result:
                 for entry in new:
                     if self.has(entry.cell):
                         raise ValueError(f"{self.path.name} has {tuple(entry.cell)} already")
-                write_whole(self.path, self._text([*self.entries, *new]))
+                whole = self._found | {entry.cell: entry for entry in new}
+                write_whole(self.path, self._text([*whole.values()]))
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"{self.path}: cannot be written ({reason})") from error
-        self._found |= {entry.cell: entry for entry in new}
+        self._found = whole
         values = " ".join(str(entry.value) for entry in new)
         place = ", ".join(str(name) for name in new[0].cell if name != "")
         self._say(f"{self.path.stem}: {place}: {values} {self.header.unit}")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mezzo_core.reproduction.outcomes import FAILED, failure
-from mezzo_core.reproduction.result_file import Cell, Entry, Result, say
+from mezzo_core.reproduction.outcomes import failure
+from mezzo_core.reproduction.result_file import FAILED, Cell, Entry, Result, say
 from mezzo_core.reproduction.timing import OOM, attempt, start_afresh
 
 SPEEDS = ("tokens_per_second", "seconds_to_first_step")
