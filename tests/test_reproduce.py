@@ -50,8 +50,8 @@ def test_the_whole_paper_is_answered_in_its_order_and_every_criterion_can_differ
 def test_single_claims_are_answered_without_training(tmp_path, name):
     paper = PAPERS[name]
     unanswered = next(id for id in paper.published.by_id if id not in paper.answers)
-    findings = paper.reproduce([COUNTED[name], unanswered], "smoke", tmp_path)
-    found = {finding.id: finding for finding in findings}
+    report = paper.report([COUNTED[name], unanswered], "smoke", tmp_path)
+    found = {finding.id: finding for finding in report.findings}
     assert list(found) == [id for id in paper.published.by_id if id in found]
     assert found[unanswered].summary == paper.published.by_id[unanswered].needs
     assert found[COUNTED[name]].outcome.value == "agrees"

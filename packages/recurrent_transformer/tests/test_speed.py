@@ -1,4 +1,4 @@
-"""The speeds on a CPU: what is left out, and that the timed forms are the layer."""
+"""The speeds: the timed forms are the layer."""
 
 from dataclasses import replace
 
@@ -6,17 +6,12 @@ import pytest
 import torch
 from mezzo_recurrent_transformer import RecurrentBlockConfig
 from mezzo_recurrent_transformer.reproduction import speed
-from mezzo_recurrent_transformer.reproduction.speed import DRY, NAIVE, SPEEDS
+from mezzo_recurrent_transformer.reproduction.speed import DRY, SPEEDS
 from mezzo_recurrent_transformer.schedule import tiled_forward
 
 
 def quiet(line):
     pass
-
-
-def test_the_naive_loop_is_left_out_where_it_would_take_minutes(tmp_path):
-    sizes = replace(DRY, naive=4, models=(NAIVE,))
-    assert {e.column for e in SPEEDS.measurers["length"](sizes, tmp_path, quiet).entries} == {"4"}
 
 
 @pytest.mark.parametrize("persistent_norm", [True, False])

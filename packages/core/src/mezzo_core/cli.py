@@ -290,8 +290,10 @@ def _add_reproduce(app: typer.Typer, load: "Callable[[], Reproduction]") -> None
     ) -> None:
         """Rerun the paper's tables and claims, and write a report beside its numbers."""
         paper = load()
+        from mezzo_core.reproduction.reproduce import reproduce_papers
+
         scale = scale or next(iter(paper.scales))
         if scale not in paper.scales:
             raise UserError(f"--scale takes {', '.join(paper.scales)}, got {scale!r}")
         check_writable(out, is_folder=True)
-        paper.reproduce(ids, scale, out)
+        reproduce_papers([paper], ids, scale, out)

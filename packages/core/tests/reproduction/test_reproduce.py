@@ -130,9 +130,13 @@ def answered(paper, **evidence):
     return replace(paper, answers=paper.answers | {ids[n]: [each] for n, each in evidence.items()})
 
 
+def reproduce(paper, *how):
+    return list(reproduce_papers([paper], *how)[0].findings)
+
+
 def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
     before = torch.get_num_threads()
-    table, speed, setup = paper.reproduce(None, "small", tmp_path / "out")
+    table, speed, setup = reproduce(paper, None, "small", tmp_path / "out")
     assert torch.get_num_threads() == before
     assert (table.how, table.outcome) == (How.SCALED_DOWN, Outcome.NOT_SETTLED)
     assert table.summary.startswith("this run: ")
@@ -152,7 +156,7 @@ def test_everything_is_answered_and_reported(paper, tmp_path, capsys):
 
 
 def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper, tmp_path):
-    (speed,) = paper.reproduce(["p.claim.speed"], "timed", tmp_path / "out")
+    (speed,) = reproduce(paper, ["p.claim.speed"], "timed", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
     assert [ours.setting for ours in speed.measurements] == ["on a GPU", "at full size"]
     assert [words.partition(":")[0] for words in speed.here] == ["differs"]
@@ -195,7 +199,7 @@ def test_what_breaks_settles_nothing_and_hides_nothing(paper, tmp_path, error):
     bad = answered(paper, layers=result("gpu/speed", broken))
     beside = [result("gpu/speed", Order()), counted(broken, Within())]
     bad = replace(bad, answers=bad.answers | {"p.claim.speed": beside})
-    speed, setup = bad.reproduce(["p.claim.speed", "p.claim.layers"], "small", tmp_path / "out")
+    speed, setup = reproduce(bad, ["p.claim.speed", "p.claim.layers"], "small", tmp_path / "out")
     assert (speed.how, speed.outcome) == (How.OTHER_HARDWARE, Outcome.AGREES)
     assert speed.details[-1] == f"beside it: {told}"
     assert (setup.how, setup.outcome) == (How.SCALED_DOWN, Outcome.NOT_SETTLED)
@@ -208,7 +212,7 @@ def test_what_the_user_can_mend_stops(paper, tmp_path):
 
     bad = answered(paper, layers=counted(full_disk, Within()))
     with pytest.raises(UserError, match="disk"):
-        bad.reproduce(["p.claim.layers"], "small", tmp_path / "out")
+        reproduce(bad, ["p.claim.layers"], "small", tmp_path / "out")
 
 
 def test_a_speed_that_fails_is_told_by_each_claim_and_not_measured_again(paper, tmp_path):
@@ -220,7 +224,7 @@ def test_a_speed_that_fails_is_told_by_each_claim_and_not_measured_again(paper, 
 
     bad = answered(paper, table1=measured("speed", Order()), speed=measured("speed", Order()))
     bad = replace(bad, measurers={"speed": broken})
-    found = bad.reproduce(["p.table1", "p.claim.speed"], "timed", tmp_path / "out")
+    found = reproduce(bad, ["p.table1", "p.claim.speed"], "timed", tmp_path / "out")
     assert [each.summary for each in found] == ["failed: RuntimeError: no kernel"] * 2
     assert len(starts) == 1
 
@@ -235,7 +239,7 @@ def test_a_training_that_fails_takes_no_other_with_it(paper, tmp_path, monkeypat
 
     monkeypatch.setattr(training, "measure_run", run)
     bad = answered(paper, speed=trained(Order(("Window",)), "Window"))
-    table, speed, setup = bad.reproduce(None, "small", tmp_path / "out")
+    table, speed, setup = reproduce(bad, None, "small", tmp_path / "out")
     assert table.summary == "failed: RuntimeError: no kernel"
     assert table.outcome is Outcome.NOT_SETTLED
     assert speed.summary.startswith("this run: ")
@@ -253,7 +257,7 @@ def test_a_training_that_fails_takes_no_other_with_it(paper, tmp_path, monkeypat
 def test_what_is_not_there_is_one_line(paper, tmp_path, monkeypatch, only, scale, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=message) as raised:
-        paper.reproduce(only, scale, tmp_path / "out")
+        reproduce(paper, only, scale, tmp_path / "out")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 

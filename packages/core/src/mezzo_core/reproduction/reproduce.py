@@ -78,22 +78,8 @@ class Reproduction:
         nothing = Run(read_results(self.results_folder), lambda name: None)
         return self.find(nothing)
 
-    def reproduce(self, only: Sequence[str] | None, scale: str, out: Path) -> list[Finding]:
-        """Answer tables and claims, and write report.html and .json into `out`.
-
-        The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results
-        of an earlier reproduction in `out`, which is made if needed, are replaced. `only` has ids
-        of tables or claims; None or empty means all.
-
-        Raises:
-            UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs
-                a GPU and there is none.
-        """
-        (report,) = reproduce_papers([self], only, scale, out)
-        return list(report.findings)
-
     def report(self, only: Sequence[str] | None, scale: str, out: Path) -> PaperReport:
-        """Do what `reproduce` does, but return the report and do not write it."""
+        """Answer tables and claims, and return their report; see `reproduce_papers`."""
         published = self.published
         check_complete(published, self.answers)
         for id in only or ():
@@ -166,7 +152,19 @@ def reproduce_papers(
 ) -> list[PaperReport]:
     """Reproduce papers, write report.html and .json into `out`, and print the findings.
 
-    A paper without a scale of this name takes its first one, unless it is the only paper.
+    The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results of
+    an earlier reproduction in `out`, which is made if needed, are replaced.
+
+    Args:
+        papers: the papers.
+        only: ids of tables or claims; None or empty means all.
+        scale: its name. A paper that has none of this name takes its first one, unless it is the
+            only paper.
+        out: the folder.
+
+    Raises:
+        UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs a
+            GPU and there is none.
     """
     start = time.perf_counter()
     reports = []
