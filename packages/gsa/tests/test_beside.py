@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from mezzo_core.reproduction.result_file import FAILED
 from mezzo_core.reproduction.runner import names_of
 from mezzo_gsa.ops.gsa import chunk_gsa
 from mezzo_gsa.reproduction import fla
@@ -48,31 +49,33 @@ def stand_in(monkeypatch):
 
 
 def measured():
-    """Measure all of a GPU's rows on a CPU; return them, and those of each job."""
+    """Measure all of a GPU's rows on a CPU; return the entries, and the rows of each job."""
     jobs = fla.jobs(TINY, "cuda")
-    rows = [e.model for job in jobs for each in job.work(job.cells, None, CPU) for e in each]
-    return rows, [cell.model for job in jobs for cell in job.cells]
+    entries = [e for job in jobs for each in job.work(job.cells, None, CPU) for e in each]
+    return entries, [cell.model for job in jobs for cell in job.cells]
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_fla_is_measured_in_the_same_run(capsys):
-    rows, every = measured()
+def test_fla_is_measured_in_the_same_run():
+    entries, every = measured()
+    rows = [entry.model for entry in entries]
     assert rows == every
-    assert not capsys.readouterr().out
+    assert FAILED not in {entry.value for entry in entries}
     for kind, phase in product(("gsa op", "gsa layer", "gla layer"), ("forward", "train")):
         assert {f"{kind} {phase} ({impl})" for impl in ("triton", "fla 0.6.0")} <= {*rows}
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_an_fla_that_fails_leaves_our_rows(monkeypatch, capsys):
+def test_an_fla_that_fails_says_why_and_leaves_our_rows(monkeypatch):
     monkeypatch.setattr(sys.modules["fla.ops.gsa"], "chunk_gsa", None)
     monkeypatch.setitem(sys.modules, "fla.layers", None)
-    rows, every = measured()
-    assert rows == [row for row in every if "fla" not in row]
-    said = capsys.readouterr().out
-    assert "gsa op forward (fla 0.6.0): not measured: TypeError" in said
-    assert "gla layer train" not in said, "a job is said once"
-    assert "gla layer forward (fla 0.6.0): not measured: ModuleNotFoundError" in said
+    entries, every = measured()
+    assert [entry.model for entry in entries] == every
+    for entry in entries:
+        assert (entry.value == FAILED) == ("fla" in entry.model)
+    why = {e.model: e.details["error"] for e in entries if e.value == FAILED}
+    assert why["gsa op forward (fla 0.6.0)"].startswith("failed: TypeError: ")
+    assert why["gla layer train (fla 0.6.0)"].startswith("failed: ModuleNotFoundError: ")
 
 
 def test_without_fla_the_rows_are_ours(monkeypatch):
