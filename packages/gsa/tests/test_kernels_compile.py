@@ -79,7 +79,10 @@ FORMS = {
         lambda: projection(100, 128, 32, fp16, between="swish"),
         TRAINED,
     ),
-    "float32": (lambda: projection(100, 64, 16, fp32), TRAINED),
+    "grouped heads in float32, relu between": (
+        lambda: projection(100, 64, 16, fp32, HQ=4, H=2, between="relu", keep="states"),
+        TRAINED,
+    ),
     "128 slots in bfloat16": (
         lambda: apart(100, 512, 512, 128, bf16, strength=True, state=True),
         CONTINUED,
@@ -92,19 +95,12 @@ FORMS = {
         lambda: projection(5000, 128, 64, bf16, HQ=8, H=2, swish=False, keep="states"),
         CONTINUED,
     ),
-    "grouped heads of odd widths, packed": (
-        lambda: apart(100, 40, 72, 20, bf16, HQ=4, H=2, packed=True, strength=True),
+    "grouped heads of odd widths, packed, relu_squared between": (
+        lambda: apart(
+            100, 40, 72, 20, bf16, HQ=4, H=2, packed=True, strength=True, between="relu_squared"
+        ),
         CONTINUED,
     ),
-    "grouped heads in float32, relu between": (
-        lambda: apart(100, 32, 32, 16, fp32, HQ=2, H=1, state=True, between="relu", keep="states"),
-        CONTINUED,
-    ),
-    "relu_squared between": (
-        lambda: apart(100, 64, 64, 16, bf16, between="relu_squared"),
-        TRAINED,
-    ),
-    "a few tokens, none between": (lambda: apart(20, 64, 64, 16, bf16, between="none"), TRAINED),
     "a few tokens from a state, no backward": (
         lambda: apart(20, 64, 64, 64, bf16, state=True, keep="nothing"),
         CONTINUED - {"slots_bwd_kernel"},
@@ -162,11 +158,11 @@ def compile_lengths():
     """Compile for few tokens, one segment and several; then no length or batch compiles more."""
     with compile_only() as compiled:
         for T in (20, 100, 5000):
-            projection(T, 32, 16, bf16)
+            projection(T, 32, 16, bf16, between="none")
         known = len(compiled)
         assert known, "compilations are seen"
         for B, T in ((1, 2000), (3, 4096), (2, 1), (2, 1500), (5, 1777), (1, 70_001)):
-            projection(T, 32, 16, bf16, B=B)
+            projection(T, 32, 16, bf16, B=B, between="none")
         assert not compiled[known:], f"a new length compiled {compiled[known:]}"
 
 
