@@ -164,11 +164,11 @@ def in_turn(
 ) -> dict[str, Callable[[], list[list[int]]]]:
     """Return the ways to continue many prompts of 16 to 256 tokens, by 32 to 256 tokens each."""
     texts = texts[:3] if is_toy else texts
-    num_rows, most = (2, 36) if is_toy else (16, 256)
+    num_rows, least, most = (2, 2, 6) if is_toy else (16, 32, 256)
     prompts = [text[: Random(i).randint(16, 256)] for i, text in enumerate(texts)]
 
     def stop(tokens: Sequence[int]) -> bool:
-        return len(tokens) >= 32 + sum(tokens[:3]) * 7919 % (most - 31)
+        return len(tokens) >= least + sum(tokens[:3]) * 7919 % (most - least + 1)
 
     def batches() -> list[list[int]]:
         parts = [prompts[i : i + num_rows] for i in range(0, len(prompts), num_rows)]
