@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 from mezzo_core.errors import UserError
-from mezzo_core.reproduction import run_script
+from mezzo_core.reproduction import Cell, run_script
+from mezzo_core.reproduction.runner import Job
 
 MODELS = ("RNN", "RAT(L=16)", "Attention")
 
@@ -30,6 +31,21 @@ def test_everything_is_measured_unless_models_are_named(run, tmp_path):
     assert (options.out, options.device) == (tmp_path / "out", torch.device("cpu"))
     _, (options,) = run("--dry-run", "--models", "Attention", "RNN")
     assert options.models == ("RNN", "Attention")
+
+
+@pytest.mark.parametrize("named", [(), ("Attention",), ("Attention", "RNN")])
+def test_of_a_job_of_several_models_those_are_measured_that_are_named(run, named):
+    def work(cells, folder, device):
+        yield [cell.entry(1.0) for cell in cells]
+
+    def measure(options):
+        job = Job(tuple(Cell(model, "T=8") for model in MODELS), work)
+        result = options.run("numbers", [job], title="Numbers", setting="small")
+        assert result.header.models == MODELS
+        assert {entry.model for entry in result.entries} == set(named or MODELS)
+
+    words = ["--models", *named] if named else []
+    assert run("--dry-run", *words, measure=measure)[0] == 0
 
 
 def mistaken(options):

@@ -57,13 +57,16 @@ class Options:
         return Result(self.out / f"{name}.json", whole, origin(self.device), say)
 
     def run(self, name: str, jobs: Iterable[Job], **header: Any) -> Result:
-        """Do the jobs of the models that are asked for, and return the result file of this name.
+        """Measure the models that are asked for, and return the result file of this name.
 
         The header's models, columns and groups are those of the jobs, which are of all models.
         """
         jobs = [*jobs]
         result = self.open(name, **{**names_of(jobs), **header})
-        wanted = (job for job in jobs if job.cells[0].model in self.models)
+        wanted = (
+            Job(tuple(cell for cell in job.cells if cell.model in self.models), job.work)
+            for job in jobs
+        )
         run(result, wanted, self.runs / name, self.device, self.jobs)
         return result
 
