@@ -78,12 +78,12 @@ def time_model(
         config: the model.
         device: where.
         decodes: see `build_model`.
-        compiles: whether its units are compiled on a GPU.
+        compiles: whether its units are compiled on a GPU, each in one graph.
         options: of `time`.
     """
     model = build_model(config, device, decodes=decodes)
     for unit in model.units() if compiles and device.type == "cuda" else ():
-        unit.compile(dynamic=False)
+        unit.compile(dynamic=False, fullgraph=True)
     return partial(time, model, **options)
 
 
@@ -131,12 +131,16 @@ def time_op(
     *,
     passes: int = 1,
     seconds: float,
+    allow_unused: bool = False,
 ) -> list[Timing]:
     """Time a function of tensors, called with them by name.
 
     "train" is a forward and the gradients of all inputs, in new tensors at each call: parameters
     are used as they are, other tensors are detached. "forward" is a forward without gradients, as
     in a prefill. Each of the passes takes so many seconds, and at least two calls.
+
+    Raises:
+        RuntimeError: if an input has no gradient in "train", unless `allow_unused`.
     """
     device = next(iter(inputs.values())).device
     leaves = {
@@ -147,7 +151,7 @@ def time_op(
     def train() -> None:
         out = run(**leaves)
         dout[:] = dout or [torch.randn_like(out)]
-        torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=True)
+        torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=allow_unused)
 
     work = train if phase == "train" else torch.no_grad()(partial(run, **inputs))
     return measure_passes(work, device, passes, seconds)

@@ -107,7 +107,8 @@ def _layer(
         theirs = _fla_layer(shapes, name).to(device, dtype)
         x = torch.randn(*batch, shapes.d_model, device=device, dtype=dtype)
         inputs = {"x": x, **dict(theirs.named_parameters())}
-        return partial(time_op, lambda x, **_: theirs(x)[0], inputs, seconds=shapes.seconds)
+        options: dict[str, Any] = {"seconds": shapes.seconds, "allow_unused": True}
+        return partial(time_op, lambda x, **_: theirs(x)[0], inputs, **options)
     layer = build_layer(shapes.layers()[name], shapes.d_model, device, alone=True).to(dtype)
     run, (B, T) = layer if impl.endswith("eager") else compiled(layer), batch
     return partial(time_layer, layer, run, B=B, T=T, passes=1, seconds=shapes.seconds)
