@@ -23,8 +23,8 @@ _idle: dict[LM, dict[Any, list[Any]]] = {}
 def keep_graphs(model: LM) -> Iterator[None]:
     """Let calls of `generate` and `stream` with this model share CUDA graphs, until this ends.
 
-    A capture takes as long as many steps. Calls share one if they have as many rows, the
-    same sampling and the same assistant, and if their states have the same shapes: those of
+    A capture takes as long as many steps. Calls share one if they have as many rows, the same
+    sampling and the same assistant, and if their states have the same shapes: those of
     recurrent models always do, those of attention if prompt and new tokens are as long together.
     Until this ends, buffers as large as the states stay in memory. The results are the same.
     """
