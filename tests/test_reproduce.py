@@ -11,6 +11,7 @@ import pytest
 import torch
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.reproduction.claims import check_complete
+from mezzo_core.reproduction.report import Figure, PaperReport, Report, to_html
 from mezzo_core.testing.claims import check_claims
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +57,21 @@ def test_single_claims_are_answered_without_training(tmp_path, name):
     assert found[unanswered].summary == paper.published.by_id[unanswered].needs
     assert found[COUNTED[name]].outcome.value == "agrees"
     assert not (tmp_path / name / "runs").exists()
+
+
+def test_a_page_of_all_papers_with_their_figures_is_small():
+    """It has twelve figures, as many as a run on a CPU draws."""
+    reports = []
+    for paper in PAPERS.values():
+        figures = sorted(paper.results_folder.glob("nvidia-h200/*.png"))[:3]
+        found = [Figure(path, path.stem, "") for path in figures]
+        findings = paper.committed()
+        (lead,) = (finding for finding in findings if finding.id == paper.lead)
+        assert lead.measurements[0].source.startswith("nvidia-")
+        reports.append(PaperReport(paper.name, paper.published, findings, found, paper.notes))
+    assert sum(len(report.figures) for report in reports) == 12
+    page = to_html(Report(reports, "cpu", "reproduce", 1.0))
+    assert len(page.encode()) < 600_000
 
 
 @pytest.mark.slow
