@@ -9,8 +9,8 @@ short rows, then on the task, and from there on paths. DRT compares landmarks as
 released code does, with a norm in place of projections.
 
 After each of the two tasks it measures how many answers of held-out rows are right, at each length
-of Table 2 and at 1M and 4M tokens, the shortest first. Rows go through the model in segments, and
-DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
+of Table 2 and at 1M, 4M and 32M tokens, the shortest first. Rows go through the model in segments,
+and DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
 alone; what `--runs` has is not trained again, and what the files have is not measured again.
 `--cuda-graph` replays the steps of the trainings.
 
@@ -77,6 +77,7 @@ class Stage:
     lr: float
     until: float | None = None
     """It ends before its steps once this share of the answers' tokens is right."""
+    gumbel_noise: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,18 @@ FULL = Sizes(
             Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=400, lr=1e-3),
             # In a long text a few odd chunks may fit the question better than the needle. The
             # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
-            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=1600, lr=5e-4),
-            # The noise on the scores hides a needle among more chunks, until it is far above them:
-            # without these rows keys were lost in the longest texts, of 1,024 times the tokens.
-            Stage(PasskeyConfig(), seq_len=131_072, batch_size=1, steps=1600, lr=5e-4),
+            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
+            # Among 2,048 chunks the noise alone would choose most of what is read. Without it a row
+            # brings the chunks of its text that fit best, and the model learns to tell them apart:
+            # they take the needle's weight in texts that are longer still.
+            Stage(
+                PasskeyConfig(),
+                seq_len=131_072,
+                batch_size=1,
+                steps=800,
+                lr=5e-4,
+                gumbel_noise=False,
+            ),
         ),
         TWO_HOP: (
             Stage(HOPS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),
@@ -125,12 +134,12 @@ FULL = Sizes(
         ),
     },
     columns={
-        PASSKEY: ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "1M", "4M", "16M"),
+        PASSKEY: ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "1M", "4M", "16M", "32M"),
         TWO_HOP: ("1K", "4K", "16K", "64K", "256K", "4M"),
     },
     samples={
         **dict.fromkeys(("1K", "4K", "8K", "16K", "32K", "64K"), 96),
-        **{"128K": 32, "256K": 32, "1M": 16, "4M": 8, "16M": 8},
+        **{"128K": 32, "256K": 32, "1M": 16, "4M": 8, "16M": 8, "32M": 8},
     },
     segment=2**16,
 )
@@ -142,7 +151,9 @@ DRY = Sizes(
     stages={
         PASSKEY: (
             Stage(PasskeyConfig(key_tokens=12, test_rows=2), 128, batch_size=2, steps=2, lr=1e-3),
-            Stage(PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),
+            Stage(
+                PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3, gumbel_noise=False
+            ),
         ),
         TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
     },
@@ -211,7 +222,7 @@ def runs_of(
             home = options.runs / f"{task}_{MODELS.index(model)}_{seed}_{i}"
             config = TrainConfig(
                 name=f"{task}_{i}",
-                model=configure(model, sizes, options),
+                model=with_noise(configure(model, sizes, options), stage.gumbel_noise),
                 data=on_text(stage.task, sizes, options),
                 optim=OptimConfig(
                     lr=stage.lr, min_lr=stage.lr / 10, warmup_fraction=0.1, weight_decay=1e-3
@@ -244,6 +255,13 @@ def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
     like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=stack)
     names = {DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}
     return ARCHITECTURES[names[model]](like)
+
+
+def with_noise(config: LMConfig, noise: bool) -> LMConfig:
+    """Return a model's config with or without noise on DRT's scores in training."""
+    if not isinstance(config.stack, DRTConfig):
+        return config
+    return replace(config, stack=replace(config.stack, gumbel_noise=noise))
 
 
 def load(model: str, trained: Path, sizes: Sizes, options: Options, device: torch.device) -> LM:
@@ -296,7 +314,8 @@ def header(name: str, sizes: Sizes, options: Options) -> dict[str, Any]:
     stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
     told = ", then ".join(
         f"{s.steps} steps{f' or until {s.until:.0%} of tokens are right' if s.until else ''} of "
-        f"{s.batch_size} rows of {s.seq_len} (lr {s.lr:g}, {s.task.name})"
+        f"{s.batch_size} rows of {s.seq_len} (lr {s.lr:g}, {s.task.name}"
+        f"{'' if s.gumbel_noise else ', without noise on the scores'})"
         for s in stages
     )
     samples = ", ".join(f"{sizes.samples[column]} at {column}" for column in sizes.columns[name])
