@@ -5,8 +5,8 @@ import triton
 from mezzo_core.testing.compile_only import compile_apart, compile_only, keep_kernels, stack_of
 from mezzo_drt.ops.grouped_cross_attention import op
 
-CAPPED = {"3.4": (48, 136), "3.8": (32, 144)}
-"""Bytes that Triton's versions spill where the pinned one spills 16 and 136 at most."""
+CAPPED = {"3.4": 48, "3.8": 32}
+"""Bytes that the forward spills in Triton's versions; in the pinned one it spills 16 at most."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -28,8 +28,8 @@ def published(compiled):
         attend(64, 64, FP16)
     assert len(kernels) == 12, "a forward, queries, and chunks in two launches"
     stacks = [stack_of(kernel) for kernel in kernels]
-    # Registers of the first two are capped, so that more programs run on a multiprocessor.
-    limits = [*CAPPED.get(triton.__version__.rpartition(".")[0], (16, 136)), 0, 0] * 3
+    # The forward's registers are capped, so that more programs run on a multiprocessor.
+    limits = [CAPPED.get(triton.__version__.rpartition(".")[0], 16), 0, 0, 0] * 3
     spilled = any(stack > limit for stack, limit in zip(stacks, limits, strict=True))
     assert not spilled, f"bytes of registers are spilled: {stacks}"
     known = len(compiled)

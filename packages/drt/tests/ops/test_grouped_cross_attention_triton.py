@@ -55,6 +55,7 @@ SHAPES = {
     "one query": (2, 5, 1, 7, 24, 3, 2, 16),
     "many retrieved": (1, 2, 5, 40, 5, 33, 1, 16),
     "popular chunks": (2, 12, 4, 2, 16, 3, 1, 16),
+    "a popular chunk and landmarks": (1, 20, 33, 1, 32, 1, 1, 16),
     "wide heads": (1, 2, 9, 2, 16, 1, 1, 256),
     "wide heads of long chunks": (1, 1, 33, 2, 64, 1, 1, 256),
 }

@@ -71,7 +71,7 @@ def _attention_bwd(
             readers = Readers(order, offsets, parts, chunks, part_size(R))
         dout = dout.contiguous()
         dq, stats = queries_bwd(dout, saved, Form(*form))
-        dk, dv = chunks_bwd(dout, saved, stats, readers, Form(*form))
+        dk, dv = chunks_bwd(dout, saved, dq, stats, readers, Form(*form))
         return dq, dk, dv, stats[..., 1].sum((3, 4))
 
 

@@ -53,12 +53,12 @@ def queries_bwd_kernel(
     do, q, k, v, indices, weights, lse, stats, dq, chunks, N, S, M, tiles,
     scale, scale2,
     R: tl.constexpr, L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, ONE_MORE: tl.constexpr, READS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum dq over the chunks read, and store what the gradient of each chunk needs.
 
     delta = Σ p dp is also do · O_j, so that its sum over heads and queries is the gradient of w_j.
+    A query that is left over has no program here: `chunks_bwd` does all this for it.
     """
     i_h, i_c, i_m = place(chunks, tiles)
     first = i_c // N * S
@@ -71,13 +71,7 @@ def queries_bwd_kernel(
     b_q = tl.load(q + o_q, mask=m_m[:, None], other=0.0)
     b_do = tl.load(do + o_q, mask=m_m[:, None], other=0.0)
     b_dq = tl.zeros([BM, D], tl.float32)
-    o_r = tl.arange(0, READS)
     b_index, b_weight = load_reads(indices, weights, i_c, R, READS)
-    if ONE_MORE:
-        o_last = row_offsets(M - 1 + 0 * o_r, i_h, H, D)
-        b_last, b_dolast = tl.load(q + o_last), tl.load(do + o_last)
-        b_scores = tl.zeros([BN, READS], tl.float32)
-        b_dscores = tl.zeros([BN, READS], tl.float32)
     for r in range(R):
         index, weight = pick(b_index, r), pick(b_weight, r)
         o_read = ((i_c * R + r) * H + i_h) * M
@@ -90,11 +84,6 @@ def queries_bwd_kernel(
             b_delta = tl.sum(b_p * b_dp, 1)
             b_ds = (b_p * (b_dp - b_delta[:, None]) * weight).to(b_k.dtype)
             b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-            if ONE_MORE:
-                b_new = logits(b_k, b_last, 0, L, BN, 0, PRECISION)
-                b_scores = tl.where(o_r[None, :] == r, b_new, b_scores)
-                b_new = tl.dot(b_v, tl.trans(b_dolast), input_precision=PRECISION)
-                b_dscores = tl.where(o_r[None, :] == r, b_new, b_dscores)
         else:
             b_delta = tl.zeros([BM], tl.float32)
             for j in range(0, L, BN):
@@ -112,21 +101,6 @@ def queries_bwd_kernel(
                 b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
         store_stats(stats, o_read + o_m, b_lse, b_delta, weight + tl.zeros_like(b_lse), m_m)
     tl.store(dq + o_q, (b_dq * scale).to(dq.dtype.element_ty), mask=m_m[:, None])
-    if ONE_MORE and i_m == tiles - 1:
-        o_one = ((i_c * R + o_r) * H + i_h) * M + M - 1
-        b_l = tl.load(lse + o_one, mask=o_r < R, other=0.0) * LOG2_E
-        b_probs = tl.exp2(b_scores * scale2 - b_l[None, :])
-        b_sum = tl.sum(b_probs * b_dscores, 0)
-        store_stats(stats, o_one, b_l, b_sum, b_weight, o_r < R)
-        b_d = b_probs * (b_dscores - b_sum[None, :]) * b_weight[None, :]
-        b_d = b_d.to(q.dtype.element_ty)
-        b_dlast = tl.zeros([D, READS], tl.float32)
-        for r in tl.range(0, R, num_stages=4):  # short, so it looks further ahead
-            b_keys = load_keys(k, pick(b_index, r), first, 0, i_h, BN, D)
-            b_new = tl.dot(tl.trans(b_keys), b_d, input_precision=PRECISION)
-            b_dlast += tl.where(o_r[None, :] == r, b_new, 0.0)
-        b_row = (tl.sum(b_dlast, 1) * scale).to(dq.dtype.element_ty)
-        tl.store(dq + ((M - 1) * H + i_h) * D + tl.arange(0, D), b_row)
 
 
 def backward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
@@ -141,7 +115,10 @@ def backward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
 
 
 def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]:
-    """Return dq, and stats (B, N, R, H, M, 4) float32 for each chunk read, see `store_stats`."""
+    """Return dq, and stats (B, N, R, H, M, 4) float32 for each chunk read, see `store_stats`.
+
+    Both lack the query that is left over, if `backward_tiles` leaves one.
+    """
     q, k, v, indices, weights, lse = saved
     (B, N, M, H, D), (_, S, L, *_), R = q.shape, k.shape, indices.shape[2]
     dq, stats = torch.empty_like(q), lse.new_empty(*lse.shape, 4)

@@ -12,8 +12,9 @@ from torch import Tensor
 from mezzo_drt.ops.grouped_cross_attention.form import Form
 from mezzo_drt.ops.grouped_cross_attention.readers import Readers
 from mezzo_drt.ops.grouped_cross_attention.saved import Saved
-from mezzo_drt.ops.grouped_cross_attention.triton.backward import load_stats
+from mezzo_drt.ops.grouped_cross_attention.triton.backward import backward_tiles, load_stats
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
+    LOG2_E,
     Tiles,
     chunked,
     key_tile,
@@ -22,18 +23,83 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
 )
 
 
+@triton.jit
+def add_queries(
+    b_dk, b_dv, b_k, b_v, do, q, stats, p_order, count, i_h, scale2,
+    QUERIES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dk and dv what the first QUERIES queries of `count` readers give.
+
+    They are one row of queries, of which BM come at a time.
+    """
+    o_d = tl.arange(0, D)
+    for t in range(0, count * QUERIES, BM):
+        o_t = t + tl.arange(0, BM)
+        m_t = o_t < count * QUERIES
+        read = tl.load(p_order + o_t // QUERIES, mask=m_t, other=0)
+        row = (read // R).to(tl.int64) * M + o_t % QUERIES
+        o_q = (row[:, None] * H + i_h) * D + o_d[None, :]
+        o_l = (read.to(tl.int64) * H + i_h) * M + o_t % QUERIES
+        b_q = tl.load(q + o_q, mask=m_t[:, None], other=0.0)
+        b_do = tl.load(do + o_q, mask=m_t[:, None], other=0.0)
+        # Places after the last query have q = 0 and lse = 0, so p = 1, times w = 0.
+        b_lse, b_delta, b_w = load_stats(stats, o_l, m_t)
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+        b_p = tl.exp2(b_s * scale2 - b_lse[None, :]) * b_w[None, :]
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
+        b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
+def add_last_queries(
+    b_dk, b_dv, b_k, b_v, do, q, weights, lse, stats, dlast, p_order, count, i_h, scale, scale2,
+    M: tl.constexpr, R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the last query of each reader gives; store its delta, and its dq from this chunk.
+
+    As the program has all keys of the chunk, delta is a sum over the rows of its tile.
+    """
+    o_d = tl.arange(0, D)
+    for t in tl.range(0, count, BM, num_stages=2):
+        o_t = t + tl.arange(0, BM)
+        m_t = o_t < count
+        read = tl.load(p_order + o_t, mask=m_t, other=0)
+        row = (read // R).to(tl.int64) * M + M - 1
+        o_q = (row[:, None] * H + i_h) * D + o_d[None, :]
+        o_r = read.to(tl.int64) * H + i_h
+        b_q = tl.load(q + o_q, mask=m_t[:, None], other=0.0)
+        b_do = tl.load(do + o_q, mask=m_t[:, None], other=0.0)
+        b_lse = tl.load(lse + o_r * M + M - 1, mask=m_t, other=0.0) * LOG2_E
+        b_w = tl.load(weights + read, mask=m_t, other=0.0)
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+        b_p = tl.exp2(b_s * scale2 - b_lse[None, :])
+        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        b_delta = tl.sum(b_p * b_dp, 0)  # keys after the chunk's last have v = 0, so dp = 0
+        tl.store(stats + (o_r * M + M - 1) * 4 + 1, b_delta, mask=m_t)
+        b_p *= b_w[None, :]
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
+        b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+        b_dq = tl.dot(tl.trans(b_k), b_ds, input_precision=PRECISION)
+        tl.store(dlast + (o_r * D)[None, :] + o_d[:, None], b_dq * scale, mask=m_t[None, :])
+    return b_dk, b_dv
+
+
 @triton.jit(do_not_specialize=["items", "chunks", "tiles", "size"])
 def chunks_bwd_kernel(
-    do, q, k, v, stats, order, offsets, parts, part_chunks, sums, dk, dv,
+    do, q, k, v, weights, lse, stats, order, offsets, parts, part_chunks, sums, dlast, dk, dv,
     items, chunks, tiles, size, scale, scale2,
-    LAST: tl.constexpr, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    LAST: tl.constexpr, ONE_MORE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum dk and dv of BN keys of one head over a part of the chunk's readers.
 
     An early part stores its sums; the last one adds those of the early parts, and stores dk and dv.
-    The queries of all readers are one row of queries, of which BM come at a time: so no tile is
-    filled up where M is one more than BM.
     """
     i_h, i_p, i_n = place(items, tiles)
     i_c = i_p if LAST else tl.load(part_chunks + i_p)
@@ -42,34 +108,25 @@ def chunks_bwd_kernel(
         if LAST:
             late = tl.load(parts + i_c + 1)
             begin += (late - early) * size
-            count = (tl.load(offsets + i_c + 1) - begin).to(tl.int32) * M
+            count = (tl.load(offsets + i_c + 1) - begin).to(tl.int32)
         else:
             begin += (i_p - early) * size
-            count = size * M
+            count = size
         b_k = load_keys(k, i_c, 0, i_n * BN, i_h, BN, D)
         b_v = load_keys(v, i_c, 0, i_n * BN, i_h, BN, D)
         b_dk, b_dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
-        o_d = tl.arange(0, D)
-        for t in range(0, count, BM):
-            o_t = t + tl.arange(0, BM)
-            m_t = o_t < count
-            read = tl.load(order + begin + o_t // M, mask=m_t, other=0)
-            row = (read // R).to(tl.int64) * M + o_t % M
-            o_q = (row[:, None] * H + i_h) * D + o_d[None, :]
-            o_l = (read.to(tl.int64) * H + i_h) * M + o_t % M
-            b_q = tl.load(q + o_q, mask=m_t[:, None], other=0.0)
-            b_do = tl.load(do + o_q, mask=m_t[:, None], other=0.0)
-            # Places after the last query have q = 0 and lse = 0, so p = 1, times w = 0.
-            b_lse, b_delta, b_w = load_stats(stats, o_l, m_t)
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_p = tl.exp2(b_s * scale2 - b_lse[None, :]) * b_w[None, :]
-            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
-            b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+        b_dk, b_dv = add_queries(
+            b_dk, b_dv, b_k, b_v, do, q, stats, order + begin, count, i_h, scale2,
+            M - 1 if ONE_MORE else M, M, R, H, D, BM, PRECISION,
+        )  # fmt: skip
+        if ONE_MORE:  # 16, the least that a product takes: most chunks have fewer readers
+            b_dk, b_dv = add_last_queries(
+                b_dk, b_dv, b_k, b_v, do, q, weights, lse, stats, dlast, order + begin, count, i_h,
+                scale, scale2, M, R, H, D, 16, PRECISION,
+            )  # fmt: skip
         o_n = i_n * BN + tl.arange(0, BN)
         m_n = (o_n < L)[:, None]
-        o_k = (o_n[:, None] * H + i_h) * D + o_d[None, :]
+        o_k = (o_n[:, None] * H + i_h) * D + tl.arange(0, D)[None, :]
         each = L * H * D
         if LAST:
             for i in range(early, late):
@@ -96,25 +153,31 @@ def chunk_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
 
 
 def chunks_bwd(
-    dout: Tensor, saved: Saved, stats: Tensor, readers: Readers, form: Form
+    dout: Tensor, saved: Saved, dq: Tensor, stats: Tensor, readers: Readers, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv; `stats` come from `queries_bwd`."""
-    q, k, v, *_ = saved
-    (_, _, M, H, D), (B, S, L, *_), R = q.shape, k.shape, stats.shape[2]
+    """Return dk and dv; complete dq and stats, which come from `queries_bwd`."""
+    q, k, v, _, weights, lse = saved
+    (B, N, M, H, D), (_, S, L, *_), R = q.shape, k.shape, stats.shape[2]
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
-    if dk.numel() == 0:
-        return dk, dv
-    sizes = chunk_tiles(M, L, D, q.dtype)
-    tiles, keys, values = ceil_div(L, sizes.BN), chunked(k, sizes.BN), chunked(v, sizes.BN)
-    sums = q.new_empty(len(readers.chunks), 2, L, H, D, dtype=torch.float32)
-    for last in (False, True):
-        items = B * S if last else len(sums)
-        if items:
-            launch(
-                chunks_bwd_kernel, (H * items * tiles,),
-                dout, q, keys, values, stats, readers.order, readers.offsets,
-                readers.parts, readers.chunks, sums, dk, dv, items, B * S, tiles, readers.size,
-                form.scale, form.scale * math.log2(math.e),
-                LAST=last, M=M, R=R, L=L, **sizes.settings(q),
-            )  # fmt: skip
+    one_more = backward_tiles(M, L, D, q.dtype).one_more
+    dlast = None
+    if one_more:  # zeros, because a read of no chunk is in no list
+        dlast = lse.new_zeros(B, N, R, H, D)
+        stats[..., -1, 1] = 0
+    if dk.numel() > 0:
+        sizes = chunk_tiles(M, L, D, q.dtype)
+        tiles, keys, values = ceil_div(L, sizes.BN), chunked(k, sizes.BN), chunked(v, sizes.BN)
+        sums = q.new_empty(len(readers.chunks), 2, L, H, D, dtype=torch.float32)
+        for last in (False, True):
+            items = B * S if last else len(sums)
+            if items:
+                launch(
+                    chunks_bwd_kernel, (H * items * tiles,),
+                    dout, q, keys, values, weights, lse, stats, readers.order, readers.offsets,
+                    readers.parts, readers.chunks, sums, dlast, dk, dv, items, B * S, tiles,
+                    readers.size, form.scale, form.scale * math.log2(math.e),
+                    LAST=last, ONE_MORE=one_more, M=M, R=R, L=L, **sizes.settings(q),
+                )  # fmt: skip
+    if dlast is not None:
+        dq[:, :, -1] = dlast.sum(2)
     return dk, dv

@@ -129,6 +129,7 @@ def attend(
     launch(
         attend_fwd_kernel, (H * B * N * tiles,),
         q, keys, values, indices, weights, out, lse, B * N, N, S, M, tiles,
-        form.scale * math.log2(math.e), SOFTMAX1=form.softmax1, L=L, **sizes.query_settings(q, R),
+        form.scale * math.log2(math.e), SOFTMAX1=form.softmax1, L=L, ONE_MORE=sizes.one_more,
+        **sizes.query_settings(q, R),
     )  # fmt: skip
     return out, lse

@@ -1,10 +1,12 @@
 """What the kernels share: the sizes of their tiles, where a chunk is, and a read's key tile.
 
 A program has BM queries of one head in one chunk, and reads chunks of at most BN keys at a time.
-With landmarks there are L + 1 queries, so one is left over when tiles have L. The program of the
-last tile takes it: a tile of its own has a column for each of the R reads, where the logits of this
-one query gather during the loop over the chunks. Their softmax is then computed once, and a second
-loop brings the values. Keys are the rows of that tile, as matrix units have many rows.
+With landmarks there are L + 1 queries, so one is left over when tiles have L. In the forward the
+program of the last tile takes it: a tile of its own has a column for each of the R reads, where the
+logits of this one query gather during the loop over the chunks. Their softmax is then computed
+once, and a second loop brings the values. Keys are the rows of that tile, as matrix units have many
+rows. In the backward the programs that have a chunk's keys take the queries of all its readers that
+are left over.
 """
 
 import math
@@ -36,7 +38,7 @@ class Tiles(NamedTuple):
     registers: int | None = None
     """Of a thread, at most: fewer let more programs run on a multiprocessor."""
     one_more: bool = False
-    """Whether whole tiles leave one query over, which the program of the last tile takes too."""
+    """Whether whole tiles leave one query over, which other programs take too."""
 
     def count(self, M: int) -> int:
         """Return the number of tiles for M queries."""
@@ -58,7 +60,7 @@ class Tiles(NamedTuple):
     def query_settings(self, x: Tensor, R: int) -> dict[str, Any]:
         """Return the constants of a launch whose programs have queries that read R chunks."""
         reads = max(16, next_power_of_2(R))  # the least that a product takes
-        return {**self.settings(x), "R": R, "READS": reads, "ONE_MORE": self.one_more}
+        return {**self.settings(x), "R": R, "READS": reads}
 
 
 def key_tile(L: int, D: int, dtype: torch.dtype) -> int:
