@@ -6,7 +6,7 @@
 
 It writes decoding.json: new tokens a second, with the time of the prompts. Calls share their CUDA
 graphs (`keep_graphs`), whose captures are not timed. All decode prompts of the validation part,
-greedily. Beside each speed stands the share of the tokens that are those of the column's first row;
+greedily; in batches of one, four of them one after another. Beside each speed stands the share of the tokens that are those of the column's first row;
 in float32 all must be. `agreement` is the share of them that are the small model's likeliest too,
 after the same text.
 """
@@ -19,6 +19,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from mezzo_core.data import DataConfig, load_tokenizer
@@ -37,7 +38,7 @@ from mezzo_gsa.recipes import Hyperparameters, tiny, train_config
 PLAIN, BATCHES, TURNS = "plain", "one batch after another", "continuous batching"
 DRAFTED = {f"assistant, {n} tokens": n for n in (4, 7, 15)}
 ROWS = (PLAIN, *DRAFTED, BATCHES, TURNS)
-BATCH = {"batch 1": 1, "batch 8": 8}
+BATCH, LEAST_PROMPTS = {"batch 1": 1, "batch 8": 8}, 4
 MANY, MANY_PROMPTS = "96 prompts in 16 rows", 96
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PASSES = 3
@@ -131,8 +132,9 @@ def time_all(
     if column == MANY:
         ways = in_turn(large, texts, options.dry_run)
     else:
-        prompts = [tokens[:128] for tokens in texts[: BATCH[column]]]
-        ways = assisted(large, small, prompts, 6 if options.dry_run else 512)
+        rows = BATCH[column]
+        prompts = [tokens[:128] for tokens in texts[: max(rows, LEAST_PROMPTS)]]
+        ways = assisted(large, small, prompts, rows, 6 if options.dry_run else 512)
     expected = next(iter(ways.values()))()
     if column != MANY:
         details = details | {"agreement": agreement(small, prompts, expected)}
@@ -149,14 +151,22 @@ def time_all(
 
 
 def assisted(
-    large: LM, small: LM, prompts: list[list[int]], count: int
+    large: LM, small: LM, prompts: list[list[int]], num_rows: int, count: int
 ) -> dict[str, Callable[[], list[list[int]]]]:
-    """Return the ways to continue prompts by `count` tokens each."""
-    plain = partial(generate, large, prompts, max_new_tokens=count)
+    """Return the ways to continue prompts by `count` tokens each, so many rows at a time."""
+    plain = partial(in_batches, large, prompts, num_rows, max_new_tokens=count)
     drafted = {
         row: partial(plain, assistant=small, num_drafted=number) for row, number in DRAFTED.items()
     }
     return {PLAIN: plain, **drafted}
+
+
+def in_batches(
+    model: LM, prompts: list[list[int]], num_rows: int, **options: Any
+) -> list[list[int]]:
+    """Continue prompts, so many at a time."""
+    parts = [prompts[i : i + num_rows] for i in range(0, len(prompts), num_rows)]
+    return [row for part in parts for row in generate(model, part, **options)]
 
 
 def in_turn(
@@ -170,12 +180,11 @@ def in_turn(
     def stop(tokens: Sequence[int]) -> bool:
         return len(tokens) >= least + sum(tokens[:3]) * 7919 % (most - least + 1)
 
-    def batches() -> list[list[int]]:
-        parts = [prompts[i : i + num_rows] for i in range(0, len(prompts), num_rows)]
-        return [row for part in parts for row in continued(part)]
-
-    continued = partial(generate, large, max_new_tokens=most, stop=stop)
-    return {BATCHES: batches, TURNS: partial(continued, prompts, num_rows=num_rows)}
+    told: dict[str, Any] = {"max_new_tokens": most, "stop": stop}
+    return {
+        BATCHES: partial(in_batches, large, prompts, num_rows, **told),
+        TURNS: partial(generate, large, prompts, num_rows=num_rows, **told),
+    }
 
 
 def share_of_same(found: list[list[int]], expected: list[list[int]]) -> float:

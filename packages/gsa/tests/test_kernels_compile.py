@@ -13,7 +13,7 @@ from mezzo_core.ops.ahead import compile_ahead
 from mezzo_core.testing.compile_only import compile_apart, compile_only, run_compiling
 from mezzo_gsa.ops.gsa import GSAState, op
 from mezzo_gsa.ops.gsa.arguments import Form, StepForm
-from mezzo_gsa.ops.gsa.step import gsa_step_, gsa_step_projected_
+from mezzo_gsa.ops.gsa.step import gsa_recurrent_projected, gsa_step_, gsa_step_projected_
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 TRAINED = {"gate_kernel", "segment_states_kernel", "slots_fwd_kernel", "slots_bwd_kernel"}
@@ -65,6 +65,14 @@ def layer(B, HQ, H, M, D, dtype, *, constant=False, norm=True, swish=True, betwe
     weight = torch.zeros(HQ * D, dtype=dtype) if norm else None
     form = StepForm(1.0, between, 8.0, swish)
     gsa_step_projected_(x, logits, weight, *empty(B, H, M, D, D), HQ, *form)
+
+
+def tokens(B, T, HQ, H, M, D, dtype):
+    """Launch a layer's steps of a few tokens."""
+    x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
+    lengths, weight = torch.zeros(B, dtype=torch.int64), torch.zeros(HQ * D, dtype=dtype)
+    form = StepForm(1.0, "softmax", 8.0, True)
+    gsa_recurrent_projected(x, lengths, None, weight, *empty(B, H, M, D, D), HQ, *form)
 
 
 def empty(B, H, M, K, V):
@@ -128,6 +136,7 @@ FORMS = {
         ),
         STEPPED,
     ),
+    "a few tokens one after another": (lambda: tokens(2, 5, 4, 4, 64, 256, bf16), NORMED),
 }
 
 
@@ -173,6 +182,9 @@ def compile_batches():
         known = len(compiled)
         for B in (65, 128, 1000):
             layer(B, 4, 4, 64, 512, bf16)
+        tokens(64, 5, 4, 4, 64, 512, bf16)
+        known = len(compiled)
+        tokens(65, 32, 4, 4, 64, 512, bf16)
         assert not compiled[known:], f"another batch compiled {compiled[known:]}"
 
 

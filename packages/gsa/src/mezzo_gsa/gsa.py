@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.heads import check_flag, copy_attention
-from mezzo_gsa.ops import Between, GSAState, chunk_gsa, chunk_gsa_projected, step_gsa_projected_
+from mezzo_gsa.ops import (
+    Between,
+    GSAState,
+    chunk_gsa,
+    chunk_gsa_projected,
+    recurrent_gsa_projected,
+    step_gsa_projected_,
+)
 from mezzo_gsa.ops.gates import gated_norm, log_gate, skip_padding
+from mezzo_gsa.ops.gsa.step import unsupported_step
 
 SPANS = (2.0, 2048.0)
 """The shortest and the longest initial memory, in tokens: the default of constant gates, and that
@@ -31,6 +39,10 @@ _OPEN = 1e4
 
 MAX_SCALE = 1e30
 """The logits of the slots must be finite in float32."""
+
+
+FEW_TOKENS = 64
+"""So many are read one after another from a state, where nothing needs a gradient."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,9 @@ class GSA(AbstractMixer):
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
         qkvg = self.in_proj(without_padding(x, lengths))
+        if state is not None and cu_seqlens is None and self._are_few(qkvg, state):
+            y, after = recurrent_gsa_projected(qkvg, state, lengths=lengths, **self._step_form())
+            return self.out_proj(y), after
         op: dict[str, Any] = {
             "scale": self.scale,
             "between": self.config.between,
@@ -176,24 +191,38 @@ class GSA(AbstractMixer):
         # If the output projection takes `decode_linear`, its kernel also computes the norm, which
         # saves a launch.
         norm_later = weight is not None and is_plain(out_proj) and takes_decode_linear(out_proj, x)
-        y = step_gsa_projected_(
-            self.in_proj(x).squeeze(1),
-            state,
-            num_heads=config.num_heads,
-            gate_logits=self.gate_logits,
-            damping=config.damping,
-            scale=self.scale,
-            norm_weight=None if norm_later else weight,
-            norm_eps=config.norm_eps,
-            swish=config.feature_map == "swish",
-            between=config.between,
-            out_dtype=accumulation_dtype(x.dtype) if norm_later else None,
-        )[:, None]
+        form = self._step_form()
+        if norm_later:
+            form |= {"norm_weight": None, "out_dtype": accumulation_dtype(x.dtype)}
+        y = step_gsa_projected_(self.in_proj(x).squeeze(1), state, **form)[:, None]
         if not norm_later:
             return out_proj(y)
         return decode_linear(
             y, out_proj.weight, out_proj.bias, norm_weight=weight, norm_eps=config.norm_eps
         )
+
+    def _are_few(self, qkvg: Tensor, state: GSAState) -> bool:
+        """Tell whether a GPU takes less time for tokens one after another than by chunks."""
+        return (
+            qkvg.is_cuda
+            and 0 < qkvg.shape[1] <= FEW_TOKENS
+            and not torch.is_grad_enabled()
+            and (self.norm is None or is_plain_norm(self.norm, self.config.norm_eps))
+            and unsupported_step(qkvg, state) is None
+        )
+
+    def _step_form(self) -> dict[str, Any]:
+        """Return what the ops of decoding take besides the projection and the state."""
+        return {
+            "num_heads": self.config.num_heads,
+            "gate_logits": self.gate_logits,
+            "damping": self.config.damping,
+            "scale": self.scale,
+            "norm_weight": None if self.norm is None else self.norm.weight,
+            "norm_eps": self.config.norm_eps,
+            "swish": self.config.feature_map == "swish",
+            "between": self.config.between,
+        }
 
     def _split(self, qkvg: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k, v (B, T, H, D) and g (B, T, H, M), the log of the gates."""

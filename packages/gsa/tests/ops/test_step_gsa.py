@@ -4,8 +4,9 @@ import pytest
 import torch
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
+from mezzo_gsa import GSAConfig
 from mezzo_gsa.ops.decoding.triton import tile
-from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa
+from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa, recurrent_gsa_projected
 from mezzo_gsa.ops.gsa.arguments import StepForm
 from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_projected_
 
@@ -187,6 +188,78 @@ def test_rows_of_a_wider_matrix_are_read_in_place(impl):
     assert torch.equal(y, run_projected(inputs, state, impl)[0])
 
 
+def draw_tokens(T, sizes, dtype, **options):
+    """Return arguments of `recurrent_gsa_projected`, as `draw_projected` those of a step."""
+    inputs = draw_projected(sizes, dtype, **options)
+    return {**inputs, "x": normal(len(inputs["x"]), T, inputs["x"].shape[1], seed=1, dtype=dtype)}
+
+
+def one_by_one(inputs, state, lengths, impl, **form):
+    """Return the outputs of a step for each token, and the state after each row's last one."""
+    x, ys, states = inputs["x"], [], [state]
+    for t in range(x.shape[1]):
+        y, after = run_projected({**inputs, "x": x[:, t]}, states[-1], impl, **form)
+        ys.append(y)
+        states.append(after)
+    rows = torch.arange(len(x), device=x.device)
+    last = (torch.stack(part)[lengths, rows] for part in zip(*states, strict=True))
+    is_real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    return torch.stack(ys, 1) * is_real[..., None], GSAState(*last)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {"norm": False}), (torch.float32, {"constant": True})],
+    ids=str,
+)
+def test_several_tokens_are_as_many_steps(impl, dtype, options):
+    sizes = (3, 4, 2, 20, 40, 72)
+    inputs, state = draw_tokens(5, sizes, dtype, **options), draw(sizes, dtype)["state"]
+    lengths = torch.tensor([5, 0, 3], device=DEVICE)
+    kept = copy(state)
+    with torch.no_grad():
+        y, after = recurrent_gsa_projected(**inputs, state=state, lengths=lengths, impl=impl)
+        whole, _ = recurrent_gsa_projected(**inputs, state=state, impl=impl)
+    truth, expected = one_by_one(inputs, state, lengths, impl)
+    assert_close("y", y, truth, rtol=LOW[dtype])
+    assert torch.equal(y[0], whole[0])
+    assert not y[1].any()
+    assert torch.equal(after.k[1], state.k[1])
+    for name in ("k", "v"):
+        assert torch.equal(getattr(state, name), getattr(kept, name))
+        assert_close(f"state.{name}", getattr(after, name), getattr(expected, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_padding_of_several_tokens_may_be_nan(impl):
+    sizes = (2, 4, 2, 20, 40, 72)
+    inputs, state = draw_tokens(4, sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    lengths = torch.tensor([4, 2], device=DEVICE)
+    inputs["x"][1, 2:] = float("nan")
+    with torch.no_grad():
+        y, after = recurrent_gsa_projected(**inputs, state=state, lengths=lengths, impl=impl)
+    assert y.isfinite().all()
+    assert all(part.isfinite().all() for part in after)
+
+
+@gpu
+@pytest.mark.parametrize("lengths", [None, [9, 16]], ids=str)
+def test_a_layer_reads_a_few_tokens_as_it_does_by_chunks(lengths, monkeypatch):
+    layer = GSAConfig(num_heads=4, num_slots=16).build(128).to(DEVICE)
+    x = normal(2, 16, 128, seed=1)
+    lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
+    with torch.no_grad():
+        _, state = layer(normal(2, 40, 128, seed=2), layer.init_state(2))
+        y, after = layer(x, state, lengths=lengths)
+        monkeypatch.setattr("mezzo_gsa.gsa.FEW_TOKENS", 0)
+        expected, last = layer(x, state, lengths=lengths)
+    is_real = torch.arange(16, device=DEVICE) < (16 if lengths is None else lengths[:, None])
+    assert_close("y", y * is_real[..., None], expected * is_real[..., None], rtol=1e-4)
+    for new, old in zip(after, last, strict=True):
+        assert_close("state", new, old, rtol=1e-4)
+
+
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
     sizes = (3, 4, 2, 20, 40, 72)
     inputs, state = draw_projected(sizes, torch.float32), draw(sizes, torch.float32)["state"]
@@ -236,6 +309,15 @@ def test_registered_ops_are_sound():
             *StepForm(1.0, "softmax", 8.0, True),
         ),
     )
+    tokens = draw_tokens(3, sizes, torch.float32)
+    lengths = torch.tensor([3, 1], device=DEVICE)
+    torch.library.opcheck(
+        ops.gsa_recurrent_projected,
+        (
+            tokens["x"], lengths, tokens["gate_logits"], tokens["norm_weight"],
+            *inputs["state"], 4, *StepForm(1.0, "softmax", 8.0, True),
+        ),
+    )  # fmt: skip
 
 
 @pytest.mark.any_shapes
@@ -286,6 +368,9 @@ def test_what_needs_gradients_is_refused():
     projected["norm_weight"].requires_grad_()
     with pytest.raises(RuntimeError, match="step_gsa_projected_ overwrites the state"):
         step_gsa_projected_(**projected, state=inputs["state"])
+    projected["x"] = projected["x"][:, None]
+    with pytest.raises(RuntimeError, match="recurrent_gsa_projected has no gradients"):
+        recurrent_gsa_projected(**projected, state=inputs["state"])
 
 
 @pytest.mark.parametrize(
@@ -340,6 +425,24 @@ def test_a_projection_that_does_not_fit_is_named(change, error, message):
     change = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}
     with pytest.raises(error, match=message):
         step_gsa_projected_(**{**draw_projected(sizes, torch.float32), **change}, state=state)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(1, 240)}, ValueError, r"x must be \(B, T, W\) with T at least 1"),
+        ({"x": torch.zeros(1, 0, 240)}, ValueError, r"got \(1, 0, 240\)"),
+        ({"lengths": torch.tensor([4])}, ValueError, "lengths"),
+        ({"num_heads": 4}, ValueError, "recurrent_gsa_projected: x must be"),
+    ],
+)
+@pytest.mark.any_shapes
+def test_tokens_that_do_not_fit_are_named(change, error, message):
+    sizes = (1, 2, 2, 16, 32, 40)
+    state = draw(sizes, torch.float32)["state"]
+    change = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}
+    with pytest.raises(error, match=message):
+        recurrent_gsa_projected(**{**draw_tokens(3, sizes, torch.float32), **change}, state=state)
 
 
 @pytest.mark.parametrize(

@@ -22,5 +22,6 @@ from mezzo_gsa.ops.gsa import GSAState as GSAState
 from mezzo_gsa.ops.gsa import chunk_gsa as chunk_gsa
 from mezzo_gsa.ops.gsa import chunk_gsa_projected as chunk_gsa_projected
 from mezzo_gsa.ops.gsa import recurrent_gsa as recurrent_gsa
+from mezzo_gsa.ops.gsa import recurrent_gsa_projected as recurrent_gsa_projected
 from mezzo_gsa.ops.gsa import step_gsa_ as step_gsa_
 from mezzo_gsa.ops.gsa import step_gsa_projected_ as step_gsa_projected_

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_floating, check_lengths
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.named import replaced
 from mezzo_core.ops.precision import accumulation_dtype
@@ -14,22 +15,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
-from mezzo_gsa.ops.gates.elementwise import log_gate
+from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
+from mezzo_gsa.ops.gates.padding import skip_padding
 from mezzo_gsa.ops.gsa.arguments import (
     Between,
     Form,
     GSAOutput,
     GSAState,
     Keep,
+    StepForm,
     check_inputs,
     check_state,
     split_projection,
+    split_step,
     unsupported,
 )
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 from mezzo_gsa.ops.gsa.op import differentiable_gsa
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
 from mezzo_gsa.ops.gsa.request import Tensors
+from mezzo_gsa.ops.gsa.step import check_projected, gsa_recurrent_projected, unsupported_step
 
 
 def recurrent_gsa(
@@ -179,6 +184,74 @@ def chunk_gsa_projected(
         q, k, v = (F.silu(part) for part in (q, k, v))
     g = log_gate(logits, damping)
     return _by_eager(_chunked, q, k, v, g, None, scale, between, initial_state, cu_seqlens)
+
+
+def recurrent_gsa_projected(
+    x: Float[Tensor, "B T W"],
+    state: GSAState,
+    *,
+    num_heads: int,
+    damping: float,
+    gate_logits: Float[Tensor, "HM"] | None = None,
+    norm_weight: Float[Tensor, "C"] | None = None,
+    norm_eps: float = 1e-5,
+    swish: bool = True,
+    scale: float = 1.0,
+    between: Between = "softmax",
+    lengths: Int[Tensor, "B"] | None = None,
+    impl: Impl = "auto",
+) -> tuple[Float[Tensor, "B T C"], GSAState]:
+    """Process a few tokens of every row: all operations of a GSA layer between its projections.
+
+    This equals `step_gsa_projected_` for token after token, but the given state stays as it is. It
+    has no gradients. On a GPU all tokens are two or three kernels, and the memories stay on chip
+    from token to token: up to 64 tokens or so that takes less time than the form by chunks.
+
+    Args:
+        x: (B, T, W), T at least 1, the output of the layer's first projection.
+        state: K~ and V~ before the first token.
+        num_heads: see `step_gsa_projected_`, as the arguments up to `between`.
+        damping: τ.
+        gate_logits: logits that are the same for every token.
+        norm_weight: of the norm; None: no norm.
+        norm_eps: of the norm.
+        swish: whether swish is applied to q, k and v.
+        scale: multiplies q.
+        between: as in `chunk_gsa`.
+        lengths: (B,) int64, how many tokens of each row are real; None: all. What follows them
+            changes no state, and its y is zero.
+        impl: as in `step_gsa_`.
+
+    Returns:
+        y (B, T, C) in the dtype of x, and the state after the last real token of each row.
+
+    Raises:
+        RuntimeError: if a gradient would be needed.
+        TypeError, ValueError: as `step_gsa_projected_`, or if `lengths` does not fit x.
+    """
+    op, form = "recurrent_gsa_projected", StepForm(scale, between, damping, swish, norm_eps)
+    check_floating(op, "x", x)
+    if x.ndim != 3 or x.shape[1] == 0:
+        raise ValueError(f"{op}: x must be (B, T, W) with T at least 1, got {tuple(x.shape)}")
+    check_projected(op, x[:, 0], state, num_heads, gate_logits, norm_weight, form)
+    if lengths is not None:
+        check_lengths(op, lengths, x)
+    if torch.is_grad_enabled() and any(
+        part is not None and part.requires_grad for part in (x, gate_logits, norm_weight, *state)
+    ):
+        raise RuntimeError(f"{op} has no gradients; chunk_gsa_projected has")
+    if resolve_impl(op, impl, x.device, unsupported_step(x, state)) == "triton":
+        tensors = (x, lengths, gate_logits, norm_weight, *state)
+        y, *last = gsa_recurrent_projected(*tensors, num_heads, *form)
+        return y, GSAState(*last)
+    parts = split_step(x.flatten(0, 1), state, num_heads, gate_logits)
+    q, k, v, logits = (part.unflatten(0, x.shape[:2]) for part in parts)
+    if swish:
+        q, k, v = (F.silu(part) for part in (q, k, v))
+    q, k, v, g = skip_padding(lengths, q, k, v, log_gate(logits, damping))
+    out, after = recurrent_gsa(q, k, v, g, scale=scale, between=between, initial_state=state)
+    (out,) = skip_padding(lengths, out)
+    return gated_norm(out.flatten(2), norm_weight, norm_eps), after
 
 
 def _by_kernels(

@@ -1,6 +1,7 @@
-"""One decoding step of gated slot attention, in place: from q, k, v, g, or from a projection.
+"""Decoding steps of gated slot attention: one token in place, from q, k, v, g or a projection.
 
-First the public functions, then the registered ops, which kernels compute.
+First the public functions, then the registered ops, which kernels compute: those two, and several
+tokens of a projection.
 """
 
 from typing import Any
@@ -71,7 +72,7 @@ def step_gsa_(
     gates = check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, HQ, K)")
     _check_state(op, state, q, *((*gates.shape, x.shape[2]) for x in (k, v)))
     check_no_gradients(op, q, k, v, g, s, *state)
-    if resolve_impl(op, impl, q.device, _unsupported(q, state)) == "triton":
+    if resolve_impl(op, impl, q.device, unsupported_step(q, state)) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
         return gsa_step_(q, k, v, g, s, *state, scale, between)
     return _reference(q, k, v, g, s, state, scale, between)
@@ -119,18 +120,10 @@ def step_gsa_projected_(
     Raises:
         RuntimeError, TypeError, ValueError: as `step_gsa_`, naming the argument.
     """
-    op = "step_gsa_projected_"
-    B, H, M, K, V = _projected_sizes(op, x, state, num_heads, gate_logits, norm_weight)
-    check_between(op, between)
-    check_number(op, "scale", scale)
-    for name, number in (("damping", damping), ("norm_eps", norm_eps)):
-        check_number(op, name, number, positive=True)
-    if out_dtype is not None and out_dtype not in FLOATING:
-        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {out_dtype!r}")
-    _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
+    op, form = "step_gsa_projected_", StepForm(scale, between, damping, swish, norm_eps, out_dtype)
+    check_projected(op, x, state, num_heads, gate_logits, norm_weight, form)
     check_no_gradients(op, x, gate_logits, norm_weight, *state)
-    if resolve_impl(op, impl, x.device, _unsupported(x, state)) == "triton":
-        form = StepForm(scale, between, damping, swish, norm_eps, out_dtype)
+    if resolve_impl(op, impl, x.device, unsupported_step(x, state)) == "triton":
         return gsa_step_projected_(x, gate_logits, norm_weight, *state, num_heads, *form)
     q, k, v, logits = split_step(x, state, num_heads, gate_logits)
     if swish:
@@ -161,6 +154,26 @@ def _reference(
     for old, new in zip(state, after, strict=True):
         old.copy_(new)
     return out.to(q.dtype)
+
+
+def check_projected(
+    op: str,
+    x: Tensor,
+    state: GSAState,
+    num_heads: int,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    form: StepForm,
+) -> None:
+    """Check the arguments of steps from a projection, with x (B, W) of one token."""
+    B, H, M, K, V = _projected_sizes(op, x, state, num_heads, gate_logits, norm_weight)
+    check_between(op, form.between)
+    check_number(op, "scale", form.scale)
+    check_number(op, "damping", form.damping, positive=True)
+    check_number(op, "norm_eps", form.norm_eps, positive=True)
+    if form.out_dtype is not None and form.out_dtype not in FLOATING:
+        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {form.out_dtype!r}")
+    _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
 
 
 def _projected_sizes(
@@ -215,7 +228,7 @@ def _check_state(
     check_memory(op, "state.v", state.v, shape_v, x)
 
 
-def _unsupported(x: Tensor, state: GSAState) -> str | None:
+def unsupported_step(x: Tensor, state: GSAState) -> str | None:
     """Return why the kernels do not support this call, or None if they do."""
     if not all(part.is_contiguous() for part in state):
         return "a state that is not contiguous"
@@ -271,7 +284,7 @@ def _step_projected(
 
     state = GSAState(slots_k, slots_v)
     parts = split_step(x, state, num_heads, gate_logits)
-    return step.run_layer_step(parts, norm_weight, state, StepForm(*form))
+    return step.run_layer_steps(parts, norm_weight, state, state, None, StepForm(*form))
 
 
 def _step_projected_fake(
@@ -294,3 +307,48 @@ gsa_step_projected_ = torch.library.custom_op(
     f"{SLOTS}, int num_heads, {schema_of(StepForm)}) -> Tensor",
 )
 gsa_step_projected_.register_fake(_step_projected_fake)
+
+
+def _recurrent_projected(
+    x: Tensor,
+    lengths: Tensor | None,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    num_heads: int,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Process a few tokens by kernels; return y (B, T, C) and the state after them."""
+    from mezzo_gsa.ops.gsa.triton import step
+
+    state = GSAState(slots_k, slots_v)
+    after = GSAState(*(torch.empty_like(part) for part in state))
+    parts = split_step(x.flatten(0, 1), state, num_heads, gate_logits)
+    y = step.run_layer_steps(parts, norm_weight, state, after, lengths, StepForm(*form))
+    return y.unflatten(0, x.shape[:2]), *after
+
+
+def _recurrent_projected_fake(
+    x: Tensor,
+    lengths: Tensor | None,
+    gate_logits: Tensor | None,
+    norm_weight: Tensor | None,
+    slots_k: Tensor,
+    slots_v: Tensor,
+    num_heads: int,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = x.new_empty(*x.shape[:2], num_heads * slots_v.shape[3])
+    return y, torch.empty_like(slots_k), torch.empty_like(slots_v)
+
+
+gsa_recurrent_projected = torch.library.custom_op(
+    "mezzo_gsa::gsa_recurrent_projected",
+    _recurrent_projected,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? lengths, Tensor? gate_logits, Tensor? norm_weight, "
+    f"Tensor slots_k, Tensor slots_v, int num_heads, {schema_of(StepForm)})"
+    " -> (Tensor, Tensor, Tensor)",
+)
+gsa_recurrent_projected.register_fake(_recurrent_projected_fake)

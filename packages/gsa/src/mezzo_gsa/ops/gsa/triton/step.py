@@ -1,9 +1,11 @@
-"""One decoding step of GSA on a GPU: two kernels that pass once over the state, and a norm.
+"""Decoding steps of GSA on a GPU: two kernels that pass once over the state, and a norm.
 
 The state is nearly all of the memory traffic, and that of one row is small: 0.5 MB for each of K~
 and V~ in the 1.3B model. So each head's memory is cut into tiles along its channels, narrow enough
 to keep a large GPU busy. There are two kernels because the softmax over slots needs all tiles of
 K~; the second kernel updates V~. Gates and swish are computed while their inputs are loaded.
+
+Several tokens are as many steps, between which the state stays on chip.
 """
 
 import torch
@@ -33,13 +35,14 @@ def _gates(g, s, o_g, o_s, m, inverse_damping, LOGITS: tl.constexpr):
     return b_keep, b_write
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def step_keys_kernel(
-    q, k, g, s, slots, parts, stride_q, stride_k, stride_g, stride_s, inverse_damping,
+    q, k, g, s, slots, after, parts, lengths, T, stride_q, stride_k, stride_g, stride_s,
+    inverse_damping,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Update a tile of one head's K~, and write its part of K~ q for each query of the head."""
+    """Update a tile of one head's K~, and write its parts of K~ q for each query of the head."""
     N: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_bh = pid % N, pid // N
@@ -47,27 +50,37 @@ def step_keys_kernel(
     o_m, o_k = tl.arange(0, BM), i_n * BK + tl.arange(0, BK)
     m_m, m_k = o_m < M, o_k < K
     m = m_m[:, None] & m_k[None, :]
-    p = slots + i_bh * (M * K) + o_m[:, None] * K + o_k[None, :]
-    b_slots = tl.load(p, mask=m, other=0.0)
-    o_g, o_s = i_b * stride_g + i_h * M + o_m, i_b * stride_s + i_h * M + o_m
-    b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
-    b_k = load_mapped(k, i_b * stride_k + i_h * K + o_k, m_k, MAP)
-    b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_k[None, :]
-    tl.store(p, b_slots, mask=m)
-    for j in range(G):
-        b_q = load_mapped(q, i_b * stride_q + (i_h * G + j) * K + o_k, m_k, MAP)
-        b_part = tl.sum(b_slots * b_q[None, :], axis=1)
-        tl.store(parts + ((i_bh * G + j) * N + i_n) * M + o_m, b_part, mask=m_m)
+    o = i_bh * (M * K) + o_m[:, None] * K + o_k[None, :]
+    b_slots = tl.load(slots + o, mask=m, other=0.0)
+    num_tokens = T
+    if lengths is not None:
+        num_tokens = tl.minimum(tl.load(lengths + i_b), T)
+    for t in range(num_tokens):
+        row = i_b * T + t
+        o_g, o_s = row * stride_g + i_h * M + o_m, row * stride_s + i_h * M + o_m
+        b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
+        b_k = load_mapped(k, row * stride_k + i_h * K + o_k, m_k, MAP)
+        b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_k[None, :]
+        for j in range(G):
+            i_q = i_h * G + j
+            b_q = load_mapped(q, row * stride_q + i_q * K + o_k, m_k, MAP)
+            b_part = tl.sum(b_slots * b_q[None, :], axis=1)
+            tl.store(parts + ((row * (H * G) + i_q) * N + i_n) * M + o_m, b_part, mask=m_m)
+    tl.store(after + o, b_slots, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def step_values_kernel(
-    v, g, s, slots, parts, out, stride_v, stride_g, stride_s, inverse_damping, scale,
+    v, g, s, slots, after, parts, out, lengths, T, stride_v, stride_g, stride_s, inverse_damping,
+    scale,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     NK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     LOGITS: tl.constexpr, MAP: tl.constexpr, BETWEEN: tl.constexpr, SWISH_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Update a tile of one head's V~, and read it with the slot weights of each query."""
+    """Update a tile of one head's V~, and read it with the slot weights of each query.
+
+    What padding reads is zero.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_bh = pid % NV, pid // NV
@@ -75,22 +88,33 @@ def step_values_kernel(
     o_m, o_v, o_n = tl.arange(0, BM), i_n * BV + tl.arange(0, BV), tl.arange(0, BN)
     m_m, m_v = o_m < M, o_v < V
     m = m_m[:, None] & m_v[None, :]
-    p = slots + i_bh * (M * V) + o_m[:, None] * V + o_v[None, :]
-    b_slots = tl.load(p, mask=m, other=0.0)
-    o_g, o_s = i_b * stride_g + i_h * M + o_m, i_b * stride_s + i_h * M + o_m
-    b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
-    b_v = load_mapped(v, i_b * stride_v + i_h * V + o_v, m_v, MAP)
-    b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_v[None, :]
-    tl.store(p, b_slots, mask=m)
-    for j in range(G):
-        p_parts = parts + ((i_bh * G + j) * NK + o_n[:, None]) * M + o_m[None, :]
-        b_parts = tl.load(p_parts, mask=(o_n < NK)[:, None] & m_m[None, :], other=0.0)
-        b_p = weights_of((tl.sum(b_parts, axis=0) * scale)[None, :], m_m, BETWEEN)
-        b_o = tl.sum(b_slots * tl.trans(b_p), axis=0)
-        if SWISH_OUT:
-            b_o = swish(b_o)
-        p_out = out + (i_bh * G + j) * V + o_v
-        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_v)
+    o = i_bh * (M * V) + o_m[:, None] * V + o_v[None, :]
+    b_slots = tl.load(slots + o, mask=m, other=0.0)
+    num_tokens = T
+    if lengths is not None:
+        num_tokens = tl.minimum(tl.load(lengths + i_b), T)
+    for t in range(num_tokens):
+        row = i_b * T + t
+        o_g, o_s = row * stride_g + i_h * M + o_m, row * stride_s + i_h * M + o_m
+        b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
+        b_v = load_mapped(v, row * stride_v + i_h * V + o_v, m_v, MAP)
+        b_slots = b_keep[:, None] * b_slots + b_write[:, None] * b_v[None, :]
+        for j in range(G):
+            i_q = row * (H * G) + i_h * G + j
+            p_parts = parts + (i_q * NK + o_n[:, None]) * M + o_m[None, :]
+            b_parts = tl.load(p_parts, mask=(o_n < NK)[:, None] & m_m[None, :], other=0.0)
+            b_p = weights_of((tl.sum(b_parts, axis=0) * scale)[None, :], m_m, BETWEEN)
+            b_o = tl.sum(b_slots * tl.trans(b_p), axis=0)
+            if SWISH_OUT:
+                b_o = swish(b_o)
+            tl.store(out + i_q * V + o_v, b_o.to(out.dtype.element_ty), mask=m_v)
+    tl.store(after + o, b_slots, mask=m)
+    if lengths is not None:
+        b_zero = tl.zeros([BV], out.dtype.element_ty)
+        for t in range(num_tokens, T):
+            for j in range(G):
+                i_q = (i_b * T + t) * (H * G) + i_h * G + j
+                tl.store(out + i_q * V + o_v, b_zero, mask=m_v)
 
 
 def run_step(
@@ -104,29 +128,36 @@ def run_step(
 ) -> Tensor:
     """Process one token and update the state; arguments and result as in `step_gsa_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    _launch(q, k, v, g, s, state, out, form, swish_out=False)
+    _launch(q, k, v, g, s, state, state, None, out, form, swish_out=False)
     return out
 
 
-def run_layer_step(
-    parts: Parts, norm_weight: Tensor | None, state: GSAState, form: StepForm
+def run_layer_steps(
+    parts: Parts,
+    norm_weight: Tensor | None,
+    state: GSAState,
+    after: GSAState,
+    lengths: Tensor | None,
+    form: StepForm,
 ) -> Tensor:
-    """Process one token from the parts of a projection, as `step_gsa_projected_` does.
+    """Process the tokens of a projection, T of each row, as `recurrent_gsa_projected` does.
 
     Args:
-        parts: q (B, HQ, K), k (B, H, K), v (B, H, V) and the gates' logits (B, H, M).
+        parts: q (B·T, HQ, K), k (B·T, H, K), v (B·T, H, V) and the gates' logits (B·T, H, M).
         norm_weight: (HQ·V,), or None.
-        state: overwritten.
+        state: before the first token, of B rows.
+        after: is written; may be `state`.
+        lengths: (B,), how many tokens of each row are real; None: all.
         form: the layer's options.
 
     Returns:
-        y (B, HQ·V).
+        y (B·T, HQ·V).
     """
     q, k, v, logits = parts
-    B, C = q.shape[0], q.shape[1] * v.shape[2]
-    y = torch.empty((B, C), dtype=form.out_dtype or q.dtype, device=q.device)
+    C = q.shape[1] * v.shape[2]
+    y = torch.empty((len(q), C), dtype=form.out_dtype or q.dtype, device=q.device)
     out = y if norm_weight is None else torch.empty_like(y, dtype=torch.float32)
-    _launch(q, k, v, logits, None, state, out, form, swish_out=True)
+    _launch(q, k, v, logits, None, state, after, lengths, out, form, swish_out=True)
     if norm_weight is not None:
         norm_heads(out, norm_weight, None, y, form.norm_eps)
     return y
@@ -139,20 +170,23 @@ def _launch(
     g: Tensor | None,
     s: Tensor | None,
     state: GSAState,
+    after: GSAState,
+    lengths: Tensor | None,
     out: Tensor,
     form: StepForm,
     *,
     swish_out: bool,
 ) -> None:
-    """Update the state by both kernels and write out, (B, HQ, V) or the same flattened."""
+    """Write the state after the tokens by both kernels, and out, (B·T, HQ, V) or flattened."""
     B, H, M, K = state.k.shape
+    T = len(q) // max(1, B)
     G, V = q.shape[1] // H, state.v.shape[3]
     BK, BV = tile(B * H, K), tile(B * H, V)
     NK = ceil_div(K, BK)
     inputs = [rows(x) for x in (q, k, v, g, s)]
     strides = [0 if x is None else x.stride(0) for x in inputs]
     (x_q, x_k, x_v, x_g, x_s), (stride_q, stride_k, stride_v, *stride_gs) = inputs, strides
-    parts = torch.empty((B, H, G, NK, M), dtype=torch.float32, device=q.device)
+    parts = torch.empty((B, T, H, G, NK, M), dtype=torch.float32, device=q.device)
     inverse_damping = 1.0 if form.damping is None else 1 / form.damping
     sizes = {
         "H": H, "G": G, "M": M, "BM": next_power_of_2(M), "num_warps": 4,
@@ -161,12 +195,14 @@ def _launch(
     with torch.cuda.device_of(q):
         launch(
             step_keys_kernel, (B * H * NK,),
-            x_q, x_k, x_g, x_s, state.k, parts, stride_q, stride_k, *stride_gs, inverse_damping,
+            x_q, x_k, x_g, x_s, state.k, after.k, parts, lengths, T,
+            stride_q, stride_k, *stride_gs, inverse_damping,
             K=K, BK=BK, **sizes,
         )  # fmt: skip
         launch(
             step_values_kernel, (B * H * ceil_div(V, BV),),
-            x_v, x_g, x_s, state.v, parts, out, stride_v, *stride_gs, inverse_damping, form.scale,
+            x_v, x_g, x_s, state.v, after.v, parts, out, lengths, T,
+            stride_v, *stride_gs, inverse_damping, form.scale,
             V=V, NK=NK, BN=next_power_of_2(NK), BV=BV, BETWEEN=form.between,
             SWISH_OUT=swish_out, **sizes,
         )  # fmt: skip
