@@ -6,9 +6,9 @@
 
 It writes decoding.json: new tokens a second, with the time of the prompts. Calls share their CUDA
 graphs (`keep_graphs`), whose captures are not timed. All decode prompts of the validation part,
-greedily; in batches of one, four of them one after another. Beside each speed stands the share of the tokens that are those of the column's first row;
-in float32 all must be. `agreement` is the share of them that are the small model's likeliest too,
-after the same text.
+greedily; in batches of one, four of them one after another. Beside each speed stands the share of
+the tokens that are those of the column's first row; in float32 all must be. `agreement` is the
+share of them that are the small model's likeliest too, after the same text.
 """
 
 import sys
