@@ -151,10 +151,12 @@ class GSA(AbstractMixer):
     ) -> tuple[Tensor, GSAState | None]:
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
-        qkvg = self.in_proj(without_padding(x, lengths))
-        if state is not None and cu_seqlens is None and self._are_few(qkvg, state):
-            y, after = recurrent_gsa_projected(qkvg, state, lengths=lengths, **self._step_form())
+        if state is not None and cu_seqlens is None and self._are_few(x, state):
+            y, after = recurrent_gsa_projected(
+                self.in_proj(x), state, lengths=lengths, **self._step_form()
+            )
             return self.out_proj(y), after
+        qkvg = self.in_proj(without_padding(x, lengths))
         op: dict[str, Any] = {
             "scale": self.scale,
             "between": self.config.between,
@@ -201,14 +203,15 @@ class GSA(AbstractMixer):
             y, out_proj.weight, out_proj.bias, norm_weight=weight, norm_eps=config.norm_eps
         )
 
-    def _are_few(self, qkvg: Tensor, state: GSAState) -> bool:
+    def _are_few(self, x: Tensor, state: GSAState) -> bool:
         """Tell whether a GPU takes less time for tokens one after another than by chunks."""
         return (
-            qkvg.is_cuda
-            and 0 < qkvg.shape[1] <= FEW_TOKENS
+            x.is_cuda
+            and 0 < x.shape[1] <= FEW_TOKENS
             and not torch.is_grad_enabled()
             and (self.norm is None or is_plain_norm(self.norm, self.config.norm_eps))
-            and unsupported_step(qkvg, state) is None
+            and all(part.dtype == torch.float32 for part in state)
+            and unsupported_step(x, state) is None
         )
 
     def _step_form(self) -> dict[str, Any]:

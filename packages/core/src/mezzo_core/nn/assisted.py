@@ -244,8 +244,7 @@ class _Target:
     def _go_on(self, after: Any) -> None:
         """Go on from the state after all tokens but the newest."""
         if self.is_fixed:
-            for old, new in zip(tree_leaves(self.state), tree_leaves(after), strict=True):
-                old.copy_(new)
+            torch._foreach_copy_(tree_leaves(self.state), tree_leaves(after))
         else:
             self.state = after
         self.tokens[:, 0] = self.newest

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
@@ -94,10 +95,11 @@ class AbstractMixerBlock(AbstractBlock):
     def without_padding(self, x: Tensor, state: Any, lengths: Tensor | None) -> Tensor:
         """Return x with zeros as padding, because a NaN there would reach the norms' gradients.
 
-        The norm comes before the mixer's checks, so x is checked here.
+        Without gradients nothing is to be done: a mixer takes no padding into its state. The norm
+        comes before the mixer's checks, so x is checked here.
         """
         self.check_input(x, None if lengths is None else state, None, lengths)
-        return without_padding(x, lengths)
+        return without_padding(x, lengths) if torch.is_grad_enabled() else x
 
 
 class Block(AbstractMixerBlock):

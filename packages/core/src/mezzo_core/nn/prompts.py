@@ -100,8 +100,7 @@ class SegmentGraph:
         return logits
 
     def _put(self, state: Any) -> None:
-        for old, new in zip(tree_leaves(self.state), tree_leaves(state), strict=True):
-            old.copy_(new)
+        torch._foreach_copy_(tree_leaves(self.state), tree_leaves(state))
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
