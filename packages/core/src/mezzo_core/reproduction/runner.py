@@ -5,7 +5,7 @@ What a result has is not measured again, so a run that was killed goes on where 
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ SPEEDS = ("tokens_per_second", "seconds_to_first_step")
 Work = Callable[[tuple[Cell, ...], Path, torch.device], Iterable[Sequence[Entry]]]
 """Measures cells, with a scratch folder, on a device; yields what came of each measurement."""
 _place: tuple[Path, torch.device]
+_found: Any
 """Of this process, if it is one of several."""
 
 
@@ -107,41 +108,44 @@ def _run_side_by_side(
     result: Result, jobs: Sequence[Job], folder: Path, device: torch.device, processes: int
 ) -> None:
     context, processes = multiprocessing.get_context("spawn"), min(processes, len(jobs))
-    places = context.Queue()
+    places, found = context.Queue(), context.SimpleQueue()  # whose `put` ends when it is there
     for i in range(processes):
         chosen = device
         if device.type == "cuda":
             chosen = torch.device("cuda", i % torch.cuda.device_count())
         places.put((folder / f"job_{i}", chosen))
     threads, errors = max(1, torch.get_num_threads() // processes), []
-    with ProcessPoolExecutor(processes, context, _begin, (places, threads)) as pool:
+    with ProcessPoolExecutor(processes, context, _begin, (places, found, threads)) as pool:
         running = {pool.submit(_measure_all, job): job for job in jobs}
         try:
-            for done in as_completed(running):
-                if error := done.exception():
-                    errors.append(error)
-                    cell = ", ".join(str(part) for part in running[done].cells[0] if part != "")
-                    say(f"{cell}: failed, the others go on: {error!r}")
-                else:
-                    for entries in done.result():
-                        result.add(*map(_without_speed, entries))
+            while running:
+                ended, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+                while not found.empty():
+                    result.add(*map(_without_speed, found.get()))
+                for each in ended:
+                    job = running.pop(each)
+                    if error := each.exception():
+                        errors.append(error)
+                        cell = ", ".join(str(part) for part in job.cells[0] if part != "")
+                        say(f"{cell}: failed, the others go on: {error!r}")
         finally:
             pool.shutdown(cancel_futures=True)
     if errors:
         raise errors[0]
 
 
-def _begin(places: Any, threads: int) -> None:
+def _begin(places: Any, found: Any, threads: int) -> None:
     """Take a place and some threads for this process."""
-    global _place
-    _place = places.get()
+    global _place, _found
+    _place, _found = places.get(), found
     torch.set_num_threads(threads)
     if _place[1].type == "cuda":
         torch.cuda.set_device(_place[1])
 
 
-def _measure_all(job: Job) -> list[Sequence[Entry]]:
-    return list(job.measure(*_place))
+def _measure_all(job: Job) -> None:
+    for entries in job.measure(*_place):
+        _found.put(entries)
 
 
 def _without_speed(entry: Entry) -> Entry:
