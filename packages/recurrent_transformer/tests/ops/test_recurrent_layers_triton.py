@@ -226,23 +226,47 @@ class OnAGPU(torch.Tensor):
     is_cuda = True
 
 
-def test_each_impl_has_graphs_of_its_own(monkeypatch):
+@pytest.fixture
+def replaying(monkeypatch):
+    """Let a CPU capture and replay."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (Replayed(call), None))
     monkeypatch.setattr(workspace, "_kept", graphs.Latest())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+
+
+def run_a_tile(impl, ran):
+    """Run a tile of two layers on what says that it is a GPU; its steps append their parts."""
     inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
     weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
     matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
     form = Form(2, 1.0, "rms", 1e-5, True, 1)
-    x = inputs["x"].as_subclass(OnAGPU)
+    call = Call(matrices, slopes, None, form, parts_of(impl))
+    work = workspace_for(ForwardBuffers, inputs["x"].as_subclass(OnAGPU), 16, call)
+    work.run(lambda its: ran.append(its.parts), Tile(0, 0, 2))
+
+
+def test_each_impl_has_graphs_of_its_own(replaying):
     ran = []
     for impl in ("eager", "triton", "eager", "triton"):
-        call = Call(matrices, slopes, None, form, parts_of(impl))
-        work = workspace_for(ForwardBuffers, x, 16, call)
-        work.run(lambda its: ran.append(its.parts), Tile(0, 0, 2))
+        run_a_tile(impl, ran)
     assert ran == [parts_of(impl) for impl in ("eager", "triton", "eager", "triton")]
+    assert len(workspace._kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("allow_tf32", True), ("allow_bf16_reduced_precision_reduction", False)],
+)
+def test_each_precision_of_products_has_graphs_of_its_own(flag, value, replaying):
+    run_a_tile("triton", [])
+    usual = getattr(torch.backends.cuda.matmul, flag)
+    setattr(torch.backends.cuda.matmul, flag, value)
+    try:
+        run_a_tile("triton", [])
+    finally:
+        setattr(torch.backends.cuda.matmul, flag, usual)
     assert len(workspace._kept) == 2
 
 

@@ -46,6 +46,18 @@ def capture(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGr
     return graph, result
 
 
+def precision() -> tuple[Any, ...]:
+    """Return how torch's products compute: a graph goes on as it was when it was captured."""
+    products = torch.backends.cuda.matmul
+    has_name = hasattr(products, "fp32_precision")  # since torch 2.9
+    return (
+        products.fp32_precision if has_name else products.allow_tf32,
+        products.allow_fp16_accumulation,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+    )
+
+
 class Graphs:
     """CUDA graphs of one kind of work on the same memory, by key."""
 
@@ -90,7 +102,8 @@ def run(
     Args:
         call: launches work that depends on nothing but `key` and the arguments' contents.
         arguments: tensors on one device, or None.
-        key: what distinguishes calls, besides the arguments' shapes, dtypes, device and stream.
+        key: what distinguishes calls, besides the arguments' shapes, dtypes, device and stream, and
+            `precision`.
         size: bytes of all layers' outputs.
     """
     x = next(t for t in arguments if t is not None)
@@ -98,7 +111,7 @@ def run(
         return call(*arguments)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     shapes = tuple(None if t is None else (t.shape, t.dtype) for t in arguments)
-    key = (key, shapes, x.device, stream)
+    key = (key, shapes, x.device, stream, precision())
     if key not in _captured:
         _counts[key] = _counts.take(key, lambda: 0) + 1
         if _counts[key] < REPEATED:

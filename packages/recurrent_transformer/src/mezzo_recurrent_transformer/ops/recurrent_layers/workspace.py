@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, Past
-from mezzo_recurrent_transformer.ops.recurrent_layers.graphs import Graphs, Latest
+from mezzo_recurrent_transformer.ops.recurrent_layers.graphs import Graphs, Latest, precision
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
     Attending,
     BackwardBuffers,
@@ -87,11 +87,12 @@ def workspace_for(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspa
         return Workspace(buffers, call.weights, call.slopes, form, parts)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     shapes = tuple((w.shape, w.dtype) for w in call.weights if w is not None)
-    key = (kind, x.shape[0], x.dtype, x.device, stream, shapes, call.slopes.dtype, S, form, parts)
+    given = x.shape[0], x.dtype, x.device, call.slopes.dtype, shapes
+    key = (kind, given, stream, S, form, parts, precision())
     work: Workspace[Buffers] = _kept.take(key, lambda: new_workspace(kind, x, S, call))
-    for own, given in zip((*work.w, work.slopes), (*call.weights, call.slopes), strict=True):
-        if own is not None and given is not None:
-            own.copy_(given)
+    for own, new in zip((*work.w, work.slopes), (*call.weights, call.slopes), strict=True):
+        if own is not None and new is not None:
+            own.copy_(new)
     return work
 
 
