@@ -3,8 +3,19 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
-from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers import (
+    LayerWeights,
+    Past,
+    eager,
+    recurrent_layers,
+)
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Kept, backward
+from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import forward
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 H, D, F = 2, 4, 12
@@ -200,6 +211,34 @@ def test_only_the_inputs_and_the_outputs_of_the_layers_are_kept(name, n):
     if "cu_seqlens" in options:
         weights += options["cu_seqlens"].numel()
     assert sum(t.numel() for t in kept.values()) == activations + weights
+
+
+class Made(TorchDispatchMode):
+    """Keeps the tensors of a shape that are made, by their memory."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.memory = shape, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for t in tree_leaves(found):
+            if isinstance(t, torch.Tensor) and t.shape == self.shape:
+                self.memory.setdefault(t.untyped_storage().data_ptr(), t)
+        return found
+
+
+def test_the_backward_makes_two_tensors_of_all_layers_and_tokens():
+    n, B, T = 3, 2, 32
+    inputs, options, dz = problem((B, T, {}), n)
+    weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
+    matrices, form = Matrices.of(weights, torch.float32), Form(H, 0.7, "rms", 1e-5, True, 1)
+    call = Call(matrices, options["alibi_slopes"], None, form, eager)
+    stream = forward(inputs["x"], call).stream
+    with Made((n, B, T, C)) as made:
+        backward(dz, None, Kept(stream, None), call)
+    # Keys and values; the layers' inputs and outputs are views of the stream.
+    assert len(made.memory.keys() - {stream.untyped_storage().data_ptr()}) == 2
 
 
 @pytest.mark.parametrize("name", ["packed", "past"])

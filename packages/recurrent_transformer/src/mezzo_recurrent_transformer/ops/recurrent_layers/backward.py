@@ -76,14 +76,14 @@ def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradie
     x, z = (kept.x[:-1], kept.x[1:]) if kept.z is None else (kept.x[None], kept.z[None])
     of_all = workspace_for(BackwardBuffers, x[0], S, call)
     pairs, stored = _all_pairs(z, of_all, call.past, tiling)
-    queries = _no_queries(z, of_all)
+    queries = _room_for_queries(pairs, of_all)
     dx = torch.empty_like(dz, dtype=acc)
     sums = call.weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     for tile in reversed(list(tiling)):
         work = of_all.of_layers(tile.first, tile.end)
         t, at = work.buffers, work.buffers.attending
         inputs, keys = tiling.view(x, tile), stored.before(tile, S)
-        for own, of_layers in ((t.z, z), (at.k, pairs.k), (at.v, pairs.v), (t.raw, pairs.raw)):
+        for own, of_layers in ((t.z, z), (at.k, pairs.k), (at.v, pairs.v)):
             copy_rows(own, tiling.view(of_layers, tile))
         again = _forward_again(inputs, work, keys)
 
@@ -111,15 +111,6 @@ def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradie
     return Gradients(dx[:, :T], sums, dpast)
 
 
-class OfAllTokens(NamedTuple):
-    """The persistent pairs of all tokens of the call, (n, B, padded T, C)."""
-
-    k: Tensor
-    v: Tensor
-    raw: Tensor
-    """The keys before their norm."""
-
-
 class Again(NamedTuple):
     """What of a tile's forward only the gradients of weights and inputs need."""
 
@@ -133,23 +124,21 @@ class Again(NamedTuple):
 
 def _all_pairs(
     z: Tensor, of_all: BackwardWork, past: Past | None, tiling: Tiling
-) -> tuple[OfAllTokens, Stored]:
+) -> tuple[Pairs, Stored]:
     """Make the persistent pairs of all tokens from the outputs (n, B, padded T, C)."""
     shape, like, C, form = tuple(z.shape), of_all.w.o, z.shape[-1], of_all.form
     stored = Stored.of(past, shape, like)
-    k, v = stored[:2] if past is None else (like.new_empty(shape) for _ in range(2))
-    pairs = OfAllTokens(k, v, raw=k if form.norm == "none" else torch.empty_like(k))
+    pairs = Pairs(*(stored[:2] if past is None else (like.new_empty(shape) for _ in range(2))))
     for layer in range(len(z)):  # n1(z) of all of them would take as much memory as z
         here = slice(layer, layer + 1)
-        w, its = of_all.w.of_layers(layer, layer + 1), OfAllTokens(*(t[here] for t in pairs))
+        w, k = of_all.w.of_layers(layer, layer + 1), pairs.k[here]
         normed = _pairs_normed(z[here], w, of_all)
-        product(normed, w.kv[:, :C], its.raw)
-        product(normed, w.kv[:, C:], its.v)
-        if form.norm != "none":
-            of_all.parts.normed(its.raw, w.k_norm, form, its.k)
+        product(normed, w.kv[:, :C], k)
+        product(normed, w.kv[:, C:], pairs.v[here])
+        of_all.parts.normed(k, w.k_norm, form, k)
     if past is not None:
         for tile in tiling:
-            stored.put(tiling.view(k, tile), tiling.view(v, tile), tile, tiling)
+            stored.put(tiling.view(pairs.k, tile), tiling.view(pairs.v, tile), tile, tiling)
     return pairs, stored
 
 
@@ -159,12 +148,14 @@ def _pairs_normed(outputs: Tensor, w: Matrices, work: BackwardWork) -> Tensor:
     return normed
 
 
-def _no_queries(z: Tensor, of_all: BackwardWork) -> Later:
-    """Return room for the queries of all tokens: q, do (n, B, padded T, C), lse and delta."""
-    like, heads = of_all.w.o, (*z.shape[:3], of_all.form.num_heads)
-    q, do = (like.new_zeros(z.shape) for _ in range(2))
-    lse, delta = (like.new_zeros(heads, dtype=of_all.buffers.delta.dtype) for _ in range(2))
-    return Later(q, do, lse, delta, begin=0)
+def _room_for_queries(pairs: Pairs, of_all: BackwardWork) -> Later:
+    """Return room for the queries of all tokens: q, do (n, B, padded T, C), lse and delta.
+
+    A token's query takes the place of its pair, which no earlier token attends to.
+    """
+    shape, dtype = (*pairs.k.shape[:3], of_all.form.num_heads), of_all.buffers.delta.dtype
+    lse, delta = (pairs.k.new_empty(shape, dtype=dtype) for _ in range(2))
+    return Later(pairs.k, pairs.v, lse, delta, begin=0)
 
 
 def _later(queries: Later, tile: Tile, S: int) -> Later:
@@ -176,6 +167,7 @@ def _later(queries: Later, tile: Tile, S: int) -> Later:
 def _forward_again(inputs: Tensor, work: BackwardWork, keys: Keys) -> Again:
     """Fill the buffers with the rest of a tile's forward; its pairs are known, so nothing waits."""
     t, at, w, form = work.buffers, work.buffers.attending, work.w, work.form
+    product(_pairs_normed(t.z, w, work), w.kv[:, : at.q.shape[-1]], t.raw)
     normed, qkv = project(inputs, work)
     work.parts.attend_tile(work, keys)
     mlp_normed = torch.empty_like(at.q)

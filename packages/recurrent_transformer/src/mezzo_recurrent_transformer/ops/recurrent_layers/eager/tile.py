@@ -72,14 +72,20 @@ def pairs_bwd(work: BackwardWork, later: Later) -> None:
     begin = later.begin - S * torch.arange(m, device=at.k.device)
     least = later.begin - S * (m - 1)
     place = torch.arange(least, Tp, device=at.k.device)
-    hidden = (place < begin[:, None])[:, None, None, :, None]  # (m, 1, 1, Q, 1)
-    q, do = (heads(x[:, :, least:], H) for x in (later.q, later.do))
+    early = place < begin[:, None]  # (m, Q)
+    hidden = early[:, None, None, :, None]
+    # What is hidden may hold anything, NaN too.
+    q, do = (
+        heads(x[:, :, least:], H).masked_fill(early[:, None, :, None, None], 0)
+        for x in (later.q, later.do)
+    )
     lse, delta = (x[:, :, least:].transpose(2, 3)[..., None] for x in (later.lse, later.delta))
     distance = (place - begin[:, None] + S)[..., None] - torch.arange(S, device=at.k.device)
     logits = torch.einsum("mbqhd,msbhd->mbhqs", q, heads(at.k, H)) * (C // H) ** -0.5
     logits = logits - bias(work.slopes, distance[:, None, None])
     p = torch.exp(logits - lse).masked_fill(hidden, 0)
     ds = p * (torch.einsum("mbqhd,msbhd->mbhqs", do, heads(at.v, H)) - delta) * (C // H) ** -0.5
+    ds = ds.masked_fill(hidden, 0)
     work.buffers.dk.copy_(torch.einsum("mbhqs,mbqhd->msbhd", ds, q).flatten(3))
     work.buffers.dv.copy_(torch.einsum("mbhqs,mbqhd->msbhd", p, do).flatten(3))
 
