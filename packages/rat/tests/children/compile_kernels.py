@@ -60,8 +60,7 @@ def rat_forms(compiled):
     """Other dtypes, packed sequences of narrow heads, no gate and no bias; decoding."""
     rat(100, 64, torch.float32, has_z=False, has_bias=False)
     rat(100, 32, torch.float16, packed=True)
-    decode(64, torch.bfloat16, rope="token")
-    decode(128, torch.bfloat16)
+    decode(128, torch.bfloat16, rope="token")
     decode(32, torch.float32, rope=None)
 
 

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 @contextmanager
-def compile_only(capability: int = 90) -> Iterator[list[str]]:
+def compile_only(capability: int = 90, *, assembled: bool = False) -> Iterator[list[str]]:
     """Compile each launched Triton kernel for an NVIDIA GPU, without running it.
 
     The arguments may be tensors on a CPU; the kernels' outputs stay unwritten. TRITON_INTERPRET
@@ -24,6 +25,9 @@ def compile_only(capability: int = 90) -> Iterator[list[str]]:
 
     Args:
         capability: compute capability times ten; 90 is Hopper.
+        assembled: whether the assembler makes machine code of the PTX too, as `stack_of` needs.
+            That takes a third of the time. Before it, the compiler has refused what it cannot do:
+            types, shapes, layouts.
 
     Yields:
         A list, to which the name of the kernel is appended at each compilation.
@@ -37,19 +41,39 @@ def compile_only(capability: int = 90) -> Iterator[list[str]]:
     def compile_it(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *arguments, grid=grid, warmup=True, **options)
 
-    run, hook = jit.JITFunction.run, knobs.runtime.jit_cache_hook
-    driver.set_active(_AbsentGPU(GPUTarget("cuda", capability, 32)))
-    collecting = gc.isenabled()
+    def note(**call: Any) -> None:
+        compiled.append(call["fn"].name)
+
+    run, collecting = jit.JITFunction.run, gc.isenabled()
     gc.disable()  # else all that torch and Triton have made is searched again and again
-    jit.JITFunction.run = compile_it
-    knobs.runtime.jit_cache_hook = lambda **call: compiled.append(call["fn"].name)
+    driver.set_active(_AbsentGPU(GPUTarget("cuda", capability, 32)))
     try:
-        yield compiled
+        with (
+            mock.patch.object(jit.JITFunction, "run", compile_it),
+            mock.patch.object(knobs.runtime, "jit_cache_hook", note),
+            nullcontext() if assembled else _without_assembler(),
+        ):
+            yield compiled
     finally:
-        jit.JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
         if collecting:
             gc.enable()
         driver.set_active(None)  # Triton then looks for a real GPU when it next needs one
+
+
+@contextmanager
+def _without_assembler() -> Iterator[None]:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def apart(self: Any) -> str:
+        """Name Triton's cache: a real GPU must not get kernels without machine code."""
+        return f"{key(self)}, not assembled"
+
+    key = CUDABackend.hash
+    with (
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
+        mock.patch.object(CUDABackend, "hash", apart),
+    ):
+        yield
 
 
 @contextmanager
@@ -63,15 +87,12 @@ def keep_kernels() -> Iterator[list[Any]]:
         kernels.append(run(self, *arguments, **options))
         return kernels[-1]
 
-    jit.JITFunction.run = keep
-    try:
+    with mock.patch.object(jit.JITFunction, "run", keep):
         yield kernels
-    finally:
-        jit.JITFunction.run = run
 
 
 def stack_of(kernel: Any) -> int:
-    """Return the bytes of stack that a thread of a kernel has: registers are spilled to it."""
+    """Return the bytes of stack that a thread of an assembled kernel has, for spilled registers."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
