@@ -32,8 +32,7 @@ SWA = AttentionConfig(head_dim=8, window_size=5)
 GSA = GSAConfig(num_heads=2, num_slots=4)
 RAT = RATConfig(chunk_size=4, head_dim=8)
 MIXERS = {
-    "gsa-attention": (GSA, AttentionConfig(head_dim=8)),
-    "gsa-rat": (GSA, RAT, SWA),
+    "gsa-rat": (GSA, RATConfig(chunk_size=4, head_dim=8, rope=None), SWA),
     "gsa-family": (
         GSAConfig(num_heads=2, num_kv_heads=1, num_slots=4, gate="constant"),
         ABCConfig(num_heads=2, num_slots=4),
@@ -42,8 +41,6 @@ MIXERS = {
         RetNetConfig(num_heads=2),
         SWA,
     ),
-    "rat-swa": (RAT, SWA),
-    "nope": (RATConfig(chunk_size=4, head_dim=8, rope=None), SWA),
     "all": (
         LinearRNNConfig(),
         RATConfig(chunk_size=3, head_dim=8),

@@ -20,12 +20,11 @@ def on_meta(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_its_model_and_bears_its_name(name):
+def test_every_recipe_bears_its_name_and_comes_back_from_a_file(name):
+    """The test of the table of recipes, tests/test_commands.py, builds them all."""
     config = RECIPES[name]()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
-    layers = len(config.model.mixers) or config.model.stack.num_layers
-    assert len(on_meta(name).stack.blocks) == layers
 
 
 @pytest.mark.parametrize(

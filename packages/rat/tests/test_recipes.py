@@ -16,13 +16,11 @@ def parameters(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_its_model_and_bears_its_name(name):
+def test_every_recipe_bears_its_name_and_comes_back_from_a_file(name):
+    """The test of the table of recipes, tests/test_commands.py, builds them all."""
     config = RECIPES[name]()
-    with torch.device("meta"):
-        model = config.model.build()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its mixers"
-    assert len(model.stack.blocks) == len(config.model.mixers)
 
 
 @pytest.mark.parametrize(

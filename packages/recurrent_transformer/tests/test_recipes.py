@@ -33,7 +33,7 @@ def weights(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_its_model_and_bears_its_name(name):
+def test_every_recipe_bears_its_name_and_comes_back_from_a_file(name):
     config = RECIPES[name]()
     assert config.name == name
     assert from_json(to_json(config.model)) == config.model, "a saved model finds its layers"

@@ -97,12 +97,6 @@ def test_a_timed_model_is_built_once_and_each_pass_is_an_entry(result, tmp_path)
     assert Timing(1.0, 0.5, 2.0).peak_gb is None
 
 
-def test_jobs_side_by_side_fill_the_same_cells_without_speeds(result, tmp_path):
-    run(result, [job_of(cells(model)) for model in MODELS], tmp_path, CPU, processes=2)
-    assert values(result) == {(m, c): float(c) for m in MODELS for c in HEADER.columns}
-    assert {tuple(entry.details) for entry in result.entries} == {("parameters",)}
-
-
 def test_several_processes_have_folders_of_their_own_and_share_out_the_threads(
     result, tmp_path, monkeypatch
 ):
@@ -117,14 +111,15 @@ def test_several_processes_have_folders_of_their_own_and_share_out_the_threads(
     assert str(os.getpid()) not in {path.name for path in shared.iterdir()}
 
 
-def test_an_error_is_told_at_once_with_its_name_and_raised_after_all_other_jobs(
+def test_an_error_is_told_at_once_and_raised_after_all_other_jobs_which_tell_no_speeds(
     result, tmp_path, capfd
 ):
     jobs = [Job(cells("RNN"), fail), *(job_of(cells(model)) for model in MODELS[1:])]
     with pytest.raises(UserError, match="this one fails"):
         run(result, jobs, tmp_path, CPU, processes=2)
-    assert [e.column for e in result.entries if e.model == "RNN"] == ["8"]  # measured before it
-    assert {entry.model for entry in result.entries} == set(MODELS)
+    others = {(m, c): float(c) for m in MODELS[1:] for c in HEADER.columns}
+    assert values(result) == {("RNN", "8"): 1.0} | others  # what was measured before an error too
+    assert {tuple(e.details) for e in result.entries if e.model != "RNN"} == {("parameters",)}
     told = "RNN, 8, 0: failed, the others go on: UserError('this one fails')"
     assert told in capfd.readouterr().out
 

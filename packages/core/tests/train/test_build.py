@@ -42,8 +42,9 @@ def test_activations_computed_again_give_the_same_gradients(config):
     torch.testing.assert_close(again, wanted, rtol=0, atol=0)
 
 
-def test_they_do_so_compiled_in_one_graph(config):
+def test_they_do_so_compiled_in_one_graph(tiny):
     torch.compiler.reset()
+    config = tiny()
     model, loss = build_model(replace(config, activation_checkpointing=True), ALONE)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(model, compiled), gradients(*build_model(config, ALONE)))

@@ -142,16 +142,6 @@ def test_compiles_to_one_graph_and_serves_a_second_length(name):
         assert_same(gradients(compiled, inputs), gradients(call, inputs), 1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.any_shapes
-def test_the_inductor_compiles_it():
-    torch._dynamo.reset()
-    inputs, options, _ = problem(CASES["past"])
-    call = layers(**options)
-    compiled = torch.compile(call, fullgraph=True)
-    assert_same(gradients(compiled, inputs), gradients(call, inputs), 1e-5)
-
-
 @cases
 def test_torch_func_gives_the_same_gradients(case):
     inputs, options, _ = problem(case)
