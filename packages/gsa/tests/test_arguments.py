@@ -14,6 +14,7 @@ from mezzo_core.testing.arguments import (
     check_module_arguments,
 )
 from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
@@ -136,6 +137,7 @@ CONFIGS = [
     GSAConfig(2, num_kv_heads=1, num_slots=4, gate="constant"),
     ABCConfig(2, num_slots=4),
     ABCConfig(2, num_slots=4, reading="code", scaled=True),
+    GatedABCConfig(2, num_slots=4),
     GLAConfig(2, num_kv_heads=1),
     HGRN2Config(4, lower_bound=0.5),
     RetNetConfig(2, num_kv_heads=1),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from mezzo_core.nn import init_weights
 from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
@@ -17,6 +18,7 @@ CONFIGS = {
     "gsa": GSAConfig(2, num_slots=4),
     "abc": ABCConfig(2, num_slots=4),
     "abc, code": ABCConfig(2, num_slots=4, reading="code", scaled=True),
+    "gated abc": GatedABCConfig(2, num_slots=4),
     "gla": GLAConfig(2),
     "hgrn2": HGRN2Config(8),
     "retnet": RetNetConfig(2),

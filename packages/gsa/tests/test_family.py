@@ -8,6 +8,7 @@ from mezzo_core.testing import assert_close
 from mezzo_core.testing.laws import LAWS, check_step
 from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_gsa.abc import ABCConfig
+from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
@@ -42,6 +43,7 @@ CONFIGS = {  # on a CPU, C channels wide
     "abc": ABCConfig(2, num_slots=5),
     "abc, code": ABCConfig(4, num_slots=3, reading="code"),
     "abc, released": ABCConfig(2, num_slots=5, reading="code", scaled=True),
+    "gated abc": GatedABCConfig(2, num_slots=5),
     "hgrn2": HGRN2Config(4),
     "hgrn2, bound 0.5": HGRN2Config(8, lower_bound=0.5),
     "hgrn2, bound 0.75": HGRN2Config(8, lower_bound=0.75),
@@ -52,7 +54,7 @@ CONFIGS = {  # on a CPU, C channels wide
     "mamba": MambaConfig(state_size=4),
     "mamba, no convolution": MambaConfig(1, state_size=3, conv_width=1, dt_rank=2),
 }
-PLAIN = ["gsa", "abc", "gla", "hgrn2", "retnet"]
+PLAIN = ["gsa", "abc", "gated abc", "gla", "hgrn2", "retnet"]
 ON_GPU = {  # 128 channels wide
     "gsa": GSAConfig(2, num_slots=32),
     "gsa, grouped, constant": GSAConfig(4, num_kv_heads=2, num_slots=20, gate="constant"),
@@ -61,6 +63,7 @@ ON_GPU = {  # 128 channels wide
     ),
     "abc": ABCConfig(2, num_slots=20),
     "abc, code": ABCConfig(2, num_slots=20, reading="code", scaled=True),
+    "gated abc": GatedABCConfig(2, num_slots=20),
     "hgrn2": HGRN2Config(64),
     "hgrn2, bound 0.75": HGRN2Config(64, lower_bound=0.75),
     **GLA,
@@ -140,7 +143,9 @@ def test_shapes_can_be_had_without_numbers(mixer):
     assert [part.shape for part in state] == [part.shape for part in mixer.init_state(2)]
 
 
-@pytest.mark.parametrize("config", [GSAConfig, GLAConfig, HGRN2Config, RetNetConfig])
+@pytest.mark.parametrize(
+    "config", [GSAConfig, GatedABCConfig, GLAConfig, HGRN2Config, RetNetConfig]
+)
 def test_a_norm_has_a_positive_eps(config):
     with pytest.raises(ValueError, match=r"norm_eps must be positive and finite, got -1\.0"):
         config(norm_eps=-1.0).build(128)
@@ -174,7 +179,7 @@ def test_autocast_steps_equal_the_whole(mixer):
     assert_close("steps", torch.cat([first, *rest], 1), whole, rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["gsa", "abc", "gla", "hgrn2, bound 0.5", "retnet"])
+@pytest.mark.parametrize("name", ["gsa", "abc", "gated abc", "gla", "hgrn2, bound 0.5", "retnet"])
 @torch.no_grad()
 def test_a_norm_with_a_hook_or_of_another_kind_is_called_in_steps_too(name):
     with_hook, replaced, x = build(CONFIGS[name]), build(CONFIGS[name]), torch.randn(2, 5, C)

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from mezzo_gsa.abc import ABC as ABC
     from mezzo_gsa.abc import ABCConfig as ABCConfig
     from mezzo_gsa.fla.accelerate import accelerate_fla as accelerate_fla
+    from mezzo_gsa.gated_abc import GatedABC as GatedABC
+    from mezzo_gsa.gated_abc import GatedABCConfig as GatedABCConfig
     from mezzo_gsa.gla import GLA as GLA
     from mezzo_gsa.gla import GLAConfig as GLAConfig
     from mezzo_gsa.gsa import GSA as GSA
@@ -27,6 +29,7 @@ else:
         {
             "abc": ("ABC", "ABCConfig"),
             "fla.accelerate": ("accelerate_fla",),
+            "gated_abc": ("GatedABC", "GatedABCConfig"),
             "gla": ("GLA", "GLAConfig"),
             "gsa": ("GSA", "GSAConfig", "head_width"),
             "hgrn2": ("HGRN2", "HGRN2Config"),

@@ -6,7 +6,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.testing import assert_close
 from mezzo_gsa import accelerate_fla
 from mezzo_gsa.fla import accelerate
-from mezzo_gsa.ops import chunk_gla, chunk_gsa
+from mezzo_gsa.ops import chunk_abc, chunk_gla, chunk_gsa
 
 fla = pytest.importorskip("fla", reason="flash-linear-attention is not installed")
 from fla import layers  # noqa: E402
@@ -21,6 +21,7 @@ LAYERS = {
     ),
     "hgrn2": lambda: layers.HGRN2Attention(hidden_size=64, expand_ratio=16, layer_idx=1),
     "retnet": lambda: layers.MultiScaleRetention(hidden_size=64, num_heads=2, layer_idx=0),
+    "abc": lambda: layers.ABCAttention(hidden_size=64, num_heads=2, num_slots=16, layer_idx=0),
 }
 
 
@@ -38,7 +39,11 @@ def layer(request):
 def counted(monkeypatch):
     """Return the calls of our ops, by name."""
     calls = []
-    for name, op in (("chunk_gsa", chunk_gsa), ("chunk_gla", chunk_gla)):
+    for name, op in {
+        "chunk_gsa": chunk_gsa,
+        "chunk_gla": chunk_gla,
+        "chunk_abc": chunk_abc,
+    }.items():
 
         def called(*args, name=name, op=op, **others):
             calls.append(name)
@@ -60,15 +65,18 @@ def decoded(layer, x):
     return torch.cat(parts, 1)
 
 
+@torch.no_grad()
 def test_outputs_and_decoding_are_those_of_its_kernels(layer, counted):
     x = torch.randn(2, 9, 64)
-    theirs = decoded(layer, x)
+    # Its ABC decodes otherwise than it reads a whole text; ours as the text is read.
+    is_abc = isinstance(layer, layers.ABCAttention)
+    theirs = layer(x)[0] if is_abc else decoded(layer, x)
     assert not counted
     with accelerate_fla():
         ours = decoded(layer, x)
         assert len(counted) == 3
     assert_close("o", ours, theirs, rtol=1e-5)
-    assert torch.equal(decoded(layer, x), theirs)
+    assert torch.equal(layer(x)[0] if is_abc else decoded(layer, x), theirs)
     assert len(counted) == 3
 
 
@@ -83,7 +91,7 @@ def test_padded_rows_are_those_of_its_kernels(layer, counted):
     assert_close("o", ours[mask.bool()], theirs[mask.bool()], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gsa", "gla", "hgrn2"])
+@pytest.mark.parametrize("name", ["gsa", "gla", "hgrn2", "abc"])
 def test_gradients_are_those_of_its_kernels(name, counted):
     """Of the layers that have a recurrent form for training: the interpreter runs no other."""
     torch.manual_seed(0)
@@ -100,6 +108,15 @@ def test_gradients_are_those_of_its_kernels(name, counted):
     assert counted
     for weight, gradient in theirs.items():
         assert_close(weight, ours[weight], gradient, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_of_its_own_abc_goes_on_with_its_own_kernel(counted):
+    layer, x, cache = LAYERS["abc"](), torch.randn(2, 9, 64), Cache()
+    layer(x[:, :7], past_key_values=cache, use_cache=True)
+    with accelerate_fla():
+        layer(x[:, 7:], past_key_values=cache, use_cache=True)
+    assert not counted
 
 
 def test_what_our_kernels_do_not_support_goes_to_its_own(counted):

@@ -9,7 +9,15 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.testing import assert_close
-from mezzo_gsa import GLAConfig, GSAConfig, HGRN2Config, HGRN2StackConfig, RetNetConfig
+from mezzo_gsa import (
+    ABCConfig,
+    GatedABCConfig,
+    GLAConfig,
+    GSAConfig,
+    HGRN2Config,
+    HGRN2StackConfig,
+    RetNetConfig,
+)
 from mezzo_gsa.fla import load_fla, to_fla
 from safetensors.torch import load_file, save_file
 
@@ -28,8 +36,18 @@ CASES = {
     "retnet": {"num_heads": 2, "intermediate_size": None},
     "retnet relu": {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "norm_eps": 1e-3},
     "retnet tied": {"num_heads": 2, "use_output_gate": False, "tie_word_embeddings": True},
+    "abc": {"num_heads": 2, "num_slots": 8},
+    "abc bounded": {"num_heads": 4, "num_slots": None, "clamp_min": -0.5, "clamp_max": 1},
+    "abc without places": {"use_rope": False, "exapnd_k": 1.0, "exapnd_v": 2, "norm_eps": 1e-3},
 }
-NAMES = {"gsa": "GSA", "gla": "GLA", "hgrn2": "HGRN2", "retnet": "RetNet", "abc": "ABC"}
+NAMES = {
+    "gsa": "GSA",
+    "gla": "GLA",
+    "hgrn2": "HGRN2",
+    "retnet": "RetNet",
+    "abc": "ABC",
+    "delta": "DeltaNet",
+}
 
 
 def published(folder, case, **changes):
@@ -71,6 +89,8 @@ def test_a_model_is_written_back_to_the_bit(case, tmp_path):
     told = model.config.to_dict()
     told["architectures"] = [type(model).__name__]
     told["intermediate_size"] = told["intermediate_size"] or 256  # as it is filled in
+    if case == "abc bounded":
+        told["num_slots"] = 8  # as it is filled in
     assert values == {name: told[name] for name in values}
     again = type(model)(type(model.config)(**values))
     again.load_state_dict(weights, strict=not values["tie_word_embeddings"])
@@ -87,7 +107,8 @@ def test_a_model_is_written_back_to_the_bit(case, tmp_path):
         ("gla", {"elementwise_affine": False}, "elementwise_affine must be True, got False"),
         ("retnet", {"attn": {"layers": [1], "num_heads": 2}}, "attn must be None, got {"),
         ("gla", {"hidden_act": "powlu"}, "hidden_act must be 'swish', got 'powlu'"),
-        ("abc", {"num_slots": 8}, "model_type must be gsa or gla or hgrn2 or retnet, got 'abc'"),
+        ("abc", {"clamp_max": None}, "clamp_max must be a number, got None"),
+        ("delta", {}, "model_type must be gsa or gla or hgrn2 or retnet or abc, got 'delta_net'"),
     ],
 )
 def test_what_our_layers_lack_is_one_line(case, changes, words, tmp_path):
@@ -139,6 +160,8 @@ SWIGLU = MLPConfig("swiglu", hidden=48)
         (LMConfig(19, 64, (GSAConfig(), RetNetConfig()), SWIGLU), "all layers must be alike"),
         (LMConfig(19, 64, (AttentionConfig(head_dim=16),), SWIGLU), "has no such Attention"),
         (LMConfig(19, 64, (GSAConfig(),)), "kind swiglu, got gelu"),
+        (LMConfig(19, 64, (ABCConfig(),), SWIGLU), "has no such ABC"),
+        (LMConfig(19, 64, (GatedABCConfig(rope_base=5.0),), SWIGLU), "rope_base = 5.0.* 10000.0"),
     ],
 )
 def test_what_the_library_lacks_is_one_line(config, words):

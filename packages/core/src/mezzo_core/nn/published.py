@@ -108,6 +108,13 @@ class Described(NamedTuple):
             raise UserError(f"{self.path}: {key} must be a positive number, got {value!r}")
         return float(value)
 
+    def number(self, key: str, default: float) -> float:
+        """Return a finite number."""
+        value = self.values.get(key, default)
+        if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
+            raise UserError(f"{self.path}: {key} must be a number, got {value!r}")
+        return float(value)
+
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self.values.get(key, default)

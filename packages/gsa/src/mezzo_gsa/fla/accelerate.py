@@ -1,7 +1,8 @@
 """Our kernels in the layers of flash-linear-attention: its models stay as they are.
 
-Its layers of GSA, GLA, HGRN2 and RetNet call functions of q, k, v and others, by names in their
-modules. `accelerate_fla` puts ours behind these names. What ours do not support goes to its own.
+Its layers of GSA, GLA, HGRN2, RetNet and ABC call functions of q, k, v and others, by names in
+their modules. `accelerate_fla` puts ours behind these names. What ours do not support goes to its
+own.
 
 Its other kernels stay. Those of activations and convolutions try up to 30 candidates each at their
 first call, and here only one: such short kernels gain little from a search that takes minutes.
@@ -17,7 +18,7 @@ import torch
 from mezzo_core.errors import UserError
 from torch import Tensor
 
-from mezzo_gsa.ops import GSAState, chunk_gla, chunk_gsa
+from mezzo_gsa.ops import ABCState, GSAState, chunk_abc, chunk_gla, chunk_gsa
 from mezzo_gsa.ops.gla.arguments import unsupported as not_in_gla
 from mezzo_gsa.ops.gsa.arguments import unsupported as not_in_gsa
 from mezzo_gsa.retnet import log_decay
@@ -27,12 +28,13 @@ RELEASE = "0.6"
 
 
 def accelerate_fla() -> ExitStack:
-    """Give the models of flash-linear-attention our kernels: GSA, GLA, HGRN2 and RetNet.
+    """Give models of flash-linear-attention our kernels: GSA, GLA, HGRN2, RetNet and ABC.
 
     Models that were built before have them too. Weights, caches and checkpoints are the library's,
-    and outputs are equal up to rounding. A call of a kind that our kernels do not support goes to
-    its own kernels. Activations and convolutions, which stay its own, are no longer tuned at the
-    first call. A second call changes nothing.
+    and outputs are equal up to rounding. Only ABC's after a cache are not: its own forget how much
+    was written before; ours go on as in a whole text. A call of a kind that our kernels do not
+    support goes to its own kernels. Activations and convolutions, which stay its own, are no longer
+    tuned at the first call. A second call changes nothing.
 
     Returns:
         What undoes it, by `close()`, or at the end of a `with` block.
@@ -112,6 +114,28 @@ def _gsa(
     if not output_final_state:
         return out, [None, None]
     return out, [after.k.transpose(2, 3).contiguous(), after.v]
+
+
+def _abc(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...] | None] | None:
+    if not _alike(q, k, v) or not_in_gsa(q, s.shape[-1], k.shape[-1], v.shape[-1]):
+        return None
+    state = None
+    if initial_state is not None:
+        if len(initial_state) == 2:  # of its own kernel, without the sum of the weights
+            return None
+        keys, values, z = initial_state
+        state = ABCState(keys.transpose(2, 3).contiguous(), values, z)
+    out, after = chunk_abc(q, k, v, s, reading="code", scale=_scale(None, q), initial_state=state)
+    if not output_final_state:
+        return out, None
+    return out, (after.k.transpose(2, 3).contiguous(), after.v, after.z)
 
 
 def _gla(
@@ -194,5 +218,6 @@ _KERNELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("hgrn2", "fused_recurrent_gla", _gla),
     ("multiscale_retention", "chunk_retention", _retention),
     ("multiscale_retention", "fused_recurrent_retention", _retention),
+    ("abc", "chunk_abc", _abc),
 )
 """The module of its layers, the name there, and what takes its place."""

@@ -10,6 +10,7 @@ from typing import Any
 from mezzo_core.errors import UserError
 from mezzo_core.nn.published import Described
 
+from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
@@ -21,6 +22,8 @@ MODEL_EPS = 1e-5
 """Epsilon of the norm over all channels in its GSA and HGRN2, whatever config.json says."""
 _GATE_DAMPING, _GATE_RANK = 16.0, 16
 """Of its GLA, which config.json does not tell."""
+_ROPE_BASE = 10_000.0
+"""Of its RetNet and ABC, which config.json does not tell."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def _read_retnet(told: Described) -> RetNetConfig:
 
 
 def _write_retnet(mixer: RetNetConfig, d_model: int) -> dict[str, Any]:
-    _check(mixer, rope_base=10_000.0)
+    _check(mixer, rope_base=_ROPE_BASE)
     return _write_heads(mixer)
 
 
@@ -144,6 +147,38 @@ def _read_hgrn2(told: Described) -> HGRN2Config:
 def _write_hgrn2(mixer: HGRN2Config, d_model: int) -> dict[str, Any]:
     _check(mixer, norm_eps=MODEL_EPS * mixer.head_dim, lower_bound=0.0)
     return {"expand_ratio": mixer.head_dim, "num_heads": d_model // mixer.head_dim}
+
+
+def _read_abc(told: Described) -> GatedABCConfig:
+    slots = told.count_or_none("num_slots")
+    if slots is None:
+        slots = int(told.count("hidden_size") * told.positive("expand_k", 0.5))
+        slots //= told.count("num_heads")
+    return GatedABCConfig(
+        num_heads=told.count("num_heads"),
+        num_slots=slots,
+        expand_k=told.positive("expand_k", 0.5),
+        expand_v=told.positive("expand_v", 1.0),
+        rope_base=_ROPE_BASE if told.flag("use_rope", True) else None,
+        score_bounds=(told.number("clamp_min", -32), told.number("clamp_max", 32)),
+        norm_eps=told.positive("norm_eps", 1e-6),
+    )
+
+
+def _write_abc(mixer: GatedABCConfig, d_model: int) -> dict[str, Any]:
+    if mixer.rope_base is not None:
+        _check(mixer, rope_base=_ROPE_BASE)
+    clamp_min, clamp_max = map(_whole, mixer.score_bounds)
+    return {
+        "num_heads": mixer.num_heads,
+        "num_slots": mixer.num_slots,
+        "expand_k": mixer.expand_k,
+        "expand_v": mixer.expand_v,
+        "use_rope": mixer.rope_base is not None,
+        "clamp_min": clamp_min,
+        "clamp_max": clamp_max,
+        "norm_eps": mixer.norm_eps,
+    }
 
 
 def _gated_norm(values: Values) -> str:
@@ -192,6 +227,14 @@ KINDS: Mapping[str, Kind] = {
         _write_retnet,
         lambda values: ("q_proj", "k_proj", "v_proj", *_gate(values)),
         lambda values: {_gated_norm(values): "norm.weight"},
+    ),
+    "abc": Kind(
+        "ABC",
+        {"num_slots": 64, "hidden_ratio": 4, "num_heads": 4},
+        _read_abc,
+        _write_abc,
+        lambda _: ("q_proj", "k_proj", "v_proj", "g_proj", "s_proj"),
+        lambda _: {"g_norm.weight": "norm.weight"},
     ),
 }
 """By "model_type" in config.json."""

@@ -15,13 +15,20 @@ from mezzo_core.nn.stack import BlocksConfig
 from torch import Tensor
 
 from mezzo_gsa.fla.kinds import KINDS, ONLY, Kind
+from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 from mezzo_gsa.retnet import RetNetConfig
 
-_KIND_OF = {GSAConfig: "gsa", GLAConfig: "gla", HGRN2Config: "hgrn2", RetNetConfig: "retnet"}
+_KIND_OF = {
+    GSAConfig: "gsa",
+    GLAConfig: "gla",
+    HGRN2Config: "hgrn2",
+    RetNetConfig: "retnet",
+    GatedABCConfig: "abc",
+}
 _OUTER = {
     "model.embeddings.weight": "embed.weight",
     "model.norm.weight": "norm.weight",
@@ -39,7 +46,7 @@ _BOUNDS = "model.lower_bounds"
 
 
 def load_fla(folder: str | Path) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Read a GSA, GLA, HGRN2 or RetNet checkpoint of flash-linear-attention.
+    """Read a GSA, GLA, HGRN2, RetNet or ABC checkpoint of flash-linear-attention.
 
     Args:
         folder: config.json and model.safetensors, or several files of weights beside
@@ -85,7 +92,7 @@ def to_fla(
     """Write a model as flash-linear-attention does.
 
     Args:
-        config: of a model whose layers are all GSA, GLA, HGRN2 or RetNet, with a SwiGLU.
+        config: of a model whose layers are all GSA, GLA, HGRN2, RetNet or gated ABC, with a SwiGLU.
         weights: its `state_dict`.
 
     Returns:
