@@ -32,10 +32,13 @@ from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate_segments
 from mezzo_core.nn import LM, LMConfig
 from mezzo_core.nn.checkpoint import copy_weights
+from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction import OOM, Cell, Entry, Options, attempt, run_script, say
 from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import corpus_name, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_core.train.folder import check_folder
+from mezzo_core.train.log import read_rows
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import ModelSize, landmark_lm
 from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, PasskeyConfig
@@ -192,8 +195,12 @@ def train_and_ask(
     """
     model, _, _, seed = cells[0]
     runs = runs_of(name, model, seed, sizes, options)
-    for home, config in runs.items():
-        details = measure_run(config, home, device, resume=True)
+    *_, (home, config) = runs.items()
+    if is_trained(config, home):
+        details = {"parameters": on_meta(config.model).num_parameters()}
+    else:
+        for folder, stage in runs.items():
+            details = measure_run(stage, folder, device, resume=True)
     say(f"{model}: trained on {name}, seed {seed}")
     for cell in cells:
         T, samples = num_tokens(cell.column), sizes.samples[cell.column]
@@ -206,9 +213,17 @@ def train_and_ask(
         found = attempt(partial(ask, lm, data, rows, sizes.segment, device))
         told = {"samples": samples, "rows": rows} if found != OOM else {}
         if cell.column == sizes.columns[name][0]:
-            told |= {k: details[k] for k in ("parameters", "steps")}
+            told |= {k: details[k] for k in ("parameters", "steps") if k in details}
         value = OOM if isinstance(found, str) else found[0].pop("exact_match")
         yield [cell.entry(value, **told, **({} if isinstance(found, str) else found[0]))]
+
+
+def is_trained(config: TrainConfig, home: Path) -> bool:
+    """Tell whether the last stage is done; all other folders, and its checkpoints, may be gone."""
+    if not (home / "model").exists():
+        return False
+    check_folder(home, config, resume=True)
+    return any(row["step"] == config.steps for row in read_rows(home / "log.jsonl", config.steps))
 
 
 def runs_of(

@@ -1,6 +1,7 @@
 """The experiment on needles, rehearsed on a CPU: what is written, and what a full run is."""
 
 import runpy
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from mezzo_core.reproduction import Options
+from mezzo_core.reproduction import Cell, Options
 from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_drt.reproduction.claims import REPRODUCTION
 
@@ -50,6 +51,20 @@ def test_each_length_of_each_model_is_measured(folder):
             offloaded * (entry.model == DRT1), rel=1e-4
         )
         assert ("steps" in entry.details) == (entry.column == "1K")
+
+
+def test_the_last_stage_s_model_is_enough_to_measure_again(folder, monkeypatch):
+    """Of a run on a machine that is gone, it may be all that was kept."""
+    runs = folder / "runs"
+    for stage in runs.glob(f"{PASSKEY}_*"):
+        shutil.rmtree(stage / "checkpoints")
+    for first in runs.glob(f"{PASSKEY}_*_0"):
+        shutil.rmtree(first / "model")
+    monkeypatch.setitem(needles.train_and_ask.__globals__, "measure_run", None)  # trains nothing
+    options = Options(folder, (), torch.device("cpu"), dry_run=True, runs=runs)
+    cells = (Cell(DRT1, "4K", seed=0),)
+    (found,) = needles.train_and_ask(PASSKEY, needles.DRY, options, cells, folder, options.device)
+    assert found[0].details["samples"] == 1
 
 
 def test_a_full_run_covers_the_printed_lengths():
