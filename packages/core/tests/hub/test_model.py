@@ -279,12 +279,29 @@ def test_cropped_tokens_have_never_been(model):
     torch.testing.assert_close(model(TOKENS[:, 14:], cache=mine).logits, whole[:, 14:])
 
 
+@torch.no_grad()
+def test_cropped_padding_takes_no_token_back(model):
+    """As `generate` takes for padding what an assistant proposes and is its token of padding."""
+    cache = MezzoCache(model.lm, 2, rollback=4)
+    model(TOKENS[:2, :9], cache=cache)
+    wrong, mask = TOKENS[2:4, :3], torch.tensor([[1, 0, 1], [0, 0, 0]])
+    model(wrong, attention_mask=mask, cache=cache)
+    model(wrong[:, :1], cache=cache)
+    cache.crop(-2)  # a step, and the last column, which is padding of the second row
+    assert cache.get_seq_length() == 11
+    rows = zip(TOKENS[:2].tolist(), [wrong[0, :1].tolist(), []], strict=True)
+    rows = [row[:9] + kept + row[9:14] for row, kept in rows]
+    whole = [model(torch.tensor([row])).logits[0, -5:] for row in rows]
+    after = model(TOKENS[:2, 9:14], cache=cache).logits
+    torch.testing.assert_close(after, torch.stack(whole))
+
+
 def test_a_crop_beyond_its_room_is_one_line(model):
     for room in (0, 3):
         cache = MezzoCache(model.lm, 8, rollback=room)
         assert cache.is_croppable == (room > 0)
         model(TOKENS, cache=cache)
-        with pytest.raises(UserError, match=rf"crop can take back {room} tokens, got 4: .*=4\)"):
+        with pytest.raises(UserError, match=rf"crop can take back {room} tokens, got 4: .*\(4\)"):
             cache.crop(-4)
         assert cache.get_seq_length() == 20
     cache.crop(-3)

@@ -1,11 +1,13 @@
 """A mixer inside models of transformers: what it writes with a cache is what it writes without."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from mezzo_core.errors import UserError
-from mezzo_core.hub import MezzoConfig
+from mezzo_core.hub import MezzoConfig, MezzoForCausalLM
 from mezzo_core.hub.replace import replace_attention
-from mezzo_core.nn import AttentionConfig
+from mezzo_core.nn import AttentionConfig, LMConfig
 from toys.running_mean import RunningMeanConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -83,6 +85,63 @@ def test_with_a_cache_padding_and_beams_it_writes_what_it_does_without(kind, lay
     )
 
 
+def calls_of(model):
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def drafting(model, num_drafted=5):
+    model.generation_config.num_assistant_tokens = num_drafted
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+@pytest.mark.parametrize(("kind", "layers", "mixer"), CASES)
+def test_an_assistant_saves_calls_and_changes_no_token(kind, layers, mixer):
+    """One that is right always, and one that is right at times: what it proposes goes back."""
+    model = replace_attention(original(kind), mixer, layers)
+    noisy = deepcopy(model)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1 * weight.std(correction=0))
+    given = {"inputs": torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), "max_new_tokens": 30}
+    plain = model.generate(**given)
+    assert len(plain[0, 7:].unique()) > 2
+    # transformers 5.6 needs an end here, and does not stop there.
+    to_end = model.generate(**given, eos_token_id=30)
+    found = model.generate(**given, eos_token_id=30, prompt_lookup_num_tokens=3)
+    assert torch.equal(found[:, : to_end.shape[1]], to_end)
+    for assistant, most in ((deepcopy(model), 8), (noisy, 29)):
+        calls = calls_of(target := deepcopy(model))
+        found = target.generate(**given, assistant_model=drafting(assistant))
+        assert torch.equal(found, plain)
+        assert len(calls) <= most
+    assert len(calls) > 8  # some of it went back
+
+
+def test_it_assists_a_llama_and_a_model_of_ours_and_is_assisted_by_both():
+    model = replace_attention(original(), MEAN, [0, 1])
+    config = LMConfig(31, 32, (MEAN,) * 2, init_std=0.3)
+    others = [original(), MezzoForCausalLM.around(config.build().eval(), MezzoConfig(config))]
+    given = {"inputs": torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), "max_new_tokens": 12}
+    for other in others:
+        for target, assistant in ((model, other), (other, model)):
+            found = target.generate(**given, assistant_model=drafting(assistant))
+            assert torch.equal(found, target.generate(**given))
+
+
+def test_it_assists_even_if_it_writes_its_token_of_padding():
+    """What `generate` takes for padding then, in the prompt of the assistant."""
+    model = replace_attention(original(), MEAN)
+    given = {"inputs": torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), "max_new_tokens": 30}
+    plain = model.generate(**given)
+    padding = int(plain[0, 7:].mode().values)
+    assistant = drafting(replace_attention(original("tied"), MEAN))
+    found = model.generate(**given, assistant_model=assistant, pad_token_id=padding)
+    assert torch.equal(found, plain)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_saved_and_read_with_its_mixers(kind, tmp_path):
     model = replace_attention(original(kind), RunningMeanConfig(), [0])
@@ -136,9 +195,11 @@ def test_what_does_not_fit_is_one_line():
     with pytest.raises(ValueError, match="head_dim must divide d_model"):
         replace_attention(original(), AttentionConfig(head_dim=7))
     cache = original()(torch.tensor([[1, 2]]), use_cache=True).to_tuple()[1]
-    model = replace_attention(original(), AttentionConfig(head_dim=8))
-    with pytest.raises(UserError, match="another model's layer in place 0"):
-        model(torch.tensor([[3]]), past_key_values=cache)
+    model, twin = (replace_attention(original(), AttentionConfig(head_dim=8)) for _ in range(2))
+    of_twin = twin(torch.tensor([[1, 2]]), use_cache=True).to_tuple()[1]
+    for other in (cache, of_twin):
+        with pytest.raises(UserError, match="another model's layer in place 0"):
+            model(torch.tensor([[3]]), past_key_values=other)
 
 
 @pytest.mark.parametrize("layers", [None, [1]])

@@ -2,17 +2,20 @@
 
 from copy import copy, deepcopy
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation import GenerationMode
 
 from mezzo_core.errors import UserError
+from mezzo_core.hub.padding import Padding
+from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.rewinding import Kept, Rewinding
-from mezzo_core.nn.state import Rows
 
 _LEAST_ROOM = 64
 """Tokens for which the first step of a decoding makes room; later the room doubles."""
@@ -20,34 +23,61 @@ _LEAST_ROOM = 64
 _ZERO_KEEPS_NOTHING = "max_length" in signature(Cache.crop).parameters
 
 
-class Decodes(Protocol):
-    """What an `LM` and a mixer have in common: they decode in a state."""
-
-    def init_state(self, batch: int) -> Any: ...  # noqa: D102
-    def reserve(self, state: Any, num_tokens: int) -> Any: ...  # noqa: D102
-    def before_step(self, state: Any) -> None: ...  # noqa: D102
-    def step(self, x: Tensor, state: Any, /) -> Tensor: ...  # noqa: D102
-    def select(self, state: Any, rows: Rows) -> Any: ...  # noqa: D102
-    def fork(self, state: Any) -> Any: ...  # noqa: D102
-
-
 class HeldState:
-    """A module's state of a batch of rows, and the room that it has for steps in place."""
+    """A module's state of a batch of rows, and the room that it has: for steps, and to go back."""
 
-    def __init__(self, module: Decodes, state: Any, length: int = 0) -> None:
-        """Take a state before the first token, which the first step gives room for `length`."""
+    def __init__(self, module: LM | AbstractSequenceModule, batch: int, length: int = 0) -> None:
+        """Begin `batch` sequences, for which the first step makes room for `length` tokens."""
         self.module = module
-        self.state = state
+        self.state = module.init_state(batch)
         self.length = length
         self.num_tokens = 0
         """How many the longest row has seen, padding included."""
+        self.rollback = 0
+        """How many of the last tokens `crop` can take back."""
+        self._running: Any = module
         self._room = 0
+        self._real: Tensor | None = None
 
-    def replace(self, state: Any, num_tokens: int) -> None:
-        """Take the state after a forward over `num_tokens` more tokens, padding included."""
-        self.state = state
-        self.num_tokens += num_tokens
-        self._room = 0
+    def allow_rollback(self, num_tokens: int) -> None:
+        """Let `crop` take back at least so many of the tokens that come after this call."""
+        if num_tokens <= self.rollback:
+            return
+        state, module = self._plain_state(), self.module
+        if isinstance(module, LM):
+            self._running = module.rewinding(num_tokens)
+        else:
+            self._running = Rewinding(module, num_tokens)
+        self._replace(self._begun(state), 0)
+        self.rollback, self._real = num_tokens, None
+
+    def read(self, x: Tensor, padding: Padding | None = None, *, last_only: bool = False) -> Tensor:
+        """Read more tokens (B, T, ...), each row's padding at its end.
+
+        Args:
+            x: what the module takes.
+            padding: where it was in the rows, if there is any.
+            last_only: of an `LM`, give the logits of each row's last real token alone.
+
+        Returns:
+            What the module computes.
+        """
+        T, wanted = x.shape[1], {"last_only": True} if last_only else {}
+        self._remember(x, padding)
+        first = T - self.rollback
+        if not self.rollback or first < 0 or padding is not None:
+            lengths = None if padding is None else padding.lengths
+            y, state = self._running(x, self.state, lengths=lengths, **wanted)
+            self._replace(state, T)
+            return y
+        # Nothing before the last tokens will be taken back: the module itself reads it, once.
+        parts, state = [], self._plain_state()
+        if first > 0:
+            y, state = self.module(x[:, :first], state, **wanted)
+            parts.append(y)
+        y, state = self._running(x[:, first:], self._begun(state), **wanted)
+        self._replace(state, T)
+        return y if last_only else torch.cat([*parts, y], 1)
 
     def step(self, x: Tensor) -> Tensor:
         """Decode one token of every row in place."""
@@ -58,22 +88,45 @@ class HeldState:
         if self._room == 0 or is_frozen:
             more = self.length - self.num_tokens
             self._room = more if more > 0 else max(_LEAST_ROOM, self.num_tokens)
-            self.state = self.module.reserve(self.state, self._room)
-        self.module.before_step(self.state)
-        y = self.module.step(x, self.state)
+            self.state = self._running.reserve(self.state, self._room)
+        self._running.before_step(self.state)
+        y = self._running.step(x, self.state)
+        self._remember(x, None)
         self.num_tokens += 1
         self._room -= 1
         return y
 
-    def go_back(self, state: Any, n: int) -> None:
-        """Take the state before the last n tokens, in the same buffers."""
-        self.state = state
-        self.num_tokens -= n
-        self._room += n if self._room else 0
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last tokens of every row, and padding between them, in the same buffers.
+
+        Args:
+            num_tokens: -n to take back n, or how many tokens of the longest row to keep, padding
+                included. 0 takes nothing back; with older versions of transformers it keeps none.
+
+        Raises:
+            UserError: if there is no room to go back so far.
+            ValueError: if a row has fewer tokens that can be taken back.
+        """
+        keeps = num_tokens > 0 or (num_tokens == 0 and _ZERO_KEEPS_NOTHING)
+        n = max(self.num_tokens - num_tokens, 0) if keeps else -num_tokens
+        if n > self.rollback:
+            raise UserError(
+                f"crop can take back {self.rollback} tokens, got {n}: "
+                f"allow_rollback({n}), called before they come, keeps room for more"
+            )
+        if n > 0:
+            amount: int | Tensor = n
+            if self._real is not None:
+                before = max(n - self._real.shape[1], 0)  # not remembered: without padding
+                amount, self._real = self._real[:, -n:].sum(1) + before, self._real[:, :-n]
+            self.state = self._running.rollback(self.state, amount)
+            self.num_tokens -= n
+            self._room += n if self._room else 0
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may come several times, or not at all."""
-        self.state = self.module.select(self.state, rows.long())
+        self.state = self._running.select(self.state, rows.long())
+        self._real = None if self._real is None else self._real[rows.to(self._real.device)]
 
     def repeat(self, repeats: int) -> None:
         """Repeat every row."""
@@ -81,9 +134,34 @@ class HeldState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeldState":
         """Return a second state after the same tokens, of the same module."""
-        copy = HeldState(self.module, self.module.fork(self.state), self.length)
-        copy.num_tokens, copy._room = self.num_tokens, self._room
-        return copy
+        second = copy(self)
+        second.state = self._running.fork(self.state)
+        return second
+
+    def _replace(self, state: Any, num_tokens: int) -> None:
+        """Take the state after a forward over `num_tokens` more tokens, padding included."""
+        self.state = state
+        self.num_tokens += num_tokens
+        self._room = 0
+
+    def _remember(self, x: Tensor, padding: Padding | None) -> None:
+        """Remember which of the columns that can be taken back are no padding, if any is."""
+        if not self.rollback or (padding is None and self._real is None):
+            return
+        ones = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        new = ones if padding is None else padding.real
+        old = new[:, :0] if self._real is None else self._real
+        self._real = torch.cat([old, new], 1)[:, -2 * self.rollback :]
+
+    def _plain_state(self) -> Any:
+        """Return the module's state, without what is kept to go back."""
+        return self.state.state if isinstance(self.state, Kept) else self.state
+
+    def _begun(self, state: Any) -> Kept:
+        """Return a state that can go back to this one, and no further."""
+        rewinding = self._running.stack if isinstance(self.module, LM) else self._running
+        begun: Kept = rewinding.begin(state)
+        return begun
 
 
 class MezzoCache(Cache):
@@ -107,65 +185,21 @@ class MezzoCache(Cache):
         """
         super().__init__(layers=[])
         self.lm = lm
-        self.held = HeldState(lm, lm.init_state(batch), length)
-        self.rollback = 0
-        self._module = lm
-        self.allow_rollback(rollback)
+        self.held = HeldState(lm, batch, length)
+        self.held.allow_rollback(rollback)
 
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can take tokens back."""
-        return self.rollback > 0
+        return self.held.rollback > 0
 
     def allow_rollback(self, num_tokens: int) -> None:
         """Let `crop` take back at least so many of the tokens that come after this call."""
-        if num_tokens <= self.rollback:
-            return
-        self._module = self.held.module = self.lm.rewinding(num_tokens)
-        self.held.replace(self._begun(self._plain_state()), 0)
-        self.rollback = num_tokens
-
-    def read(
-        self, tokens: Tensor, lengths: Tensor | None = None, *, last_only: bool = False
-    ) -> Tensor:
-        """Read more tokens (B, T), each row's padding at its end; return logits as `LM` does."""
-        held, T = self.held, tokens.shape[1]
-        first = T - self.rollback
-        if not self.rollback or first < 0 or lengths is not None:
-            logits, state = self._module(tokens, held.state, lengths=lengths, last_only=last_only)
-            held.replace(state, T)
-            return logits
-        # Nothing before the last tokens will be taken back: the model itself reads it, once.
-        parts, state = [], self._plain_state()
-        if first > 0:
-            logits, state = self.lm(tokens[:, :first], state, last_only=last_only)
-            parts.append(logits)
-        last = tokens[:, first:]
-        logits, state = self._module(last, self._begun(state), last_only=last_only)
-        held.replace(state, T)
-        return logits if last_only else torch.cat([*parts, logits], 1)
+        self.held.allow_rollback(num_tokens)
 
     def crop(self, num_tokens: int) -> None:
-        """Take back the last tokens of every row, padding not counted.
-
-        Args:
-            num_tokens: -n to take back n, or how many tokens of the longest row to keep. 0 takes
-                nothing back; with older versions of transformers it keeps nothing.
-
-        Raises:
-            UserError: if there is no room to go back so far.
-            ValueError: if a row has fewer tokens that can be taken back.
-        """
-        seen = self.held.num_tokens
-        keeps = num_tokens > 0 or (num_tokens == 0 and _ZERO_KEEPS_NOTHING)
-        n = max(seen - num_tokens, 0) if keeps else -num_tokens
-        if n > self.rollback:
-            raise UserError(
-                f"crop can take back {self.rollback} tokens, got {n}: "
-                f"MezzoCache(lm, batch, rollback={n}) keeps room for more"
-            )
-        if n > 0:
-            self.held.go_back(self._module.rollback(self.held.state, n), n)
+        """Take back the last tokens of every row; see `HeldState.crop`."""
+        self.held.crop(num_tokens)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens the longest row has seen, padding included."""
@@ -189,22 +223,11 @@ class MezzoCache(Cache):
         second.held = deepcopy(self.held, memo)
         return second
 
-    def _plain_state(self) -> Any:
-        """Return the model's state, without what is kept to go back."""
-        state = self.held.state
-        return state.state if isinstance(state, Kept) else state
-
-    def _begun(self, state: Any) -> Kept:
-        """Return a state that can go back to this one, and no further."""
-        assert isinstance(self._module.stack, Rewinding)
-        return self._module.stack.begin(state)
-
 
 class MixerLayer(CacheLayerMixin):
     """A mixer's state as one layer of a cache, beside layers of keys and values."""
 
     is_compileable = False
-    is_croppable = False
     is_sliding = False
 
     def __init__(self, held: HeldState) -> None:
@@ -212,6 +235,15 @@ class MixerLayer(CacheLayerMixin):
         super().__init__()
         self.held = held
         self.is_initialized = True
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back."""
+        return self.held.rollback > 0
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last tokens of every row; see `HeldState.crop`."""
+        self.held.crop(num_tokens)
 
     def get_seq_length(self) -> int:
         """Return how many tokens the longest row has seen, padding included."""
@@ -243,4 +275,15 @@ class MixerLayer(CacheLayerMixin):
         """Raise an error: a mixer keeps no keys and values."""
         raise NotImplementedError("MixerLayer holds a mixer's state, no keys and values")
 
-    update = crop = lazy_initialization
+    update = lazy_initialization
+
+
+def room_to_go_back(config: GenerationConfig, mode: GenerationMode) -> int:
+    """Return how many tokens a call of `generate` may take back at once; 0 without an assistant.
+
+    An assistant may lose all that it proposes, and the token before. How much the model itself may
+    lose is told at each of its calls, by `logits_to_keep`.
+    """
+    if config.is_assistant:
+        return config.max_new_tokens + 1
+    return int(mode == GenerationMode.ASSISTED_GENERATION)

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mezzo_core.errors import UserError
-from mezzo_core.hub.cache import MezzoCache
+from mezzo_core.hub.cache import MezzoCache, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.lm import LM
@@ -23,8 +23,6 @@ from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
 _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
 CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 """The name of the cache in outputs and arguments, which depends on the version of transformers."""
-
-_ASSISTED = GenerationMode.ASSISTED_GENERATION
 
 
 class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
@@ -137,8 +135,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         is_step = tokens.shape[1] == 1 and padding is None and held.num_tokens > 0
         if is_step and not torch.is_grad_enabled():
             return held.step(tokens)
-        lengths = None if padding is None else padding.lengths
-        return cache.read(tokens, lengths, last_only=last_only)
+        return held.read(tokens, padding, last_only=last_only)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -189,23 +186,22 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         # Older versions of transformers ask for "dynamic_full" where they decode with an assistant.
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise UserError(f"cache_implementation must be static, dynamic or None, got {kind!r}")
-        is_assisted = generation_config.is_assistant or generation_mode == _ASSISTED
-        if kind == "static" and not is_assisted and CACHE not in model_kwargs:
+        room = room_to_go_back(generation_config, generation_mode)
+        if kind == "static" and not room and CACHE not in model_kwargs:
             rows = max(generation_config.num_beams, generation_config.num_return_sequences)
             made = MezzoCache(self.lm, rows * batch_size, length=max_cache_length)
             model_kwargs[CACHE] = made
             return
-        if not is_assisted:
+        if not room:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             return
+        model_kwargs.pop("position_ids", None)  # of a Llama that asks: we count places ourselves
         cache = self._given_cache(model_kwargs.get(CACHE), None)
         if cache is None:
             cache = model_kwargs[CACHE] = MezzoCache(self.lm, batch_size)
-        # An assistant may lose all that it proposes, and the token before.
-        drafted = generation_config.max_new_tokens if generation_config.is_assistant else 0
-        cache.allow_rollback(drafted + 1)
+        cache.allow_rollback(room)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,11 +24,13 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.generation import GenerationMode
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.hub.cache import HeldState, MixerLayer
+from mezzo_core.hub.cache import HeldState, MixerLayer, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
+from mezzo_core.hub.model import CACHE
 from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.contract import AbstractMixer, MixerConfig
 from mezzo_core.nn.init import init_weights
@@ -68,30 +71,32 @@ class MixerAttention(nn.Module):
         if cache is None:
             y, _state = self.mixer(x)
         else:
-            y = self._continue(self._held(cache, len(x)), x, padding)
+            y = self._continue(self.held_in(cache, len(x)), x, padding)
         return (y if padding is None else padding.in_place(y)), None
 
     def _continue(self, held: HeldState, x: Tensor, padding: Padding | None) -> Tensor:
         is_step = x.shape[1] == 1 and padding is None and held.num_tokens > 0
         if is_step and not torch.is_grad_enabled():
             return held.step(x)
-        lengths = None if padding is None else padding.lengths
-        y, state = self.mixer(x, held.state, lengths=lengths)
-        held.replace(state, x.shape[1])
-        return y
+        return held.read(x, padding)
 
-    def _held(self, cache: Any, batch: int) -> HeldState:
-        """Return the state in this layer's place of the cache; begin one if nothing was read."""
+    def held_in(self, cache: Any, batch: int) -> HeldState:
+        """Return the state in this layer's place of the cache; begin one if nothing was read.
+
+        Raises:
+            UserError: if the cache is static, or has another model's layer there.
+        """
         layers, i = cache.layers, self.layer_idx
-        if i < len(layers) and isinstance(layers[i], MixerLayer):
-            return layers[i].held
-        if i > len(layers) or (i < len(layers) and layers[i].is_initialized):
+        layer = layers[i] if i < len(layers) else None
+        if isinstance(layer, MixerLayer) and layer.held.module is self.mixer:
+            return layer.held
+        if i > len(layers) or (layer is not None and layer.is_initialized):
             raise UserError(f"the cache has another model's layer in place {i}")
-        if i < len(layers) and layers[i].is_compileable:  # its masks have a column for all to come
+        if layer is not None and layer.is_compileable:  # its masks have a column for all to come
             raise UserError("a mixer in place of attention takes no static cache")
-        layer = MixerLayer(HeldState(self.mixer, self.mixer.init_state(batch)))
-        layers[i : i + 1] = [layer]
-        return layer.held
+        held = HeldState(self.mixer, batch)
+        layers[i : i + 1] = [MixerLayer(held)]
+        return held
 
 
 def replace_attention(
@@ -168,18 +173,44 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
 
     def init(self: Any, config: PretrainedConfig) -> None:
         cast(Any, model).__init__(self, config)
+        self.register_forward_pre_hook(_make_room_to_go_back, with_kwargs=True)
         for i, mixer in _read_mixers(config.mezzo_mixers).items():
             built = mixer.build(config.hidden_size)
             init_weights(built, config.initializer_range)
             _put(self, i, built)
 
+    def prepare_cache(
+        self: Any, config: GenerationConfig, kwargs: dict[str, Any], mode: GenerationMode,
+        batch: int, length: int,
+    ) -> None:  # fmt: skip
+        cast(Any, model)._prepare_cache_for_generation(self, config, kwargs, mode, batch, length)
+        if (room := room_to_go_back(config, mode)) and (cache := kwargs.get(CACHE)) is not None:
+            for part in self.modules():
+                if isinstance(part, MixerAttention):
+                    while len(cache.layers) < part.layer_idx:  # transformers 5.6 makes them late
+                        cache.layers.append(cache.layer_class_to_replicate())
+                    part.held_in(cache, batch).allow_rollback(room)
+
     named = {"model_type": _PREFIX + kind, "__module__": __name__}
     config_class = cast(Any, type(f"Mezzo{config.__name__}", (config,), named))
-    own = {"__init__": init, "config_class": config_class, "__module__": __name__}
+    own = {
+        "__init__": init,
+        "_prepare_cache_for_generation": prepare_cache,
+        "config_class": config_class,
+        "__module__": __name__,
+    }
     model_class = cast(Any, type(f"Mezzo{model.__name__}", (model,), own))
     AutoConfig.register(_PREFIX + kind, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
     return config_class, model_class
+
+
+def _make_room_to_go_back(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let assisted decoding take back the tokens whose logits it wants, all but one."""
+    wanted = kwargs.get("logits_to_keep", 0)
+    for layer in getattr(kwargs.get(CACHE), "layers", ()):
+        if isinstance(layer, MixerLayer) and layer.is_croppable and isinstance(wanted, int):
+            layer.held.allow_rollback(wanted)
 
 
 _PREFIX = "mezzo_"
