@@ -52,14 +52,24 @@ def test_models_of_one_size_have_about_as_many_weights(setting):
 @pytest.mark.parametrize(
     ("architecture", "size"), [("retnet", 512), ("gla", 256), ("hgrn2", 128), ("gsa", 128)]
 )
-def test_states_have_the_sizes_of_appendix_c(setting, architecture, size):
+def test_state_size(setting, architecture, size):
+    """Appendix C.1: the numbers in the states of all layers, in multiples of layers and width."""
     model = on_meta(f"{setting}_{architecture}")
     numbers = sum(x.numel() for s in model.init_state(1) for x in s if x.is_floating_point())
     assert numbers == size * len(model.stack.blocks) * model.embed.embedding_dim
 
 
-def test_a_layer_of_the_small_model_has_4_125_d2_weights():
+def test_state_details():
+    """Appendix C.1: the widths behind the sizes of the states."""
+    first = {name: on_meta(f"1p3b_{name}").init_state(1)[0] for name in PAPER_NAMES}
+    widths = [first[name].h.shape[2] for name in ("retnet", "gla", "hgrn2")]
+    assert (*widths, first["gsa"].k.shape[2]) == (256, 256, 128, 64)
+
+
+def test_gate_params():
+    """Section 3.3: a layer of the 1.3B model has 4.125 d^2 weights, with H x m = 256."""
     mixer = on_meta("1p3b_gsa").stack.blocks[0].mixer
+    assert (mixer.config.num_heads, mixer.config.num_slots) == (4, 64)
     assert sum(w.numel() for w in mixer.parameters() if w.ndim == 2) == 4.125 * 2048**2
 
 

@@ -70,6 +70,32 @@ def test_six_and_twelve_layers_have_about_as_many_weights(size):
     assert six == pytest.approx(twelve, rel=0.06)
 
 
+def width(size):
+    return RECIPES[f"{size}_recurrent"]().model.d_model
+
+
+def kv_cache(size):
+    name = f"{size}_recurrent"
+    return on_meta(name).state_bytes(RECIPES[name]().seq_len)
+
+
+def test_width_scaling():
+    """A width is a multiple of a head's, so it scales by 1.375 or 1.455 in the place of sqrt(2)."""
+    assert (width("300m_12"), width("300m_6")) == (1408, 2048)
+    for size in ("150m", "300m"):
+        assert width(f"{size}_6") / width(f"{size}_12") == pytest.approx(2**0.5, rel=0.05)
+
+
+def test_kv_cache_30():
+    """12 layers hold 2 x 12 x 1408 numbers a token, 6 hold 2 x 6 x 2048."""
+    assert 1 - kv_cache("300m_6") / kv_cache("300m_12") == pytest.approx(0.3, rel=0.25)
+
+
+@pytest.mark.parametrize("size", ["150m", "300m"])
+def test_kv_cache_sqrt(size):
+    assert kv_cache(f"{size}_12") / kv_cache(f"{size}_6") == pytest.approx(2**0.5, rel=0.05)
+
+
 @pytest.mark.parametrize("size", PAIRED)
 def test_architectures_of_one_size_share_everything_but_their_layers(size):
     _, architectures = SIZES[size]

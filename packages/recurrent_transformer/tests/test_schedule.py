@@ -5,7 +5,8 @@ from mezzo_recurrent_transformer.schedule import tiles
 
 
 @pytest.mark.parametrize("T", [1, 2, 100, 256])
-def test_tiles_are_as_printed_and_fold_each_pair_once(T):
+def test_tile_size(T):
+    """Tiles are as printed, and fold each pair once."""
     found = list(tiles(T))
     for t, tile in enumerate(found, 1):
         side = next(2**i for i in range(t.bit_length())[::-1] if t % 2**i == 0)

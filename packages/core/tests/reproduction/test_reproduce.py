@@ -11,7 +11,7 @@ from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import training
-from mezzo_core.reproduction.beside import beside_printed, growth, in_recipes
+from mezzo_core.reproduction.beside import beside_printed, in_recipes
 from mezzo_core.reproduction.claims import (
     Run,
     check_complete,
@@ -304,9 +304,3 @@ def test_a_recipe_with_another_value_differs_and_names_it():
         ours = evidence.find(None, claim)
         assert ours.setting == "recipes one; left out: GPUs"
         assert evidence.criterion(claim, ours).details == wrong
-
-
-def test_growth_is_put_beside_the_claimed_growth():
-    ours = growth({"as T^2": (lambda T: T * (T + 1) // 2, lambda T: T**2)}, (100, 200), "pairs")
-    assert ours.typical("as T^2", "printed") == 4
-    assert ours.typical("as T^2", "ours") == 20100 / 5050

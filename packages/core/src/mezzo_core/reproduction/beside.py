@@ -67,29 +67,6 @@ def beside_printed(claim: Claim, ours: Mapping[str, Value], setting: str) -> Mea
         label: (value, ours[label]) for label, value in claim.labelled().items() if label in ours
     }
     left_out = ", ".join(label for label in claim.labels if label not in ours)
-    return in_pairs(rows, f"{setting}{f'; left out: {left_out}' if left_out else ''}")
-
-
-def in_pairs(rows: Mapping[str, tuple[Value, Value]], setting: str) -> Measurement:
-    """Return printed values and ours by their labels, for `Within`."""
+    setting += f"; left out: {left_out}" if left_out else ""
     columns = ("printed", "ours")
     return Measurement(entries(rows, columns), columns, setting, How.PAPER)
-
-
-Count = Callable[[int], float]
-"""Of a length."""
-
-
-def growth(
-    rows: Mapping[str, tuple[Count, Count]], lengths: tuple[int, int], setting: str
-) -> Measurement:
-    """Put how many times something grows between two lengths beside the claimed growth.
-
-    By its name a row has what is counted, and what the paper says that it grows as.
-    """
-    first, last = lengths
-    found = {
-        name: (claimed(last) / claimed(first), count(last) / count(first))
-        for name, (count, claimed) in rows.items()
-    }
-    return in_pairs(found, f"{setting}, from {first} to {last}")

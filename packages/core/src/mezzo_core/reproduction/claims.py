@@ -126,14 +126,17 @@ def counted(count: Callable[[Any], Measurement], criterion: Criterion, **said: s
     return Evidence(lambda run, printed: count(printed), criterion, **said)
 
 
-def by_test(test: str) -> Evidence:
-    """Answer a statement about the code itself by a test of it, "FILE::NAME", which CI runs."""
+def by_test(test: str, **said: str) -> Evidence:
+    """Answer what is known without measuring by a test, "FILE::NAME", which CI runs; see `viewed`.
+
+    It is for statements about the code itself, and for what is counted in it.
+    """
 
     def holds(printed: Printed, ours: Measurement) -> Judgement:
         return Judgement(Outcome.AGREES, f"shown by the test {test}")
 
     ours = Measurement((), (), test, How.PAPER, kind="test")
-    return Evidence(lambda run, printed: ours, holds)
+    return Evidence(lambda run, printed: ours, holds, **said)
 
 
 @dataclass(frozen=True)

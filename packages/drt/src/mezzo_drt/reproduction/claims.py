@@ -19,7 +19,7 @@ import math
 from dataclasses import replace
 
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, by_test, counted, result, timed, trained
+from mezzo_core.reproduction.claims import Evidence, by_test, result, timed, trained
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
@@ -27,7 +27,6 @@ from mezzo_core.reproduction.criteria import (
     Given,
     Of,
     Order,
-    Within,
     about,
     at_least,
     best,
@@ -41,7 +40,7 @@ from mezzo_core.reproduction.reproduce import Reproduction, Scale
 from mezzo_core.reproduction.tiny import SMOKE, Budget
 
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
-from mezzo_drt.reproduction import counts, speed
+from mezzo_drt.reproduction import speed
 from mezzo_drt.reproduction.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
@@ -56,7 +55,12 @@ PRINTED = "128M PG19 valid"
 _SMALL = "small models, trained at 4,096 tokens: the order alone"
 _BY_SEEDS = "accuracies are held to bounds by a test over seeds, where the mean decided; before: "
 _UNREAD = "models that do not use the length settle nothing; before: "
-_DEFINED = "packages/drt/tests/test_stack.py::test_the_stack_is_what_the_paper_defines"
+
+
+def shown(file: str, *names: str, test: str = "", **said: str) -> dict[str, list[Evidence]]:
+    """Answer claims by the tests of their names in a file, or by one test."""
+    tests = f"packages/drt/tests/test_{file}.py::test"
+    return {f"drt.claim.{name}": [by_test(f"{tests}_{test or name}", **said)] for name in names}
 
 
 def speeds(name: str, criterion: Criterion) -> list[Evidence]:
@@ -152,25 +156,17 @@ ANSWERS = {
     "drt.claim.length_generalization": [result(PASSKEY, found_everywhere(95, "16M"))],
     "drt.claim.passkey_16m": [result(PASSKEY, found_everywhere(98.5, *LONGEST))],
     "drt.claim.pretrain_64k": speeds("length", Bound(Of(DRT1, "65536"), (0.0, math.inf))),
-    "drt.claim.complexity_full": [counted(counts.complexity_full, Within(0.25))],
-    "drt.claim.complexity_scores": [counted(counts.complexity_scores, Within(0.25))],
-    "drt.claim.complexity_total": [counted(counts.complexity_total, Within(0.25))],
-    "drt.claim.linear_attention_cost": [
-        counted(
-            counts.linear_attention_cost, Within(0.25), note="the scores are quadratic, but few"
-        )
-    ],
-    "drt.claim.kv_memory_full": [counted(counts.kv_memory_full, Within(0.25))],
-    "drt.claim.kv_memory_offload": [counted(counts.kv_memory_offload, Within(0.5))],
-    "drt.claim.swap_frequency": [counted(counts.swap_frequency, Within())],
-    "drt.claim.retrieval_vs_landmark": [counted(counts.retrieval_vs_landmark, Within())],
-    **{
-        f"drt.claim.{name}": [by_test(_DEFINED)]
-        for name in ("relevance_score", "gca_fusion", "gca_head", "group_map")
-    },
+    **shown("complexity", "complexity_full", "complexity_scores", "complexity_total"),
+    **shown("complexity", "linear_attention_cost", note="the scores are quadratic, but few"),
+    **shown("complexity", "kv_memory_full", "kv_memory_offload", "swap_frequency"),
+    **shown("complexity", "retrieval_vs_landmark"),
+    **shown(
+        "stack",
+        *("relevance_score", "gca_fusion", "gca_head", "group_map"),
+        test="the_stack_is_what_the_paper_defines",
+    ),
     "drt.claim.config": [in_recipes(RECIPES)],
-    "drt.claim.baseline_field_768": [counted(counts.baseline_field_768, Within())],
-    "drt.claim.baseline_14_layers": [counted(counts.baseline_14_layers, Within(counts.NEAR))],
+    **shown("recipes", "baseline_field_768", "baseline_14_layers"),
     "drt.claim.architecture_hyper": [in_recipes(RECIPES)],
     "drt.claim.optimizer": [in_recipes(RECIPES)],
     "drt.claim.training_budget": [in_recipes(RECIPES, _ROUNDED)],

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from mezzo_core.nn.on_meta import on_meta
+from mezzo_core.positions import alibi_slopes
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, by_test, counted, result, timed, trained
+from mezzo_core.reproduction.claims import Evidence, by_test, result, timed, trained
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
     Every,
     Of,
     Order,
-    Within,
     about,
     change,
     ratio,
@@ -27,9 +28,12 @@ from mezzo_core.reproduction.outcomes import Judgement
 from mezzo_core.reproduction.published import Claim, Table
 from mezzo_core.reproduction.reproduce import Reproduction, Scale
 from mezzo_core.reproduction.tiny import SMOKE, Budget
+from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.optim import build_optimizer
+from torch import nn
 
 from mezzo_recurrent_transformer.recipes import PAPER_NAMES, RECIPES, with_layers
-from mezzo_recurrent_transformer.reproduction import counts, speed
+from mezzo_recurrent_transformer.reproduction import speed
 from mezzo_recurrent_transformer.reproduction.speed import EAGER, GRAPH, NAIVE
 from mezzo_recurrent_transformer.reproduction.synthetic import SweepConfig
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS
@@ -43,8 +47,13 @@ SMALL, RATES, SYNTHETIC = (f"nvidia-h100/{n}" for n in ("train_small", "train_ra
 COMPRESSION = "compression"
 """A synthetic task whose rows are hardly ever right as a whole: its letters count."""
 
-_THEORY = "packages/recurrent_transformer/tests/test_theory.py"
 _SIZE = "a smaller size: the order alone"
+
+
+def shown(file: str, *names: str, **said: str) -> dict[str, list[Evidence]]:
+    """Answer claims by the tests of their names in a file."""
+    tests = f"packages/recurrent_transformer/tests/test_{file}.py::test"
+    return {f"rt.claim.{name}": [by_test(f"{tests}_{name}", **said)] for name in names}
 
 
 def speeds(name: str, criterion: Criterion) -> list[Evidence]:
@@ -95,6 +104,18 @@ def at_rates(model: str, best: str, *others: str) -> Order | Every:
     return Every(*(Order((Of(model, best), Of(model, other))) for other in others))
 
 
+def epsilon(config: TrainConfig) -> float:
+    """Return the epsilon of a recipe's optimizer."""
+    return float(build_optimizer(nn.Linear(1, 1), config.optim).defaults["eps"])
+
+
+def largest_bias(config: TrainConfig) -> float:
+    """Return the maximum ALiBi bias of a recipe: the exponent of the smallest slope."""
+    stack = on_meta(config.model).stack
+    layer = stack.blocks[0].config
+    return -math.log2(float(alibi_slopes(stack.d_model // layer.head_dim, layer.alibi)[-1]))
+
+
 def _settings(**rounded: float) -> list[Evidence]:
     """Answer by the recipes, the sweep over the synthetic tasks, or one of its runs.
 
@@ -106,12 +127,9 @@ def _settings(**rounded: float) -> list[Evidence]:
         "sweep": lambda: sweep,
         "synthetic": lambda: sweep.run("recurrent", TASKS["copying"], 1e-3, 0.0, 0),
     }
-    further = {"epsilon": counts.epsilon, "bias": counts.largest_bias}
-    return [in_recipes(recipes, rounded, **further)]
+    return [in_recipes(recipes, rounded, epsilon=epsilon, bias=largest_bias)]
 
 
-# 12 layers hold 2 x 12 x 1408 numbers a token, 6 hold 2 x 6 x 2048: "approximately 30%" less.
-_CACHE = ratio("6 layers", "12 layers", (1 - about(0.3)[1], 1 - about(0.3)[0]))
 # As a power of T from 1.5 to 2.5, and from 0.75 to 1.25, where both fit into memory.
 _GROWTH = Every(
     change(NAIVE, "512", "1024", (2**1.5, 2**2.5)), change(GRAPH, "512", "1024", (2**0.75, 2**1.25))
@@ -134,22 +152,12 @@ ANSWERS = {
     "rt.table2": speeds("graphs", gain_of_graphs),
     "rt.table4": [small(Order())],
     "rt.throughput": speeds("throughput", Order()),
-    "rt.claim.hbm_traffic": [counted(counts.hbm_traffic, Within(0.25))],
-    "rt.claim.arithmetic_intensity": [counted(counts.arithmetic_intensity, Within(0.25))],
-    "rt.claim.attention_flops": [counted(counts.attention_flops, Within(0.25))],
-    "rt.claim.tile_intensity": [counted(counts.tile_intensity, Within())],
-    "rt.claim.tile_example": [counted(counts.tile_example, Within())],
-    "rt.claim.tile_size": [
-        by_test(
-            "packages/recurrent_transformer/tests/test_schedule.py"
-            "::test_tiles_are_as_printed_and_fold_each_pair_once"
-        )
-    ],
+    **shown("complexity", "hbm_traffic", "arithmetic_intensity", "attention_flops"),
+    **shown("complexity", "tile_intensity", "tile_example"),
+    **shown("schedule", "tile_size"),
     "rt.claim.latency_scaling": speeds("length", _GROWTH),
-    "rt.claim.kv_cache_30": [
-        counted(counts.kv_cache_30, _CACHE, note="the cache alone; for the loss see rt.table1")
-    ],
-    "rt.claim.kv_cache_sqrt": [counted(counts.kv_cache_sqrt, Within(counts.SCALED))],
+    **shown("recipes", "kv_cache_30", note="the cache alone; for the loss see rt.table1"),
+    **shown("recipes", "kv_cache_sqrt"),
     "rt.claim.delta_ce_12": [small(Order((with_layers(RT, 12), with_layers(XFMR, 12))))],
     "rt.claim.delta_ce_6": [
         small(Order((with_layers(RT, 6), with_layers(XFMR, 6)))),
@@ -157,26 +165,20 @@ ANSWERS = {
     ],
     "rt.claim.throughput_12": speeds("throughput", slower(12)),
     "rt.claim.throughput_6": speeds("throughput", slower(6)),
-    **{
-        f"rt.claim.{name}": [by_test(f"{_THEORY}::test_{name}")]
-        for name in (
-            *("layer_update", "rms_definition", "simulate_transformer", "simulate_single_layer"),
-            *("simulation_maps", "rnn_form", "stability_setup", "stability_gradient"),
-            *("stability_condition", "stability_direct_term"),
-        )
-    },
+    **shown("theory", "layer_update", "rms_definition", "simulate_transformer"),
+    **shown("theory", "simulate_single_layer", "simulation_maps", "rnn_form", "stability_setup"),
+    **shown("theory", "stability_gradient", "stability_condition", "stability_direct_term"),
     "rt.claim.rmsnorm_lr": [result(RATES, _NORMALIZED)],
     "rt.claim.no_rmsnorm_lr": [result(RATES, _RAW)],
-    "rt.claim.mlp_batch": [counted(counts.mlp_batch, Within(0.25))],
+    **shown("complexity", "mlp_batch"),
     "rt.claim.cuda_graphs_flat": speeds("graphs", _FLAT),
-    "rt.claim.kernel_launches": [counted(counts.kernel_launches, Within(0.25))],
-    "rt.claim.cache_locality": [counted(counts.cache_locality, Within(0.25))],
+    **shown("complexity", "kernel_launches", "cache_locality"),
     "rt.claim.synthetic_results": [result(SYNTHETIC, _SYNTHETIC)],
     "rt.claim.hyper_300m": _settings(),
     "rt.claim.hyper_300m_training": _settings(tokens=0.1),
     "rt.claim.hyper_optimizer": _settings(),
     "rt.claim.hyper_150m": _settings(tokens=0.1),
-    "rt.claim.width_scaling": [counted(counts.width_scaling, Within(counts.SCALED))],
+    **shown("recipes", "width_scaling"),
     "rt.claim.hyper_synthetic": _settings(),
     "rt.claim.hyper_synthetic_optimizer": _settings(),
 }
