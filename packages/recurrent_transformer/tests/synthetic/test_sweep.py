@@ -182,21 +182,6 @@ def test_a_kill_between_the_two_entries_of_a_run_loses_none(tmp_path):
     assert sweep(config, tmp_path, device="cpu").path.read_text() == whole
 
 
-def test_harder_settings_have_columns_of_their_own(tmp_path, monkeypatch):
-    seen = []
-
-    def trained(config, folder, device, *, resume):
-        seen.append((folder.name, config.data.max_letters))
-        return {"exact_match": 0.0, "accuracy": 0.0, "perplexity": 1.0}
-
-    monkeypatch.setattr(training, "measure_run", trained)
-    config = replace(TINY, tasks=(TASKS["copying"],), models=("transformer",), harder=True)
-    columns = sweep(config, tmp_path, device="cpu").header.columns
-    assert columns == ("copying", "copying, max_letters 40", "copying, max_letters 80")
-    assert [letters for _, letters in seen] == [20, 40, 80]
-    assert seen[1][0] == "copying_max_letters40_transformer_seed0_lr0.001_weight_decay0"
-
-
 def test_the_whole_protocol_alone_is_the_papers_setting():
     whole = SweepConfig()
     assert whole.header().how == "the paper's setting"
@@ -223,7 +208,6 @@ def test_the_whole_protocol_alone_is_the_papers_setting():
         ({"weight_decays": (-1.0,)}, "weight_decays must be one or more from 0 on"),
         ({"d_model": 20}, "d_model must be a multiple of 8, got 20"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"scaling": "none"}, "scaling must be one of .* got 'none'"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_named(options, message):

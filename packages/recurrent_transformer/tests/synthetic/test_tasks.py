@@ -11,7 +11,7 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.testing.arguments import check_fields
 from mezzo_recurrent_transformer.synthetic.task import Draws
-from mezzo_recurrent_transformer.synthetic.tasks import HARDER, TASKS, settings
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 
 NO = -100
 RECALL = "199f431a51cec247"
@@ -222,19 +222,6 @@ def test_each_field_replaced_is_named_or_gives_rows(task):
         return torch.from_numpy(rows.inputs).float()
 
     check_fields(task, tokens)
-
-
-def test_harder_settings_differ_in_one_field_and_can_be_drawn():
-    for name, task in TASKS.items():
-        assert settings(task, harder=False) == {name: task}
-        harder = settings(task, harder=True)
-        assert len(harder) == 1 + sum(map(len, HARDER[name].values()))
-        assert len(set(harder.values())) == len(harder)
-        for each in harder.values():
-            changed = [
-                field for field in vars(task) if getattr(each, field) != getattr(task, field)
-            ]
-            assert len(changed) == (each != task)
 
 
 @pytest.mark.parametrize(

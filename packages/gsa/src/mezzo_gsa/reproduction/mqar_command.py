@@ -17,7 +17,6 @@ FIELDS = {"model": "models", "width": "widths", "lr": "learning_rates"}
 """The field that an option replaces, if it has another name."""
 NAMES = ("attention", "gsa", "gsa_one_head", "gla", "hgrn2", "retnet")
 RATES = "0.0001 0.000464 0.00215 0.01; authors: 0.002 0.001 0.005 0.0005 0.01 0.0001"
-SLOTS = "Slots of a head of GSA; below 1: share of the width."
 
 
 def part(text: str, default: str) -> Any:
@@ -41,24 +40,11 @@ def mqar(
     seq_len: Annotated[int | None, part("Tokens a row.", "512")] = None,
     num_pairs: Annotated[int | None, part("Pairs a row.", "64")] = None,
     vocab_size: Annotated[int | None, part("Tokens known.", "8192")] = None,
-    random_non_queries: Annotated[
-        bool | None, part("Random tokens where nothing is asked.", "False")
-    ] = None,
     train_pairs: Annotated[list[int] | None, Option(help="Pairs to train on; repeat.")] = None,
     train_rows: Annotated[int | None, part("Rows to train on.", "100000")] = None,
     test_rows: Annotated[int | None, part("Rows to test on.", "3000")] = None,
     batch_size: Annotated[int | None, part("Rows a step.", "128")] = None,
     epochs: Annotated[int | None, part("At most.", "64")] = None,
-    num_layers: Annotated[int | None, part("Layers.", "2; authors: 4")] = None,
-    identity_mlp: Annotated[
-        bool | None, part("Add each layer's output once more, normalized.", "False; authors: True")
-    ] = None,
-    num_slots: Annotated[float | None, part(SLOTS, "64; authors: 0.25")] = None,
-    damping: Annotated[float | None, part("Damping of GSA's gates.", "8.0; authors: 16.0")] = None,
-    scale: Annotated[
-        str | None,
-        part("Of GSA's slot logits: one, or head_width (D^-1/2).", "one; authors: head_width"),
-    ] = None,
     seed: Annotated[int | None, part("Of weights and order.", "123")] = None,
     precision: Annotated[str | None, part("fp32, bf16 or auto.", "fp32")] = None,
     compile: Annotated[bool | None, part("Use torch.compile.", "False")] = None,

@@ -16,11 +16,11 @@ from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
 from mezzo_recurrent_transformer.layer import LayerConfig
-from mezzo_recurrent_transformer.stack import Scaling, scaled
+from mezzo_recurrent_transformer.stack import scaled
 from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoderConfig
 from mezzo_recurrent_transformer.synthetic.memory import CompressionConfig
 from mezzo_recurrent_transformer.synthetic.task import AbstractTask
-from mezzo_recurrent_transformer.synthetic.tasks import TASKS, settings
+from mezzo_recurrent_transformer.synthetic.tasks import TASKS
 from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
 
 HEAD_DIM = 8
@@ -61,8 +61,6 @@ class SweepConfig:
 
     tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())
     """With their sizes; their seeds are replaced."""
-    harder: bool = False
-    """Whether each task's harder settings are run too, each in a column of its own."""
     models: tuple[str, ...] = tuple(LAYERS)
     learning_rates: tuple[float, ...] = (1e-3, 5e-4, 1e-4)
     """Tried for each model and task in this order, until one solves the task."""
@@ -72,8 +70,6 @@ class SweepConfig:
     """Of the weights and of the rows' order; the rows themselves are always the same."""
     d_model: int = 128
     """Width C; the MLP has 4C, heads have 8."""
-    scaling: Scaling = "init"
-    """Start of the weights, see `scaled`; one layer has no residuals to scale."""
     batch_size: int = 128
     epochs: int = 200
     max_steps: int | None = None
@@ -87,7 +83,7 @@ class SweepConfig:
         for model in self.models:
             if model not in LAYERS:
                 raise UserError(f"no model is named {model!r}{nearest(model, LAYERS)}")
-        fewest = min((task.train_rows for task in self.columns().values()), default=0)
+        fewest = min((task.train_rows for task in self.tasks), default=0)
         least, rates, decays = OptimConfig().min_lr, self.learning_rates, self.weight_decays
         goes = all(least <= lr < math.inf for lr in rates)
         rules = {
@@ -105,13 +101,6 @@ class SweepConfig:
             "max_steps": (self.max_steps is None or self.max_steps >= 1, "at least 1 (or None)"),
         }
         check_rules(self, rules)
-
-    def columns(self) -> dict[str, AbstractTask]:
-        """Return the settings of all tasks by their names."""
-        found: dict[str, AbstractTask] = {}
-        for task in self.tasks:
-            found |= settings(task, harder=self.harder)
-        return found
 
     def run(
         self, model: str, task: AbstractTask, lr: float, decay: float, seed: int
@@ -147,12 +136,11 @@ class SweepConfig:
         )
 
     def _stack(self, model: str, task: AbstractTask) -> StackConfig:
-        layers = scaled(
-            LAYERS[model](HEAD_DIM, 4 * self.d_model, norm_eps=NORM_EPS), 1, self.scaling
-        )
+        # One layer has no residuals to scale.
+        (layer,) = scaled(LAYERS[model](HEAD_DIM, 4 * self.d_model, norm_eps=NORM_EPS), 1, "init")
         if isinstance(task, CompressionConfig):
-            return AutoEncoderConfig(layers[0], NORM_EPS)
-        return BlocksConfig(layers)
+            return AutoEncoderConfig(layer, NORM_EPS)
+        return BlocksConfig((layer,))
 
     def header(self) -> Header:
         """Return the head of the result: the protocol, and what is not as there."""
@@ -168,7 +156,7 @@ class SweepConfig:
             title="Figure synth: MAD's tasks and copying, one layer",
             setting=PROTOCOL + (f". Here: {'; '.join(changes)}" if changes else ""),
             how="the paper's setting" if is_whole else "scaled down",
-            columns=tuple(self.columns()),
+            columns=tuple(task.name for task in self.tasks),
             models=tuple(NAMES.values()),  # also those that another call trains
             unit="share",
             better="higher",
@@ -183,21 +171,20 @@ def sweep(config: SweepConfig, out: Path, **how: Any) -> Result:
     run that has the best exact match, the first with that run's details, and those of the `others`.
     A sweep over the other model goes on in the same file.
     """
-    wanted = product(config.seeds, config.columns(), config.models)
+    wanted = product(config.seeds, config.tasks, config.models)
     jobs = [_job(config, *each, out / "synthetic") for each in wanted]
     return tune_all("synthetic", config.header(), jobs, out, **how)
 
 
-def _job(config: SweepConfig, seed: int, column: str, model: str, folder: Path) -> Job:
+def _job(config: SweepConfig, seed: int, task: AbstractTask, model: str, folder: Path) -> Job:
     """Return the job that trains one model with every setting of the optimizer."""
     optims = product(config.learning_rates, config.weight_decays)
-    task, words = config.columns()[column], column.replace(", ", "_").replace(" ", "")
-    cells = tuple(Cell(NAMES[model], column, group, seed) for group in (EXACT, BY_TOKEN))
+    cells = tuple(Cell(NAMES[model], task.name, group, seed) for group in (EXACT, BY_TOKEN))
     work = Tuning(
-        f"{column} {model} seed {seed}",
+        f"{task.name} {model} seed {seed}",
         cells,
         [config.run(model, task, lr, decay, seed) for lr, decay in optims],
-        folder / f"{words}_{model}_seed{seed}",
+        folder / f"{task.name}_{model}_seed{seed}",
         swept=("lr", "weight_decay"),
         by=("exact_match", "accuracy"),
         enough=SOLVED,

@@ -30,13 +30,11 @@ def synthetic(
         Path, Option(help="Folder of the result and the runs.", callback=expanded)
     ] = Path("synthetic"),
     task: Annotated[list[str], Option(help=f"Of {', '.join(TASK_NAMES)}; repeat.")] = TASK_NAMES,
-    harder: Annotated[bool, Option(help="The tasks' harder settings too.")] = False,
     model: Annotated[list[str], Option(help=f"Of {', '.join(MODELS)}; repeat.")] = MODELS,
     lr: Annotated[list[float], Option(help="Learning rate; repeat.")] = RATES,
     decay: Annotated[list[float], Option(help="Weight decay; repeat.")] = DECAYS,
     seed: Annotated[list[int], Option(help="Of weights and order; repeat.")] = SEEDS,
     width: Annotated[int, Option(help="Of the layer, a multiple of 8.")] = 128,
-    scaling: Annotated[str, Option(help="Start of weights: residual or init.")] = "init",
     train_rows: Annotated[int | None, Option(help="Rows to train on, not MAD's.")] = None,
     test_rows: Annotated[int | None, Option(help="Rows to test on, not MAD's.")] = None,
     batch_size: Annotated[int, Option(help="Rows a step.")] = 128,
@@ -65,10 +63,9 @@ def synthetic(
             raise UserError(f"no task is named {name!r}{nearest(name, TASKS)}")
     sizes = {"train_rows": train_rows, "test_rows": test_rows}
     given = {name: value for name, value in sizes.items() if value is not None}
-    checked_later: dict[str, Any] = {"scaling": scaling, "precision": precision}
+    checked_later: dict[str, Any] = {"precision": precision}
     config = SweepConfig(
         tasks=tuple(replace(TASKS[name], **given) for name in task),
-        harder=harder,
         models=tuple(model),
         learning_rates=tuple(lr),
         weight_decays=tuple(decay),
