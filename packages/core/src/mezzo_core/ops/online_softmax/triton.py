@@ -41,11 +41,3 @@ def merge(b_outs, b_lses):
     b_sum = tl.where(empty, 1.0, tl.sum(b_w, 0))
     lse = tl.where(empty, float("-inf"), b_top + tl.log2(b_sum))
     return tl.sum((b_w / b_sum)[:, None] * b_outs, 0), lse
-
-
-@triton.jit
-def merge_two(b_out, lse, b_other, lse_other):
-    """Merge two outputs (V,) by their log-sum-exps, of which one may be -inf."""
-    top = tl.maximum(lse, lse_other)
-    w, w_other = tl.exp2(lse - top), tl.exp2(lse_other - top)
-    return (w * b_out + w_other * b_other) / (w + w_other), top + tl.log2(w + w_other)
