@@ -87,6 +87,21 @@ class SavedContinued(NamedTuple):
     """(B, N + 1, H, D): v~ at the end of each chunk."""
 
 
+class Pulled(NamedTuple):
+    """The gradients of what continuing a state returns, but for lse; of the ends, None is zeros."""
+
+    dy: Tensor
+    """(B, T, H, D)."""
+    dk: Tensor
+    """(B, H, D) float32."""
+    dv: Tensor
+    """(B, H, D) float32."""
+    dk_ends: Tensor | None
+    """(B, N + 1, H, D)."""
+    dv_ends: Tensor | None
+    """(B, N + 1, H, D)."""
+
+
 class Parts(NamedTuple):
     """The parts of a projection, in the order in which it holds them."""
 

@@ -11,7 +11,7 @@ from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient, undispatched
 from torch import Tensor
 
-from mezzo_rat.ops.rat_attention.arguments import Form, Saved, SavedContinued
+from mezzo_rat.ops.rat_attention.arguments import Form, Pulled, Saved, SavedContinued
 from mezzo_rat.ops.rat_attention.chunks import (
     Plan,
     continued_plan,
@@ -192,44 +192,36 @@ def _(
 @torch.library.custom_op(
     "mezzo_rat::rat_attention_continued_bwd",
     mutates_args=(),
-    schema="(Tensor dy, Tensor dk, Tensor dv, Tensor? dk_ends, Tensor? dv_ends, "
-    f"{schema_of(SavedContinued, Form)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({schema_of(Pulled, SavedContinued, Form)})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def rat_attention_continued_bwd(
-    dy: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dk_ends: Tensor | None,
-    dv_ends: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+def rat_attention_continued_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, the bias (empty if there is none), k, v, k_ends and v_ends."""
     from mezzo_rat.ops.rat_attention.triton.launches import attend_continued_bwd
 
-    n = len(SavedContinued._fields)
-    saved, form = SavedContinued(*rest[:n]), Form(*rest[n:])
+    pulled, saved, form = _read_continued(arguments)
     num_slots = saved.k_ends.shape[1] - 1
     plan = continued_plan(saved.x, form, num_slots, saved.lengths, saved.added)
-    with torch.cuda.device_of(dy):
-        dx, dbias, *state = attend_continued_bwd(dy, dk, dv, dk_ends, dv_ends, saved, plan)
+    with torch.cuda.device_of(pulled.dy):
+        dx, dbias, *state = attend_continued_bwd(pulled, saved, plan)
     return dx, saved.lse.new_empty(0) if dbias is None else dbias, *state
 
 
+def _read_continued(arguments: tuple[Any, ...]) -> tuple[Pulled, SavedContinued, Form]:
+    n = len(Pulled._fields)
+    m = n + len(SavedContinued._fields)
+    return Pulled(*arguments[:n]), SavedContinued(*arguments[n:m]), Form(*arguments[m:])
+
+
 @rat_attention_continued_bwd.register_fake
-def _(
-    dy: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dk_ends: Tensor | None,
-    dv_ends: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    saved = SavedContinued(*rest[: len(SavedContinued._fields)])
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    pulled, saved, _ = _read_continued(arguments)
     bias, ends = saved.gate_bias, saved.k_ends
     dbias = saved.lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     old = (ends.new_empty(ends.shape[0], ends.shape[1] - 1, *ends.shape[2:]) for _ in range(2))
     dx = saved.x.new_empty(saved.x.shape)
-    return dx, dbias, dk.new_empty(dk.shape), dv.new_empty(dv.shape), *old
+    new = (d.new_empty(d.shape) for d in (pulled.dk, pulled.dv))
+    return dx, dbias, *new, *old
 
 
 def _save_continued(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -241,21 +233,15 @@ def _save_continued(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     )
 
 
-def _backward_continued(
-    ctx: Any,
-    dy: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dk_ends: Tensor | None,
-    dv_ends: Tensor | None,
-    *unused: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _backward_continued(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    dy, dk, dv, dk_ends, dv_ends = grads[: len(Pulled._fields)]  # nobody uses lse
     saved = SavedContinued(*ctx.saved_tensors)
     dy, dk, dv = (
         torch.zeros_like(of) if d is None else d.contiguous()
         for d, of in ((dy, saved.y), (dk, saved.k), (dv, saved.v))
     )
-    dx, dbias, *state = _call_continued_bwd(dy, dk, dv, dk_ends, dv_ends, *saved, *ctx.form)
+    pulled = Pulled(dy, dk, dv, dk_ends, dv_ends)
+    dx, dbias, *state = _call_continued_bwd(*pulled, *saved, *ctx.form)
     none = (None,) * (2 + len(ctx.form))
     return dx, None if saved.gate_bias is None else dbias, *state, *none
 

@@ -24,7 +24,7 @@ from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mezzo_rat.ops.rat_attention.arguments import Saved, SavedContinued
+from mezzo_rat.ops.rat_attention.arguments import Pulled, Saved, SavedContinued
 from mezzo_rat.ops.rat_attention.chunks import Plan
 from mezzo_rat.ops.rat_attention.state import RATState
 from mezzo_rat.ops.rat_attention.triton.elementwise import output_gate_bwd_kernel, rotate_kernel
@@ -269,35 +269,26 @@ def attend_continued(x: Tensor, bias: Tensor | None, state: RATState, plan: Plan
 
 
 def attend_continued_bwd(
-    dy: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dk_ends: Tensor | None,
-    dv_ends: Tensor | None,
-    saved: SavedContinued,
-    plan: Plan,
+    pulled: Pulled, saved: SavedContinued, plan: Plan
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the projection, the bias, and the old k, v, k_ends and v_ends.
 
     Args:
-        dy: gradient of `Continued.y`.
-        dk: of `Continued.k`.
-        dv: of `Continued.v`.
-        dk_ends: of `Continued.k_ends`; None: zeros.
-        dv_ends: of `Continued.v_ends`; None: zeros.
+        pulled: those of `Continued`.
         saved: what the forward has saved.
         plan: that of the forward.
     """
-    past = ends_bwd(dy, saved, plan)
+    past = ends_bwd(pulled.dy, saved, plan)
     num_slots = saved.k_ends.shape[1] - 1
     index = _slots(plan, num_slots).expand(-1, -1, *saved.k_ends.shape[2:])
     new = []
-    for total, given in ((past.dk_ends, dk_ends), (past.dv_ends, dv_ends)):
+    for total, given in ((past.dk_ends, pulled.dk_ends), (past.dv_ends, pulled.dv_ends)):
         if given is not None:
             total += given
         new.append(total.gather(1, index))
         total.scatter_(1, index, 0.0)  # the old ends of these chunks were overwritten
     # A row without tokens passes its open chunk on.
+    dk, dv = pulled.dk, pulled.dv
     chunk = OpenChunk(saved.k, saved.v, dk, dv, dk.clone(), dv.clone())
     dx, dbias = scan_bwd(saved, past._replace(dk_ends=new[0], dv_ends=new[1]), plan, chunk)
     dk_old, dv_old = (d[:, :num_slots].to(saved.k_ends.dtype) for d in (past.dk_ends, past.dv_ends))
