@@ -16,7 +16,9 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     recurrent_layers,
     workspace,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Kept, backward
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
+from mezzo_recurrent_transformer.ops.recurrent_layers.forward import forward
 from mezzo_recurrent_transformer.ops.recurrent_layers.op import parts_of
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
     BackwardBuffers,
@@ -26,7 +28,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile
 from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import (
     Call,
-    new_workspace,
+    backward_workspace,
+    forward_workspace,
     workspace_for,
 )
 from torch.utils._pytree import tree_leaves
@@ -205,9 +208,8 @@ def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeyp
     matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
     call = Call(matrices, slopes, None, Form(2, 1.0, "rms", 1e-5, True, 1), parts_of("eager"))
     with torch.inference_mode():
-        kept = [
-            new_workspace(kind, inputs["x"], 16, call) for kind in (ForwardBuffers, BackwardBuffers)
-        ]
+        of_forward = forward_workspace(inputs["x"], 16, call)
+        kept = [of_forward, backward_workspace(inputs["x"], of_forward)]
         captured = graphs._Captured(lambda *given: given, [inputs["x"], None, weights.n1])
     kept = tree_leaves(([(work.buffers, work.w, work.slopes) for work in kept], captured.arguments))
     assert not any(t.is_inference() or t.requires_grad for t in kept if t is not None)
@@ -253,6 +255,26 @@ def test_each_impl_has_graphs_of_its_own(replaying):
         run_a_tile(impl, ran)
     assert ran == [parts_of(impl) for impl in ("eager", "triton", "eager", "triton")]
     assert len(workspace._kept) == 2
+
+
+def test_a_backward_in_the_memory_of_its_forward_gives_the_same(replaying):
+    inputs, dz, options = problem((2, 3, 39, 2, 16, "rms", 1))
+    weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
+    matrices, form = Matrices.of(weights, torch.float32), Form(2, 1.0, "rms", 1e-5, True, 1)
+    call = Call(matrices, options["alibi_slopes"], None, form, parts_of("eager"))
+
+    def run(x):
+        stream = forward(x, call).stream
+        found = backward(dz, None, Kept(stream[:, :, : x.shape[1]], None), call)
+        return stream, found.x, *found.weights
+
+    wanted = run(inputs["x"])
+    for _ in range(2):  # the second time steps are replayed
+        for found, plain in zip(run(inputs["x"].as_subclass(OnAGPU)), wanted, strict=True):
+            assert torch.equal(found, plain)
+    buffers = [work.buffers for work in workspace._kept.values()]
+    of_forward, of_backward = sorted(buffers, key=lambda each: isinstance(each, BackwardBuffers))
+    assert of_backward.z.data_ptr() == of_forward.stream[1].data_ptr()
 
 
 @pytest.mark.parametrize(

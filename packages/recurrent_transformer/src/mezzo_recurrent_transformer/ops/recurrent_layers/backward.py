@@ -120,6 +120,8 @@ class Again(NamedTuple):
     """(m, S, B, 3C): before the norms of q and k."""
     mlp_normed: Tensor
     """n2(h)."""
+    pairs_normed: Tensor
+    """n1(z)."""
 
 
 def _all_pairs(
@@ -167,14 +169,15 @@ def _later(queries: Later, tile: Tile, S: int) -> Later:
 def _forward_again(inputs: Tensor, work: BackwardWork, keys: Keys) -> Again:
     """Fill the buffers with the rest of a tile's forward; its pairs are known, so nothing waits."""
     t, at, w, form = work.buffers, work.buffers.attending, work.w, work.form
-    product(_pairs_normed(t.z, w, work), w.kv[:, : at.q.shape[-1]], t.raw)
+    pairs_normed = _pairs_normed(t.z, w, work)
+    product(pairs_normed, w.kv[:, : at.q.shape[-1]], t.raw)
     normed, qkv = project(inputs, work)
     work.parts.attend_tile(work, keys)
     mlp_normed = torch.empty_like(at.q)
     attended = product(at.o, w.o)[None]
     work.parts.add_normed(inputs, attended, form.residual_scale, w.n2, form, t.h, mlp_normed)
     product(mlp_normed, w.up, t.u)
-    return Again(normed, qkv, mlp_normed)
+    return Again(normed, qkv, mlp_normed, pairs_normed)
 
 
 def run_tile_bwd(work: BackwardWork) -> None:
@@ -222,7 +225,7 @@ def _inputs_and_weights_bwd(
     parts.normed_bwd(dnormed, inputs, w.n1, form, t.dh, 1.0, t.dstream[:-1], None)
 
     _add_outer(sums.qkv, dqkv, again.normed)
-    _add_outer(sums.kv, t.dpair, _pairs_normed(t.z, w, work))
+    _add_outer(sums.kv, t.dpair, again.pairs_normed)
     _add_outer(sums.o, t.dh_scaled, at.o)
     _add_outer(sums.up, t.du, again.mlp_normed)
     _add_outer(sums.down, t.dz_scaled, t.u)

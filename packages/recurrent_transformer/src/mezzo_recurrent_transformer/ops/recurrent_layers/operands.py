@@ -148,7 +148,10 @@ class ForwardBuffers(NamedTuple):
 
 
 class BackwardBuffers(NamedTuple):
-    """What the steps of a tile read and write in reverse, (n, S, B, C) with n layers."""
+    """What the steps of a tile read and write in reverse, (n, S, B, C) with n layers.
+
+    Some of it is the memory of the same call's `ForwardBuffers`, which are done with.
+    """
 
     attending: Attending
     z: Tensor
@@ -187,18 +190,25 @@ class BackwardBuffers(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, weights: Matrices, S: int, form: Form) -> "BackwardBuffers":
         """Make buffers for inputs like x (B, T, C)."""
-        (B, _, C), n, F = x.shape, weights.o.shape[0], weights.up.shape[1]
+        return cls.in_place_of(ForwardBuffers.of(x, weights, S, form), x, weights, form)
+
+    @classmethod
+    def in_place_of(
+        cls, forward: ForwardBuffers, x: Tensor, weights: Matrices, form: Form
+    ) -> "BackwardBuffers":
+        """Make buffers which take the memory of those of a forward."""
+        (stream, (q, kt, vt, k, v, h, lse)), F = forward, weights.up.shape[1]
+        n, S, B, C = q.shape
         H, acc = form.num_heads, accumulation_dtype(weights.o.dtype)
 
         def empty(channels: int = C, dtype: torch.dtype = weights.o.dtype) -> Tensor:
             return x.new_empty(n, S, B, channels, dtype=dtype)
 
-        q, kt, vt, k, v, o = (empty() for _ in range(6))
         return cls(
-            attending=Attending(q, kt, vt, k, v, o, empty(H, acc)),
-            z=empty(dtype=x.dtype),
+            attending=Attending(q, kt, vt, k, v, empty(), lse),
+            z=stream[1:],
             raw=empty(),
-            h=empty(dtype=acc),
+            h=h,
             u=empty(F),
             dk=empty(dtype=acc),
             dv=empty(dtype=acc),

@@ -8,7 +8,7 @@ its copy of the weights. Such workspaces are kept, by what they were made for.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,21 +88,32 @@ def workspace_for(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspa
     stream = torch.cuda.current_stream(x.device).cuda_stream
     shapes = tuple((w.shape, w.dtype) for w in call.weights if w is not None)
     given = x.shape[0], x.dtype, x.device, call.slopes.dtype, shapes
-    key = (kind, given, stream, S, form, parts, precision())
-    work: Workspace[Buffers] = _kept.take(key, lambda: new_workspace(kind, x, S, call))
+    key = (given, stream, S, form, parts, precision())
+    work: Any = _kept.take((ForwardBuffers, key), lambda: forward_workspace(x, S, call))
+    if kind is BackwardBuffers:
+        of_forward: ForwardWork = work
+        work = _kept.take((kind, key), lambda: backward_workspace(x, of_forward))
     for own, new in zip((*work.w, work.slopes), (*call.weights, call.slopes), strict=True):
         if own is not None and new is not None:
             own.copy_(new)
     return work
 
 
-def new_workspace(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspace[Buffers]:
+def forward_workspace(x: Tensor, S: int, call: Call) -> ForwardWork:
     """Return a workspace for later calls too, with memory for weights."""
     # No call outside of inference mode may overwrite what was made in it.
     with torch.inference_mode(False), torch.cuda.device_of(x):
         weights, slopes = call.weights.map(torch.empty_like), torch.empty_like(call.slopes)
-        buffers = kind.of(x, weights, S, call.form)
+        buffers = ForwardBuffers.of(x, weights, S, call.form)
         return Workspace(buffers, weights, slopes, call.form, call.parts, Graphs())
+
+
+def backward_workspace(x: Tensor, forward: ForwardWork) -> BackwardWork:
+    """Return a workspace in the memory of one for a forward, which is done when it begins."""
+    with torch.inference_mode(False), torch.cuda.device_of(x):
+        buffers = BackwardBuffers.in_place_of(forward.buffers, x, forward.w, forward.form)
+        w, slopes, form, parts = forward.w, forward.slopes, forward.form, forward.parts
+        return Workspace(buffers, w, slopes, form, parts, Graphs())
 
 
 class Parts(Protocol):
