@@ -54,6 +54,7 @@ def launch_products(dtype, *, m=2, B=4, C=1024, F=4096):
         squares = products.product_add(x, o, x, 1.0, norm, form, h, n)
         products.product_gelu(n, up, g, squares, form)
     products.product_partial(g, down)
+    products.product(n, kv)
     products.product_partial(pair, kv.mT)
     products.product_gelu_bwd(x, down.mT, u, g)
     products.product_partial(g, up.mT)
@@ -80,6 +81,7 @@ with compile_only() as compiled:
     launch("rms", HALF, C=1408, H=22)
     launch("layer", BFLOAT, C=4096, H=32)
     launch("rms", FLOAT, C=48, H=3)
+    launch("rms", BFLOAT, B=128)  # so many rows that no kernel begins early
     known = len(compiled)
     for m, S, B in ((1, 1, 1), (24, 16, 3), (3, 77, 5), (1, 16, 17)):
         launch("rms", BFLOAT, m=m, S=S, B=B, step=0)

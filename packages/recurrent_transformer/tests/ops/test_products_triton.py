@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
 NAN = float("nan")
-NAMES = ["product_partial", "product_gelu", "product_gelu_bwd"]
+NAMES = ["product", "product_partial", "product_gelu", "product_gelu_bwd"]
 RMS = Form(2, 0.5, "rms", 1e-3, True, 1)
 
 # (m, s, B, K) and N: ragged K and N, several parts of K, one row, and two tiles of rows.
@@ -62,6 +62,9 @@ def values_around(x):
 def run(module, name, x, weight, u):
     """Return all that a function writes, by name."""
     out = steps(torch.full_like(u, NAN))
+    if name == "product":
+        module.product(x, weight, out)
+        return {"out": out, "returned": module.product(x, weight)}
     if name == "product_partial":
         # The sum of the parts, and once more where one part alone is written.
         sums = module.product_partial(x, weight, out)

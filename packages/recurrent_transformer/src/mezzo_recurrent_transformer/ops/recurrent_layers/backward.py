@@ -206,7 +206,7 @@ def _mlp_step_bwd(work: BackwardWork, rows: slice) -> None:
     parts.product_gelu_bwd(t.dz_scaled, w.down.mT, t.u, t.du)
     partial = parts.product_partial(t.du, w.up.mT, t.dhn)
     parts.normed_bwd(t.dhn, t.h, w.n2, form, dz, r, t.dh, t.dh_scaled, partial)
-    product(t.dh_scaled, w.o.mT, t.do)
+    parts.product(t.dh_scaled, w.o.mT, t.do)
 
 
 def _inputs_and_weights_bwd(

@@ -119,4 +119,4 @@ def mlp_step(a: Tensor, x: Tensor, work: ForwardWork, z: Tensor) -> Tensor:
     y = parts.product_partial(g, w.down)
     assert y is not None
     parts.add_normed(h, y, r, w.n1, form.of_pairs(), z, n)
-    return product(n, w.kv)
+    return parts.product(n, w.kv)

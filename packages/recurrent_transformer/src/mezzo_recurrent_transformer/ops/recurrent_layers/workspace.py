@@ -186,6 +186,9 @@ class Parts(Protocol):
 
     # Products, with what follows them.
 
+    def product(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ of a step's tokens (m, s, B, K), (m, s, B, N), or write it into `out`."""
+
     def product_partial(
         self, x: Tensor, weight: Tensor, out: Tensor | None = None
     ) -> Tensor | None:

@@ -34,6 +34,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.tile import (
     attend_tile_bwd,
     pairs_bwd,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.operands import product
 
 __all__ = [
     "add_norm_weight_grad",
@@ -53,6 +54,7 @@ __all__ = [
     "normed_bwd",
     "pairs_bwd",
     "pairs_step_bwd",
+    "product",
     "product_add",
     "product_gelu",
     "product_gelu_bwd",

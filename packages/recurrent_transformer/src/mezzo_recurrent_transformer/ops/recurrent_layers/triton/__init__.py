@@ -5,6 +5,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.narrow import (
     narrow_leaf_bwd,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.products import (
+    product,
     product_add,
     product_gelu,
     product_gelu_bwd,
@@ -48,6 +49,7 @@ __all__ = [
     "normed_bwd",
     "pairs_bwd",
     "pairs_step_bwd",
+    "product",
     "product_add",
     "product_gelu",
     "product_gelu_bwd",

@@ -19,8 +19,13 @@ from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
+from mezzo_recurrent_transformer.ops.recurrent_layers import operands
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import product
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.early import (
+    are_few,
+    early,
+    wait,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     add_normed,
     gelu,
@@ -32,8 +37,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
 
 require_ptxas()
 
-# Rows of a layer, and of all layers, up to which these kernels are used; cuBLAS has the others.
-FEW, FEW_OF_ALL = 128, 384
 DTYPES = (torch.bfloat16, torch.float16)
 # Those in which a row may be rounded before its norm: in float16 it could overflow.
 WIDE_RANGE = (torch.bfloat16,)
@@ -58,8 +61,7 @@ class Settings(NamedTuple):
 
 def _few_rows(x: Tensor) -> bool:
     """Return whether a product of x (m, s, B, K) is done here."""
-    m, s, B, _ = x.shape
-    return s * B <= FEW and m * s * B <= FEW_OF_ALL and x.dtype in DTYPES
+    return are_few(x) and x.dtype in DTYPES
 
 
 def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
@@ -78,13 +80,23 @@ def _settings(m: int, R: int, N: int, K: int, partial: bool) -> Settings:
     return Settings(BM, BN, BK, P, num_warps=4, num_stages=stages)
 
 
+def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ, or write it into `out`; see `Parts.product`."""
+    if not _few_rows(x):
+        return operands.product(x, weight, out)
+    if out is None:
+        out = x.new_empty(*x.shape[:3], weight.shape[1])
+    _launch(x, weight, out[None], None, "nothing")
+    return out
+
+
 def product_partial(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     """Return partial sums of x Wᵀ in float32, or write it; see `Parts.product_partial`."""
     m, s, B, K = x.shape
     N = weight.shape[1]
     # With many rows and a short sum cuBLAS is as fast.
     if not _few_rows(x) or (s * B > 64 and K < 2 * N):
-        found = product(x, weight, out)
+        found = operands.product(x, weight, out)
         return found[None] if out is None else None
     settings = _settings(m, s * B, N, K, partial=True)
     sums = x.new_empty(settings.P, m, s, B, N, dtype=torch.float32)
@@ -119,7 +131,7 @@ def product_add(
         *x.stride()[:3], *weight.stride(), *base.stride()[:3],
         0 if norm is None else norm.stride(0), *h.stride()[:3], *out.stride()[:3],
         N=N, K=K, BM=BM, BN=BN, BK=BK, PRECISION=precision(x),
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **early(x),
     )  # fmt: skip
     return squares
 
@@ -131,7 +143,7 @@ def product_gelu(
     if _few_rows(x):
         _launch(x, weight, out[None], None, "gelu", squares=squares, eps=form.eps)
     else:
-        gelu(product(x, weight), out)
+        gelu(operands.product(x, weight), out)
 
 
 def product_gelu_bwd(x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
@@ -139,7 +151,7 @@ def product_gelu_bwd(x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
     if _few_rows(x):
         _launch(x, weight, du[None], u, "gelu_bwd")
     else:
-        gelu_bwd(u, product(x, weight), du)
+        gelu_bwd(u, operands.product(x, weight), du)
 
 
 def _launch(
@@ -166,7 +178,7 @@ def _launch(
         x, weight, u, squares, out, B, R, share, *x.stride()[:3], *weight.stride(),
         *((0, 0, 0) if u is None else u.stride()[:3]), *out.stride()[:4], eps,
         N=N, K=K, S=parts, BS=next_power_of_2(parts), BM=BM, BN=BN, BK=BK, AFTER=after,
-        PRECISION=precision(x), num_warps=warps, num_stages=stages,
+        PRECISION=precision(x), num_warps=warps, num_stages=stages, **early(x),
     )  # fmt: skip
 
 
@@ -216,7 +228,7 @@ def product_add_kernel(
     stride_bm, stride_bs, stride_bb, stride_nm, stride_hm, stride_hs, stride_hb,
     stride_om, stride_os, stride_ob,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add products to BN channels of BM rows; write what the norm of whole rows needs of them."""
     tiles, parts = tl.cdiv(R, BM), tl.cdiv(N, BN)
@@ -228,6 +240,7 @@ def product_add_kernel(
     o_base = row_offset(i_m, o_r, B, stride_bm, stride_bs, stride_bb)[None, :] + o_n[:, None]
     o_h = row_offset(i_m, o_r, B, stride_hm, stride_hs, stride_hb)[None, :] + o_n[:, None]
     o_out = row_offset(i_m, o_r, B, stride_om, stride_os, stride_ob)[None, :] + o_n[:, None]
+    wait(EARLY)
     # Read before the product, so that it need not be waited for after it.
     b_base = tl.load(base + o_base, mask=m, other=0.0).to(tl.float32)
     if squares is not None:
@@ -254,13 +267,14 @@ def product_kernel(
     stride_um, stride_us, stride_ub, stride_op, stride_om, stride_os, stride_ob, eps,
     N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AFTER: tl.constexpr, PRECISION: tl.constexpr,
+    AFTER: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of BM rows of x and BN rows of the weights over `share` times BK of K."""
     tiles = tl.cdiv(R, BM)
     i_r, i_n, i_p = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
     i_m = tl.program_id(2).to(tl.int64)
     o_r, o_n = i_r * BM + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
+    wait(EARLY)
     if squares is not None:
         # Read before the product, so that they need not be waited for after it.
         o_s = tl.arange(0, BS)

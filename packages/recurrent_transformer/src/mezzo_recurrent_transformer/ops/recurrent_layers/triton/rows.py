@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.early import early, wait
 
 # Channels of a warp: a thread reads 16 bytes of bfloat16 at a time.
 WARP = 256
@@ -102,12 +103,20 @@ def normed_bwd_kernel(
     stride_ym, stride_ys, stride_yb, stride_xm, stride_xs, stride_xb,
     stride_bm, stride_bs, stride_bb, stride_dm, stride_ds, stride_db,
     stride_sm, stride_ss, stride_sb, stride_pp, stride_pm, stride_ps, stride_pb, eps, scale,
-    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a row before its norm, from the normalized row's."""
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
+    if NORM != "none":
+        p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
+        b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+        b_weight = tl.load(weight + i_m * C + o_c, mask=m, other=0.0).to(tl.float32)
+    if base is not None:
+        p_base = base + row_offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
+        b_base = tl.load(p_base, mask=m, other=0.0).to(tl.float32)
+    wait(EARLY)
     p_dy = dy + row_offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
     if partial is not None:
         p_partial = partial + row_offset(i_m, i_row, B, stride_pm, stride_ps, stride_pb) + o_c
@@ -117,13 +126,9 @@ def normed_bwd_kernel(
         b_dy = tl.load(p_dy, mask=m, other=0.0)
     b_dx = b_dy.to(tl.float32)
     if NORM != "none":
-        p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
-        b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-        b_g = b_dx * tl.load(weight + i_m * C + o_c, mask=m, other=0.0).to(tl.float32)
-        b_dx = norm_bwd(b_g, b_x, m, eps, C, NORM)
+        b_dx = norm_bwd(b_dx * b_weight, b_x, m, eps, C, NORM)
     if base is not None:
-        p_base = base + row_offset(i_m, i_row, B, stride_bm, stride_bs, stride_bb) + o_c
-        b_dx += tl.load(p_base, mask=m, other=0.0).to(tl.float32)
+        b_dx += b_base
     if dx is not None:
         p_dx = dx + row_offset(i_m, i_row, B, stride_dm, stride_ds, stride_db) + o_c
         tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=m)
@@ -151,7 +156,7 @@ def normed_bwd(
         *dy.stride()[:3], *x.stride()[:3],
         *_strides(base), *_strides(dx), *_strides(scaled),
         *((0, 0, 0, 0) if partial is None else partial.stride()[:4]), form.eps, scale,
-        P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C),
+        P=1 if partial is None else partial.shape[0], NORM=form.norm, **_row(C), **early(x),
     )  # fmt: skip
 
 
@@ -203,7 +208,7 @@ def add_normed_kernel(
     x, y, weight, h, out, B,
     stride_xm, stride_xs, stride_xb, stride_yp, stride_ym, stride_ys, stride_yb,
     stride_hm, stride_hs, stride_hb, stride_om, stride_os, stride_ob, scale, eps,
-    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add the sum of y to a row of the residual stream, and normalize the sum."""
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -212,6 +217,7 @@ def add_normed_kernel(
     p_x = x + row_offset(i_m, i_row, B, stride_xm, stride_xs, stride_xb) + o_c
     p_y = y + row_offset(i_m, i_row, B, stride_ym, stride_ys, stride_yb) + o_c
     b_h = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    wait(EARLY)
     b_h += scale * _total(p_y, stride_yp, m, P)
     b_h = b_h.to(h.dtype.element_ty)
     p_h = h + row_offset(i_m, i_row, B, stride_hm, stride_hs, stride_hb) + o_c
@@ -233,7 +239,7 @@ def add_normed(
         add_normed_kernel, (S * B, m),
         x, y, weight, h, out, B, *x.stride()[:3], *y.stride()[:4],
         *h.stride()[:3], *out.stride()[:3], scale, form.eps,
-        P=y.shape[0], NORM=form.norm, **_row(C),
+        P=y.shape[0], NORM=form.norm, **_row(C), **early(x),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.attention import (
     stored,
     tile_offsets,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.early import early, wait
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import normed_bwd, split_pair
 from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardWork, ForwardWork
 
@@ -40,7 +41,7 @@ def attend_step(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) ->
         *tile, kv, work.w.k_norm, work.slopes, out,
         step, leaf_of(step, S, 1).start, B, work.form.eps, (C // H) ** -0.5,
         S=S, C=C, D=C // H, BS=min(max(next_power_of_2(S), 2), LEAF), BC=next_power_of_2(C),
-        NORM=work.form.norm, num_warps=1,
+        NORM=work.form.norm, num_warps=1, **early(out),
     )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def attend_step(work: ForwardWork, kv: Tensor | None, step: int, out: Tensor) ->
 def attend_step_kernel(
     q, kt, vt, k, v, o, lse, kv, k_norm, slopes, out, step, first, B, eps, scale,
     S: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token and head, in one warp: no sum leaves it."""
     H: tl.constexpr = C // D
@@ -56,6 +57,8 @@ def attend_step_kernel(
     i_m = tl.program_id(1).to(tl.int64)
     o_c = i_h * D + tl.arange(0, D)  # the channels of the head
     row = ((i_m * S + step) * B + i_b) * C
+    if kv is None:  # the kernel before may have written `o`
+        wait(EARLY)
     b_q = tl.load(q + row + o_c).to(tl.float32) * scale
     slope = tl.load(slopes + i_h).to(tl.float32)
 
@@ -73,6 +76,11 @@ def attend_step_kernel(
         o_tile = (i_m * S + o_s)[:, None] * B * C + i_b * C + o_c[None, :]
         b_ks = tl.load(k + o_tile, mask=m_s, other=0.0).to(tl.float32)
         b_vs = tl.load(v + o_tile, mask=m_s, other=0.0).to(tl.float32)
+        b_s = tl.sum(b_q[None, :] * b_ks, 1) - slope * (step - o_s)
+        b_s = tl.where(o_s < step - 1, b_s, float("-inf"))
+        if NORM != "none":
+            b_norm = tl.load(k_norm + i_m * C + o_c).to(tl.float32)
+        wait(EARLY)
         # The last one's pair is normalized here, and kept for later steps.
         p_pair = kv + (i_m * B + i_b) * 2 * C
         b_k = tl.load(p_pair + o_c).to(tl.float32)
@@ -84,14 +92,12 @@ def attend_step_kernel(
                 b_row = tl.where(o_row < C, b_row - mean, 0.0)
                 b_k = b_k - mean
             rstd = tl.rsqrt(tl.sum(b_row * b_row, 0) / C + eps)
-            b_k = b_k * rstd * tl.load(k_norm + i_m * C + o_c).to(tl.float32)
+            b_k = b_k * rstd * b_norm
         b_k = b_k.to(k.dtype.element_ty)
         b_v = tl.load(p_pair + C + o_c)
         tl.store(k + row - B * C + o_c, b_k)
         tl.store(v + row - B * C + o_c, b_v)
         last = tl.sum(b_q * b_k.to(tl.float32), 0) - slope
-        b_s = tl.sum(b_q[None, :] * b_ks, 1) - slope * (step - o_s)
-        b_s = tl.where(o_s < step - 1, b_s, float("-inf"))
         top = tl.maximum(tl.maximum(top, last), tl.max(b_s, 0))
         b_p = tl.exp(b_s - top)
         weight = tl.exp(last - top)
@@ -178,7 +184,7 @@ def pairs_step_bwd(work: BackwardWork, step: int) -> None:
         tile.q, tile.k, tile.v, tile.o, tile.lse, t.do, t.delta, t.raw, work.w.k_norm, work.slopes,
         t.dk, t.dv, t.dpair, step, leaf_of(step, S, 1).stop, B, work.form.eps, (C // H) ** -0.5,
         S=S, H=H, D=C // H, HP=heads, NORM=work.form.norm,
-        num_warps=max(1, min(16, heads * (C // H) // 256)),
+        num_warps=max(1, min(16, heads * (C // H) // 256)), **early(t.do[:, :1]),
     )  # fmt: skip
 
 
@@ -187,6 +193,7 @@ def pairs_step_bwd_kernel(
     q, k, v, o, lse, do, delta, raw, k_norm, slopes, dk, dv, dpair,
     step, end, B, eps, scale,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Go back through one token's persistent pair, all heads, and through the keys' norm."""
     i_b, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -196,6 +203,8 @@ def pairs_step_bwd_kernel(
     o_c = o_h[:, None] * D + tl.arange(0, D)[None, :]
     m_c = m_h[:, None]
     row = ((i_m * S + step) * B + i_b) * C
+    if step + 1 >= end:  # the kernel before may have added to dk and dv
+        wait(EARLY)
     b_k = tl.load(k + row + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_v = tl.load(v + row + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_dk = tl.load(dk + row + o_c, mask=m_c, other=0.0)
@@ -203,23 +212,10 @@ def pairs_step_bwd_kernel(
     b_slope = tl.load(slopes + o_h, mask=m_h, other=0.0).to(tl.float32)
 
     if step + 1 < end:
-        # The next token, whose gradient has just been found.
-        after = row + B * C
-        stats = ((i_m * S + step + 1) * B + i_b) * H + o_h
-        b_q = tl.load(q + after + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_do = tl.load(do + after + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_o = tl.load(o + after + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_delta = tl.sum(b_do * b_o, 1)
-        tl.store(delta + stats, b_delta, mask=m_h)
-        b_lse = tl.load(lse + stats, mask=m_h, other=0.0)
-        b_p = tl.exp(tl.sum(b_q * b_k, 1) * scale - b_slope - b_lse)
-        b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
-        b_dv += b_p[:, None] * b_do
-        b_dk += b_ds[:, None] * b_q
-        # The tokens after it, one at a time: several at once would not fit into the registers.
+        # The tokens after the next, one at a time: several would not fit into the registers.
+        after = row + 2 * B * C
+        stats = ((i_m * S + step + 2) * B + i_b) * H + o_h
         for i_s in range(step + 2, end):
-            after += B * C
-            stats += B * H
             b_q = tl.load(q + after + o_c, mask=m_c, other=0.0).to(tl.float32)
             b_do = tl.load(do + after + o_c, mask=m_c, other=0.0).to(tl.float32)
             b_lse = tl.load(lse + stats, mask=m_h, other=0.0)
@@ -229,6 +225,22 @@ def pairs_step_bwd_kernel(
             b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
             b_dv += b_p[:, None] * b_do
             b_dk += b_ds[:, None] * b_q
+            after += B * C
+            stats += B * H
+        # The next token, whose gradient has just been found.
+        after = row + B * C
+        stats = ((i_m * S + step + 1) * B + i_b) * H + o_h
+        b_q = tl.load(q + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_o = tl.load(o + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_lse = tl.load(lse + stats, mask=m_h, other=0.0)
+        wait(EARLY)
+        b_do = tl.load(do + after + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_delta = tl.sum(b_do * b_o, 1)
+        tl.store(delta + stats, b_delta, mask=m_h)
+        b_p = tl.exp(tl.sum(b_q * b_k, 1) * scale - b_slope - b_lse)
+        b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * scale
+        b_dv += b_p[:, None] * b_do
+        b_dk += b_ds[:, None] * b_q
         tl.store(dk + row + o_c, b_dk, mask=m_c)  # for the gradient of the norm's weight
 
     if NORM != "none":
