@@ -3,11 +3,7 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_recurrent_transformer import (
-    RecurrentBlockConfig,
-    RecurrentStackConfig,
-    TransformerBlockConfig,
-)
+from mezzo_recurrent_transformer import RecurrentBlockConfig, RecurrentStackConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
@@ -16,7 +12,6 @@ BLOCK = RecurrentBlockConfig(head_dim=8, hidden=24)
 CONFIGS = {
     "block": BLOCK,
     "stack": RecurrentStackConfig(3, BLOCK),
-    "transformer": TransformerBlockConfig(head_dim=8, hidden=24),
 }
 
 

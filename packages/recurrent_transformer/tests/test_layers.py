@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from mezzo_core.nn import BlocksConfig
 from mezzo_core.testing.arguments import check_module_arguments
 from mezzo_core.testing.laws import LAWS
 from mezzo_recurrent_transformer import (
     RecurrentBlockConfig,
     RecurrentStackConfig,
     TransformerBlockConfig,
-    scaled,
 )
 from torch import nn
 from torch.nn.utils import prune
@@ -22,7 +20,6 @@ PARTS = {
     "no norm": RecurrentBlockConfig(head_dim=16, norm="none", residual_scale=0.2, alibi="press"),
     "raw persistent pair": RecurrentBlockConfig(head_dim=4, persistent_norm=False),
     "stack": RecurrentStackConfig(3, BLOCK),
-    "plain stack": BlocksConfig(scaled(BLOCK, 2, "init")),
     "transformer": TransformerBlockConfig(head_dim=4),
 }
 

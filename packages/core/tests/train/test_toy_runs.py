@@ -27,9 +27,10 @@ def test_the_log_says_at_once_what_generate_will_refuse(config, tmp_path, caplog
     assert "--allow-package toys" in caplog.text
 
 
-def test_it_learns(config, tmp_path):
-    config = replace(config, seq_len=10, steps=250, eval_every=250, checkpoint_every=250)
-    result = train(config, tmp_path / "run", quiet=True)
+def test_it_learns(tiny, tmp_path):
+    model = LMConfig(vocab_size=257, d_model=16, stack=STACKS["stack"])
+    every = {"steps": 250, "eval_every": 250, "checkpoint_every": 250}
+    result = train(tiny(model=model, seq_len=10, **every), tmp_path / "run", quiet=True)
     assert result.val_loss < 2.4  # who knows how common each letter is, and no more, gets 2.45
 
 
