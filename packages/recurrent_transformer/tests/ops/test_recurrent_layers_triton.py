@@ -35,7 +35,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import (
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import early, products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = [torch.bfloat16, torch.float16]
@@ -108,6 +108,20 @@ def test_outputs_and_all_gradients_equal_eager_and_repeats_are_bit_equal(case, d
     for _ in range(4 if DEVICE == "cuda" else 0):
         for name, value in run("triton", *given).items():
             assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 3])
+def test_kernels_that_begin_early_give_what_they_give_one_after_another(n, monkeypatch):
+    given = problem((n, 32, 48, 16, 64, "rms", 1), torch.bfloat16)
+    found = [run("triton", *given) for _ in range(6)]  # by graphs of steps, then of whole calls
+    workspace._kept.clear()
+    graphs._captured.clear()
+    monkeypatch.setattr(early, "HOPPER", 10**6)  # no GPU can
+    wanted = run("triton", *given)
+    for each in found:
+        for name, value in each.items():
+            assert torch.equal(value, wanted[name]), name
 
 
 @torch.no_grad()
