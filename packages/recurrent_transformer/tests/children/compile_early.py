@@ -21,15 +21,15 @@ BACKWARD = {"pairs_step_bwd_kernel", "product_kernel", "normed_bwd_kernel"}
 WAIT, WRITE = "griddepcontrol.wait", "st.global"
 
 
-def steps(kind, run, B, norm="rms", n=2, C=1024, F=4096, H=16, S=3):
+def steps(kind, run, B, n=2, C=1024, F=4096, H=16, S=3):
     """Return the kernels that steps of a tile launch, and of which those wait, by name."""
-    form = Form(H, 1.0, norm, 1e-5, True, 1)
+    form = Form(H, 1.0, "rms", 1e-5, True, 1)
 
     def empty(*size):
         return torch.empty(size, dtype=torch.bfloat16, device="meta")
 
     matrices = empty(n, 3 * C, C), empty(n, C, C), empty(n, F, C), empty(n, C, F)
-    w = Matrices(*matrices, *((None,) * 4 if norm == "none" else (empty(n, C) for _ in range(4))))
+    w = Matrices(*matrices, *(empty(n, C) for _ in range(4)))
     slopes = torch.empty(H, device="meta")
     with keep_kernels() as kernels:
         run(Workspace(kind.of(empty(B, S, C), w, S, form), w, slopes, form, triton))
@@ -42,13 +42,11 @@ def steps(kind, run, B, norm="rms", n=2, C=1024, F=4096, H=16, S=3):
 
 
 with compile_only(assembled=True):  # Triton writes the waiting in inline assembly
-    for norm in ("rms", "none"):
-        launched, early = steps(ForwardBuffers, run_tile, 32, norm)
-        assert early == FORWARD, early
-        assert launched - early == {"split_pair_kernel"}, launched  # the last one
-        launched, early = steps(BackwardBuffers, run_tile_bwd, 32, norm)
-        assert launched == early == BACKWARD, (launched, early)
-    _, early = steps(ForwardBuffers, run_tile, 512)
-    assert not early, early
-    _, early = steps(BackwardBuffers, run_tile_bwd, 512)
-    assert not early, early
+    launched, early = steps(ForwardBuffers, run_tile, 32)
+    assert early == FORWARD, early
+    assert launched - early == {"split_pair_kernel"}, launched  # the last one
+    launched, early = steps(BackwardBuffers, run_tile_bwd, 32)
+    assert launched == early == BACKWARD, (launched, early)
+    for kind, run in ((ForwardBuffers, run_tile), (BackwardBuffers, run_tile_bwd)):
+        _, early = steps(kind, run, 512)
+        assert not early, early
