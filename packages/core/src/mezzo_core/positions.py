@@ -42,19 +42,23 @@ def rope_angles(
     _check_integers("rope_angles", "positions", positions)
     _check_pairs("rope_angles", dim, base)
     _check_dtype("rope_angles", dtype)
+    if torch.onnx.is_in_onnx_export():  # which knows no registered op
+        return _angles(positions, dim, base, dtype)
     return _rope_angles(positions, dim, base, dtype)
 
 
-# A registered op, because torch.compile would otherwise fuse the angles into the rotation. It would
-# then compute a sine and a cosine for every channel of every head, which costs far more than the
-# rotation itself.
-@torch.library.custom_op("mezzo::rope_angles", mutates_args=())
-def _rope_angles(
+def _angles(
     positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     steps = rope_steps(dim, base, device=positions.device)
     angles = (positions.to(torch.int64)[..., None] * steps).to(dtype) * RADIANS
     return angles.cos(), angles.sin()
+
+
+# A registered op, because torch.compile would otherwise fuse the angles into the rotation. It would
+# then compute a sine and a cosine for every channel of every head, which costs far more than the
+# rotation itself.
+_rope_angles = torch.library.custom_op("mezzo::rope_angles", _angles, mutates_args=())
 
 
 @_rope_angles.register_fake

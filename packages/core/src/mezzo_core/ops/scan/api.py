@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.packed import check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.scan.doubling import doubling_scan
 from mezzo_core.ops.scan.op import differentiable_linear_scan
 
 
@@ -65,7 +67,9 @@ def linear_scan(
     D = math.prod(dims)
     if initial_state is not None:
         initial_state = initial_state.to(accumulation_dtype(x.dtype)).reshape(num_states, D)
-    out, final_state = differentiable_linear_scan(
+    # ONNX knows no registered op.
+    scan = doubling_scan if torch.onnx.is_in_onnx_export() else differentiable_linear_scan
+    out, final_state = scan(
         (a if a.shape == x.shape else a.expand(x.shape)).reshape(B, T, D),
         x.reshape(B, T, D),
         initial_state,

@@ -133,6 +133,8 @@ def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
             f"{num_heads} heads of width {D}; supported: widths 16, 32, 64 and 128, and 8 if the "
             "number of heads is even"
         )
+    if impl == "auto" and torch.onnx.is_in_onnx_export():  # which knows no registered op
+        return "reference"
     if impl == "auto":
         return "triton" if x.is_cuda and unsupported is None else "eager"
     if impl == "triton" and not triton_runs_on(x.device):

@@ -1,0 +1,72 @@
+"""torch.onnx.export takes models of all packages; ONNX Runtime computes what PyTorch does."""
+
+import pytest
+import torch
+from mezzo_core.nn import AttentionConfig, LMConfig
+from mezzo_drt import DRTConfig
+from mezzo_gsa import GSAConfig, MambaConfig
+from mezzo_rat import RATConfig
+from mezzo_recurrent_transformer import RecurrentBlockConfig, RecurrentStackConfig
+from torch.export import Dim
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+ANY = Dim("tokens", min=2, max=64)
+FOURS = 4 * Dim("chunks", min=2, max=16)
+OF_ANY_LENGTH = {
+    "attention": ({"mixers": (AttentionConfig(head_dim=8, window_size=5),)}, ANY),
+    "mamba": ({"mixers": (MambaConfig(),)}, ANY),
+    "rat": ({"mixers": (RATConfig(chunk_size=4, head_dim=8),)}, FOURS),
+    "drt": (
+        {"stack": DRTConfig(2, num_groups=1, chunk_size=4, window_size=8, head_dim=8)}, FOURS
+    ),
+}  # fmt: skip
+OF_ONE_LENGTH = {
+    "gsa": {"mixers": (GSAConfig(2, num_slots=4),)},
+    "recurrent": {"stack": RecurrentStackConfig(2, RecurrentBlockConfig(head_dim=8))},
+}
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, tokens):
+        return self.lm(tokens).logits
+
+
+@torch.no_grad()
+def check(options, folder, lengths, dynamic_shapes=None):
+    torch.manual_seed(0)
+    model = Logits(LMConfig(17, 16, **options, init_std=0.3).build().eval())
+    texts = [torch.randint(17, (2, T)) for T in lengths]
+    program = torch.onnx.export(
+        model,
+        (texts[0],),
+        dynamo=True,
+        dynamic_shapes=dynamic_shapes,
+        verbose=False,
+        optimize=False,
+    )
+    program.save(folder / "model.onnx")
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    for tokens in texts:
+        (found,) = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.any_shapes
+@pytest.mark.parametrize("name", OF_ANY_LENGTH)
+def test_a_model_is_written_for_texts_of_any_length(name, tmp_path):
+    """Models with chunks for any number of whole chunks."""
+    options, length = OF_ANY_LENGTH[name]
+    lengths = (8, 40) if length is FOURS else (8, 2, 41)
+    check(options, tmp_path, lengths, ({1: length},))
+
+
+@pytest.mark.any_shapes
+@pytest.mark.parametrize("name", OF_ONE_LENGTH)
+def test_a_model_whose_loop_is_written_down_is_for_texts_of_one_length(name, tmp_path):
+    check(OF_ONE_LENGTH[name], tmp_path, (4,))
