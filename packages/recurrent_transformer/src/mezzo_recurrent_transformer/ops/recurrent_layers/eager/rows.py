@@ -1,4 +1,4 @@
-"""What is done to each row alone: norms, residuals, the MLP's activation, products of heads."""
+"""What is done to each row alone: norms, residuals, the MLP's activation, products of heads, ALiBi."""
 
 import torch
 import torch.nn.functional as F
@@ -122,3 +122,18 @@ def _per_row(weight: Tensor | None, x: Tensor) -> Tensor:
     assert weight is not None
     dtype = accumulation_dtype(x.dtype)
     return weight.to(dtype).view(weight.shape[0], *[1] * (x.ndim - 2), weight.shape[1])
+
+
+def by_head(factor: Tensor, x: Tensor) -> Tensor:
+    """Repeat (m, S, B, H) for the channels of each head of x."""
+    return factor.repeat_interleave(x.shape[-1] // factor.shape[-1], -1)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Return the scaled products (m, B, H, Q, K) of position-first q and k."""
+    return torch.einsum("mqbhd,mkbhd->mbhqk", q, k) * q.shape[-1] ** -0.5
+
+
+def bias(slopes: Tensor, distance: Tensor) -> Tensor:
+    """Return slope * distance, (..., H, Q, K) from (H,) and (..., 1, Q, K) or (Q, K)."""
+    return slopes[:, None, None] * distance.to(slopes.dtype)

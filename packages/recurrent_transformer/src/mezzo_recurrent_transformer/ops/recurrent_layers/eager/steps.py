@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager.attention import bias, by_head, products
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
+    bias,
+    by_head,
     head_products,
     heads,
     normed_bwd,
+    products,
     split_pair,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import leaf_of
