@@ -1,4 +1,4 @@
-"""What is done to each row alone: norms, residuals, the MLP's activation, products of heads, ALiBi."""
+"""What is done to each row alone: norms, residuals, the activation, products of heads, ALiBi."""
 
 import torch
 import torch.nn.functional as F
