@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mezzo_core.ops.precision import accumulation_dtype
 
@@ -21,6 +20,8 @@ def doubling_scan(
 
     After the step of width d, each h is the sum over its last 2d tokens.
     """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
     if cu_seqlens is not None:
         raise ValueError("linear_scan: an export to ONNX takes no packed sequences")
     dtype, T = accumulation_dtype(x.dtype), x.shape[1]
